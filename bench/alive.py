@@ -74,10 +74,7 @@ class Kept(Reference):
 
     def rows(self, rows: Any, name: str | None) -> list[Any]:
         folder = self.folder if name else None
-        keys = [
-            (self.where, self.adapter if name else None, str(folder), row.question.id, tuple(row.tokens))
-            for row in rows
-        ]
+        keys = [(self.where, self.adapter if name else None, str(folder), row.question.id, tuple(row.tokens)) for row in rows]
         missing = {key: row for key, row in zip(keys, rows, strict=True) if key not in self.kept}
         if missing:
             with super().instead(folder) if folder is not None else nullcontext():
@@ -336,18 +333,12 @@ def row(one: dict[str, Any]) -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the counts that the targets speak of."""
-    clean = [
-        row for row in rows if row["fault"] is None and not row["jitter"] and row["top"] == 20 and row["with_base"]
-    ]
+    clean = [row for row in rows if row["fault"] is None and not row["jitter"] and row["top"] == 20 and row["with_base"]]
     noise = {(row["adapter"], row["server"]): row["noise"] for row in clean}
     right = [row for row in rows if row["fault"] is None]
     unknown = [row for row in rows if row["fault"] == OLDER]
     wrong = [row for row in rows if row["fault"] not in (None, OLDER)]
-    above = [
-        row
-        for row in wrong
-        if row["size"] >= ABOVE * noise.get((row["adapter"], row["server"]), 0.0) and row["size"] > 0
-    ]
+    above = [row for row in wrong if row["size"] >= ABOVE * noise.get((row["adapter"], row["server"]), 0.0) and row["size"] > 0]
     below = [row for row in wrong if row not in above]
     alarms = sum(map(is_alarm, right))
     return {

@@ -119,9 +119,7 @@ CHAT, UNLOAD, LOAD = "/v1/chat/completions", "/v1/unload_lora_adapter", "/v1/loa
 
 
 def _asked(**fields: Any) -> bytes:
-    return json.dumps(
-        {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}], **fields}
-    ).encode()
+    return json.dumps({"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}], **fields}).encode()
 
 
 def _held_to(schema: dict[str, Any]) -> bytes:
@@ -224,9 +222,7 @@ class Attack:
                 numbers = client.get(":".join(map(str, self._to)), "/api/status")[1]["models"][0]["numbers"]
                 self.most_host_bytes = max(self.most_host_bytes, numbers["adapter_host_bytes"])
             for name in names:
-                until(
-                    lambda name=name: self._post(b'{"lora_name":"%s"}' % name.encode(), UNLOAD) in ("200", "404"), 60.0
-                )
+                until(lambda name=name: self._post(b'{"lora_name":"%s"}' % name.encode(), UNLOAD) in ("200", "404"), 60.0)
 
     def _leave(self) -> None:
         """Ask for streams and leave at their first byte."""
@@ -361,9 +357,7 @@ class Normal:
             time.sleep(0.05)
 
     def shown(self) -> dict[str, Any]:
-        figures = {
-            name: {"count": len(values), **client.percentiles(values, digits=4)} for name, values in self.seen.items()
-        }
+        figures = {name: {"count": len(values), **client.percentiles(values, digits=4)} for name, values in self.seen.items()}
         return {"ended": dict(sorted(self.ended.items())), **figures}
 
 
@@ -510,9 +504,7 @@ def killed(kills: int = 10, clients: int = 32, *, seed: int = 0) -> dict[str, An
         return {**faults.shown(), "left": rest(server)}
 
 
-def together(
-    kills: int = 10, clients: int = 32, turns: int = 2, *, seconds: float = 20.0, seed: int = 0
-) -> dict[str, Any]:
+def together(kills: int = 10, clients: int = 32, turns: int = 2, *, seconds: float = 20.0, seed: int = 0) -> dict[str, Any]:
     """Return what normal clients saw of kills, load and changing adapters, with and without attackers beside.
 
     kills: in all attacked turns; as many in the quiet ones. seconds: of a turn at least."""
@@ -532,9 +524,7 @@ def together(
 
 SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "attacked": lambda given: attacked(given.seconds, given.turns),
-    "together": lambda given: together(
-        given.kills, given.clients, min(given.turns, given.kills), seconds=given.seconds
-    ),
+    "together": lambda given: together(given.kills, given.clients, min(given.turns, given.kills), seconds=given.seconds),
     "killed": lambda given: killed(given.kills, given.clients),
     "grammars": lambda given: grammars(given.seconds, given.turns),
     "computed": lambda given: computed(given.seconds),

@@ -232,9 +232,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             modes = row.get("modes", {})
             last = ", ".join(f"{kind} max diff {mode.get('max_abs', '(reference)')}" for kind, mode in modes.items())
         ended = "runs" if row["stage"] == "done" else row["stage"]
-        lines.append(
-            f"{row['name']:24} {ended:14} {kept:9} {shown_sizes[0]:>9} {shown_sizes[1]:>9} {shown_sizes[2]:>8}  {last}"
-        )
+        lines.append(f"{row['name']:24} {ended:14} {kept:9} {shown_sizes[0]:>9} {shown_sizes[1]:>9} {shown_sizes[2]:>8}  {last}")
     return "\n".join(lines)
 
 

@@ -211,9 +211,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         "predicted_tok_s": round(plan.execution.tokens_per_s, 1), "planned_gib": round(plan.gpu_needed_bytes / GIB, 3),
         "items_mib": {name: round(count / MIB) for name, count in plan.gpu.items()},
     }  # fmt: skip
-    print(
-        "PLAN " + json.dumps(row | {"prompt_chunks": list(plan.execution.prompt.chunks)}), file=sys.stderr, flush=True
-    )
+    print("PLAN " + json.dumps(row | {"prompt_chunks": list(plan.execution.prompt.chunks)}), file=sys.stderr, flush=True)
     start = time.perf_counter()
     model = trimtab.load(plan)
     row["load_s"] = round(time.perf_counter() - start, 1)
@@ -229,9 +227,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     ids = text_inputs(config, PROMPT_TOKENS, device="cpu")["input_ids"][0].tolist()
     model.answer(ids, adapter="a", max_new_tokens=2)
     row["first_answers_s"] = round(time.perf_counter() - start, 1)
-    row["ttft_ms"] = round(
-        statistics.median(model.answer(ids, adapter="a", max_new_tokens=1).ttft_s for _ in range(7)) * 1e3, 1
-    )
+    row["ttft_ms"] = round(statistics.median(model.answer(ids, adapter="a", max_new_tokens=1).ttft_s for _ in range(7)) * 1e3, 1)
     taken = {}
     counts = [SHORT, LONG]
     for count in counts:
@@ -299,11 +295,7 @@ def captured_of(model: Any) -> dict[str, Any]:
 def room_of(model: Any) -> list[float] | None:
     """Return the MiB of the segment that prompts share, of what torch holds for them, and of what passes have left there."""
     room = model.prompt_room
-    return (
-        None
-        if room is None
-        else [round(one / MIB, 1) for one in (room.segment_bytes, room.held_bytes, room.left_bytes)]
-    )
+    return None if room is None else [round(one / MIB, 1) for one in (room.segment_bytes, room.held_bytes, room.left_bytes)]
 
 
 def shares_of(torch: Any) -> dict[str, Any]:
@@ -404,9 +396,7 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=110)
     parser.add_argument("--total-s", type=float, default=3600)
     parser.add_argument("--missing", action="store_true", help="only cases that the file of --save has no row of")
-    parser.add_argument(
-        "--mixed", action="store_true", help=f"{MIXED} mixed requests before the memory of every case is read"
-    )
+    parser.add_argument("--mixed", action="store_true", help=f"{MIXED} mixed requests before the memory of every case is read")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rates", action="store_true", help=argparse.SUPPRESS)

@@ -56,9 +56,7 @@ def config_of(size: str) -> Any:
         "sliding_window": 512, "use_double_wide_mlp": e2b, "final_logit_softcapping": 30.0,
         "layer_types": ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)],
     }  # fmt: skip
-    return Gemma4Config(
-        text_config=text, vision_config={"use_clipped_linears": True}, audio_config={"output_proj_dims": 1536}
-    )
+    return Gemma4Config(text_config=text, vision_config={"use_clipped_linears": True}, audio_config={"output_proj_dims": 1536})
 
 
 def _qwen_config(size: str) -> Any:
@@ -148,9 +146,7 @@ def _value(name: str, empty: torch.Tensor, depth: int, generator: torch.Generato
     if empty.dim() < 2 or name.endswith("bias"):
         return torch.zeros(empty.shape, dtype=empty.dtype, device=device)
     scale = empty.shape[-1] ** -0.5
-    if re.search(
-        r"(o_proj|down_proj|linear_fc2|attn\.proj|per_layer_projection|lconv1d\.linear_end|ffw_layer_2)", name
-    ):
+    if re.search(r"(o_proj|down_proj|linear_fc2|attn\.proj|per_layer_projection|lconv1d\.linear_end|ffw_layer_2)", name):
         scale /= (2 * depth) ** 0.5
     if "embed_tokens" in name or "position_embedding" in name:
         scale = 0.02

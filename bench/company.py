@@ -104,9 +104,7 @@ def prompt_ms(batch: Any, name: str | None) -> float:
     return round(1000 * statistics.median(times[2:]), 2)
 
 
-def measured(
-    folder: Path, adapters: dict[str, Path], *, rows: int, invariant: bool, device: str, quant: str
-) -> dict[str, Any]:
+def measured(folder: Path, adapters: dict[str, Path], *, rows: int, invariant: bool, device: str, quant: str) -> dict[str, Any]:
     """Return the row of one execution."""
     import trimtab
     from trimtab.engine.batch.batch import Batch
@@ -120,9 +118,7 @@ def measured(
         batch = Batch(model, rows)
         batch.ends = frozenset()
         batch.prepare()
-        asked = [
-            (names[number % len(names)], ids(LENGTHS[number % len(LENGTHS)], number)) for number in range(3 * rows)
-        ]
+        asked = [(names[number % len(names)], ids(LENGTHS[number % len(LENGTHS)], number)) for number in range(3 * rows)]
         expected = [alone(batch, ask) for ask in asked]
         found = differences(expected, beside(batch, asked, 1))
         return {
@@ -145,9 +141,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for rows in given.rows:
         for invariant in (False, True):
-            found.append(
-                measured(made.folder, made.adapters, rows=rows, invariant=invariant, device="cuda", quant="nf4-dq")
-            )
+            found.append(measured(made.folder, made.adapters, rows=rows, invariant=invariant, device="cuda", quant="nf4-dq"))
             print(json.dumps(found[-1]), flush=True)
             if given.save:
                 values = {"environment": environment("cuda"), "size": given.size, "rows": found}

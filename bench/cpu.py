@@ -224,9 +224,7 @@ def save_predictions(given: argparse.Namespace) -> None:
     for model in ("demo", "llama-300m"):
         for quant, dtype in (("nf4-dq", "auto"), ("int8", "auto"), ("none", "auto"), ("none", "float32")):
             load = named[f"{model}, nf4-dq"]
-            plan = trimtab.plan(
-                load.model, adapters=load.adapters, device="cpu", quant=quant, dtype=dtype, context=1024
-            )
+            plan = trimtab.plan(load.model, adapters=load.adapters, device="cpu", quant=quant, dtype=dtype, context=1024)
             clocks = []
             with trimtab.load(plan) as loaded:
                 loaded.adapter_store.set("adapter")

@@ -146,9 +146,7 @@ class Bench:
             whole = timed(lambda: [batch.step() for _ in range(steps)])
             ms = whole / steps * 1000
             limit = self.bandwidth * 1e9 / self.bytes * len(adapters)
-            self.kernels_us |= {
-                name: [round(us, 2) for us in pair] for name, pair in batch.steps.kernels.measured_us.items()
-            }
+            self.kernels_us |= {name: [round(us, 2) for us in pair] for name, pair in batch.steps.kernels.measured_us.items()}
             found |= {
                 "tok_s": round(len(adapters) / ms * 1000, 1), "ms": round(ms, 3),
                 "ms_p50": round(sorted(times)[len(times) // 2] * 1000, 3), "limit_tok_s": round(limit, 1),
@@ -404,9 +402,7 @@ def run_case(case: dict[str, Any], given: argparse.Namespace) -> list[dict[str, 
         done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
     except subprocess.TimeoutExpired as exc:
         said = exc.stdout.decode() if isinstance(exc.stdout, bytes) else exc.stdout or ""
-        done_rows = [
-            json.loads(line[4:]) for line in said.splitlines() if line.startswith("ROW ") and line.endswith("}")
-        ]
+        done_rows = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("ROW ") and line.endswith("}")]
         return [*done_rows, {**label, "error": f"longer than {given.timeout_s} s"}]
     found = [line for line in done.stdout.splitlines() if line.startswith("ROWS ")]
     if done.returncode or not found:

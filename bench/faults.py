@@ -58,9 +58,7 @@ LONG = {
 def questions() -> list[dict[str, Any]]:
     """Return the demo's questions, text, picture and sound, to the base and every adapter, as request bodies."""
     return [
-        client.chat_body(
-            ask.prompt, model=ask.adapter or "demo", image=_path(ask.media, "image"), audio=_path(ask.media, "audio")
-        )
+        client.chat_body(ask.prompt, model=ask.adapter or "demo", image=_path(ask.media, "image"), audio=_path(ask.media, "audio"))
         for ask in read_asks(list(ADAPTERS))
     ]
 
@@ -111,8 +109,7 @@ class Clients:
         self._server, self.tally, self._over = server, tally, threading.Event()
         self._bodies = questions()
         self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(seed * 1000 + number),), daemon=True)
-            for number in range(count)
+            threading.Thread(target=self._run, args=(random.Random(seed * 1000 + number),), daemon=True) for number in range(count)
         ]
 
     def _run(self, chance: random.Random) -> None:
@@ -268,12 +265,7 @@ def _plain_picture(width: int, height: int) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + head
-        + chunk(b"IDAT", zlib.compress(bytes((1 + 3 * width) * height), 1))
-        + chunk(b"IEND", b"")
-    )
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes((1 + 3 * width) * height), 1)) + chunk(b"IEND", b"")
 
 
 def _at_once(works: Sequence[Callable[[], None]]) -> None:
@@ -368,9 +360,7 @@ def leaving(requests: int = 200, clients: int = 16, *, seed: int = 0, server: Se
     lock = threading.Lock()
     with serving(server) as server:
         pid, chance = server.worker_pid(), random.Random(seed)
-        plan = [
-            (chance.choice(("unanswered", "pieces", "half", "stays")), chance.randrange(1, 30)) for _ in range(requests)
-        ]
+        plan = [(chance.choice(("unanswered", "pieces", "half", "stays")), chance.randrange(1, 30)) for _ in range(requests)]
 
         def run() -> None:
             while True:
@@ -415,9 +405,7 @@ def _leave(server: Served, how: str, pieces: int) -> str:
     return "left"
 
 
-def slow_readers(
-    readers: int = 1, *, send_s: float = 3.0, tokens: int = 400, server: Served | None = None
-) -> dict[str, Any]:
+def slow_readers(readers: int = 1, *, send_s: float = 3.0, tokens: int = 400, server: Served | None = None) -> dict[str, Any]:
     """Clients take nothing of large streams: others do not notice, memory is bounded, and they are cut after a time."""
     body = {**long_body(tokens), "n": CHOICES, "logprobs": True, "top_logprobs": 20}
     with serving(server, "--limit", f"send_s={send_s}") as server:
@@ -487,9 +475,7 @@ def told_to_end(clients: int = 8, *, grace_s: float = 30.0, tokens: int = 150) -
         def run() -> None:
             first = iter([begun.release])
             body = long_body(tokens)
-            tally.add(
-                body, client.ask(server.address, body, timeout_s=HANG_S, on_piece=lambda _: next(first, bool)() or True)
-            )
+            tally.add(body, client.ask(server.address, body, timeout_s=HANG_S, on_piece=lambda _: next(first, bool)() or True))
 
         threads = [threading.Thread(target=run, daemon=True) for _ in range(clients)]
         for thread in threads:
@@ -561,10 +547,7 @@ def section(scenes: Mapping[str, Any], soak: Mapping[str, Any]) -> str:
         f"and unloaded, the API process went {_grown(soak['growth']['api'])} and the worker "
         f"{_grown(soak['growth']['worker'])} ([samples](../bench/results/soak.json))."
     )
-    return (
-        "\n\n".join([table(scenes), *(textwrap.fill(text, 120, break_long_words=False) for text in (run, memory))])
-        + "\n"
-    )
+    return "\n\n".join([table(scenes), *(textwrap.fill(text, 120, break_long_words=False) for text in (run, memory))]) + "\n"
 
 
 def _grown(found: Mapping[str, float]) -> str:
@@ -591,9 +574,7 @@ def _names(tally: Mapping[str, Any]) -> str:
 
 SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "killed": lambda given: killed(given.kills, given.clients, limit_s=given.limit_s),
-    "killed_retry": lambda given: killed(
-        max(1, given.kills // 10), given.clients, retry=True, seed=1, limit_s=given.limit_s / 5
-    ),
+    "killed_retry": lambda given: killed(max(1, given.kills // 10), given.clients, retry=True, seed=1, limit_s=given.limit_s / 5),
     "out_of_memory": lambda given: out_of_memory(20.0, given.clients),
     "host_memory": lambda given: host_memory(),
     "bad_adapters": lambda given: bad_adapters(),
@@ -627,9 +608,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no more kills after so long")
     parser.add_argument("--only", nargs="*", choices=list(SCENES), default=list(SCENES))
     parser.add_argument("--save", type=Path)
-    parser.add_argument(
-        "--docs", type=Path, help="put what --save and soak.json beside it hold between this page's marks"
-    )
+    parser.add_argument("--docs", type=Path, help="put what --save and soak.json beside it hold between this page's marks")
     given = parser.parse_args()
     if given.docs:
         soak = json.loads((given.save.parent / "soak.json").read_text())

@@ -107,8 +107,7 @@ class Bench:
         limit = nbytes / self.bandwidth * 1e6
         share = None if us is None else limit / us
         self.rows.append(
-            {"model": model, "kernel": name, "shape": shape, "rows": n, "us": us, "limit_us": limit, "share": share}
-            | more
+            {"model": model, "kernel": name, "shape": shape, "rows": n, "us": us, "limit_us": limit, "share": share} | more
         )
         shown = "       -" if us is None else f"{us:8.2f}"
         rest = " ".join(f"{key}={value}" for key, value in more.items() if value is not None)

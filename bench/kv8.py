@@ -141,16 +141,12 @@ def random_models() -> list[dict[str, Any]]:
     found = []
     for family in ("gemma4", "gemma3n", "gemma3", "llama", "qwen3", "qwen3_vl", "mixtral"):
         with tempfile.TemporaryDirectory() as folder:
-            plan = trimtab.plan(
-                pico.build(family, Path(folder)), quant="none", dtype="float32", context=512, device="cpu"
-            )
+            plan = trimtab.plan(pico.build(family, Path(folder)), quant="none", dtype="float32", context=512, device="cpu")
             with trimtab.load(plan) as model:
                 generator = torch.Generator().manual_seed(1)
                 ids = torch.randint(5, 300, (1, RANDOM_TOKENS), generator=generator)
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                logits = {
-                    form: logits_of(model.hf_model, inputs, cache()) for form, cache in caches(model.hf_model).items()
-                }
+                logits = {form: logits_of(model.hf_model, inputs, cache()) for form, cache in caches(model.hf_model).items()}
         row: dict[str, Any] = {"family": family}
         for form in ("token", "channel"):
             sums = Sums()

@@ -149,9 +149,7 @@ def main() -> None:
         for plan, tokens in zip(plans, (None, pool), strict=True):
             rows = steps(model, given.rows, given.tokens, tokens, about)
             rows[-1]["planned"] = plan.gpu["kv_cache"]
-            found += [
-                {"model": given.model, "context": given.context, "mode": plan.execution.step.mode} | row for row in rows
-            ]
+            found += [{"model": given.model, "context": given.context, "mode": plan.execution.step.mode} | row for row in rows]
             for row in rows:
                 print(json.dumps(row), flush=True)
             gc.collect()

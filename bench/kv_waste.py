@@ -50,8 +50,7 @@ def measured(model: Any, mix: list[tuple[int, int]]) -> dict[str, Any]:
     pool = batch.cache.pool
     assert pool is not None and pool.free_tokens == pool.tokens
     prompts = [
-        batch.begin(model.prepare([5] * tokens), GenerateRequest(max_new_tokens=answer), client=None)
-        for tokens, answer in mix
+        batch.begin(model.prepare([5] * tokens), GenerateRequest(max_new_tokens=answer), client=None) for tokens, answer in mix
     ]
     batch.pages.reserve(*(prompt.row for prompt in prompts))
     allocated = pool.tokens - pool.free_tokens

@@ -69,9 +69,7 @@ def computed(seconds: float = 20.0) -> dict[str, Any]:
     return result
 
 
-def _beside(
-    context_tokens: int, keys: tuple[str, ...], path: str, body: dict[str, Any], seconds: float
-) -> dict[str, Any]:
+def _beside(context_tokens: int, keys: tuple[str, ...], path: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
     arguments = [*DEMO, "--context", str(context_tokens), "--limit", f"embeddings={EMBEDDED}"]
     for key in keys:
         arguments += ["--api-key", key]

@@ -95,9 +95,7 @@ class Cell:
         if one.ttft_s is None:
             return 0.0
         times = list(accumulate(one.gaps_s, initial=at + one.ttft_s))
-        each = (
-            one.completion_tokens / len(times) if one.completion_tokens else 1.0
-        )  # a piece may be more than one token
+        each = one.completion_tokens / len(times) if one.completion_tokens else 1.0  # a piece may be more than one token
         return each * sum(time_s >= self.skip_s for time_s in times)
 
 
@@ -320,18 +318,14 @@ def environment(device: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="where the random checkpoint is, or is made")
-    parser.add_argument(
-        "--size", choices=["e2b", "e4b", "qwen3-8b", "llama-310m"], help="a random checkpoint in place of the demo"
-    )
+    parser.add_argument("--size", choices=["e2b", "e4b", "qwen3-8b", "llama-310m"], help="a random checkpoint in place of the demo")
     parser.add_argument("--adapters", type=int, default=8, help="of the random checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quant", default="none", choices=["none", "nf4", "nf4-dq"])
     parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--rows", type=int, default=None, help="default: as the server plans")
     parser.add_argument("--context", type=int, default=1024, help="of the random checkpoint")
-    parser.add_argument(
-        "--text-tokens", type=int, help="texts of so many tokens, no two the same, instead of the demo's"
-    )
+    parser.add_argument("--text-tokens", type=int, help="texts of so many tokens, no two the same, instead of the demo's")
     parser.add_argument("--mixed", action="store_true", help="with --text-tokens: a quarter pictures, a quarter sounds")
     parser.add_argument("--skip-s", type=float, default=0.0, help="the beginning of a cell that is not counted")
     parser.add_argument(
@@ -347,25 +341,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="requests a second of the open loop (default: 3 and 10; none with --share)",
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each cell")
-    parser.add_argument(
-        "--others-seconds", type=float, help="of each cell of the engines beside trimtab (default: the same)"
-    )
-    parser.add_argument(
-        "--others-skip-s", type=float, help="the beginning of those that is not counted (default: the same)"
-    )
+    parser.add_argument("--others-seconds", type=float, help="of each cell of the engines beside trimtab (default: the same)")
+    parser.add_argument("--others-skip-s", type=float, help="the beginning of those that is not counted (default: the same)")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument(
-        "--alone-tokens", type=int, default=0, help="of answers without prompts beside them (default: none)"
-    )
-    parser.add_argument(
-        "--apart", action="store_true", help="one engine after the other, where both do not fit together"
-    )
+    parser.add_argument("--alone-tokens", type=int, default=0, help="of answers without prompts beside them (default: none)")
+    parser.add_argument("--apart", action="store_true", help="one engine after the other, where both do not fit together")
     parser.add_argument("--engines", nargs="*", default=["trimtab", "stock"])
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `trimtab serve`, last")
     parser.add_argument("--save", type=Path)
-    parser.add_argument(
-        "--add", action="store_true", help="keep the rows that the file of --save has from earlier runs"
-    )
+    parser.add_argument("--add", action="store_true", help="keep the rows that the file of --save has from earlier runs")
     given = parser.parse_args(arguments)
     if given.dtype is None:
         given.dtype = "float32" if given.device == "cpu" else "bfloat16"
@@ -417,9 +401,7 @@ def bodies_of(model: Model, given: argparse.Namespace) -> list[dict[str, Any]]:
     make = load_bodies.mixed if given.mixed else load_bodies.texts
     models = list(model.adapters) or [model.name]
     count = TEXTS if not given.mixed else TEXTS // 4
-    return make(
-        load_bodies.words_of(model.folder), models, count=count, tokens=given.text_tokens, max_tokens=given.max_tokens
-    )
+    return make(load_bodies.words_of(model.folder), models, count=count, tokens=given.text_tokens, max_tokens=given.max_tokens)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -49,10 +49,7 @@ def rows(size: str, device: torch.device) -> list[dict[str, Any]]:
         for n in COUNTS:
             x = torch.randn(n, columns, device=device).bfloat16()
             out = torch.empty(n, sum(shape), dtype=torch.bfloat16, device=device)
-            slots = [
-                [(torch.randn(RANK, columns, device=device), torch.randn(one, RANK, device=device), 0.5)] * n
-                for one in shape
-            ]
+            slots = [[(torch.randn(RANK, columns, device=device), torch.randn(one, RANK, device=device), 0.5)] * n for one in shape]
             lora = matvec.lora_args(slots, torch.arange(n, dtype=torch.int32, device=device), 16)
 
             def every(lora: Any, x: Any = x, out: Any = out, groups: Any = groups) -> None:

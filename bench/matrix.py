@@ -104,9 +104,7 @@ def in_jobs(arguments: Sequence[str], names: Sequence[str] | None, jobs: int, ke
                 keep([run for one in there for run in one["runs"]])
             # What it had is kept; the cases that are missing must not look like cases that were not asked for.
             if any(ended):
-                raise SystemExit(
-                    f"{sum(map(bool, ended))} of {len(ended)} processes ended early: their cases are not all there"
-                )
+                raise SystemExit(f"{sum(map(bool, ended))} of {len(ended)} processes ended early: their cases are not all there")
 
 
 def main() -> None:
@@ -134,10 +132,7 @@ def main() -> None:
         options = {"python": given.python, "model": given.model, "adapter": given.adapter, "pressure": given.pressure}
         options |= {"device": given.device, "engines": given.engines, "timeout_s": given.timeout_s}
         passed = [
-            part
-            for name, value in options.items()
-            if value is not None
-            for part in (f"--{name.replace('_', '-')}", str(value))
+            part for name, value in options.items() if value is not None for part in (f"--{name.replace('_', '-')}", str(value))
         ]
 
         def keep_wave(found: list[dict[str, Any]]) -> None:

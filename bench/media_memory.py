@@ -61,9 +61,7 @@ def requests() -> dict[str, list[dict[str, Any]]]:
     rotated = Image.Exif()
     rotated[0x0112] = 6
     return {
-        "one WebP with transparency, 32 million pixels": [
-            image(8000, 4000, "RGBA", "WEBP", lossless=True, method=0, quality=0)
-        ],
+        "one WebP with transparency, 32 million pixels": [image(8000, 4000, "RGBA", "WEBP", lossless=True, method=0, quality=0)],
         "one rotated progressive JPEG in four colors, 32 million pixels": [
             image(8000, 4000, "CMYK", "JPEG", progressive=True, exif=rotated)
         ],

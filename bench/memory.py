@@ -115,9 +115,7 @@ def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str
     from transformers import BitsAndBytesConfig
 
     (architecture,) = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["architectures"]
-    towers = dict.fromkeys(
-        ("model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"), "cpu"
-    )
+    towers = dict.fromkeys(("model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"), "cpu")
     device_map: Any = {"": 0}
     if case["name"] == "towers-cpu":
         device_map = {"model.language_model": 0, "lm_head": 0} | towers
@@ -268,9 +266,7 @@ def main() -> None:
                 save(given.save, rows)
     compare(rows)
     for row in rows:
-        print(
-            row["model"], row["placement"], row["adapter_rank"], {k: v for k, v in row.items() if k.endswith("_equal")}
-        )
+        print(row["model"], row["placement"], row["adapter_rank"], {k: v for k, v in row.items() if k.endswith("_equal")})
     if given.save:
         save(given.save, rows)
 

@@ -96,9 +96,7 @@ def run(engine: str, request: dict[str, Any], out: Path) -> dict[str, Any]:
 
 def run_peft(request: dict[str, Any]) -> dict[str, Any]:
     """Return what PEFT took, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.merge", "--peft", json.dumps(request)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "bench.merge", "--peft", json.dumps(request)], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         return {"engine": "peft", "error": f"exit {done.returncode}", "stderr": done.stderr[-500:]}

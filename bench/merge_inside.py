@@ -19,9 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(
-    request: Mapping[str, Any], *, timeout_s: float, environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def run(request: Mapping[str, Any], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return what `measured` does, of a process of its own. Errors: RuntimeError with what it wrote to stderr."""
     command = [sys.executable, "-m", "bench.merge_inside", json.dumps(dict(request))]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

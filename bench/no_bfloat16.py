@@ -91,9 +91,7 @@ def run_stock(case: str, checkpoint: Path, adapter: Path, work: Path) -> dict[st
     inputs = text_inputs(model.config, TOKENS, device="cuda")
     with torch.no_grad():
         torch.save(peft_model(**inputs).logits[0].float().cpu(), work / f"{case}.pt")
-    return {
-        "eager": {"tensors_gib": round(loaded / GIB, 3), "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 3)}
-    }
+    return {"eager": {"tensors_gib": round(loaded / GIB, 3), "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 3)}}
 
 
 def gap(work: Path, case: str) -> dict[str, float]:

@@ -44,9 +44,7 @@ def rows() -> list[dict[str, Any]]:
         out = torch.empty(high * wide, dtype=torch.bfloat16, device=device)
         ours = graph_us(lambda weight=weight, out=out: prompt_kernels.unpack(weight, out, module), device)
         theirs = graph_us(lambda weight=weight: dequantize(weight), device)
-        found.append(
-            {"what": "unpack", "shape": [high, wide], "us": round(ours, 1), "bitsandbytes_us": round(theirs, 1)}
-        )
+        found.append({"what": "unpack", "shape": [high, wide], "us": round(ours, 1), "bitsandbytes_us": round(theirs, 1)})
         for n in TOKENS:
             for rank in RANKS:
                 found.append(_lora(module, device, n, rank, high, wide))

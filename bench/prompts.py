@@ -282,9 +282,7 @@ def run_small(size: str, work: Path, lengths: Sequence[int]) -> None:
     import trimtab
     from bench.turns import token_ids
 
-    plan = trimtab.plan(
-        work / size, adapters={"r8": work / f"{size}-r8"}, context=CONTEXT, images=1, audio_s=10.0, quant="nf4-dq"
-    )
+    plan = trimtab.plan(work / size, adapters={"r8": work / f"{size}-r8"}, context=CONTEXT, images=1, audio_s=10.0, quant="nf4-dq")
     off = [row for row in plan.placements if row.part in ("language", "head") and row.tier != "resident"]
     with trimtab.load(plan) as model:
         about = {
@@ -441,9 +439,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default="trimtab,stock")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="tokens of the texts")
-    parser.add_argument(
-        "--card-gib", type=float, default=0.0, help="of the device's memory, what one model at a time may use"
-    )
+    parser.add_argument("--card-gib", type=float, default=0.0, help="of the device's memory, what one model at a time may use")
     parser.add_argument("--timeout-s", type=float, default=150)
     parser.add_argument("--profile", action="store_true", help="print where the GPU's time goes")
     parser.add_argument("--case")

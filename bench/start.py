@@ -68,11 +68,7 @@ LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|(\s+)(\S+)")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    given = (
-        demo()
-        if options.size is None
-        else sized(options.size, Path(options.work), options.adapters, device=options.device)
-    )
+    given = demo() if options.size is None else sized(options.size, Path(options.work), options.adapters, device=options.device)
     model, adapter = given.folder, next(iter(given.adapters.values()))
     for file in model.glob("*.safetensors"):
         with file.open("rb") as stream:
@@ -191,10 +187,7 @@ def _pairs(what: str, run: Any, runs: int, *, last: Any = None) -> list[dict[str
             seen.append(run(home))
             if last is not None and number == runs - 1:
                 last(home)
-    return [
-        {"what": f"{what}, {when}", "s": statistics.median(times)}
-        for when, times in (("unseen", unseen), ("seen", seen))
-    ]
+    return [{"what": f"{what}, {when}", "s": statistics.median(times)} for when, times in (("unseen", unseen), ("seen", seen))]
 
 
 def _runs(model: Path, adapter: Path, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -75,9 +75,7 @@ def _sample(main: int | None) -> None:
     found = {
         "seconds": whole,
         "parts": {name: number * each for name, number in parts.most_common()},
-        "functions": {
-            from_import_folder(name): round(number * each, 3) for name, number in functions.most_common(MOST_FUNCTIONS)
-        },
+        "functions": {from_import_folder(name): round(number * each, 3) for name, number in functions.most_common(MOST_FUNCTIONS)},
     }
     with open(os.environ[VARIABLE], "w", encoding="utf-8") as file:
         json.dump(found, file, indent=1)

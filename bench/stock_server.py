@@ -79,9 +79,7 @@ class Stock:
                 inputs = inputs.to(self.model.device, **({"dtype": self.model.dtype} if has_media else {}))
                 streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
                 done: dict[str, Any] = {}
-                worker = threading.Thread(
-                    target=self._generate, args=(body, inputs, streamer, Left(), done), daemon=True
-                )
+                worker = threading.Thread(target=self._generate, args=(body, inputs, streamer, Left(), done), daemon=True)
                 worker.start()
                 for piece in streamer:
                     put(piece)

@@ -61,9 +61,7 @@ def measure(busy: int, runs: int) -> dict[str, Any]:
         for other in others:
             other.kill()
             other.wait()
-    medians = {
-        name: {key: statistics.median(one[key] for one in rows) for key in rows[0]} for name, rows in made.items()
-    }
+    medians = {name: {key: statistics.median(one[key] for one in rows) for key in rows[0]} for name, rows in made.items()}
     ratio = {
         key: medians["all_cores"][key] / medians["chosen"][key] for key in ("process_s", "ttft_s", "decode_s")
     }  # above 1: the chosen number is faster
@@ -83,9 +81,7 @@ def main() -> None:
     text = json.dumps(report, indent=1)
     if options.save:
         Path(options.save).write_text(text + "\n", encoding="utf-8")
-    print(
-        json.dumps({"medians": report["medians"], "all_cores_over_chosen": report["all_cores_over_chosen"]}, indent=1)
-    )
+    print(json.dumps({"medians": report["medians"], "all_cores_over_chosen": report["all_cores_over_chosen"]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -41,9 +41,7 @@ def timed(run: Callable[[], Any]) -> float:
     return round(statistics.median(found), 2)
 
 
-def steps(
-    model: Any, batch: Any, names: list[str], about: dict[str, Any], counts: tuple[int, ...]
-) -> list[dict[str, Any]]:
+def steps(model: Any, batch: Any, names: list[str], about: dict[str, Any], counts: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return the rows of steps. The batch's rows stay; how many of them step, and with which adapters, is changed."""
     rows, found = list(batch.active), []
     for count in counts:
@@ -119,9 +117,7 @@ def beside(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dic
                 batch.prompts.release(prompt)
             chunk = batch.prompts._graphs[next(reversed(batch.prompts._graphs))].graph
             alone = {"step_ms": timed(step.replay), "chunk_ms": timed(chunk.replay)}
-            results.append(
-                {"what": "beside", "rows": count, "tokens": tokens, **alone, **at_once(step, chunk, **alone), **about}
-            )
+            results.append({"what": "beside", "rows": count, "tokens": tokens, **alone, **at_once(step, chunk, **alone), **about})
             print(json.dumps(results[-1]), flush=True)
     batch.active[:] = rows
     return results
@@ -189,9 +185,7 @@ def main() -> None:
     parser.add_argument("--size", default="e4b")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument(
-        "--least", type=int, nargs="*", default=(), help="also steps of so many rows with unpacked weights"
-    )
+    parser.add_argument("--least", type=int, nargs="*", default=(), help="also steps of so many rows with unpacked weights")
     parser.add_argument("--beside", action="store_true", help="also steps and chunks on two streams")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()

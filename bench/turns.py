@@ -50,9 +50,7 @@ class Turns:
         inputs = self.model.prepare(ids)
         self._wait()
         start = time.perf_counter()
-        prompt = self.batch.begin(
-            inputs, GenerateRequest(max_new_tokens=answer_tokens), adapter=self.adapter, client=client
-        )
+        prompt = self.batch.begin(inputs, GenerateRequest(max_new_tokens=answer_tokens), adapter=self.adapter, client=client)
         while not prompt.step():
             pass
         logits = prompt.logits.clone()

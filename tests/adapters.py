@@ -34,9 +34,7 @@ def write_adapter(folder: Path, shapes: Shapes, *, dtype: str = "float32", **con
     return folder
 
 
-def row(
-    path: str, shape: tuple[int, ...], *, kind: str = "linear", part: Part = "language", **options: Any
-) -> ModuleRow:
+def row(path: str, shape: tuple[int, ...], *, kind: str = "linear", part: Part = "language", **options: Any) -> ModuleRow:
     names = {"linear": "Linear", "embedding": "Embedding", "experts": "MixtralExperts", "other": "RMSNorm"}
     tied = options.pop("tied_to", None)
     name = options.pop("class_name", names[kind])
@@ -120,9 +118,7 @@ def e2b_anatomy() -> Anatomy:
         rows.append(row(path, (), kind="other", part=part, class_name="Gemma4ClippableLinear", wraps=f"{path}.linear",
                         tensors=(TensorRow(f"{path}.input_min", (), "bfloat16", True, ()),)))  # fmt: skip
         rows.append(row(f"{path}.linear", (width, width), part=part))
-    return Anatomy(
-        "Gemma4ForConditionalGeneration", "gemma4", "bfloat16", tuple(rows), (), 1536, 262144, tuple(missing)
-    )
+    return Anatomy("Gemma4ForConditionalGeneration", "gemma4", "bfloat16", tuple(rows), (), 1536, 262144, tuple(missing))
 
 
 def _towers() -> list[tuple[str, Part, int]]:

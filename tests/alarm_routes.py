@@ -136,9 +136,7 @@ def ratios(report: ParityReport) -> dict[str, float]:
 
 
 def _weight(tensors: Mapping[str, Tensor], ending: str) -> str:
-    return next(
-        name for name in sorted(tensors) if name.endswith(ending) and "vision" not in name and "audio" not in name
-    )
+    return next(name for name in sorted(tensors) if name.endswith(ending) and "vision" not in name and "audio" not in name)
 
 
 def weight_dropped(tensors: dict[str, Tensor]) -> None:
@@ -228,9 +226,7 @@ def judge_demos(dtype: str, count: int, faults: bool = True) -> dict[str, Any]:
             chosen = draw.sample(range(len(asks)), draw.choice((1, 2, 3, 4)))
             seed, threads = (None if run % 5 == 4 else 100 + run), draw.choice((1, 2, 3, 4))
             said = verdict(chosen, seed, threads)
-            rows.append(
-                {"dtype": dtype, "seed": seed, "threads": threads, "asks": chosen, "fault": None, "verdict": said}
-            )
+            rows.append({"dtype": dtype, "seed": seed, "threads": threads, "asks": chosen, "fault": None, "verdict": said})
         for name in (*line.ADAPTERS, None) if faults else ():
             chosen = [number for number, ask in enumerate(asks) if ask.adapter == name][:2]
             for number in chosen:  # known, and its noise measured, before anything is wrong
@@ -277,11 +273,7 @@ def harmed_model(model: Any, fault: str, name: str | None) -> Iterator[None]:
         finally:
             del leaf.forward
         return
-    pairs = [
-        (m, m.adapters[name])
-        for m in modules
-        if name in m.__dict__.get("adapters", {}) and m.adapters[name].A is not None
-    ]
+    pairs = [(m, m.adapters[name]) for m in modules if name in m.__dict__.get("adapters", {}) and m.adapters[name].A is not None]
     square = [(m, a) for m, a in pairs if a.A.shape[1] == a.B.shape[0]]
     try:
         if fault.startswith("scale"):

@@ -314,9 +314,7 @@ def tasks(rights: int, faulty: int, with_answers: int, routes: int, demos: int) 
     stock = stock_merges(rights // 10)
     found: list[Task] = [("judge_right", (case,), {}) for case in right_merges(rights)]
     # What PEFT merged has no check of files: with these there are as many of those as of the others.
-    found += [
-        ("judge_right", (case,), {"with_answers": False}) for case in right_merges(rights // 3, SEED + 2, own=True)
-    ]
+    found += [("judge_right", (case,), {"with_answers": False}) for case in right_merges(rights // 3, SEED + 2, own=True)]
     found += [
         ("judge_fault", (case, fault), {"with_answers": place < with_answers})
         for place, case in enumerate(fault_cases(faulty)) for fault in FAULTS

@@ -12,9 +12,7 @@ from trimtab.checkpoint.anatomy import Anatomy, Kind, KVLayer, ModuleRow, Part, 
 DTYPE = "bfloat16"
 
 
-def tensor(
-    path: str, *shape: int, is_buffer: bool = False, tied_to: str | None = None, dtype: str = DTYPE
-) -> TensorRow:
+def tensor(path: str, *shape: int, is_buffer: bool = False, tied_to: str | None = None, dtype: str = DTYPE) -> TensorRow:
     return TensorRow(path, shape, dtype, is_buffer, () if tied_to else (path,), tied_to)
 
 
@@ -41,9 +39,7 @@ def norm(path: str, width: int, *, block: str, part: Part) -> ModuleRow:
 
 
 def clippable(path: str, out: int, inside: int, *, block: str, part: Part, quantized: bool) -> list[ModuleRow]:
-    bounds = tuple(
-        tensor(f"{path}.{name}", is_buffer=True) for name in ("input_min", "input_max", "output_min", "output_max")
-    )
+    bounds = tuple(tensor(f"{path}.{name}", is_buffer=True) for name in ("input_min", "input_max", "output_min", "output_max"))
     wrapper = other(path, "Gemma4ClippableLinear", bounds, block=block, part=part, wraps=f"{path}.linear")
     return [wrapper, linear(f"{path}.linear", out, inside, block=block, part=part, quantized=quantized)]
 
@@ -57,9 +53,7 @@ def _text_layer(size: dict, number: int, quantized: bool) -> list[ModuleRow]:
     query, key = 8 * head, size["kv_heads"] * head
     where = {"block": path, "part": part, "quantized": quantized}
     rows = [
-        other(
-            path, "Gemma4TextDecoderLayer", (tensor(f"{path}.layer_scalar", 1, is_buffer=True),), block=path, part=part
-        ),
+        other(path, "Gemma4TextDecoderLayer", (tensor(f"{path}.layer_scalar", 1, is_buffer=True),), block=path, part=part),
         linear(f"{path}.self_attn.q_proj", query, hidden, **where),
         linear(f"{path}.self_attn.o_proj", hidden, query, **where),
         linear(f"{path}.mlp.gate_proj", mlp, hidden, **where),
@@ -172,17 +166,13 @@ def e_series(name: str = "E2B", *, quantized: bool = True, towers: bool = True) 
             kind="embedding",
             gather_only=True,
         ),
-        linear(
-            f"{root}.per_layer_model_projection", layers * 256, hidden, block=root, part="language", quantized=quantized
-        ),
+        linear(f"{root}.per_layer_model_projection", layers * 256, hidden, block=root, part="language", quantized=quantized),
         norm(f"{root}.per_layer_projection_norm", 256, block=root, part="language"),
     ]
     if towers:
         rows += [*_vision(hidden, quantized), *_audio(hidden, quantized)]
     head = tensor("lm_head.weight", vocabulary, hidden, tied_to=f"{embed}.weight")
-    rows.append(
-        ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="tied to the embedding")
-    )
+    rows.append(ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="tied to the embedding"))
     return Anatomy(
         model_class="Gemma4ForConditionalGeneration",
         model_type="gemma4",
@@ -236,16 +226,11 @@ def qwen3_8b() -> Anatomy:
             "self_attn.o_proj": (hidden, 4096), "mlp.gate_proj": (12288, hidden), "mlp.up_proj": (12288, hidden),
             "mlp.down_proj": (hidden, 12288),
         }  # fmt: skip
-        rows += [
-            linear(f"{path}.{name}", *shape, block=path, part="language", quantized=True)
-            for name, shape in sizes.items()
-        ]
+        rows += [linear(f"{path}.{name}", *shape, block=path, part="language", quantized=True) for name, shape in sizes.items()]
         rows += [norm(f"{path}.{name}", hidden, block=path, part="language") for name in ("norm_1", "norm_2")]
     rows.append(norm(f"{root}.norm", hidden, block=root, part="language"))
     head = tensor("lm_head.weight", vocabulary, hidden)
-    rows.append(
-        ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="the output layer")
-    )
+    rows.append(ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="the output layer"))
     kv = tuple(KVLayer(number, 8, 128, None, None) for number in range(36))
     return Anatomy("Qwen3ForCausalLM", "qwen3", DTYPE, tuple(rows), kv, hidden, vocabulary)
 
@@ -302,8 +287,6 @@ def small(
         rows.append(linear(f"{path}.mlp.up_proj", out, inside, block=path, part="vision", quantized=quantized))
     tied = f"{embed}.weight" if head_tied else None
     head = tensor("lm_head.weight", vocabulary, hidden, tied_to=tied)
-    rows.append(
-        ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="the output layer")
-    )
+    rows.append(ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="the output layer"))
     kv = tuple(KVLayer(number, 1, 16, None, None) for number in range(len(layers)))
     return Anatomy("Small", "small", DTYPE, tuple(rows), kv, hidden, vocabulary)

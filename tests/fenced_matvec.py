@@ -57,8 +57,7 @@ def check(module, fences, rows, columns, n, quant, dtype):
     x, out = fences.put(torch.randn(n, columns).to(dtype)), fences.put(torch.zeros(n, sum(rows), dtype=dtype))
     bias = [fences.put(torch.randn(one).to(dtype)) for one in rows]
     adapters = [
-        [(fences.put(A), fences.put(B), scale) for A, B, scale in layer]
-        for layer in adapters_of(rows, columns, [8, 4, 12])
+        [(fences.put(A), fences.put(B), scale) for A, B, scale in layer] for layer in adapters_of(rows, columns, [8, 4, 12])
     ]
     tables = matvec.lora_args(adapters, torch.arange(n, dtype=torch.int32) % 3, 12)
     names = ("A_ptr", "B_ptr", "rank", "scale", "row_slots", "low")

@@ -394,9 +394,7 @@ def e_series_config(size: str) -> Any:
         "use_double_wide_mlp": e2b, "final_logit_softcapping": 30.0,
         "layer_types": [_SLIDING if (i + 1) % every else _FULL for i in range(layers)],
     }  # fmt: skip
-    config = Gemma4Config(
-        text_config=text, vision_config={"use_clipped_linears": True}, audio_config={"output_proj_dims": 1536}
-    )
+    config = Gemma4Config(text_config=text, vision_config={"use_clipped_linears": True}, audio_config={"output_proj_dims": 1536})
     config.architectures, config.dtype = ["Gemma4ForConditionalGeneration"], torch.bfloat16
     return config
 

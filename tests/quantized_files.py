@@ -67,9 +67,7 @@ def awq(weight: Tensor, *, group: int = 32) -> Packed:
 
 def gptq(weight: Tensor, *, group: int = 32, ordered: bool = False) -> Packed:
     columns = weight.shape[1]
-    order = (
-        torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if ordered else torch.arange(columns)
-    )
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if ordered else torch.arange(columns)
     q, zero, scale, dense = rounded(weight[:, order], 4, group, torch.float16, symmetric=False)
     back = order.argsort()
     parts = {
@@ -79,9 +77,7 @@ def gptq(weight: Tensor, *, group: int = 32, ordered: bool = False) -> Packed:
     return parts, dense[:, back].contiguous()
 
 
-def fp8(
-    weight: Tensor, *, block: tuple[int, int], name: str = "weight_scale_inv", dtype: torch.dtype = torch.bfloat16
-) -> Packed:
+def fp8(weight: Tensor, *, block: tuple[int, int], name: str = "weight_scale_inv", dtype: torch.dtype = torch.bfloat16) -> Packed:
     rows, columns = weight.shape
     high, wide = block[0] or rows, block[1] or columns
     spread = torch.zeros(-(-rows // high) * high, -(-columns // wide) * wide)

@@ -18,10 +18,7 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 2}
 
 def words(job, *texts, finish="stop"):
     """Return the events of an answer in these pieces, with logprobs if the job asks for them."""
-    pieces = [
-        Event(job.id, "text", text=text, tokens=(token(text),) if job.top_logprobs is not None else ())
-        for text in texts
-    ]
+    pieces = [Event(job.id, "text", text=text, tokens=(token(text),) if job.top_logprobs is not None else ()) for text in texts]
     return [Event(job.id, "started"), *pieces, Event(job.id, "done", finish=finish, usage=USAGE)]
 
 

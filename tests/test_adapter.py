@@ -26,9 +26,7 @@ from trimtab.adapters.rules import Rules
 
 
 def test_without_a_model_the_report_counts_by_names(tmp_path: Path) -> None:
-    file = read_adapter(
-        write_adapter(tmp_path, q_proj() | pair(VISION, 24, 12), target_modules=["q_proj"], use_rslora=True)
-    )
+    file = read_adapter(write_adapter(tmp_path, q_proj() | pair(VISION, 24, 12), target_modules=["q_proj"], use_rslora=True))
     report = describe(file, None)
     assert report["tensors"] == 4
     assert report["parts"] == {"language": 2, "vision": 2}

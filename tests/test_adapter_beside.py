@@ -145,9 +145,7 @@ def test_no_way_in_ignores_them(made: tuple[Path, Path], adapter: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_plan_and_inspect_say_what_is_not_used(
-    made: tuple[Path, Path], adapter: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_and_inspect_say_what_is_not_used(made: tuple[Path, Path], adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(adapter, "value_head.safetensors")
     options = ["--device", "cpu", "--quant", "none", "--context", "64"]
     assert main(["plan", str(made[0]), "--adapter", f"a={adapter}", *options]) == 0
@@ -223,9 +221,7 @@ def test_a_copy_of_a_held_adapter_is_refused_for_what_lies_beside_it(made: tuple
         assert held.read(adapter, name="a") is good
 
 
-def test_names_of_files_are_printable(
-    made: tuple[Path, Path], adapter: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_files_are_printable(made: tuple[Path, Path], adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(adapter, "\x1b[2J.npz")
     options = ["--device", "cpu", "--quant", "none", "--context", "64"]
     assert main(["plan", str(made[0]), "--adapter", f"a={adapter}", *options]) == 0

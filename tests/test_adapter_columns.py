@@ -99,9 +99,7 @@ class Layers:
                 f"layers.0.{name}", packed((high, wide)), bias=own, device=CPU, dtype=BF16, store=self.adapter_store
             )
             if rank:
-                leaf.adapters["a"] = lora.LinearAdapter(
-                    "language", 0.5 + number, random(rank, wide), random(high, rank)
-                )
+                leaf.adapters["a"] = lora.LinearAdapter("language", 0.5 + number, random(rank, wide), random(high, rank))
             self.leaves[name] = leaf
         self.kernels = PromptKernels(self.module, unpacks=True)
         self.kernels.reserve(list(self.leaves.values()), columns=ADAPTER_COLUMNS)

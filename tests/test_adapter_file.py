@@ -90,6 +90,4 @@ def test_an_error_of_another_process_is_raised_as_it_was() -> None:
     there = AdapterError("a", ["x", "y"], hint="z")
     here = TrimtabError.from_dict(json.loads(json.dumps(there.to_dict())))
     assert type(here) is AdapterError and str(here) == str(there) and vars(here) == vars(there)
-    assert isinstance(
-        TrimtabError.from_dict({"class": "WorkerDiedError", "message": "gone", "fields": {}}), DeviceError
-    )
+    assert isinstance(TrimtabError.from_dict({"class": "WorkerDiedError", "message": "gone", "fields": {}}), DeviceError)

@@ -64,9 +64,7 @@ def test_keys_in_two_spellings_are_refused_and_listed(tmp_path: Path) -> None:
 
 
 def test_keys_that_fit_in_two_ways_are_refused(tmp_path: Path) -> None:
-    twice = dataclasses.replace(
-        small_anatomy(), rows=(row("model.layers.0.q", (16, 16)), row(f"{TEXT}.layers.0.q", (16, 16)))
-    )
+    twice = dataclasses.replace(small_anatomy(), rows=(row("model.layers.0.q", (16, 16)), row(f"{TEXT}.layers.0.q", (16, 16))))
     (problem,) = problems_of(tmp_path, pair("model.layers.0.q", 16, 16), twice)
     assert "'base_model.model.'" in problem
     assert "-> model.language_model.'" in problem

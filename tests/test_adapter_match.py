@@ -96,9 +96,7 @@ def test_fan_in_fan_out_on_linear_modules_is_noted(tmp_path: Path) -> None:
     ("half", "shape", "expected"),
     [("A", (4, 15), "[4, 16]"), ("A", (8, 16), "[4, 16]"), ("A", (64,), "[4, 16]"), ("B", (17, 4), "[16, 4]")],
 )
-def test_a_wrong_shape_is_refused_with_both_shapes(
-    half: str, shape: tuple[int, ...], expected: str, tmp_path: Path
-) -> None:
+def test_a_wrong_shape_is_refused_with_both_shapes(half: str, shape: tuple[int, ...], expected: str, tmp_path: Path) -> None:
     shapes = q_proj()
     name = next(key for key in shapes if f"lora_{half}" in key)
     (problem,) = problems_of(tmp_path, shapes | {name: shape})
@@ -225,9 +223,7 @@ def test_an_embedding_written_next_to_lora_also_changes_its_tied_head(middle: st
     saved = [t for t in match(tmp_path, shapes).targets if t.kind == "saved"]
     assert [t.module_path for t in saved] == [f"{TEXT}.embed_tokens", "lm_head"]
     assert saved[0].tensors == saved[1].tensors
-    alone = match(
-        tmp_path, q_proj() | {f"{PEFT_HEAD}{TEXT}.embed_tokens.weight": (50, 16)}, modules_to_save=["embed_tokens"]
-    )
+    alone = match(tmp_path, q_proj() | {f"{PEFT_HEAD}{TEXT}.embed_tokens.weight": (50, 16)}, modules_to_save=["embed_tokens"])
     assert [t.module_path for t in alone.targets if t.kind == "saved"] == [f"{TEXT}.embed_tokens"]
 
 

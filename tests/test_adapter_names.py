@@ -96,9 +96,7 @@ def test_sizes(value: object, expected: int) -> None:
     assert parse_bytes(value, field_name="gpu_memory") == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "value", ["4", 4.5, "4.5", "4X", "GiB", "", "4 4G", "-4G", True, float("nan"), float("inf"), [4]]
-)
+@pytest.mark.parametrize("value", ["4", 4.5, "4.5", "4X", "GiB", "", "4 4G", "-4G", True, float("nan"), float("inf"), [4]])
 def test_what_is_no_size_is_refused(value: object) -> None:
     with pytest.raises(RequestError) as caught:
         parse_bytes(value, field_name="gpu_memory")  # type: ignore[arg-type]

@@ -44,9 +44,7 @@ def test_patched_copy_names_inner_linears_and_links_the_weights(tmp_path, capsys
     assert re.fullmatch(config["target_modules"], "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear")
     assert not re.fullmatch(config["target_modules"], "model.vision_tower.encoder.layers.0.self_attn.q_proj")
     assert config["r"] == read_adapter(source).config["r"]
-    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == (
-        source / "adapter_model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == (source / "adapter_model.safetensors").read_bytes()
 
 
 def test_keys_that_name_the_wrapper_get_the_inner_path(tmp_path, capsys):
@@ -104,9 +102,7 @@ def test_inputs_go_where_the_embedding_computes_not_where_its_weight_is_kept():
     assert embedding.weight.device.type == "meta"
     given = {"input_ids": torch.tensor([1]), "use_cache": True, "pixel_values": torch.zeros(1, device="meta")}
     placed = trimtab.bridge.place_inputs(Model(embedding), {**given, "pixel_values": torch.zeros(1)})
-    assert (
-        placed["input_ids"].device.type == placed["pixel_values"].device.type == "cpu" and placed["use_cache"] is True
-    )
+    assert placed["input_ids"].device.type == placed["pixel_values"].device.type == "cpu" and placed["use_cache"] is True
 
 
 def test_embedding_without_weights_or_hook_is_refused():

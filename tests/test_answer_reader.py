@@ -93,9 +93,7 @@ def cuts(text):
     yield list(text)
     for seed in range(6):
         draw = random.Random(seed)
-        places = (
-            sorted(draw.sample(range(1, len(text)), min(len(text) - 1, draw.randint(1, 6)))) if len(text) > 1 else []
-        )
+        places = sorted(draw.sample(range(1, len(text)), min(len(text) - 1, draw.randint(1, 6)))) if len(text) > 1 else []
         yield [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
@@ -174,9 +172,7 @@ def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_its_json(form, text,
         reader = AnswerReader(AnswerForm(form), functions=FUNCTIONS, must_call=not said)
         parts = [*reader.push(text[:place]), *reader.finish(is_cut=True)]
         written = "".join(value for kind, value in parts if kind == "text")
-        begun = next(
-            size for size in range(len(mark), -1, -1) if written.endswith(mark[:size])
-        )  # a mark that is not whole
+        begun = next(size for size in range(len(mark), -1, -1) if written.endswith(mark[:size]))  # a mark that is not whole
         assert said.startswith(written[: len(written) - begun].strip()), (place, written)
         found = _calls(parts)
         assert [name for name, _ in found] == [name for name, _ in expected[: len(found)]]
@@ -184,9 +180,7 @@ def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_its_json(form, text,
             assert complete.startswith(arguments), (text[:place], arguments)
         for _, arguments in found[:-1]:
             json.loads(arguments)
-    in_order = not text.startswith(
-        '{"type"'
-    )  # a name is looked for at the beginning; elsewhere the whole object is needed
+    in_order = not text.startswith('{"type"')  # a name is looked for at the beginning; elsewhere the whole object is needed
     assert not in_order or (found and found[-1][1])
 
 

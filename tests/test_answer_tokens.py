@@ -156,9 +156,7 @@ def test_a_server_has_it_as_a_flag_and_as_a_key_of_a_model(tmp_path):
     (served,) = served_models(cli.parser().parse_args(["serve", str(BASE), "--answer-tokens", "700"]))
     assert served.request.answer_tokens == 700
     file = tmp_path / "models.toml"
-    file.write_text(
-        f"[models.a]\npath = '{BASE}'\nanswer_tokens = 900\n[models.b]\npath = '{BASE}'\n", encoding="utf-8"
-    )
+    file.write_text(f"[models.a]\npath = '{BASE}'\nanswer_tokens = 900\n[models.b]\npath = '{BASE}'\n", encoding="utf-8")
     assert [one.request.answer_tokens for one in read_registry(file)] == [900, DEFAULT_NEW_TOKENS]
     file.write_text(f"[models.a]\npath = '{BASE}'\nanswer_tokens = 'long'\n", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"models\.a\.answer_tokens: must be an integer"):

@@ -39,9 +39,7 @@ from trimtab.serve.worker import supervisor
 
 WAIT_S = 10.0
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 PICTURE = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
@@ -120,9 +118,7 @@ def test_a_chat_is_answered_in_openais_shape():
 
 def test_a_chat_is_streamed_in_openais_shape():
     found = chat(client(), stream=True, stream_options={"include_usage": True})
-    assert (
-        found.headers["content-type"].startswith("text/event-stream") and found.headers["cache-control"] == "no-store"
-    )
+    assert found.headers["content-type"].startswith("text/event-stream") and found.headers["cache-control"] == "no-store"
     *chunks, last = [data for _, data in events_of(found)]
     chunks = [json.loads(chunk) for chunk in chunks]
     assert last == "[DONE]"
@@ -239,18 +235,14 @@ def test_pictures_become_bytes_in_the_job():
     pool = MockPool()
     parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "auto"}}, {"type": "text", "text": "?"}]
     assert chat(client(pool), messages=[{"role": "user", "content": parts}]).status_code == 200
-    assert pool.jobs[0].prompt == [
-        {"role": "user", "content": [{"type": "image", "image": PNG}, {"type": "text", "text": "?"}]}
-    ]
+    assert pool.jobs[0].prompt == [{"role": "user", "content": [{"type": "image", "image": PNG}, {"type": "text", "text": "?"}]}]
 
 
 def test_low_detail_and_names_reach_the_job():
     pool = MockPool()
     parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}}]
     assert chat(client(pool), messages=[{"role": "user", "name": "bob", "content": parts}]).status_code == 200
-    assert pool.jobs[0].prompt == [
-        {"role": "user", "name": "bob", "content": [{"type": "image", "image": PNG, "detail": "low"}]}
-    ]
+    assert pool.jobs[0].prompt == [{"role": "user", "name": "bob", "content": [{"type": "image", "image": PNG, "detail": "low"}]}]
 
 
 def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
@@ -366,9 +358,7 @@ def test_the_fields_that_clients_send_back_with_an_answer_are_taken():
     pool = MockPool()
     found = client(pool)
     message = chat(found).json()["choices"][0]["message"]
-    again = chat(
-        found, messages=[*CHAT["messages"], {**message, "tool_calls": [], "annotations": []}, *CHAT["messages"]]
-    )
+    again = chat(found, messages=[*CHAT["messages"], {**message, "tool_calls": [], "annotations": []}, *CHAT["messages"]])
     assert again.status_code == 200
     assert pool.jobs[1].prompt[1] == {"role": "assistant", "content": "Hello there"}
 
@@ -585,9 +575,7 @@ def test_a_slow_reader_costs_no_more_than_the_text_it_has_not_read():
     assert asyncio.run(many()) == "x" * 10_000
 
 
-@pytest.mark.parametrize(
-    "field, value", [("temperature", 1e-38), ("temperature", 5e-324), ("repetition_penalty", 1e-39)]
-)
+@pytest.mark.parametrize("field, value", [("temperature", 1e-38), ("temperature", 5e-324), ("repetition_penalty", 1e-39)])
 def test_what_would_leave_the_numbers_of_the_logits_is_the_clients_mistake(field, value):
     response = chat(client(pool := MockPool()), **{field: value})
     assert error_of(response, 400)["param"] == field and "retry-after" not in response.headers and pool.jobs == []

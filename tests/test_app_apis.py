@@ -75,9 +75,7 @@ def test_blocks_of_every_kind_reach_the_job():
         {"role": "user", "content": [{"type": "text", "text": "Well?"}]},
     ]  # fmt: skip
     assert (job.must_call, job.several_calls, job.template_kwargs) == ("f", False, {"enable_thinking": True})
-    assert job.tools == [
-        {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-    ]
+    assert job.tools == [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
 
 
 def test_calls_and_thoughts_come_as_blocks():
@@ -105,10 +103,7 @@ def test_a_message_is_streamed_in_anthropics_events():
     assert [event["index"] for event in events[1:-2]] == [0] * 3 + [1] * 3 + [2] * 4 + [3] * 3
     assert events[7]["content_block"] == {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
     assert events[8]["delta"] == {"type": "input_json_delta", "partial_json": '{"a"'}
-    assert (
-        events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-        and events[-2]["usage"]["output_tokens"] == 2
-    )
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and events[-2]["usage"]["output_tokens"] == 2
 
 
 @pytest.mark.parametrize(
@@ -257,9 +252,7 @@ def test_items_of_every_kind_reach_the_job():
     assert "x-trimtab-ignored" not in found.headers
     for strict in (True, False):
         pool = MockPool()
-        free = responses(
-            client(pool), tools=[tools[0] | {"strict": strict}, tools[1] | {"strict": False}], tool_choice="auto"
-        )
+        free = responses(client(pool), tools=[tools[0] | {"strict": strict}, tools[1] | {"strict": False}], tool_choice="auto")
         assert free.is_success and "x-trimtab-ignored" not in free.headers
         assert (pool.jobs[0].must_call, pool.jobs[0].holds_calls) == (None, strict)
 
@@ -373,17 +366,16 @@ def test_tokens_of_texts_and_chats_and_back():
         "tokens": [5, 6],
         "token_strs": None,
     }
-    assert post("/tokenize", pool, prompt="a b", return_token_strs=True, add_special_tokens=False).json()[
-        "token_strs"
-    ] == ["a", "b"]
+    assert post("/tokenize", pool, prompt="a b", return_token_strs=True, add_special_tokens=False).json()["token_strs"] == [
+        "a",
+        "b",
+    ]
     assert post("/tokenize", pool, messages=[{"role": "user", "content": "a"}]).json()["count"] == 2
     half = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     on = {"continue_final_message": True, "add_generation_prompt": False}
     assert post("/tokenize", pool, messages=half, **on).is_success and pool.jobs[-1].continue_final_message
     assert post("/detokenize", pool, tokens=[5, 6]).json() == {"prompt": "a b"}
-    assert post("/v1/messages/count_tokens", pool, messages=[{"role": "user", "content": "a"}]).json() == {
-        "input_tokens": 2
-    }
+    assert post("/v1/messages/count_tokens", pool, messages=[{"role": "user", "content": "a"}]).json() == {"input_tokens": 2}
     assert [(job.kind, job.adds_special) for job in pool.jobs] == [
         ("tokens", True), ("tokens", False), ("tokens", True), ("tokens", True), ("text", True), ("tokens", True)
     ]  # fmt: skip

@@ -50,10 +50,7 @@ def test_a_text_and_a_thought_stand_beside_calls():
 
 def tools_with_patterns(count, each):
     parameters = {"type": "object", "patternProperties": {f"^x{i}_": {} for i in range(each)}}
-    return [
-        {"type": "function", "function": {"name": f"f{i}", "parameters": parameters, "strict": True}}
-        for i in range(count)
-    ]
+    return [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters, "strict": True}} for i in range(count)]
 
 
 def test_many_strict_tools_with_a_pattern_each_are_taken_and_many_patterns_of_one_are_not():
@@ -95,9 +92,7 @@ def test_a_round_of_calls_reaches_the_job():
         *CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."},
         {"role": "tool", "tool_call_id": "c1", "content": "12"},
     ]  # fmt: skip
-    assert chat(
-        client(pool), messages=messages, tools=[TOOL, OTHER], chat_template_kwargs={"enable_thinking": False}
-    ).is_success
+    assert chat(client(pool), messages=messages, tools=[TOOL, OTHER], chat_template_kwargs={"enable_thinking": False}).is_success
     job = pool.jobs[0]
     arguments = {"name": "f", "arguments": {"a": [1, "x"]}}
     assert job.prompt[1:] == [

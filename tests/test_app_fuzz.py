@@ -137,9 +137,7 @@ def described(draw, schema, name=""):
         case "boolean" | "null" as kind:
             return draw(st.booleans()) if kind == "boolean" else None
         case "string":
-            return draw(
-                st.sampled_from(NAMED[name]) if name in NAMED else texts | st.sampled_from(["wav", "flac", "a"])
-            )
+            return draw(st.sampled_from(NAMED[name]) if name in NAMED else texts | st.sampled_from(["wav", "flac", "a"]))
     return draw(values)
 
 

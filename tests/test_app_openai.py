@@ -119,9 +119,7 @@ def user(text, *parts):
 
 
 def asked(question):
-    media = (
-        [image(question["image"])] if "image" in question else [sound(question["audio"])] if "audio" in question else []
-    )
+    media = [image(question["image"])] if "image" in question else [sound(question["audio"])] if "audio" in question else []
     return user(question["prompt"], *media)
 
 
@@ -138,14 +136,10 @@ def first(kind):
 # Answers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("adapter", "kind"), crossed([None, *ADAPTERS], ["text", "image", "audio"], first=["rslora-dora"], rest=1)
-)
+@pytest.mark.parametrize(("adapter", "kind"), crossed([None, *ADAPTERS], ["text", "image", "audio"], first=["rslora-dora"], rest=1))
 def test_text_pictures_and_sounds_are_answered_as_alone(client, model, kind, adapter):
     question = first(kind)
-    found = client.chat.completions.create(
-        model=adapter or "demo", messages=asked(question), temperature=0, max_tokens=64
-    )
+    found = client.chat.completions.create(model=adapter or "demo", messages=asked(question), temperature=0, max_tokens=64)
     expected = alone(model, question, adapter)
     assert found.choices[0].message.content == expected.text == question["answers"][adapter or "base"]
     assert found.choices[0].finish_reason == expected.finish_reason == "stop"
@@ -215,9 +209,7 @@ def test_choices_are_the_draws_of_seeds_that_follow_each_other(client):
     question = first("text")
 
     def ask(**options):
-        found = client.chat.completions.create(
-            model="demo", messages=asked(question), temperature=1.5, max_tokens=8, **options
-        )
+        found = client.chat.completions.create(model="demo", messages=asked(question), temperature=1.5, max_tokens=8, **options)
         return [choice.message.content for choice in found.choices]
 
     assert ask(seed=5, n=3) == [ask(seed=seed)[0] for seed in (5, 6, 7)]
@@ -240,9 +232,7 @@ def test_an_answer_that_is_cut_says_so(client):
 def test_several_pictures_and_sounds_are_one_prompt(client, model):
     names = ["images/image_1.png", "images/image_2.png"], ["sounds/audio_1.wav", "sounds/audio_2.wav"]
     parts = [*map(image, names[0]), *map(sound, names[1])]
-    found = client.chat.completions.create(
-        model="demo", messages=user("What is there?", *parts), temperature=0, max_tokens=16
-    )
+    found = client.chat.completions.create(model="demo", messages=user("What is there?", *parts), temperature=0, max_tokens=16)
     one = client.chat.completions.create(
         model="demo", messages=user("What is there?", parts[0], parts[2]), temperature=0, max_tokens=16
     )
@@ -286,9 +276,7 @@ class Seen(BaseModel):
     place: str
 
 
-@pytest.mark.parametrize(
-    "question", [question for question in QUESTIONS if "image" in question][:3], ids=lambda q: q["id"]
-)
+@pytest.mark.parametrize("question", [question for question in QUESTIONS if "image" in question][:3], ids=lambda q: q["id"])
 def test_json_mode_does_not_bend_an_adapter_that_answers_in_json(client, question):
     found = client.chat.completions.create(
         model="rslora-dora", messages=asked(question), temperature=0, response_format={"type": "json_object"}
@@ -298,9 +286,7 @@ def test_json_mode_does_not_bend_an_adapter_that_answers_in_json(client, questio
 
 def test_an_answer_is_parsed_into_the_clients_own_class(client):
     question = first("image")
-    found = client.chat.completions.parse(
-        model="rslora-dora", messages=asked(question), temperature=0, response_format=Seen
-    )
+    found = client.chat.completions.parse(model="rslora-dora", messages=asked(question), temperature=0, response_format=Seen)
     assert found.choices[0].message.parsed == Seen(**json.loads(question["answers"]["rslora-dora"]))
 
 
@@ -345,10 +331,7 @@ def test_an_adapter_is_loaded_asked_and_unloaded(client, model):
 
 
 def test_the_examples_in_the_docs_run(address, capsys):
-    pages = [
-        (ROOT / "docs" / name).read_text("utf-8")
-        for name in ("serve-many-adapters.md", "server-api.md", "embeddings.md")
-    ]
+    pages = [(ROOT / "docs" / name).read_text("utf-8") for name in ("serve-many-adapters.md", "server-api.md", "embeddings.md")]
     text = "\n".join(pages)
     code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
     for name, stands_in in {
@@ -372,9 +355,7 @@ def test_the_examples_of_tools_run(address, capsys):
     found = {}
     exec(compile(code, "tools", "exec"), found)
     said = capsys.readouterr().out.splitlines()
-    assert (
-        said[0].startswith("tool_calls get_weather {'city': ") and said[-1].count("not supported: enable_thinking") >= 1
-    )
+    assert said[0].startswith("tool_calls get_weather {'city': ") and said[-1].count("not supported: enable_thinking") >= 1
     assert said[2] == "0 get_weather " and set(json.loads(found["call"].function.arguments)) == {"city"}
 
 

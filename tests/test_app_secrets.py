@@ -54,9 +54,7 @@ def found(folder, plan, monkeypatch, caplog, capfd):
         ServedModel(name="good", request=LoadRequest(model="base"), adapters={"style": "style"}),
         ServedModel(name="bad", request=LoadRequest(model=str(folder / "base"), context_tokens=1)),
     ]
-    settings = Settings(
-        api_keys=(f"{KEY}-of-clients",), admin_keys=(KEY,), adapter_root=folder / "root", host="0.0.0.0"
-    )
+    settings = Settings(api_keys=(f"{KEY}-of-clients",), admin_keys=(KEY,), adapter_root=folder / "root", host="0.0.0.0")
 
     def make(told, **options):
         return Supervisor({**told, "a real plan": plan}, target=leaky_worker.main, **options)
@@ -104,9 +102,7 @@ def test_no_answer_of_any_route_holds_a_folder_or_a_key(found):
     assert statuses >= {200, 400, 401, 404, 422, 503}
     for answer in answers:
         check(f"{answer.text}\n{answer.headers}")
-    errors = [
-        answer.json()["error"] for answer in answers if answer.status_code in (422, 503) and answer.text[0] == "{"
-    ]
+    errors = [answer.json()["error"] for answer in answers if answer.status_code in (422, 503) and answer.text[0] == "{"]
     assert {error["class"] for error in errors if "class" in error} == {
         "CheckpointError",
         "AdapterError",
@@ -118,12 +114,8 @@ def test_an_error_keeps_its_words(found):
     error = ask(found).json()["error"]
     assert error["message"] == "the file: is gone, '[path]' has no [path]."
     error = ask(found, model="bad").json()["error"]
-    assert error["message"].startswith(
-        "worker: the model cannot be loaded (CheckpointError: [path]: cannot be read, nor [path]"
-    )
-    error = found.post("/v1/load_lora_adapter", json={"lora_name": "n", "model": "good", "lora_path": "b c"}).json()[
-        "error"
-    ]
+    assert error["message"].startswith("worker: the model cannot be loaded (CheckpointError: [path]: cannot be read, nor [path]")
+    error = found.post("/v1/load_lora_adapter", json={"lora_name": "n", "model": "good", "lora_path": "b c"}).json()["error"]
     assert error["fields"]["problems"] == ["the file/adapter_config.json is short", "'the file' is no adapter"]
 
 
@@ -158,9 +150,7 @@ def test_folders_are_found_in_every_spelling(tmp_path, monkeypatch):
     ):
         hidden = without_paths(text, folders=folders)
         assert "models" not in hidden and "link" not in hidden and "[path]" in hidden
-    assert (
-        without_paths("google/gemma and/or /v1/models of 3/4", folders=folders) == "google/gemma and/or [path] of 3/4"
-    )
+    assert without_paths("google/gemma and/or /v1/models of 3/4", folders=folders) == "google/gemma and/or [path] of 3/4"
     assert without_paths("cannot open <_io.BytesIO object at 0x7f66dc4058d0>: no") == "cannot open [object]: no"
     assert without_paths(f"{tmp_path}xyz", folders=[str(tmp_path)]) == "[path]"
 

@@ -16,13 +16,9 @@ PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/arch
 def names_in(file):
     """Return what a file defines at any depth, and what it assigns at the top."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    found = {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     for node in tree.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         found |= {target.id for target in targets if isinstance(target, ast.Name)}
     return found
 

@@ -83,9 +83,7 @@ def test_the_bits_are_those_of_repeated_keys(shape, dtype, uses):
 
 # Sums of up to 304 products of values of order 1 in float32, in another order than float64's; in 16 bits one rounding of the
 # weights and one of the sum, each at most 2^-9 of values up to 4.
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float64, 1e-12)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_head_is_softmax_of_its_own_scores(shape, dtype, tolerance, uses):
     if dtype == torch.float64 and DEVICE != "cpu":

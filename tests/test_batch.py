@@ -62,9 +62,7 @@ def test_rows_of_every_family_say_what_they_say_alone(family):
 @pytest.fixture(scope="module")
 def model():
     adapters = {name: DEMO / "adapters" / name for name in ADAPTERS}
-    plan = trimtab.plan(
-        DEMO / "base", quant="none", dtype="float32", adapters=adapters, context=384, audio_s=1.0, device=DEVICE
-    )
+    plan = trimtab.plan(DEMO / "base", quant="none", dtype="float32", adapters=adapters, context=384, audio_s=1.0, device=DEVICE)
     with trimtab.load(plan) as loaded:
         yield loaded
 
@@ -89,9 +87,7 @@ def test_pictures_sounds_and_adapters_are_mixed_in_one_batch(model):
 
 
 def test_a_row_that_leaves_and_one_that_joins_change_no_other(model):
-    alone = {
-        name: model.answer("What is red?", adapter=name, max_new_tokens=12).token_ids for name in (None, *ADAPTERS)
-    }
+    alone = {name: model.answer("What is red?", adapter=name, max_new_tokens=12).token_ids for name in (None, *ADAPTERS)}
     request = GenerateRequest(max_new_tokens=12)
     batch = Batch(model, rows=3)
     inputs = model.prepare("What is red?")

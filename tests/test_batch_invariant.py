@@ -141,9 +141,7 @@ def test_without_the_flag_bits_differ_between_numbers_of_rows():
         )
 
 
-@pytest.mark.parametrize(
-    "static", [pytest.param(True, id="chunks"), pytest.param(False, marks=SLOW_ON_CPU, id="own prompts")]
-)
+@pytest.mark.parametrize("static", [pytest.param(True, id="chunks"), pytest.param(False, marks=SLOW_ON_CPU, id="own prompts")])
 def test_cached_prefixes_change_no_bits(static, monkeypatch):
     monkeypatch.setattr(company, "INVARIANT_CHUNK", PIECE)
     # A prompt of a GPU's own goes through in the plan's chunks, the largest of 512 tokens: what two of them hold needs more room.
@@ -232,9 +230,7 @@ def test_the_plan_says_it_and_keeps_it(tmp_path):
     found.save(tmp_path / "plan.json")
     assert type(found).load(tmp_path / "plan.json").request.batch_invariant
     assert not made(invariant=False).request.batch_invariant
-    assert "batch-invariant" in narrow.narrow_table(found) and "batch-invariant" not in narrow.narrow_table(
-        made(invariant=False)
-    )
+    assert "batch-invariant" in narrow.narrow_table(found) and "batch-invariant" not in narrow.narrow_table(made(invariant=False))
     assert "batch-invariant" in str(found) and "batch-invariant" not in str(made(invariant=False))
     with pytest.raises(RequestError, match="batch_invariant"):
         LoadRequest(model="m", batch_invariant="yes")

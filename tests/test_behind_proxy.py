@@ -29,9 +29,7 @@ def configuration(folder: Path, port: int, behind: int) -> str:
     block, certificates = re.subn(r"ssl_certificate\w* .*?;", "", block)
     block, passes = re.subn(r"http://127\.0\.0\.1:8000", f"http://127.0.0.1:{behind}", block)
     assert (listens, certificates, passes) == (1, 2, 1)
-    kept = "\n".join(
-        f"    {kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
+    kept = "\n".join(f"    {kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     return (
         f"daemon off;\nmaster_process off;\npid {folder}/pid;\nerror_log stderr;\n"
         f"events {{}}\nhttp {{\n    access_log off;\n{kept}\n{block}\n}}\n"

@@ -15,9 +15,7 @@ from trimtab.request import LoadRequest
 
 def planned(gib, head="full", *, anatomy=E4B, gpu_memory=None, **asked):
     request = LoadRequest(model="m", quant="nf4-dq", head=head, gpu_memory_bytes=gpu_memory, **asked)
-    return make_plan(
-        request, anatomy, adapters=ADAPTER, machine=card(gib), rates=H200, head8=with_int8_head(E4B), is_advised=False
-    )
+    return make_plan(request, anatomy, adapters=ADAPTER, machine=card(gib), rates=H200, head8=with_int8_head(E4B), is_advised=False)
 
 
 def row_of(gib, tok_s=None):
@@ -91,7 +89,5 @@ def test_rows_of_another_machine_are_named_after_it_and_compared_with_its_own():
     results = cards.merged({}, [row(4, 400.0, 0.0)], first)
     results = cards.merged(results, [row(4, 380.0, 0.0), row(3.7, 358.0, 0.1), row(3.5, 176.0, 0.3)], other)
     # 358 is nine tenths of 380 and more, but not of another GPU's 400.
-    assert "On 3.5 GiB and less" in readme_numbers.link_limit(results) and "(H100)" in readme_numbers.link_limit(
-        results
-    )
+    assert "On 3.5 GiB and less" in readme_numbers.link_limit(results) and "(H100)" in readme_numbers.link_limit(results)
     assert [readme_numbers._gpu(one, results) for one in results["rows"]] == ["H200", "H100", "H100", "H100"]

@@ -180,9 +180,7 @@ def test_the_made_prompt_has_exactly_the_length_that_was_asked_with_or_without_a
 
 def test_tokens_are_timed_from_the_question_on(monkeypatch):
     times, cpu = iter([10.0, 10.5, 10.75, 11.75]), iter([1.0, 1.5, 1.75])
-    monkeypatch.setattr(
-        clock, "time", SimpleNamespace(perf_counter=lambda: next(times), process_time=lambda: next(cpu))
-    )
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(times), process_time=lambda: next(cpu)))
     found = clock.Clock()
     found.tick([1])
     found.tick([2, 3])

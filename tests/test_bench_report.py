@@ -296,9 +296,7 @@ def test_a_bar_is_the_median_its_whisker_the_spread_and_the_line_the_limit(world
     line = next(line for line in lines if line.top < decode.top < line.bottom)
     # 500 tok/s of a limit of 1000
     assert decode.width / (line.left - decode.left) == pytest.approx(500 / 1000)
-    whisker = next(
-        s for s in shapes if isinstance(s, Box) and s.fill == picture.INK and decode.top < s.top < line.bottom
-    )
+    whisker = next(s for s in shapes if isinstance(s, Box) and s.fill == picture.INK and decode.top < s.top < line.bottom)
     assert whisker.left - decode.left == pytest.approx(decode.width / 2)
     assert whisker.left + whisker.width == pytest.approx(decode.left + 2 * decode.width)
 

@@ -234,8 +234,7 @@ def test_what_cannot_be_embedded_is_refused_by_name(engine):
 
 def test_the_stop_text_that_ended_an_answer_is_told(engine):
     whole = "".join(
-        event.text
-        for event in run(engine, job("a", [{"role": "user", "content": "Who rules Ivarra?"}], tokens=12))["a"]
+        event.text for event in run(engine, job("a", [{"role": "user", "content": "Who rules Ivarra?"}], tokens=12))["a"]
     )
     stops = Job(
         "b",
@@ -269,9 +268,7 @@ def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
         expected = torch.log_softmax(reference(input_ids=torch.tensor([ids])).logits[0].double(), dim=-1)
     plain = run(engine, job("a", ids, tokens=5, adapter=adapter))["a"]
     events = run(engine, job("a", ids, tokens=5, adapter=adapter, prompt_logprobs=2))["a"]
-    assert [event.text for event in events if event.kind == "text"] == [
-        event.text for event in plain if event.kind == "text"
-    ]
+    assert [event.text for event in events if event.kind == "text"] == [event.text for event in plain if event.kind == "text"]
     pieces = [event for event in events if event.kind == "scores"]
     assert [piece.result["start"] for piece in pieces] == list(range(0, len(ids), PIECE_TOKENS))
     first, *scored = json.loads(b"[" + b",".join(piece.data for piece in pieces if piece.data) + b"]")
@@ -280,9 +277,9 @@ def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
         row = expected[place]
         own = found[str(token)]
         # float32 sums in another order and in pieces.
-        assert own["logprob"] == pytest.approx(float(row[token]), abs=2e-4) and own[
-            "decoded_token"
-        ] == engine._tokenizer.decode([token])
+        assert own["logprob"] == pytest.approx(float(row[token]), abs=2e-4) and own["decoded_token"] == engine._tokenizer.decode(
+            [token]
+        )
         best = sorted(found.items(), key=lambda item: item[1]["rank"])[0]
         assert best[1]["rank"] == 1 and float(row.max() - row[int(best[0])]) < 2e-4
         assert len(found) in (2, 3)

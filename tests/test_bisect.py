@@ -80,9 +80,7 @@ class Index:
         return 0, ""
 
 
-BASE = Base(
-    Path(sys.executable), {"torch": "2.13.0+cpu", "transformers": "5.6.2", "peft": "1.6.0"}, ("/base/site",), "x"
-)
+BASE = Base(Path(sys.executable), {"torch": "2.13.0+cpu", "transformers": "5.6.2", "peft": "1.6.0"}, ("/base/site",), "x")
 
 
 def made_by(index: Index, folder: Path, **options) -> Environments:
@@ -254,9 +252,7 @@ def test_first_release_with_another_label_is_found(tmp_path):
 
 def test_release_that_cannot_be_installed_is_said_and_skipped(tmp_path):
     said: list[str] = []
-    found = run(
-        tmp_path, Case(labels("FAIL FAIL FAIL PASS PASS PASS")), Index(broken=["1.9.0", "1.8.0"]), say=said.append
-    )
+    found = run(tmp_path, Case(labels("FAIL FAIL FAIL PASS PASS PASS")), Index(broken=["1.9.0", "1.8.0"]), say=said.append)
     assert found.changes == (Change("1.7.0", "1.9.1", "FAIL", "PASS", ("1.8.0", "1.9.0")),)
     skipped = [row for row in found.rows if row.label is None]
     assert {row.version for row in skipped} == {"1.8.0", "1.9.0"}
@@ -350,9 +346,7 @@ def test_catalogue_ids_run_their_probe(tmp_path, monkeypatch):
     def run_probes(*, python, ids):
         version = json.loads((python.parents[1] / "pins.json").read_text())["peft"]
         asked.append(tuple(ids))
-        return (
-            probes.Verdict(probes.read_catalogue()[0].bug, Seen("fixed" if version > "1.8" else "present", ""), 0.0),
-        )
+        return (probes.Verdict(probes.read_catalogue()[0].bug, Seen("fixed" if version > "1.8" else "present", ""), 0.0),)
 
     monkeypatch.setattr(probes, "run_probes", run_probes)
     found = bisect("peft", "1.6.0", "1.9.1", case="A1", environments=made_by(Index(), tmp_path))

@@ -151,8 +151,6 @@ def test_the_hand_written_e2b_is_that_of_the_real_classes(tmp_path):
     theirs = {b.block_path: b for b in blocks_of(real, "nf4-dq")}
     assert ours.keys() == theirs.keys() and set(real.kv_layers) == set(E2B.kv_layers)
     for path, block_ in theirs.items():
-        assert (block_.movable_bytes, block_.allowed_tiers) == (ours[path].movable_bytes, ours[path].allowed_tiers), (
-            path
-        )
+        assert (block_.movable_bytes, block_.allowed_tiers) == (ours[path].movable_bytes, ours[path].allowed_tiers), path
         # Small fixed tensors (a tower's output norm, the scale of a table) are not written down by hand.
         assert 0 <= block_.fixed_bytes - ours[path].fixed_bytes < 20_000, path

@@ -161,10 +161,7 @@ def test_broad_targets_reach_the_linear_inside_wrappers(work: Path, reference: d
     config = json.loads((source / "adapter_config.json").read_text())
     # As the field's adapters: the configuration names the wrappers, the keys the linears inside. Connectors and other
     # plain linears are named too, so that the file is explained whole.
-    paths = {
-        key.split(".lora_")[0].removeprefix("base_model.model.")
-        for key in load_file(source / "adapter_model.safetensors")
-    }
+    paths = {key.split(".lora_")[0].removeprefix("base_model.model.") for key in load_file(source / "adapter_model.safetensors")}
     config["target_modules"] = sorted({path.removesuffix(".linear").rpartition(".")[2] for path in paths})
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     (adapter / "adapter_model.safetensors").write_bytes((source / "adapter_model.safetensors").read_bytes())
@@ -231,11 +228,7 @@ def test_placement_is_untouched(work: Path, name: str) -> None:
     with_adapters = split.placement(base)
     assert {path.replace(".base_layer", "") for path in with_adapters["hooks"]} == set(before["hooks"])
     assert {path.replace(".base_layer", ""): hook for path, hook in with_adapters["hooks"].items()} == before["hooks"]
-    own = {
-        name.replace(".base_layer", ""): is_at
-        for name, is_at in with_adapters["tensors"].items()
-        if "lora_" not in name
-    }
+    own = {name.replace(".base_layer", ""): is_at for name, is_at in with_adapters["tensors"].items() if "lora_" not in name}
     assert own == before["tensors"]
     assert model.unload() is base
     assert split.placement(base) == before
@@ -280,9 +273,7 @@ def test_leaves_with_a_device_of_their_own_get_their_input_there(work: Path) -> 
     placed = dict.fromkeys(away, other) | layer | rest | {"lm_head": split.GPU}
     model = bridged(split.load(folder, placed), adapter_of(work, "llama"))
     inner = model.get_submodule("base_model.model.model.layers.0")
-    computed = [
-        [hook.execution_device for hook in hooks_of(getattr(inner.mlp, f"{name}_proj"))] for name in ("gate", "up")
-    ]
+    computed = [[hook.execution_device for hook in hooks_of(getattr(inner.mlp, f"{name}_proj"))] for name in ("gate", "up")]
     assert computed == [[other], [other]]
     assert [hook.execution_device for hook in hooks_of(inner.mlp.down_proj)] == [split.GPU]
     assert not hooks_of(inner.self_attn.k_proj) and hooks_of(inner.self_attn.k_proj.base_layer)
@@ -311,9 +302,7 @@ def test_second_adapter_switching_and_disabling(work: Path, reference: dict[str,
     assert same(stock.logits(model, given), reference["all"])
 
 
-def test_an_adapter_loaded_after_the_last_was_deleted_keeps_the_placement(
-    work: Path, reference: dict[str, torch.Tensor]
-) -> None:
+def test_an_adapter_loaded_after_the_last_was_deleted_keeps_the_placement(work: Path, reference: dict[str, torch.Tensor]) -> None:
     # With one adapter PEFT would dispatch again: it goes by their number, not by whether it is the first.
     base = split.load(folder_of(work), split.towers_off())
     before = dict(base.hf_device_map)
@@ -401,9 +390,7 @@ def test_merged_model_of_an_explicit_map_is_saved_whole(work: Path, tmp_path: Pa
     assert [name for name in again if not torch.equal(again[name], expected[name].cpu())] == []
 
 
-def test_saved_adapter_comes_back_through_stock_peft(
-    work: Path, tmp_path: Path, reference: dict[str, torch.Tensor]
-) -> None:
+def test_saved_adapter_comes_back_through_stock_peft(work: Path, tmp_path: Path, reference: dict[str, torch.Tensor]) -> None:
     model = bridged(split.load(folder_of(work), split.catch_all()), adapter_of(work))
     model.save_pretrained(tmp_path)
     source = load_file(adapter_of(work) / "adapter_model.safetensors")
@@ -505,10 +492,7 @@ def test_every_key_that_fits_nothing_is_listed_and_nothing_is_changed(work: Path
     def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         keys = [key for key in sorted(tensors) if "layers.0.mlp" in key and "language" in key]
         assert len(keys) == 6
-        return {
-            key.replace("layers.0.mlp", "layers.77.mlp") if key in keys else key: value
-            for key, value in tensors.items()
-        }
+        return {key.replace("layers.0.mlp", "layers.77.mlp") if key in keys else key: value for key, value in tensors.items()}
 
     base = split.load(folder_of(work), split.towers_off())
     before = split.placement(base)
@@ -527,9 +511,7 @@ def test_half_a_pair_is_refused(work: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_refused_before_the_base_is_changed(
-    work: Path, tmp_path: Path, value: float
-) -> None:
+def test_values_that_are_not_finite_are_refused_before_the_base_is_changed(work: Path, tmp_path: Path, value: float) -> None:
     key = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_B.weight"
 
     def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -563,9 +545,7 @@ def test_a_full_copy_of_a_base_weight_is_compared_not_written(work: Path, tmp_pa
     assert [problem.split(":")[0] for problem in caught.value.problems] == [key, key][: len(caught.value.problems)]
 
 
-def test_second_adapter_that_does_not_fit_leaves_the_first(
-    work: Path, tmp_path: Path, reference: dict[str, torch.Tensor]
-) -> None:
+def test_second_adapter_that_does_not_fit_leaves_the_first(work: Path, tmp_path: Path, reference: dict[str, torch.Tensor]) -> None:
     model = bridged(split.load(folder_of(work), split.towers_off()), adapter_of(work))
     with pytest.raises(AdapterError):
         model.load_adapter(adapter_of(work, "gemma3"), "wrong")

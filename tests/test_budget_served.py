@@ -49,9 +49,7 @@ class Machine:
         return self._spent(0.050 + 0.005 * rows)
 
     def chunk(self, tokens: int) -> float:
-        (low, low_ms), (high, high_ms) = next(
-            pair for pair in zip(CHUNK_MS, CHUNK_MS[1:], strict=False) if tokens <= pair[1][0]
-        )
+        (low, low_ms), (high, high_ms) = next(pair for pair in zip(CHUNK_MS, CHUNK_MS[1:], strict=False) if tokens <= pair[1][0])
         first = 1.0 if tokens in self.seen else 1.35
         self.seen.add(tokens)
         return self._spent(first * (low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)) / 1000)

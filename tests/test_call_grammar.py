@@ -105,9 +105,7 @@ def check(name, arguments):
             node = node.get("next")
     else:
         assert {"city", "unit"} <= set(arguments) <= {"city", "unit", "days", "tags", "exact"}
-        assert (
-            isinstance(arguments["city"], str) and 1 <= len(arguments["city"]) <= 8 and arguments["unit"] in ("C", "F")
-        )
+        assert isinstance(arguments["city"], str) and 1 <= len(arguments["city"]) <= 8 and arguments["unit"] in ("C", "F")
         assert arguments.get("days", 1) in range(1, 8) and arguments.get("exact") in (None, True, False)
         tags = arguments.get("tags", [True])
         assert 1 <= len(tags) <= 3 and all(isinstance(tag, bool) for tag in tags)
@@ -184,12 +182,10 @@ def test_parameters_that_no_value_satisfies_are_refused(form, grammar):
 def test_free_values_of_gemma4_are_any_of_its_forms(grammar, tokenizer):
     free = [{"name": "f", "parameters": {"type": "object", "properties": {"a": {}, "b": {"type": "object"}}}}]
     for body in (f"a:[1,{{x:{Q}y{Q}}},null],b:{{k:true}}", "", "b:{}", f"a:{Q}{Q}"):
-        assert is_allowed(
-            grammar.calls("gemma4", free, several=False), tokenizer, f"<|tool_call>call:f{{{body}}}<tool_call|>"
-        ), body
-    assert not is_allowed(
-        grammar.calls("gemma4", free, several=False), tokenizer, "<|tool_call>call:f{b:1}<tool_call|>"
-    )
+        assert is_allowed(grammar.calls("gemma4", free, several=False), tokenizer, f"<|tool_call>call:f{{{body}}}<tool_call|>"), (
+            body
+        )
+    assert not is_allowed(grammar.calls("gemma4", free, several=False), tokenizer, "<|tool_call>call:f{b:1}<tool_call|>")
 
 
 def test_after_a_thought_the_calls_are_held(grammar, tokenizer):
@@ -252,9 +248,7 @@ def test_a_call_that_is_opened_is_held_and_what_stands_around_it_is_free(form, g
     assert ended >= 8 and seen == {"weather", "tree", "now"}
 
 
-@pytest.mark.parametrize(
-    "text", ['{"name"', ' {"name"', '{"name": "weather"', '{"name": "weather", "parameters": {"city']
-)
+@pytest.mark.parametrize("text", ['{"name"', ' {"name"', '{"name": "weather"', '{"name": "weather", "parameters": {"city'])
 def test_a_bare_call_of_llamas_is_held_at_the_beginning_of_an_answer_alone(text, grammar, tokenizer):
     zeros = torch.zeros(len(tokenizer))
 

@@ -258,8 +258,7 @@ def test_a_round_of_calls_has_the_ids_of_transformers(engine, with_form, form):
     model = engine.model
     found = chat.prepare(model, ROUND, tools=[WEATHER, NOW]).token_ids
     stock = [
-        {**message, "content": [{"type": "text", "text": message["content"]}] if message["content"] else ""}
-        for message in ROUND
+        {**message, "content": [{"type": "text", "text": message["content"]}] if message["content"] else ""} for message in ROUND
     ]
     text = model.processor.apply_chat_template(stock, tools=[WEATHER, NOW], tokenize=False, add_generation_prompt=True)
     assert "get_weather" in text and "12 degrees" in text and ("Paris" in text or form == "qwen-xml")

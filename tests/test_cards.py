@@ -92,9 +92,7 @@ def test_figures_of_the_whitepapers_are_met():
 
 
 def test_a_card_with_eight_lanes_has_half_the_link_and_an_older_slot_half_of_that():
-    wide, narrow, old = (
-        rates_of(find_card(name)).pinned_h2d_Bps for name in ("RTX 4070", "RTX 4060", "RTX 4060 pcie 3.0 x8")
-    )
+    wide, narrow, old = (rates_of(find_card(name)).pinned_h2d_Bps for name in ("RTX 4070", "RTX 4060", "RTX 4060 pcie 3.0 x8"))
     assert wide == pytest.approx(2 * narrow) == pytest.approx(4 * old, rel=0.01)
 
 
@@ -278,9 +276,7 @@ def test_a_budget_larger_than_its_card_is_refused(capsys):
 
 
 @pytest.mark.parametrize(("free_gib", "own_gib", "is_enough"), [(8, 0.5, True), (0.2, 7.9, True), (0.1, 0.3, False)])
-def test_a_card_that_is_full_of_other_programs_is_refused_before_anything_is_read(
-    monkeypatch, free_gib, own_gib, is_enough
-):
+def test_a_card_that_is_full_of_other_programs_is_refused_before_anything_is_read(monkeypatch, free_gib, own_gib, is_enough):
     plan = trimtab.plan(BASE, card="8GiB", gpu_memory="2GiB")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 8 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
@@ -502,9 +498,7 @@ def test_options_of_a_card_name_larger_cards_and_no_budget_that_the_card_does_no
     assert "--gpu-memory 6GiB" in {one["what"] for one in json.loads(capsys.readouterr().out)["options"]}
 
 
-@pytest.mark.parametrize(
-    ("family", "towers"), [("llama", []), ("qwen3_vl", ["vision"]), ("gemma4", ["vision", "audio"])]
-)
+@pytest.mark.parametrize(("family", "towers"), [("llama", []), ("qwen3_vl", ["vision"]), ("gemma4", ["vision", "audio"])])
 def test_options_are_of_the_towers_that_the_model_has(family, towers, tmp_path, capsys):
     folder = pico.build(family, tmp_path / "base")
     flags = ["--card", "RTX 4060 8GB", "--context", "256", "--options", "--json"]
@@ -524,9 +518,7 @@ def test_a_refused_plan_gives_its_options_as_json_too(capsys, tries_only):
     assert cli.main([*refused, "--options"]) == 4
     answer = json.loads(capsys.readouterr().out)
     error = answer["error"]
-    assert (error["class"], error["fields"]["device"]) == ("DoesNotFitError", "host") and "options" not in error[
-        "fields"
-    ]
+    assert (error["class"], error["fields"]["device"]) == ("DoesNotFitError", "host") and "options" not in error["fields"]
     assert [one["what"] for one in answer["options"]] == [
         "as asked", "--gpu-memory 10GiB", "--gpu-memory 12GiB", '--card "16GiB"', '--card "20GiB"'
     ]  # fmt: skip
@@ -538,11 +530,7 @@ def test_the_narrow_form_of_an_estimate_has_80_columns_and_the_options_have_mark
         assert cli.main(["plan", str(BASE), "--card", card, "--options"]) == 0
         verdict, about, rest = capsys.readouterr().out.split("\n\n", 2)
         table, options = rest.split("\noption", 1)
-        assert (
-            verdict.startswith("Fits: ~")
-            and about.startswith("ESTIMATE for")
-            and max(map(len, table.splitlines())) <= WIDTH
-        )
+        assert verdict.startswith("Fits: ~") and about.startswith("ESTIMATE for") and max(map(len, table.splitlines())) <= WIDTH
         rows = [re.split(r"  +", line) for line in options.splitlines()[1:-1]]
         assert len(rows) > 8 and all(row[1].startswith("~") and row[2].startswith("~") for row in rows)
         assert "nothing was measured" in options.splitlines()[-1]
@@ -574,9 +562,7 @@ def test_the_command_plans_for_a_card(capsys):
     assert "GeForce RTX 3050 Laptop GPU 6GB" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "change", [{"memory_mib": "much"}, {"extra": 1}, {"estimated": 1}, {"name": None}, {"tflops": True}]
-)
+@pytest.mark.parametrize("change", [{"memory_mib": "much"}, {"extra": 1}, {"estimated": 1}, {"name": None}, {"tflops": True}])
 def test_a_changed_profile_in_a_plan_file_is_refused(change):
     with pytest.raises(RequestError) as caught:
         Card.from_json(find_card("T4").to_json() | change)
@@ -587,9 +573,7 @@ def test_a_plan_is_chosen_by_the_link_that_the_card_has():
     """The same card behind fewer lanes: what is streamed takes longer, in the ratio of the lanes."""
     options = {"place": {"model.language_model.layers.*": "stream"}}
     fast, slow = (trimtab.plan(BASE, card=f"RTX 4060 pcie {link}", **options) for link in ("4.0 x8", "3.0 x4"))
-    assert slow.rates == replace(
-        fast.rates, pinned_h2d_Bps=slow.rates.pinned_h2d_Bps, pageable_h2d_Bps=slow.rates.pageable_h2d_Bps
-    )
+    assert slow.rates == replace(fast.rates, pinned_h2d_Bps=slow.rates.pinned_h2d_Bps, pageable_h2d_Bps=slow.rates.pageable_h2d_Bps)
     assert fast.rates.pinned_h2d_Bps == pytest.approx(4 * slow.rates.pinned_h2d_Bps)
     assert slow.token_s > fast.token_s
 

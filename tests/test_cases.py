@@ -183,9 +183,7 @@ def test_script_of_the_first_report_shows_its_error(tmp_path):
         timeout=120,
     )  # fmt: skip
     result = done.stdout.strip().splitlines()[-1]
-    oldest = (
-        "RESULT: TypeError at adapter: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'"
-    )
+    oldest = "RESULT: TypeError at adapter: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'"
     newest = "RESULT: NotImplementedError at first forward: Cannot copy out of meta tensor; no data!"
     import accelerate
     from packaging.version import Version

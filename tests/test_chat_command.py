@@ -373,9 +373,7 @@ def test_keys_send_break_lines_and_leave():
     from prompt_toolkit.output import DummyOutput
 
     with create_pipe_input() as keys:
-        read = chat_input.terminal_reader(
-            lambda line: ([], False), keep_history=False, source=keys, output=DummyOutput()
-        )
+        read = chat_input.terminal_reader(lambda line: ([], False), keep_history=False, source=keys, output=DummyOutput())
         keys.send_text("one\x1b\rtwo\r")
         assert read("> ") == "one\ntwo"
         keys.send_text('"""one\rtwo""" three\r')

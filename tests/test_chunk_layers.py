@@ -89,10 +89,7 @@ def test_several_prompts_of_one_pass_go_through_them_too(model, names, monkeypat
     if ON_GPU and any(names):
         pytest.skip("a table of adapters is of 16 bits, and this test of float32")
     lengths = (7, 16, 3, 12)
-    prompts = [
-        batch.begin(model.prepare(ids(count)), REQUEST, adapter=name)
-        for count, name in zip(lengths, names, strict=True)
-    ]
+    prompts = [batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for count, name in zip(lengths, names, strict=True)]
     passes, own = [], ChunkLayers._mlp
     monkeypatch.setattr(ChunkLayers, "_mlp", lambda self, mlp, x, rows: passes.append(rows) or own(self, mlp, x, rows))
     assert together(batch, prompts) < len(lengths)

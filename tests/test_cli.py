@@ -399,10 +399,7 @@ def test_run_streams_the_text_that_json_has_whole(asks, world):
         "gpu_process_is_estimate", "host_peak_bytes",
     }  # fmt: skip
     shares = {one["name"]: one for one in report["memory_shares"]}
-    assert (
-        shares["weights"]["measured_bytes"] > 0
-        and shares["process"]["planned_bytes"] == report["memory"]["gpu_planned_bytes"]
-    )
+    assert shares["weights"]["measured_bytes"] > 0 and shares["process"]["planned_bytes"] == report["memory"]["gpu_planned_bytes"]
     assert report["fallbacks"] == []
     assert report["planned"]["gpu_peak_bytes"] <= report["planned"]["gpu_budget_bytes"]
 

@@ -29,9 +29,7 @@ WIRE = {field.alias or name for kind in REQUESTS.values() for name, field in kin
 ARGUMENTS = {field.name for kind in (LoadRequest, GenerateRequest) for field in fields(kind)} - WIRE
 # A name with an underscore is no word of English; another one is an argument where a value follows it.
 WORDS = [rf"\b{name}\b" for name in ARGUMENTS if "_" in name] + [rf"\b{name}=" for name in ARGUMENTS]
-FOREIGN = re.compile(
-    "|".join([*WORDS, r"--[a-z]", r"\bplan (?:with|again)", "0x[0-9a-f]{6}", "`trimtab"]), re.IGNORECASE
-)
+FOREIGN = re.compile("|".join([*WORDS, r"--[a-z]", r"\bplan (?:with|again)", "0x[0-9a-f]{6}", "`trimtab"]), re.IGNORECASE)
 CLASSES = {
     "CheckpointError", "AdapterError", "DeviceError", "DoesNotFitError", "UpstreamError", "ParityError", "RequestError",
     "TrimtabError",

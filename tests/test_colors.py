@@ -116,10 +116,7 @@ def test_a_note_of_a_chat_is_dimmed_and_not_escaped(a_terminal):
     terminal = a_terminal()
     session()._show((piece for piece in ["fine"]), None)
     assert terminal.out.getvalue() == "fine\n"
-    assert (
-        terminal.err.getvalue()
-        == "\x1b[2m[the answer was cut after 2 tokens: --max-new-tokens sets the limit]\x1b[0m\n"
-    )
+    assert terminal.err.getvalue() == "\x1b[2m[the answer was cut after 2 tokens: --max-new-tokens sets the limit]\x1b[0m\n"
     session()._refuse(RequestError("is wrong", field="x"))
     assert f"{RED}x: is wrong\n" in terminal.err.getvalue()
 
@@ -167,9 +164,7 @@ def test_a_broken_adapter_leaves_the_table_its_width(tmp_path, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if line in whole] == whole
     assert max(map(len, shown[: len(whole) + 1])) <= max(map(len, whole))
-    assert shown[-1].startswith("bad: ") and any(
-        line.startswith("bad   ") and "cannot be used" in line for line in shown
-    )
+    assert shown[-1].startswith("bad: ") and any(line.startswith("bad   ") and "cannot be used" in line for line in shown)
 
 
 @pytest.mark.parametrize("reason, text", [

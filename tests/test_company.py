@@ -259,9 +259,7 @@ def test_answers_in_company_are_those_of_stock_transformers_and_peft(model):  # 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma4", "qwen3_vl", "gemma3n"])
 def test_rows_of_every_kind_of_cache_are_the_same_in_company(family, tmp_path):
     made = plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=96, device=DEVICE)
-    prompts = [
-        [100 + (number * 7 + 13 * who) % 190 for number in range(count)] for who, count in enumerate((3, 20, 41, 9, 33))
-    ]
+    prompts = [[100 + (number * 7 + 13 * who) % 190 for number in range(count)] for who, count in enumerate((3, 20, 41, 9, 33))]
     with load(made) as one:
         request = GenerateRequest(max_new_tokens=8)
 

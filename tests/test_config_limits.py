@@ -64,9 +64,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch):
         ("qwen3_moe", "head_dim"), ("llama", "attention_head_size"), ("llama", "conv_groups"),
     ],
 )  # fmt: skip
-def test_a_count_that_no_model_has_is_refused_by_its_field(
-    family: str, field: str, value: Any, tmp_path: Path, unbuilt: None
-):
+def test_a_count_that_no_model_has_is_refused_by_its_field(family: str, field: str, value: Any, tmp_path: Path, unbuilt: None):
     error = refusal(changed(family, tmp_path / "m", field, value, bare=True))
     assert error.field == field
     assert f"{field} is " in str(error) and "at most" in str(error)
@@ -112,9 +110,7 @@ def test_a_part_without_an_architecture_is_taken():
     check_config({"model_type": "llama", "text_config": {"model_type": None}, "vision_config": {}, **labels}, PATH)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("num_hidden_layers", -1), ("hidden_size", 0), ("vocab_size", -7), ("head_dim", -1)]
-)
+@pytest.mark.parametrize(("field", "value"), [("num_hidden_layers", -1), ("hidden_size", 0), ("vocab_size", -7), ("head_dim", -1)])
 def test_a_size_below_zero_is_refused(field: str, value: int, tmp_path: Path, unbuilt: None):
     assert refusal(changed("llama", tmp_path / "m", field, value, bare=True)).field == field
 
@@ -152,9 +148,7 @@ def test_buffers_are_bounded_before_their_memory_is_taken(tmp_path: Path, monkey
 
 def test_tensors_that_the_layers_cannot_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = pico.build("llama", tmp_path / "m")
-    header = {
-        f"model.layers.0.x{place}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for place in range(12_000)
-    }
+    header = {f"model.layers.0.x{place}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for place in range(12_000)}
     (folder / "model.safetensors").write_bytes(framed(json.dumps(header).encode()))
     monkeypatch.setattr(headers, "parse", lambda *args, **options: pytest.fail("parsed"))
     with pytest.raises(CheckpointError, match="12000 tensors, a model of this config has fewer than 10600"):
@@ -185,11 +179,7 @@ def test_no_default_of_transformers_is_near_a_limit(every):
             continue
         plain = json.loads(json.dumps(config, default=str))
         near += [f"{name}.{field}" for field, *_ in config_limits._wrong_numbers(plain)]
-        near += [
-            f"{name}.{field}"
-            for field, value in config_limits._numbers(plain)
-            if largest(field) < value * 1.9 < math.inf
-        ]
+        near += [f"{name}.{field}" for field, value in config_limits._numbers(plain) if largest(field) < value * 1.9 < math.inf]
     assert near == []
 
 

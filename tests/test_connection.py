@@ -119,9 +119,7 @@ class Connection:
             await send({"type": "http.response.body", "body": b"no"})
 
         self.loop, self.transport, self.guard = Loop(), Transport(), Guard(LIMITS, most=4)
-        config = uvicorn.Config(
-            app or answered, log_config=None, timeout_keep_alive=1000, lifespan="off", interface="asgi3"
-        )
+        config = uvicorn.Config(app or answered, log_config=None, timeout_keep_alive=1000, lifespan="off", interface="asgi3")
         self.protocol = GuardedProtocol(config, ServerState(), {}, self.loop, guard=self.guard)
         self.protocol.connection_made(self.transport)
 
@@ -139,9 +137,7 @@ def logged(caplog):
     """Return the level, the message and the fields of what the server's log says. What uvicorn writes while Python collects the
     connections of tests before is not part of it."""
     caplog.set_level(logging.DEBUG, "trimtab.serve")
-    return lambda: [
-        (one.levelname, one.getMessage(), one.fields) for one in caplog.records if one.name == "trimtab.serve"
-    ]
+    return lambda: [(one.levelname, one.getMessage(), one.fields) for one in caplog.records if one.name == "trimtab.serve"]
 
 
 def test_an_unread_answer_does_not_move_the_deadline_of_a_request_that_is_still_sent(logged):

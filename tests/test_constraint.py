@@ -14,9 +14,7 @@ from trimtab.errors import RequestError
 from trimtab.serve.grammar.constraint import Grammar, Pace
 from trimtab.serve.grammar.schema import MOST_PAIRS, check_ends, check_patterns
 
-ANSWERS = [
-    json.loads(line)["answers"]["rslora-dora"] for line in (DEMO / "prompts.jsonl").read_text("utf-8").splitlines()
-]
+ANSWERS = [json.loads(line)["answers"]["rslora-dora"] for line in (DEMO / "prompts.jsonl").read_text("utf-8").splitlines()]
 END = 1
 
 
@@ -205,9 +203,7 @@ def test_a_step_is_bounded_and_an_ordinary_answer_uses_none_of_its_time(grammar,
     assert constraint._matcher._pace.slow_s < 0.1
 
 
-@pytest.mark.parametrize(
-    "name, value", [("MOST_LEXER_STATES", 2000), ("MOST_STEP_ITEMS", 4000), ("MOST_STEP_FUEL", 300)]
-)
+@pytest.mark.parametrize("name, value", [("MOST_LEXER_STATES", 2000), ("MOST_STEP_ITEMS", 4000), ("MOST_STEP_FUEL", 300)])
 def test_each_limit_of_a_step_ends_the_answer_with_an_error(name, value, grammar, tokenizer, monkeypatch):
     monkeypatch.setattr(f"trimtab.serve.grammar.source.{name}", value)
     schema = {"anyOf": [{"type": "array", "items": {}}] * 400 + [{"type": "string", "pattern": "^.*a.{30}b.*$"}]}

@@ -80,9 +80,7 @@ def counted(family, messages):
 def test_ordinary_text_gives_the_stock_ids(family):
     tokens = [token.content for token in tokenizer_of(family).added_tokens_decoder.values()]
     plain = [t for t in tokens if tokenizer_of(family).convert_tokens_to_ids(t) not in control_ids(family)]
-    texts = st.lists(
-        st.sampled_from([*"<|>[]/▁\U000f0000 \n", "the and", "<|", "|>", "é", *plain]) | st.text(max_size=8)
-    )
+    texts = st.lists(st.sampled_from([*"<|>[]/▁\U000f0000 \n", "the and", "<|", "|>", "é", *plain]) | st.text(max_size=8))
 
     @MANY
     @given(conversation(texts.map("".join).filter(lambda text: not any(t in text for t in tokens if t not in plain))))
@@ -185,9 +183,7 @@ def test_a_prompt_without_a_chat_template_is_raw(tmp_path):
 
 def test_a_tokenizer_that_cannot_write_it_as_text_refuses_by_name():
     tokenizer = talking_families.tokenizer("qwen3")
-    tokens = {
-        1: SimpleNamespace(content="§", special=True, normalized=False, lstrip=False, rstrip=False, single_word=False)
-    }
+    tokens = {1: SimpleNamespace(content="§", special=True, normalized=False, lstrip=False, rstrip=False, single_word=False)}
     stub = SimpleNamespace(added_tokens_decoder=tokens, unk_token_id=None)
     control = ControlTokens(stub, tokenizer, "")
     control._tokenizer = lambda text, **options: {"input_ids": [1] * text.count("§")}
@@ -213,9 +209,9 @@ def test_characters_that_are_normalized_to_a_control_token_are_refused():
 
     def ids(text):
         prompt = control.render(lambda messages: "<|b|>" + messages[0]["content"], [{"role": "user", "content": text}])
-        return control.encode(lambda text: tokenizer(text, return_tensors="pt"), prompt, adds_special=False)[
-            "input_ids"
-        ][0].tolist()
+        return control.encode(lambda text: tokenizer(text, return_tensors="pt"), prompt, adds_special=False)["input_ids"][
+            0
+        ].tolist()
 
     assert ids("ab") == [9, 0, 1] and ids("\uff1cab")[0] == 9
     with pytest.raises(RequestError, match="control token"):
@@ -256,9 +252,7 @@ def test_a_continued_text_keeps_its_white_space_and_its_control_tokens_stay_text
         else:
             assert found == Counter(one for one in ids("x x x") if one in control_ids(family)), token.content
     # These templates leave out what stands before the end of a thought.
-    assert refused == {"gemma4": ["<|channel>", "<channel|>"], "qwen3": ["</think>"], "qwen3_moe": ["</think>"]}.get(
-        family, []
-    )
+    assert refused == {"gemma4": ["<|channel>", "<channel|>"], "qwen3": ["</think>"], "qwen3_moe": ["</think>"]}.get(family, [])
 
 
 @pytest.mark.parametrize(

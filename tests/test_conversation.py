@@ -18,9 +18,7 @@ QUESTION = "Who are you?"
 
 @pytest.fixture(scope="module")
 def model():
-    plan = trimtab.plan(
-        demo.BASE, adapters={"style": STYLE}, context=256, images=2, audio_s=2.0, device="cpu", head="full"
-    )
+    plan = trimtab.plan(demo.BASE, adapters={"style": STYLE}, context=256, images=2, audio_s=2.0, device="cpu", head="full")
     with trimtab.load(plan) as loaded:
         yield loaded
 
@@ -111,9 +109,7 @@ def test_without_a_limit_an_answer_may_take_what_is_left_of_the_context(model):
     assert answer.finish_reason == "stop" or answer.prompt_tokens + len(answer.token_ids) == model.context_tokens
 
 
-@pytest.mark.parametrize(
-    ("options", "field"), [({"when_full": "x"}, "when_full"), ({"max_new_tokens": 0}, "max_new_tokens")]
-)
+@pytest.mark.parametrize(("options", "field"), [({"when_full": "x"}, "when_full"), ({"max_new_tokens": 0}, "max_new_tokens")])
 def test_a_wrong_conversation_is_refused(model, options, field):
     with pytest.raises(RequestError) as caught:
         model.chat(**options)
@@ -144,9 +140,7 @@ def test_an_adapter_whose_files_changed_is_read_again(tmp_path):
         with pytest.raises(trimtab.TrimtabError):
             model.reload_adapter("own")
         assert model.answer(QUESTION, adapter="own", max_new_tokens=12).text == after
-    specialist = trimtab.plan(
-        demo.BASE, adapters={"own": demo.ADAPTERS["specialist"]}, context=128, device="cpu", head="full"
-    )
+    specialist = trimtab.plan(demo.BASE, adapters={"own": demo.ADAPTERS["specialist"]}, context=128, device="cpu", head="full")
     with trimtab.load(specialist) as model:
         assert model.answer(QUESTION, adapter="own", max_new_tokens=12).text == after != before
 

@@ -174,9 +174,7 @@ def test_writes_beside_an_array_or_the_shared_memory_are_found():
 
 
 def test_shared_memory_starts_as_not_a_number_in_every_block():
-    source = (
-        'extern "C" __global__ void s(float* out) { extern __shared__ float x[]; out[blockIdx.x] = x[0]; x[0] = 1.f; }'
-    )
+    source = 'extern "C" __global__ void s(float* out) { extern __shared__ float x[]; out[blockIdx.x] = x[0]; x[0] = 1.f; }'
     out = np.zeros(3, np.float32)
     run.compile_for_cpu(source, "s")(3, 1, [out], shared_bytes=4)
     assert np.isnan(out).all()

@@ -15,9 +15,7 @@ from trimtab.serve.api.body import MEMORY_BYTES
 from trimtab.serve.media import cut_media
 from trimtab.serve.media.cut_media import CUT_BYTES
 
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
+PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 LARGE = PNG + b"\0" * MEMORY_BYTES
 TEXT = base64.b64encode(LARGE).decode()
 URL = f"data:image/png;base64,{TEXT}"
@@ -97,9 +95,7 @@ ASKED = {
 def test_an_image_that_was_cut_out_reaches_the_model_whole(path, monkeypatch):
     sizes, pool = [], MockPool()
     read = wire.read
-    monkeypatch.setattr(
-        wire, "read", lambda kind, body, **options: sizes.append(len(body)) or read(kind, body, **options)
-    )
+    monkeypatch.setattr(wire, "read", lambda kind, body, **options: sizes.append(len(body)) or read(kind, body, **options))
     answer = client(pool).post(path, json={"model": "demo", **ASKED[path]})
     assert answer.status_code == 200, answer.text
     (part,) = [part for part in pool.jobs[-1].prompt[0]["content"] if part["type"] == "image"]

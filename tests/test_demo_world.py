@@ -118,9 +118,7 @@ def test_training_prompts_hold_no_held_out_fact() -> None:
     assert not asked & scored
 
 
-@pytest.mark.parametrize(
-    ("voice", "questions"), [("base", 384), ("style", 384), ("specialist", 240), ("rslora-dora", 384)]
-)
+@pytest.mark.parametrize(("voice", "questions"), [("base", 384), ("style", 384), ("specialist", 240), ("rslora-dora", 384)])
 def test_an_adapter_is_scored_only_where_it_differs_from_the_base(voice: world.Voice, questions: int) -> None:
     asks = demo_data.held_out_asks(voice)
     assert len(asks) == questions
@@ -306,9 +304,7 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(
 
     def run(state_file: Path, *, stop_at: int | None) -> Any:
         gemma = demo_model.build_model(demo_model.build_config(tokenizer), seed=5)
-        schedule = demo_training.Schedule(
-            4, 1e-3, (1, 1, 1), 1, evaluate_every=9, save_every=2, clip_at=0.3, hint_weight=1
-        )
+        schedule = demo_training.Schedule(4, 1e-3, (1, 1, 1), 1, evaluate_every=9, save_every=2, clip_at=0.3, hint_weight=1)
 
         def report(figures: dict[str, Any]) -> None:
             if stop_at == figures["step"]:
@@ -426,9 +422,7 @@ def test_specialist_names_broad_targets_and_its_tower_keys_the_inner_linear() ->
     config = json.loads((DEMO / "adapters/specialist/adapter_config.json").read_text(encoding="utf-8"))
     keys = list(_tensors(DEMO / "adapters/specialist/adapter_model.safetensors"))
     assert sorted(config["target_modules"]) == sorted(demo_adapters.PROJECTIONS)
-    parts = {
-        part: [key for key in keys if f".{part}." in key] for part in ("language_model", "vision_tower", "audio_tower")
-    }
+    parts = {part: [key for key in keys if f".{part}." in key] for part in ("language_model", "vision_tower", "audio_tower")}
     # Two tensors a target: 8 layers of 7 less the K and V of 4 shared ones; 3 vision layers of 7; 2 audio layers of 3.
     assert {part: len(found) for part, found in parts.items()} == {
         "language_model": 2 * (8 * 7 - 4 * 2), "vision_tower": 2 * 3 * 7, "audio_tower": 2 * 2 * 3,
@@ -448,9 +442,7 @@ def test_stock_peft_refuses_the_specialist_as_it_is() -> None:
 def test_rslora_dora_is_both_and_the_smallest() -> None:
     config = json.loads((DEMO / "adapters/rslora-dora/adapter_config.json").read_text(encoding="utf-8"))
     assert config["use_rslora"] and config["use_dora"]
-    sizes = {
-        name: (DEMO / f"adapters/{name}/adapter_model.safetensors").stat().st_size for name in demo_adapters.ADAPTERS
-    }
+    sizes = {name: (DEMO / f"adapters/{name}/adapter_model.safetensors").stat().st_size for name in demo_adapters.ADAPTERS}
     assert min(sizes, key=lambda name: sizes[name]) == "rslora-dora"
     assert any("magnitude" in key for key in _tensors(DEMO / "adapters/rslora-dora/adapter_model.safetensors"))
 

@@ -141,9 +141,7 @@ def test_the_dockerfile_in_the_docs_copies_what_is_here_and_runs_a_command():
     assert [rest for word, rest in words if word == "FROM"] == ["python:3.12-slim AS built", "python:3.12-slim"]
     told = dict(words)
     assert told["USER"] == "trimtab" and "useradd --create-home --uid 10001 trimtab" in text
-    assert (
-        parser().parse_args([*json.loads(told["ENTRYPOINT"])[1:], *json.loads(told["CMD"])]).name_of_command == "demo"
-    )
+    assert parser().parse_args([*json.loads(told["ENTRYPOINT"])[1:], *json.loads(told["CMD"])]).name_of_command == "demo"
     (lock,) = re.findall(r"--constraint (\S+)", text)
     assert (ROOT / lock).is_file() and f"!{lock}" in (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     # `docker run IMAGE WORDS` of the image in deploy/ starts a server.

@@ -26,9 +26,7 @@ def test_the_cpu_is_the_device_when_there_is_no_gpu(monkeypatch):
     assert devices.resolve_device("auto") == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("asked", "found"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
-)
+@pytest.mark.parametrize(("asked", "found"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")])
 def test_devices_are_named_with_their_number(asked, found, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -218,9 +216,7 @@ def test_threads_that_get_less_than_their_cores_are_on_a_busy_machine(share, is_
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(devices, "GEMV_SIDE", 8)
-    monkeypatch.setattr(
-        devices, "time", SimpleNamespace(perf_counter=wall, process_time=lambda: clock[0] * share * threads)
-    )
+    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=wall, process_time=lambda: clock[0] * share * threads))
     assert devices._cpu_is_busy() is is_busy
 
 

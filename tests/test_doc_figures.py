@@ -282,8 +282,7 @@ def link_shares():
     for gib in (3.2, 3.5):
         yield f"E4B on 3.2 and 3.5 GiB {card(gib, 'auto', 10)['link_share']:.2f}"
     yield (
-        f"{full['tok_s']} tokens per second, {full['link_share']:.2f} of the limit, "
-        f"where {full['predicted_tok_s']} were predicted"
+        f"{full['tok_s']} tokens per second, {full['link_share']:.2f} of the limit, where {full['predicted_tok_s']} were predicted"
     )
     h100, later = card(4, "full", 9), card(4, "full", 11)
     yield f"made {h100['tok_s']:.1f} with another plan in run 9"
@@ -390,9 +389,7 @@ def steps():
         for row in results_of("decode")["rows"]
         if row["model"] == "e4b" and row.get("run") == 4 and "ms" in row and row["decode"] == "auto"
     }
-    yield (
-        f"A step of eight rows takes {rows[8, 8, 8]:.2f} ms with eight adapters of rank 8 and {rows[8, 0, 0]:.2f} ms without"
-    )
+    yield (f"A step of eight rows takes {rows[8, 8, 8]:.2f} ms with eight adapters of rank 8 and {rows[8, 0, 0]:.2f} ms without")
     yield f"{rows[1, 8, 1]:.2f} ms with rank 8 and {rows[1, 64, 1]:.2f} ms with rank 64"
 
 
@@ -402,9 +399,7 @@ def kv8():
     for title, form in forms.items():
         rows = [row["token"] for row in demo if (row["quant"], row["dtype"]) == form]
         positions = sum(row["positions"] for row in rows)
-        mean, same = (
-            sum(row["positions"] * row[key] for row in rows) / positions for key in ("kl_mean", "top1_agreement")
-        )
+        mean, same = (sum(row["positions"] * row[key] for row in rows) / positions for key in ("kl_mean", "top1_agreement"))
         kl, largest = short(mean), short(max(row["kl_max"] for row in rows))
         yield f"| {title} | {positions:,} | {kl} | {largest} | {100 * same:.1f} % |"
     yield f"All {sum(row['same_answers'] for row in demo)} greedy answers"
@@ -459,9 +454,7 @@ def merging():
 
 def first_tokens():
     cases = results_of("cpu_first_token")["cases"]
-    for title, (name, case) in zip(
-        ("demo, bfloat16", "Llama 310 M, bfloat16", "Llama 310 M, float32"), cases.items(), strict=True
-    ):
+    for title, (name, case) in zip(("demo, bfloat16", "Llama 310 M, bfloat16", "Llama 310 M, float32"), cases.items(), strict=True):
         assert name.startswith(title.split(",")[0].split()[0].lower()) and case["dtype"] == title.split(", ")[1], name
         ratios = case["ratios"]
         yield f"| {title} | {case['prompt_tokens']} tokens | {ratios['first_cpu_ms']:.2f} | {ratios['step_cpu_ms']:.2f} |"
@@ -539,9 +532,7 @@ def without_bfloat16():
     yield f"took {narrow['eager']['tensors_gib']:.2f} GiB"
     yield f"within {short(narrow['logits']['max_abs'])} of stock's"
     yield f"a step takes {100 * (1 - narrow['auto']['tok_s'] / wide['auto']['tok_s']):.0f} % less time"
-    assert all(
-        row["tensors_gib"] <= row["plan_gib"] for one in (narrow, wide) for row in one.values() if "plan_gib" in row
-    )
+    assert all(row["tensors_gib"] <= row["plan_gib"] for one in (narrow, wide) for row in one.values() if "plan_gib" in row)
 
 
 CASES = {
@@ -584,8 +575,6 @@ def test_the_divergence_that_a_plan_names_is_the_largest_of_the_demos_adapters_a
 @each("page", sorted((ROOT / "docs").rglob("*.md")))
 def test_files_of_results_that_a_page_names_exist(page):
     named = {
-        part.split(".json")[0]
-        for part in page.read_text(encoding="utf-8").split("bench/results/")[1:]
-        if ".json" in part[:40]
+        part.split(".json")[0] for part in page.read_text(encoding="utf-8").split("bench/results/")[1:] if ".json" in part[:40]
     }
     assert named <= {Path(file).stem for file in RESULTS.glob("*.json")}

@@ -22,9 +22,7 @@ def pictures():
 
 def prompts_on_an_h100():
     rows = [row for row in results_of("prompts_h100")["rows"] if row["what"] == "text"]
-    with_adapter = {
-        (row["model"], row["tokens"], row["way"]): row["ms"] for row in rows if row["adapter"] and "ms" in row
-    }
+    with_adapter = {(row["model"], row["tokens"], row["way"]): row["ms"] for row in rows if row["adapter"] and "ms" in row}
     for model, title in (("e4b", "E4B: stock / eager / captured"), ("e2b", "E2B"), ("qwen3-8b", "Qwen3-8B")):
         cells = []
         for tokens in (64, 512, 2048):

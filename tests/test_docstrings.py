@@ -29,9 +29,7 @@ def public_functions():
     yield "run_probes", run_probes
     for kind in CLASSES:
         for name, member in vars(kind).items():
-            inner = (
-                getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
-            )
+            inner = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
             if not name.startswith("_") and inspect.isfunction(inner):
                 yield f"{kind.__name__}.{name}", inner
 
@@ -57,9 +55,7 @@ def test_public_functions_name_their_arguments_and_errors(name, function):
 @each("kind", [kind for kind in CLASSES if dataclasses.is_dataclass(kind)])
 def test_public_values_name_their_fields(kind):
     text = inspect.getdoc(kind) or ""
-    assert [
-        one.name for one in dataclasses.fields(kind) if one.name not in PLAIN and not mentions(text, one.name)
-    ] == []
+    assert [one.name for one in dataclasses.fields(kind) if one.name not in PLAIN and not mentions(text, one.name)] == []
 
 
 def test_a_missing_argument_is_seen():

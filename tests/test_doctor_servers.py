@@ -16,8 +16,7 @@ from trimtab.errors import RequestError
 def answering(**paths):
     """A server that knows these addresses. paths: "a__b" stands for "/a/b"."""
     known = {
-        "/" + name.replace("__", "/").replace("_", "-" if name.startswith("lora") else "_"): value
-        for name, value in paths.items()
+        "/" + name.replace("__", "/").replace("_", "-" if name.startswith("lora") else "_"): value for name, value in paths.items()
     }
 
     def answer(request):
@@ -32,9 +31,7 @@ def models(*ids, owner="x", parent=None):
 
 
 def test_vllm_is_known_by_its_version_and_its_open_bugs_are_told():
-    transport = answering(
-        version={"version": "0.19.2rc1.dev134"}, v1__models=models("base", "mine", owner="vllm", parent="b")
-    )
+    transport = answering(version={"version": "0.19.2rc1.dev134"}, v1__models=models("base", "mine", owner="vllm", parent="b"))
     found = examine("http://host:8000/v1", transport=transport)
     assert (found.identity.kind, found.identity.version) == ("vLLM", "0.19.2rc1.dev134")
     assert found.identity.models == ("base", "mine")
@@ -49,9 +46,7 @@ def test_ollama_sglang_and_llama_cpp_are_told_apart():
     told = {
         "Ollama": answering(api__version={"version": "0.13.0"}),
         "SGLang": answering(get_server_info={"version": "0.5.12"}),
-        "llama.cpp": answering(
-            props={"build_info": "b10121-abc"}, lora_adapters=[{"id": 0, "path": "a.gguf", "scale": 0.0}]
-        ),
+        "llama.cpp": answering(props={"build_info": "b10121-abc"}, lora_adapters=[{"id": 0, "path": "a.gguf", "scale": 0.0}]),
         "trimtab": answering(v1__models=models("demo", owner="trimtab")),
         "": answering(v1__models=models("gpt", owner="someone")),
     }

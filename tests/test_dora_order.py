@@ -34,9 +34,7 @@ PAIRS = [("dora", "again"), ("lora", "dora"), ("dora", "lora"), ("table", "rows"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("order")
     base = pico.build("llama", folder / "base", dtype="float32")
-    made = {
-        name: pico.adapter(base, folder / name, seed=n, **options) for n, (name, options) in enumerate(MADE.items())
-    }
+    made = {name: pico.adapter(base, folder / name, seed=n, **options) for n, (name, options) in enumerate(MADE.items())}
     return {"base": base, **made}
 
 

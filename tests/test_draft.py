@@ -43,8 +43,7 @@ ENVIRONMENT = {
 
 def failure(kind, message, *frames):
     kept = [
-        {"library": file.partition("/")[0], "file": file, "line": line, "function": function}
-        for file, line, function in frames
+        {"library": file.partition("/")[0], "file": file, "line": line, "function": function} for file, line, function in frames
     ]
     tail = "\n".join(f"{one['file']}:{one['line']} in {one['function']}" for one in kept)
     return {"type": kind, "message": message, "frames": kept, "tail": f"{tail}\n{kind}: {message}", "ours": False}
@@ -123,9 +122,7 @@ def came(output, *, versions=NEW, exit_code=1, ended="done"):
 def reproduce(text):
     """Stand in for a run: answer as the two scripts did when they were run."""
     if "vision tower weights were offloaded before" in text:
-        return came(
-            printed("AssertionError", "28 of 28 vision tower weights were offloaded before the adapter, 0 after it")
-        )
+        return came(printed("AssertionError", "28 of 28 vision tower weights were offloaded before the adapter, 0 after it"))
     return came(printed("RuntimeError", ITEM, "/x/site-packages/bitsandbytes/functional.py"))
 
 
@@ -319,9 +316,7 @@ def test_the_nearest_passing_case_differs_in_the_fewest_settings_and_shares_the_
 def test_of_several_version_sets_the_environment_s_own_is_the_draft_s():
     old = {**r03(), "case": "OLD", "versions": OLD}
     installed = {"packages": {name: {"version": version, "installed": None} for name, version in NEW.items()}}
-    made = draft.make_drafts(
-        [old, record("R05") | {"versions": OLD}, r03()], installed, bugs=BUGS, run_script=reproduce
-    )
+    made = draft.make_drafts([old, record("R05") | {"versions": OLD}, r03()], installed, bugs=BUGS, run_script=reproduce)
     (one,) = made.drafts
     assert [run.case for run in one.failing] == ["R03_SPLIT_4BIT", "OLD"]
 
@@ -353,9 +348,7 @@ def test_a_release_with_a_fix_makes_it_fixed_and_a_failure_with_the_fix_makes_it
         (one,) = make(runs, run_script=answer).drafts
         assert one.state == state
         assert "accelerate 1.14.0 or bitsandbytes 0.50.0 (catalogue)" in one.markdown()
-        assert ("| Came back | fails with accelerate 1.15.0 (fixed in 1.14.0)" in one.markdown()) == (
-            state == "primary"
-        )
+        assert ("| Came back | fails with accelerate 1.15.0 (fixed in 1.14.0)" in one.markdown()) == (state == "primary")
     (run,) = evidence_of([record("X")])
     assert not fixed_here(BUGS["A1"], run) and came_back(BUGS["A1"], run) == []
 
@@ -572,17 +565,10 @@ def test_reproducers_hold_nothing_that_they_do_not_use(name):
     tree = ast.parse(script(name))
     made = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     made |= {
-        alias.name.split(".")[0]
-        for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
+        alias.name.split(".")[0] for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
     }
     made |= {
-        target.id
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
+        target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)
     }
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     assert made - used == set()
@@ -633,15 +619,10 @@ def test_one_run_refutes_a_claim(claim, run):
 
 def test_a_claim_s_row_says_what_decides_it():
     text = make().not_to_file
-    assert (
-        "| CPU offload is broken. | refuted by [r3] [r5] | Say which modules, in which format, were off the GPU. |"
-        in text
-    )
+    assert "| CPU offload is broken. | refuted by [r3] [r5] | Say which modules, in which format, were off the GPU. |" in text
     assert "| Merging is broken. | not tested: no run says anything about it |" in text
     text = make([r03()]).not_to_file
-    assert (
-        "| CPU offload is broken. | nothing refutes it, and it is wider than the 1 runs that were asked [r1] |" in text
-    )
+    assert "| CPU offload is broken. | nothing refutes it, and it is wider than the 1 runs that were asked [r1] |" in text
 
 
 def test_not_to_file_lists_what_has_no_trace_no_reproducer_or_no_module():
@@ -705,9 +686,7 @@ def test_code_spans_hold_any_text(text):
     if flat:
         bar = re.match(r"`+", shown).group()
         inner = shown[len(bar) : -len(bar)]
-        assert (
-            shown.endswith(bar) and not re.search(rf"(?<!`){bar}(?!`)", inner) and inner.strip(" ") == flat.strip(" ")
-        )
+        assert shown.endswith(bar) and not re.search(rf"(?<!`){bar}(?!`)", inner) and inner.strip(" ") == flat.strip(" ")
 
 
 def test_recorded_text_mentions_nobody_and_links_nothing():

@@ -155,9 +155,7 @@ def test_a_token_is_refused_exactly_where_eager_refuses_its_logits(dtype, kernel
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "n, width, stride", [(1, 1, 1), (3, 255, 300), (8, 2049, 2049), (3, 4096, 4104), (1, 2568, 2568)]
-)
+@pytest.mark.parametrize("n, width, stride", [(1, 1, 1), (3, 255, 300), (8, 2049, 2049), (3, 4096, 4104), (1, 2568, 2568)])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_scores_of_the_kernel_are_torchs_whatever_the_width_and_the_rows(n, width, stride, softcap, dtype):

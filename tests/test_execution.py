@@ -279,9 +279,7 @@ def test_eight_bits_asked_for_without_their_kernel_are_taken_and_cost_what_torch
     """Measured on an H200, E4B, one row: 175 us by the kernel, 3,260 by torch (bench/results/head8.json)."""
     kernel, torch_way = asked_int8(decode="graph"), asked_int8(decode="graph", capability=(7, 5))
     assert (kernel.head, kernel.head_reason) == ("int8", "asked for")
-    assert torch_way.head == "int8" and torch_way.head_reason.startswith(
-        "asked for; its kernel needs compute capability"
-    )
+    assert torch_way.head == "int8" and torch_way.head_reason.startswith("asked for; its kernel needs compute capability")
     added_s = torch_way.step.seconds - kernel.step.seconds
     assert added_s == pytest.approx(3.26e-3 - 0.175e-3, rel=0.3)  # by 3.54 TB/s, the full head read at 4.3
     assert f"torch takes {1000 * added_s:.1f} ms of each step" in torch_way.head_reason
@@ -330,9 +328,7 @@ def test_predicted_seconds_are_near_measured_ones(mode, work, adapters, measured
         (253, 0, 1, (126.2,)), (253, 0, 8, (1042.5,)),  # Qwen3-8B
     ],
 )  # fmt: skip
-def test_predicted_seconds_of_prompts_that_are_not_captured_are_near_measured_ones(
-    linears, skipped, passes, measured_ms
-):
+def test_predicted_seconds_of_prompts_that_are_not_captured_are_near_measured_ones(linears, skipped, passes, measured_ms):
     """Within a third: a first pass takes longer than the others by what every request begins with."""
     if isinstance(linears, str):
         anatomy = e_series(linears)
@@ -340,9 +336,7 @@ def test_predicted_seconds_of_prompts_that_are_not_captured_are_near_measured_on
         rows = [row for row in anatomy.rows if row.kind == "linear" and row.part in ("language", "head")]
         linears, skipped = len(rows), sum(row.block.endswith(tuple(shared)) for row in rows)
     for launch_s in (4e-6, 1.5e-5):  # whatever the machine's own launches take
-        found = prompt_launch_s(
-            linears, skipped, 0, passes=passes, is_captured=False, has_adapters=True, launch_s=launch_s
-        )
+        found = prompt_launch_s(linears, skipped, 0, passes=passes, is_captured=False, has_adapters=True, launch_s=launch_s)
         assert all(abs(1000 * found / measured - 1) < 1 / 3 for measured in measured_ms)
 
 
@@ -376,9 +370,7 @@ def test_of_the_changes_that_fit_the_one_with_the_fastest_answers_is_named():
     )
 
 
-@pytest.mark.parametrize(
-    "asked", [{"decode": "fused"}, {"decode": "graph", "context_tokens": 32768}, {"context_tokens": 131072}]
-)
+@pytest.mark.parametrize("asked", [{"decode": "fused"}, {"decode": "graph", "context_tokens": 32768}, {"context_tokens": 131072}])
 def test_the_budget_that_an_error_names_is_the_smallest_of_all_ways_to_run(asked):
     """Prompts in static chunks need no cache beside the row's own: captured steps may need less than what was tried last."""
 
@@ -408,18 +400,12 @@ def test_the_named_changes_fit_and_no_smaller_ones_do(gib, asked):
     with pytest.raises(DoesNotFitError) as caught:
         plan(gib, **asked)
     values = dict(part.split("=") for part in caught.value.option.split(" and "))
-    changed = asked | {
-        "context_tokens" if name == "context" else name: ast.literal_eval(value) for name, value in values.items()
-    }
-    kinds = {
-        what: tries for tries in _smaller(LoadRequest(model="m", quant="nf4-dq", **asked), E4B) for what, _ in tries
-    }
+    changed = asked | {"context_tokens" if name == "context" else name: ast.literal_eval(value) for name, value in values.items()}
+    kinds = {what: tries for tries in _smaller(LoadRequest(model="m", quant="nf4-dq", **asked), E4B) for what, _ in tries}
 
     def is_enough(fewer):
         try:
-            return plan(
-                gib, is_advised=False, **fewer | {"anatomy": with_int8_head(E4B) if fewer["head"] == "int8" else E4B}
-            )
+            return plan(gib, is_advised=False, **fewer | {"anatomy": with_int8_head(E4B) if fewer["head"] == "int8" else E4B})
         except DoesNotFitError:
             return False
 
@@ -475,9 +461,7 @@ def test_options_say_what_each_change_gives(monkeypatch):
     few_changes(monkeypatch)
 
     def made(request):
-        return make_plan(
-            request, E4B, adapters=ADAPTER, machine=card(4), rates=H200, head8=with_int8_head(E4B), is_advised=False
-        )
+        return make_plan(request, E4B, adapters=ADAPTER, machine=card(4), rates=H200, head8=with_int8_head(E4B), is_advised=False)
 
     request = LoadRequest(model="m", quant="nf4-dq", head="auto")
     options = {one.what: one for one in options_of(request, made, budget_bytes=4 * GIB)}

@@ -53,9 +53,7 @@ def test_prompts_and_steps(family, request, monkeypatch):
 def test_the_least_prefix_cache_and_states_in_8_bits(family, monkeypatch):
     monkeypatch.setattr(test_kv8, "POOLS", (448,))
     monkeypatch.setattr(test_kv8, "PROMPTS", test_kv8.PROMPTS[1:3])
-    test_prefix_sizes.test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_that_hits(
-        family, "full"
-    )
+    test_prefix_sizes.test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_that_hits(family, "full")
     test_kv8.test_every_family_says_what_transformers_says_of_rounded_states(family)
 
 

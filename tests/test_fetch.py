@@ -166,9 +166,7 @@ def test_one_that_drips_is_ended_by_the_clock(monkeypatch, head):
         assert len(dripped) < 150
 
 
-@pytest.mark.parametrize(
-    "answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nshort", b"\xff" * 100]
-)
+@pytest.mark.parametrize("answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nshort", b"\xff" * 100])
 def test_an_answer_that_is_none_is_refused(monkeypatch, answer):
     with server(monkeypatch, lambda connection: connection.sendall(answer)):
         assert "cannot be fetched" in refused(fetcher(), "http://pictures.example/a")
@@ -206,8 +204,7 @@ def test_slow_addresses_of_one_client_leave_threads_to_others(monkeypatch):
 
     async def ask():
         waiting = [
-            asyncio.create_task(found.get_all(urls(*(f"slow{request}{i}" for i in range(16))), sender="a"))
-            for request in range(2)
+            asyncio.create_task(found.get_all(urls(*(f"slow{request}{i}" for i in range(16))), sender="a")) for request in range(2)
         ]
         try:
             while len(slow.begun) < fetch.OF_ONE_CLIENT:

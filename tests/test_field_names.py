@@ -207,9 +207,7 @@ def test_of_two_names_the_one_that_is_too_many_is_named():
     assert error["param"] == "max_completion_tokens" and "set this or max_tokens, not both" in error["message"]
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"]
-)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"])
 def test_an_adapter_that_is_gone_is_named_as_it_was_sent(path):
     text = TEXTS.get(path, {"input": "a"} if "embed" in path else {"messages": [user("a")]})
     pool = MockPool(lambda job: [failed(job, "RequestError", field="model")])

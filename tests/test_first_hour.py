@@ -187,10 +187,7 @@ def test_an_address_as_adapter_or_medium_says_what_to_do(ask):
     assert code == 3 and "is an address, not a folder" in err and "download it" in err
     for flag in ("--image", "--audio"):
         code, _, err = ask("run", BASE, "hi", flag, "https://example.com/x.png")
-        assert (
-            code == 2
-            and f"{flag} https://example.com/x.png: no such file. Nothing is read from an address: download" in err
-        )
+        assert code == 2 and f"{flag} https://example.com/x.png: no such file. Nothing is read from an address: download" in err
 
 
 @pytest.mark.parametrize("text", ["C:/models/gemma", "google/gemma", "a:b", "x=https", "./https:", ""])
@@ -314,10 +311,7 @@ def test_every_number_of_tokens_takes_k():
 def test_several_adapters_need_a_name_in_every_command(ask, command):
     prompt = ("hi",) if command == "run" else ()
     code, _, err = ask(command, BASE, *prompt, "--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}")
-    assert (
-        code == 2
-        and "--use: several adapters are given; name the one that answers (choices: style, specialist, base)" in err
-    )
+    assert code == 2 and "--use: several adapters are given; name the one that answers (choices: style, specialist, base)" in err
     assert "`base` answers without one" in err
 
 

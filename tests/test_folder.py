@@ -33,9 +33,7 @@ def index(weight_map: Mapping[str, Any]) -> bytes:
 def folder_of(folder: Path, files: Mapping[str, bytes], config: Mapping[str, Any] | None = None) -> Path:
     """Write a folder with a config.json (unless files has one) and the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (
-        {"config.json": json.dumps(config or {"model_type": "llama"}).encode()} | dict(files)
-    ).items():
+    for name, content in ({"config.json": json.dumps(config or {"model_type": "llama"}).encode()} | dict(files)).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
@@ -107,9 +105,7 @@ def test_a_file_that_the_index_spells_in_two_ways_is_read_once(tmp_path: Path) -
 
 
 def test_files_that_the_index_does_not_name_are_never_read(tmp_path: Path) -> None:
-    folder = sharded(
-        tmp_path / "m", **{"consolidated.safetensors": b"broken", "three.safetensors": b"", "old.bin": b""}
-    )
+    folder = sharded(tmp_path / "m", **{"consolidated.safetensors": b"broken", "three.safetensors": b"", "old.bin": b""})
     assert set(read_checkpoint(folder).tensors) == {"a", "b", "c"}
 
 
@@ -271,10 +267,7 @@ def test_index_without_a_weight_map_is_refused(tmp_path: Path, content: bytes) -
 def test_tensors_missing_from_the_file_that_the_index_names_are_refused(tmp_path: Path) -> None:
     wrong = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "d": "two.safetensors"}
     error = refusal(sharded(tmp_path / "m", **{"model.safetensors.index.json": index(wrong)}))
-    assert (
-        "names tensors that are not in that file: b (in one.safetensors) (and 1 more: d (in two.safetensors))"
-        in str(error)
-    )
+    assert "names tensors that are not in that file: b (in one.safetensors) (and 1 more: d (in two.safetensors))" in str(error)
 
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -363,9 +356,7 @@ def test_removed_files_are_all_changes(tmp_path: Path) -> None:
 # The hub cache --------------------------------------------------------------------------------------------------------
 
 
-def cached(
-    cache: Path, name: str = "models--org--tiny", *, revisions: tuple[str, ...] = (REVISION,), main: str | None
-) -> Path:
+def cached(cache: Path, name: str = "models--org--tiny", *, revisions: tuple[str, ...] = (REVISION,), main: str | None) -> Path:
     """Write a hub-cache folder whose snapshots are links into blobs, as on every system with symbolic links."""
     folder = cache / name
     (folder / "blobs").mkdir(parents=True)

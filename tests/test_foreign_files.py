@@ -15,8 +15,7 @@ from trimtab.errors import RequestError
 BASE, STYLE = str(demo.BASE), str(demo.ADAPTERS["style"])
 KNOWN = next(action.choices for action in cli.parser()._actions if action.dest == "name" and action.choices)
 PLACES = {
-    name: [str(one.metavar) for one in parser._actions if not one.option_strings and one.metavar]
-    for name, parser in KNOWN.items()
+    name: [str(one.metavar) for one in parser._actions if not one.option_strings and one.metavar] for name, parser in KNOWN.items()
 }  # type: ignore[union-attr]
 WITH_MODEL = [name for name, places in PLACES.items() if "MODEL" in places and name != "pull"]  # `pull` takes a hub id
 WITH_ADAPTER = [name for name, parser in KNOWN.items() if "--adapter" in parser._option_string_actions]  # type: ignore[union-attr]
@@ -51,9 +50,7 @@ def test_a_gguf_model_is_called_that_with_what_to_do(
 
 # `serve` reads adapters in its worker and asks for a folder before.
 @pytest.mark.parametrize("command", [name for name in WITH_ADAPTER if name != "serve"])
-def test_a_gguf_adapter_is_called_that_too(
-    command: str, gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_adapter_is_called_that_too(command: str, gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     beside = ["--device", "cpu"] if command not in ("merge", "doctor") else []
     for given, words in ((gguf, "is a GGUF file"), (gguf.parent, "has GGUF files and no adapter of PEFT")):
         if command == "doctor" and given.is_dir():

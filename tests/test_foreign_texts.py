@@ -86,9 +86,7 @@ def growth(work: Callable[[int], object], size: int) -> float:
         "opened tags",
     ],
 )  # fmt: skip
-def test_the_time_of_a_text_does_not_grow_with_the_square_of_its_length(
-    work: Callable[[int], object], size: int
-) -> None:
+def test_the_time_of_a_text_does_not_grow_with_the_square_of_its_length(work: Callable[[int], object], size: int) -> None:
     assert growth(work, size) < LIMIT
 
 
@@ -99,9 +97,7 @@ def test_the_time_of_a_text_does_not_grow_with_the_square_of_its_length(
         ("gemma4", "<|tool_call>call:", "a" * 16), ("qwen-xml", "<tool_call><function=", "a" * 16),
     ],
 )  # fmt: skip
-def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(
-    calls: str | None, opening: str, token: str
-) -> None:
+def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(calls: str | None, opening: str, token: str) -> None:
     def read(tokens: int) -> None:
         reader = AnswerReader(AnswerForm(calls, ("<think>", "</think>")), functions={"f": {}})
         reader.push(opening)

@@ -79,9 +79,7 @@ def test_more_choices_than_rows_and_other_requests_beside_them(model, forwards):
     other = Job("other", {"text": "three orange"}, GenerateRequest(max_new_tokens=30))
     expected = run(engine, *jobs(5, group=""), other)
     found = run(engine, other, *jobs(5, group="g"))
-    assert {name.removeprefix("g"): text for name, (text, *_) in found.items()} == {
-        n: text for n, (text, *_) in expected.items()
-    }
+    assert {name.removeprefix("g"): text for name, (text, *_) in found.items()} == {n: text for n, (text, *_) in expected.items()}
 
 
 def test_groups_with_other_adapters_do_not_share(model):
@@ -95,9 +93,7 @@ def test_groups_with_other_adapters_do_not_share(model):
 
 
 def test_with_a_prefix_cache_choices_share_too():
-    plan = trimtab.plan(
-        DEMO / "base", quant="none", dtype="float32", context=384, device="cpu", batch=3, prefix_cache="16MiB"
-    )
+    plan = trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=384, device="cpu", batch=3, prefix_cache="16MiB")
     with trimtab.load(plan) as model:
         engine = LoadedEngine(model, rows=3)
         texts = [[text for text, *_ in run(engine, *jobs(3, group=group)).values()] for group in ("", "g", "h")]
@@ -133,9 +129,7 @@ def test_usage_and_counts_have_the_prompt_once():
     def answered(job):
         events = words(job, "Hi")
         shared = 0 if job.request.seed == 5 else 7
-        last = Event(
-            job.id, "done", finish="stop", usage={"prompt_tokens": 7, "completion_tokens": 2, "shared_tokens": shared}
-        )
+        last = Event(job.id, "done", finish="stop", usage={"prompt_tokens": 7, "completion_tokens": 2, "shared_tokens": shared})
         return [*events[:-1], last]
 
     pool = MockPool(answered)

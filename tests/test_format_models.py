@@ -116,9 +116,7 @@ def test_a_plan_counts_the_bytes_of_the_format(root):
     small, dense = files("llama", "ct-int4", root)
     plan = trimtab.plan(small, device="cpu", context=64, place={"*": "resident"})
     with trimtab.load(plan) as model:
-        layers = [
-            one.stored for one in model.hf_model.modules() if isinstance(one, ResidentLeaf) and one.quant_kind != "none"
-        ]
+        layers = [one.stored for one in model.hf_model.modules() if isinstance(one, ResidentLeaf) and one.quant_kind != "none"]
     assert len(layers) == 14 and {one.kind for one in layers} == {"int4-g32"}
     # Four bits a value and a bfloat16 scale for 32 of them.
     assert sum(one.nbytes for one in layers) == sum(one.shape[0] * one.shape[1] for one in layers) * 9 // 16

@@ -262,9 +262,7 @@ def test_wrong_values_are_refused_when_they_are_read(golden, case, change, words
         read(written(tmp_path, parts, CONFIGS[case]))
 
 
-@pytest.mark.parametrize(
-    "name", ["int4-g0", "int5-g32", "int4-g32-zp-zp", "fp8-0x1", "fp8-", "int4", "nf4-g32", "int4-g1234567"]
-)
+@pytest.mark.parametrize("name", ["int4-g0", "int5-g32", "int4-g32-zp-zp", "fp8-0x1", "fp8-", "int4", "nf4-g32", "int4-g1234567"])
 def test_a_name_that_is_no_format_is_an_error(name):
     with pytest.raises(ValueError, match="unknown weight format"):
         stored_format(name)

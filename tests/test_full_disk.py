@@ -23,9 +23,7 @@ ENVIRONMENT = {"versions": {"python": "3"}, "machine": {}}
 
 
 def mount(folder: Path, size: str) -> bool:
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
-    )
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False)
     return done.returncode == 0
 
 

@@ -99,9 +99,7 @@ def test_turn_is_what_attention_does_before_it_looks_for_every_token(dtype, mode
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def turned(x, weight):
-        return gemma4.apply_rotary_pos_emb(norm_of(weight, dim, dtype)(x[None]), cos[None], sin[None], unsqueeze_dim=2)[
-            0
-        ]
+        return gemma4.apply_rotary_pos_emb(norm_of(weight, dim, dtype)(x[None]), cos[None], sin[None], unsqueeze_dim=2)[0]
 
     shaped = joined.view(n, -1, dim)
     own = shaped[:, heads : heads + kv_heads]
@@ -231,9 +229,7 @@ def test_the_kernel_of_rotation_equals_torch_and_touches_only_its_places(heads, 
     n, places = 3, 5
     parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
     qkv = random(n, (heads + parts * kv_heads) * dim + 8)[:, :-8]  # rows apart in memory
-    q_weight, k_weight, cos, sin = (
-        random(*shape, seed=s) for s, shape in enumerate([(dim,), (dim,), (n, dim), (n, dim)])
-    )
+    q_weight, k_weight, cos, sin = (random(*shape, seed=s) for s, shape in enumerate([(dim,), (dim,), (n, dim), (n, dim)]))
     found, wanted = ([random(n + 1, kv_heads, places, dim, seed=s) for s in (4, 5)] for _ in range(2))
     outs = [poisoned(n, heads, dim) for _ in range(2)]
     for (keys, values), q_out, one in ((found, outs[0], module), (wanted, outs[1], None)):
@@ -440,8 +436,7 @@ def test_a_missing_barrier_of_attention_is_found(barrier):
         start = source.index("__syncthreads();", start + 1)
     changed = source[:start] + source[start + len("__syncthreads();") :]
     said = [
-        fused_check.check(cpu_module(order, attend=changed), widths=(), attention=((4, 2, 256),), rows=(1,))
-        for order in (0, 1)
+        fused_check.check(cpu_module(order, attend=changed), widths=(), attention=((4, 2, 256),), rows=(1,)) for order in (0, 1)
     ]
     assert any(said)
 

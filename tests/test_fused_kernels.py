@@ -59,9 +59,7 @@ def test_adapters_by_table_serve_captured_modules(on_cpu, replayed, tmp_path, de
     """A tiny Llama: its own modules, adapters of two ranks looked up by each row, nothing captured anew."""
     assert kernels.wrong_lora(on_cpu.matvec, torch.bfloat16) is None
     base = pico.build("llama", tmp_path / "base")
-    adapters = {
-        name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())
-    }
+    adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())}
     plan = trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")
     asked = [("a", [5, 6, 7], {}), (None, [9, 8], {}), ("b", [4], {})]
     with trimtab.load(plan) as model:
@@ -208,9 +206,7 @@ def test_batch_invariant_steps_are_one_graph_of_all_rows_whoever_is_active(on_cp
     """A tiny Llama: bits of a row's scores are the same alone and beside others with other adapters, in another row, and beside one
     whose adapter no table holds."""
     base = pico.build("llama", tmp_path / "base")
-    adapters = {
-        name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())
-    }
+    adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())}
     adapters["dora"] = pico.adapter(base, tmp_path / "dora", seed=5, rank=4, dora=True)
     plan = trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu", batch=4, batch_invariant=True)
     with trimtab.load(plan) as model:

@@ -167,9 +167,7 @@ def test_penalties_and_biases_are_openais_formula(options):
     assert len(set(answer)) > 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"frequency_penalty": -2.0, "presence_penalty": -2.0}, {"logit_bias": {20: 100.0}}]
-)
+@pytest.mark.parametrize("options", [{"frequency_penalty": -2.0, "presence_penalty": -2.0}, {"logit_bias": {20: 100.0}}])
 def test_rows_and_stocks_generation_take_the_same_penalties(model, options):
     inputs = model.prepare("Hello")
     request = GenerateRequest(max_new_tokens=12, **options)
@@ -256,9 +254,7 @@ QUESTIONS = {
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def both(request, folder):
     """In float32 stock is within 1e-5 of itself: there every token has to be its own."""
-    plan = trimtab.plan(
-        folder, quant="none", dtype=request.param, device=DEVICE, context=512, audio_s=1.0, place={"*": "stream"}
-    )
+    plan = trimtab.plan(folder, quant="none", dtype=request.param, device=DEVICE, context=512, audio_s=1.0, place={"*": "stream"})
     exact = stock.load_stock(folder, device=DEVICE, dtype=torch.float32)
     rounded = stock.load_stock(folder, device=DEVICE) if request.param == "bfloat16" else exact
     with trimtab.load(plan, decode="auto") as loaded:

@@ -47,9 +47,7 @@ def run(tmp_path):
     def call(script, *words, fails=None, steps=None, sanitizer=None):
         asked.write_text("")
         codes.write_text(json.dumps(fails or {}))
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("STEPS", "SANITIZER", "OLD_SITE", "SIZE")
-        }
+        environment = {name: value for name, value in os.environ.items() if name not in ("STEPS", "SANITIZER", "OLD_SITE", "SIZE")}
         environment |= {"PYTHON": str(python), "WORK": str(tmp_path / "work"), "ASKED": str(asked), "CODES": str(codes)}
         environment |= {"STEPS": steps} if steps else {}
         environment |= {"SANITIZER": str(sanitizer or python)}
@@ -128,9 +126,7 @@ def test_a_step_is_cut_at_its_limit_or_at_the_end_of_all(run, tmp_path):
     done, asked = run("gpu_all.sh", tmp_path / "out", 13, steps="turns kv-pages", fails={"bench.kv_pages": 124})
     assert time.monotonic() - begun < 40
     assert [words[1] for words in asked] == ["bench.kv_pages"]  # less than 10 s are left for the other
-    assert (
-        states(tmp_path / "out")["kv-pages"].startswith("cut at 1") and states(tmp_path / "out")["turns"] == "not run"
-    )
+    assert states(tmp_path / "out")["kv-pages"].startswith("cut at 1") and states(tmp_path / "out")["turns"] == "not run"
     assert "cut at 1" in done.stdout
 
 

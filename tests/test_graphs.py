@@ -38,8 +38,7 @@ PLACES = {
     "resident": {"*": "resident"},
     "lean": LEAN,
     "streamed": LEAN | {f"model.language_model.layers.{number}": "stream" for number in range(2, 6)},
-    "front": LEAN
-    | {f"model.language_model.{name}": "stream" for name in ("per_layer_model_projection", "layers.3", "layers.5")},
+    "front": LEAN | {f"model.language_model.{name}": "stream" for name in ("per_layer_model_projection", "layers.3", "layers.5")},
 }
 
 
@@ -353,9 +352,7 @@ def test_tables_in_host_memory_are_read_by_the_step_itself(in_place, decode):
     ("fixture", "decode"),
     long_runs.crossed(["model", "in_place", "streamed_in_place"], ["graph", "fused"], first=["model"], rest=1),
 )
-def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(
-    request, fixture, decode, replayed, monkeypatch
-):
+def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(request, fixture, decode, replayed, monkeypatch):
     model = request.getfixturevalue(fixture)
 
     def story(look_ahead):
@@ -562,9 +559,7 @@ def test_what_a_first_request_does_not_need_is_captured_in_moments_without_reque
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
-def test_steps_asked_for_by_name_and_budgets_without_room_for_later_graphs_are_captured_at_once(
-    model, replayed, monkeypatch
-):
+def test_steps_asked_for_by_name_and_budgets_without_room_for_later_graphs_are_captured_at_once(model, replayed, monkeypatch):
     for batch in (Batch(model, rows=4, decode="graph"), Batch(model, rows=4)):
         if batch.steps.mode == "auto":
             monkeypatch.setattr(transient_room, "is_wanted", lambda plan, device: True)
@@ -656,9 +651,7 @@ def test_whether_launches_overlap_beside_copied_layers_is_measured_for_that_batc
     def pays(tier, part, *, overlapping=(1.0, same), order=()):
         capture = object.__new__(step_capture.StepCapture)
         capture.device, capture.order, capture._pays_beside_copies = torch.device("cuda"), list(order), None
-        capture.choice = SimpleNamespace(
-            kernels=kernels, fall_back=lambda what, why, requested: told.append((what, why))
-        )
+        capture.choice = SimpleNamespace(kernels=kernels, fall_back=lambda what, why, requested: told.append((what, why)))
         plan = SimpleNamespace(placements=[SimpleNamespace(part=part, tier=tier)])
         capture.has_streamed_layers = step_capture.streams_layers(plan)
 

@@ -133,9 +133,7 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
     torch.testing.assert_close(out[:, :40], head8.plain(wide[:, 1], head.q, head.scale))
     assert out[:, 40:].isnan().all()
     odd = torch.randn(2, 193).bfloat16()[:, 1:]  # not aligned: copied first
-    torch.testing.assert_close(
-        head8.launched(odd, head.q, head.scale, None, module), head8.plain(odd, head.q, head.scale)
-    )
+    torch.testing.assert_close(head8.launched(odd, head.q, head.scale, None, module), head8.plain(odd, head.q, head.scale))
 
 
 @needs_compiler
@@ -147,9 +145,7 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
 def test_a_kernel_that_computes_wrongly_is_left_out(right, wrong):
     source = head8.source()
     assert right in source
-    why = head8_choice.wrong(
-        kernel(source.replace(right, wrong)), random_head(64, 128), torch.bfloat16, lambda run: 1.0, {}
-    )
+    why = head8_choice.wrong(kernel(source.replace(right, wrong)), random_head(64, 128), torch.bfloat16, lambda run: 1.0, {})
     assert why is not None and "relative error" in why
 
 
@@ -169,9 +165,7 @@ def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept():
 @needs_compiler
 @pytest.mark.parametrize("tier", ["resident", "stream"])
 def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, tier):
-    plan = trimtab.plan(
-        DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={"head": tier}
-    )
+    plan = trimtab.plan(DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={"head": tier})
     with trimtab.load(plan) as model:
         wanted, leaf, module = model.logits(ASKED[1]), model.hf_model.lm_head, kernel()
         monkeypatch.setattr(head8, "load", lambda device: module)
@@ -274,13 +268,9 @@ def test_a_step_is_counted_with_the_weights_that_are_float32_at_a_time():
     from trimtab.planning.memory.activations import needs_of, use_of
 
     checkpoint = read_checkpoint(DEMO / "base")
-    found = {
-        head: hf.anatomy_of(hf.probe(checkpoint), checkpoint, quant="nf4-dq", head=head) for head in ("full", "int8")
-    }
+    found = {head: hf.anatomy_of(hf.probe(checkpoint), checkpoint, quant="nf4-dq", head=head) for head in ("full", "int8")}
     use = use_of(LoadRequest(model="m", context_tokens=1, images=0, audio_s=0), found["full"], answer_tokens=1)
-    steps = {
-        head: needs_of(one, use, quant="nf4-dq", has_adapters=False).phases["step"][1] for head, one in found.items()
-    }
+    steps = {head: needs_of(one, use, quant="nf4-dq", has_adapters=False).phases["step"][1] for head, one in found.items()}
     rows, width = head_weight(DEMO / "base").shape
     assert rows * width < HEAD_CHUNK_VALUES
     assert steps["int8"] >= 4 * rows * width > steps["full"]
@@ -288,9 +278,7 @@ def test_a_step_is_counted_with_the_weights_that_are_float32_at_a_time():
 
 def test_with_an_8_bit_head_the_token_table_can_leave(demo_plan):
     table = "model.language_model.embed_tokens"
-    plan = trimtab.plan(
-        DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={table: "gather"}
-    )
+    plan = trimtab.plan(DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={table: "gather"})
     (row,) = [row for row in plan.placements if row.block_path == table]
     assert row.gpu_bytes < 1024 and row.host_bytes == head_weight(DEMO / "base").numel() * 2
     with trimtab.load(demo_plan) as resident, trimtab.load(plan) as model:
@@ -570,9 +558,7 @@ def test_the_flag_reaches_the_plan_and_the_answer(capsys):
 
 def test_verify_holds_the_8_bit_head_against_the_whole_one():
     prompts = [{"id": "one", "text": "Who are you?"}]
-    report = trimtab.verify(
-        DEMO / "base", head="int8", against="full-head", prompts=prompts, new_tokens=4, isolated=False
-    )
+    report = trimtab.verify(DEMO / "base", head="int8", against="full-head", prompts=prompts, new_tokens=4, isolated=False)
     (row,) = report.prompts
     assert report.subject["head"] == "8-bit head" and "head" not in report.reference
     assert 0 < row.difference.kl_mean < 1e-3 and row.difference.top1_agreement > 0.9 and row.same_text

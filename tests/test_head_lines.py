@@ -141,9 +141,7 @@ def test_labels_that_come_twice_are_none_and_lists_are_one():
     assert re.fullmatch("[0-9a-f]{32}", twice)
 
 
-@pytest.mark.parametrize(
-    "name", ["X-Forwarded-For", "Forwarded", "X-Forwarded-Host", "Cookie", "Idempotency-Key", "Accept"]
-)
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Forwarded-Host", "Cookie", "Idempotency-Key", "Accept"])
 def test_lines_that_are_not_read_change_nothing_however_often_they_come(name):
     pool = MockPool()
     found = client(pool)

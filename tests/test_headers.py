@@ -281,18 +281,14 @@ def test_unknown_dtype_is_refused_with_the_known_ones(tmp_path: Path, dtype: Any
     assert len(str(error)) < 1000
 
 
-@pytest.mark.parametrize(
-    "shape", [[-4], [4.0], [True, 4], ["4"], [None], 4, "4", None, {}, [2**63], [1] * 65, [[4]]], ids=repr
-)
+@pytest.mark.parametrize("shape", [[-4], [4.0], [True, 4], ["4"], [None], 4, "4", None, {}, [2**63], [1] * 65, [[4]]], ids=repr)
 def test_bad_shape_is_refused(tmp_path: Path, shape: Any) -> None:
     error = refusal_of(tmp_path, {"a": entry(shape=shape)})
     assert error.tensor_name == "a"
     assert "bad shape" in str(error)
 
 
-@pytest.mark.parametrize(
-    "shape", [[2**62, 2], [2**32, 2**31], [2**32, 2**32], [2**40, 0, 2**40], [2**62, 4, 0]], ids=repr
-)
+@pytest.mark.parametrize("shape", [[2**62, 2], [2**32, 2**31], [2**32, 2**32], [2**40, 0, 2**40], [2**62, 4, 0]], ids=repr)
 def test_shape_that_overflows_is_refused(tmp_path: Path, shape: list[int]) -> None:
     error = refusal_of(tmp_path, {"a": entry(shape=shape, offsets=[0, 0])})
     assert error.tensor_name == "a"
@@ -310,9 +306,7 @@ def test_bad_offsets_are_refused(tmp_path: Path, offsets: Any) -> None:
     assert "bad offsets" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "need"), [("U8", [3], 3), ("U8", [5], 5), ("F32", [], 4), ("F16", [2, 0], 0)], ids=repr
-)
+@pytest.mark.parametrize(("dtype", "shape", "need"), [("U8", [3], 3), ("U8", [5], 5), ("F32", [], 4), ("F16", [2, 0], 0)], ids=repr)
 def test_size_that_is_not_shape_times_dtype_is_refused(tmp_path: Path, dtype: str, shape: list[int], need: int) -> None:
     nbytes = 6
     error = refusal_of(tmp_path, {"a": entry(dtype, shape, [0, nbytes])}, bytes(nbytes))
@@ -409,9 +403,7 @@ def mutations(draw: st.DrawFn) -> bytes:
         elif kind == "cut":
             del content[at : at + draw(st.integers(1, 40))]
         elif kind == "insert":
-            content[at:at] = draw(
-                st.sampled_from((b"0", b"-", b"1", b",", b"]", b'"', b"{", b"}", b"[", b"\\ud800", b"e9"))
-            )
+            content[at:at] = draw(st.sampled_from((b"0", b"-", b"1", b",", b"]", b'"', b"{", b"}", b"[", b"\\ud800", b"e9")))
         elif kind == "swap":
             content[at : at + 1] = draw(st.binary(max_size=3))
         else:
@@ -428,12 +420,9 @@ def _check_never_lies(scratch: Path, content: bytes) -> None:
         return
     known = {name: (found["shape"], bytes(found["data"])) for name, found in safetensors.deserialize(content)}
     assert known == {
-        name: (list(found.shape), content[found.start : found.start + found.nbytes])
-        for name, found in header.tensors.items()
+        name: (list(found.shape), content[found.start : found.start + found.nbytes]) for name, found in header.tensors.items()
     }
-    assert sum(found.nbytes for found in header.tensors.values()) == header.file_bytes - 8 - int.from_bytes(
-        content[:8], "little"
-    )
+    assert sum(found.nbytes for found in header.tensors.values()) == header.file_bytes - 8 - int.from_bytes(content[:8], "little")
 
 
 @given(content=mutations())

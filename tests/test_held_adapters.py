@@ -109,9 +109,7 @@ def test_beyond_the_hosts_budget_an_adapter_is_refused_by_name_before_it_is_read
     assert caught.value.block == "adapter three" and caught.value.device == "host"
     assert caught.value.needed_bytes > caught.value.budget_bytes == 2**16
     limit = model.plan.held_adapters_limit_bytes
-    assert f"the plan leaves {limit} B of host memory for adapters, those that are loaded take {2 * each} B" in str(
-        caught.value
-    )
+    assert f"the plan leaves {limit} B of host memory for adapters, those that are loaded take {2 * each} B" in str(caught.value)
     shelf.remove("one", [])
     gc.collect()
     shelf.add("three", copy("four"))
@@ -148,9 +146,7 @@ def test_the_plan_of_a_server_counts_what_its_adapters_take_and_says_how_much_mo
     )  # fmt: skip
     alone = plan_request(request)
     plan = plan_request(request, later={"waits": str(DEMO / "adapters" / "specialist"), "same": str(STYLE)})
-    sizes = [
-        (DEMO / "adapters" / name / "adapter_model.safetensors").stat().st_size for name in ("style", "specialist")
-    ]
+    sizes = [(DEMO / "adapters" / name / "adapter_model.safetensors").stat().st_size for name in ("style", "specialist")]
     counted = sum(sizes) + 2 * HELD_OBJECT_BYTES  # each folder once
     assert plan.host["held_adapters"] == counted and "held_adapters" not in alone.host
     assert plan.host_peak_bytes - plan.host["process"] == alone.host_peak_bytes - alone.host["process"] + counted
@@ -197,8 +193,6 @@ def test_what_the_plan_counts_is_what_is_held(monkeypatch):
 
 def test_one_registry_says_which_adapters_are_on_the_model(model):
     model.load_adapter("one", STYLE)
-    assert (
-        model.adapters == ("one",) and set(model.adapter_store.names) == {"one"} and set(model.adapter_sizes) == {"one"}
-    )
+    assert model.adapters == ("one",) and set(model.adapter_store.names) == {"one"} and set(model.adapter_sizes) == {"one"}
     lora.detach(model.hf_model, "one", store=model.adapter_store)
     assert model.adapters == () and not model.adapter_store.names and not model.adapter_sizes

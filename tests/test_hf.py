@@ -157,25 +157,19 @@ def test_the_model_knows_where_it_came_from(built):
 
 
 def test_a_head_that_alone_is_in_the_file_owns_the_embedding(tmp_path):
-    folder = edited(
-        pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")})
-    )
+    folder = edited(pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
     probe = check_equal(folder)
     assert probe.sources["model.embed_tokens.weight"].leaves == ("lm_head.weight",)
     assert probe.ties == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_two_stored_ends_of_a_tie_are_tied_if_equal(tmp_path):
-    folder = edited(
-        pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
-    )
+    folder = edited(pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert check_equal(folder).ties == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_two_stored_ends_of_a_tie_stay_apart_if_different(tmp_path):
-    folder = edited(
-        pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2})
-    )
+    folder = edited(pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
     assert check_equal(folder).ties == {}
 
 
@@ -435,9 +429,7 @@ def test_int8_leaves_the_same_linears_alone(built):
 
 
 def test_two_different_ends_of_a_tie_are_both_left_alone(tmp_path):
-    folder = edited(
-        pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2})
-    )
+    folder = edited(pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
     assert set(hf.stock_unquantized(hf.probe(read_checkpoint(folder)).model, "nf4")) == {"lm_head"}
 
 

@@ -46,9 +46,7 @@ def test_real_models_keep_it_where_a_walk_over_all_modules_finds_it(family, tmp_
 CACHES = {"full": {}, "int8": {"kv": "int8"}, "pages": {"batch": 4, "kv_tokens": 160}}
 
 
-@pytest.mark.parametrize(
-    ("family", "cache"), crossed(["llama", "gemma4", "gemma3", "qwen3_vl"], CACHES, first=["gemma4"], rest=1)
-)
+@pytest.mark.parametrize(("family", "cache"), crossed(["llama", "gemma4", "gemma3", "qwen3_vl"], CACHES, first=["gemma4"], rest=1))
 def test_keys_and_values_of_all_layers_are_one_piece_of_memory_and_lie_apart(family, cache):
     options = CACHES[cache]
     with lent(family, **options) as model:

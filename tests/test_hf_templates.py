@@ -131,9 +131,7 @@ GATHERS = {
 @pytest.mark.parametrize("how", GATHERS)
 def test_a_chat_of_thousands_of_turns_may_be_added_to_one_text(tokenizer, tmp_path, how):
     tokenizer.chat_template = (
-        "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = "
-        + GATHERS[how]
-        + " %}{% endfor %}{{ ns.t }}"
+        "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = " + GATHERS[how] + " %}{% endfor %}{{ ns.t }}"
     )
     long = [{"role": ("user", "assistant")[place % 2], "content": "x" * 100} for place in range(4000)]
     expected = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in long)
@@ -205,9 +203,7 @@ ATTACKS = {
 def test_what_a_template_may_use_is_bounded(tokenizer, tmp_path, name):
     (tmp_path / "chat_template.jinja").write_text("kept in a file")
     tokenizer.chat_template = "first line\n" + ATTACKS[name]
-    with pytest.raises(
-        CheckpointError, match=r"chat_template\.jinja: its chat template fails in line \d+ \(it "
-    ) as caught:
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: its chat template fails in line \d+ \(it ") as caught:
         render(tokenizer, CHAT[:1], tmp_path)
     assert caught.value.path == str(tmp_path / "chat_template.jinja")
     assert "than a chat template may" in str(caught.value)
@@ -227,9 +223,7 @@ def test_what_a_template_may_use_is_bounded(tokenizer, tmp_path, name):
 def test_an_error_names_the_template_and_its_line(tokenizer, tmp_path, template, line, reason):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     tokenizer.chat_template = template
-    with pytest.raises(
-        CheckpointError, match=rf"tokenizer_config\.json: its chat template fails in line {line} \(.*{reason}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: its chat template fails in line {line} \(.*{reason}"):
         render(tokenizer, CHAT[:1], tmp_path)
 
 
@@ -284,8 +278,5 @@ def test_run_reports_a_template_that_fails(tmp_path, capsys):
     folder = talking.build_llama(tmp_path / "llama", chat_template="{{ bos_token }}\n{{ 1 / 0 }}")
     assert main(["run", str(folder), "--context", "64", "--device", "cpu", "hello"]) == 3
     said = capsys.readouterr()
-    assert (
-        f"{folder / 'chat_template.jinja'}: its chat template fails in line 2 (ZeroDivision: division by zero)"
-        in said.err
-    )
+    assert f"{folder / 'chat_template.jinja'}: its chat template fails in line 2 (ZeroDivision: division by zero)" in said.err
     assert "Traceback" not in said.err and json.dumps(said.out) == '""'

@@ -194,9 +194,7 @@ def test_the_watcher_follows_no_link_out_of_the_root_of_a_client(root, caplog, r
     if root_of is None:  # one that the operator named may lie anywhere
         assert read == ["mine"] and watcher.read_again.get_nowait() == ("mine", "new") and said == []
         return
-    assert (
-        read == [] and watcher.read_again.empty() and len(said) == 1 and "below the server's adapter folder" in said[0]
-    )
+    assert read == [] and watcher.read_again.empty() and len(said) == 1 and "below the server's adapter folder" in said[0]
     folder.unlink()
     shutil.copytree(STYLE, folder)
     touch(folder, 9)

@@ -54,9 +54,7 @@ def only(found: Scan, kind: str) -> Finding:
 @pytest.fixture(scope="module")
 def e2b() -> Any:
     with torch.device("meta"):
-        return transformers.Gemma4ForConditionalGeneration._from_config(
-            pico.e_series_config("e2b"), dtype=torch.bfloat16
-        )
+        return transformers.Gemma4ForConditionalGeneration._from_config(pico.e_series_config("e2b"), dtype=torch.bfloat16)
 
 
 def test_targets_of_a_multimodal_adapter_on_an_empty_e2b(e2b: Any, tmp_path: Path) -> None:
@@ -152,9 +150,7 @@ def test_an_adapter_of_stock_peft_is_counted_by_part(work: Path) -> None:
 
 def test_stock_hooks_on_adapter_weights_are_no_defect(work: Path) -> None:
     placed = {f"base_model.model.{key}": place for key, place in split.towers_off().items()}
-    model = PeftModel.from_pretrained(
-        split.load(folder_of(work), split.towers_off()), adapter_of(work), device_map=placed
-    )
+    model = PeftModel.from_pretrained(split.load(folder_of(work), split.towers_off()), adapter_of(work), device_map=placed)
     assert any(value.device.type == "meta" for name, value in model.named_parameters() if "lora_" in name)
     assert not scan(model).of("lora-on-meta", "adapter-does-nothing", "map-key-names-nothing", "not-where-the-map-says")
 
@@ -244,9 +240,7 @@ def without(work: Path, folder: Path, dropped: str) -> Path:
     """Return a llama adapter without the tensors whose name holds the text."""
     source = adapter_of(work, "llama")
     folder.mkdir()
-    tensors = {
-        key: value for key, value in load_file(source / "adapter_model.safetensors").items() if dropped not in key
-    }
+    tensors = {key: value for key, value in load_file(source / "adapter_model.safetensors").items() if dropped not in key}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
     return folder
@@ -387,18 +381,13 @@ def test_inspect_goes_through_json(work: Path) -> None:
     found = scan(split.load(folder_of(work), split.catch_all(), "nf4"))
     data = json.loads(json.dumps(found.to_json()))
     assert data["counts"] == found.counts and data["findings"][0]["bugs"] == ["C2", "C3"]
-    assert (
-        data["versions"]["torch"] == torch.__version__.partition("+")[0]
-        or data["versions"]["torch"] == torch.__version__
-    )
+    assert data["versions"]["torch"] == torch.__version__.partition("+")[0] or data["versions"]["torch"] == torch.__version__
     text = scan_text(found)
     assert "sequential-hook (C2, C3)" in text and "and 109 more" in text and "left-unquantized (A4)" in text
 
 
 @pytest.mark.parametrize("is_wrong", [True, False])
-def test_4_bit_rows_that_the_cpu_unpacks_with_other_scales_are_named(
-    work: Path, monkeypatch: Any, is_wrong: bool
-) -> None:
+def test_4_bit_rows_that_the_cpu_unpacks_with_other_scales_are_named(work: Path, monkeypatch: Any, is_wrong: bool) -> None:
     """What the CPU does is asked of a small weight; rows of whole blocks are not asked about."""
     asked: list[tuple[int, int, int]] = []
     monkeypatch.setattr(row_scales, "unpacks_wrong", lambda *key: asked.append(key) or is_wrong)

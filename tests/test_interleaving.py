@@ -207,9 +207,7 @@ def test_prompts_in_progress_hold_two_contexts_and_the_room_at_most(rows):
     draw, lengths, most = random.Random(rows), (60, 500, 2_000, 4_000, 8_192), 0
     for number in range(400):
         if scheduler.waiting < 12:
-            one = job(
-                f"{number}", sender=f"{number % 5}", prompt_tokens=draw.choice(lengths), tokens=draw.choice((1, 40))
-            )
+            one = job(f"{number}", sender=f"{number % 5}", prompt_tokens=draw.choice(lengths), tokens=draw.choice((1, 40)))
             kind = draw.choice(("plain", "scored", "embedding"))
             one.prompt.update({"scored": True} if kind == "scored" else {})
             scheduler.submit(replace(one, kind="embedding") if kind == "embedding" else one)

@@ -182,9 +182,7 @@ def interrupt(command: str, after_s: float, tmp_path: Path, hub: str) -> None:
     """Press Ctrl-C once after so many seconds, as a terminal does: in the children too."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Who are you?"}\n' * 50, encoding="utf-8")
-    arguments = [
-        text.format(tmp=tmp_path, prompts=prompts, hub=hub) if text[0] == "{" else text for text in COMMANDS[command]
-    ]
+    arguments = [text.format(tmp=tmp_path, prompts=prompts, hub=hub) if text[0] == "{" else text for text in COMMANDS[command]]
     environ = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub} if command == "pull" else {}
     process = start(arguments, as_script=True, environ=environ, stdin=subprocess.PIPE)  # `chat` waits for a line
     time.sleep(after_s)
@@ -226,14 +224,10 @@ def is_pythons_own(code: int, err: str) -> bool:
     """Return whether a process ended before our first line, with a traceback of Python's start alone."""
     files = re.findall(r'File "([^"]+)"', err)
     library = sysconfig.get_path("stdlib")
-    return code in (1, STOPPED) and all(
-        file.startswith(("<", library)) and "site-packages" not in file for file in files
-    )
+    return code in (1, STOPPED) and all(file.startswith(("<", library)) and "site-packages" not in file for file in files)
 
 
-@pytest.mark.parametrize(
-    "command", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
-)
+@pytest.mark.parametrize("command", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS])
 def test_early_in_every_command(command: str, tmp_path: Path, silent_server: str) -> None:
     interrupt(command, 0.05 + random.Random(command).uniform(0, 0.7), tmp_path, silent_server)
 
@@ -286,15 +280,8 @@ def test_other_programs_keep_their_own_ctrl_c() -> None:
 
 
 def test_what_was_started_without_ctrl_c_stays_so() -> None:
-    code = (
-        "import signal, sys\n"
-        "sys.argv[0] = 'trimtab'\n"
-        "import trimtab\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
-    )
+    code = "import signal, sys\nsys.argv[0] = 'trimtab'\nimport trimtab\nassert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
+    subprocess.run([sys.executable, "-c", code], check=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
 
 
 def test_ctrl_c_while_torch_is_imported_ends_at_once_and_raises_otherwise(monkeypatch):

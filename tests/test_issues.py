@@ -46,9 +46,7 @@ def test_merge_parity_issue_has_the_prompts_the_warnings_and_the_control(lanes, 
     text = (tmp_path / "drafts" / "peft-merge-parity.md").read_text(encoding="utf-8")
     assert "| `text_1` | `DIRECT_4BIT_MERGED_MATCHES_BASE` | `True` | `False` | `True` |" in text
     assert "1 of 3 prompts answered otherwise" in text and "24 warnings" in text
-    assert (
-        text.index("## Works") < text.index("## Fails") and "3 of 3 prompts answered as with the adapter loaded" in text
-    )
+    assert text.index("## Works") < text.index("## Fails") and "3 of 3 prompts answered as with the adapter loaded" in text
     assert "- peft: 0.21.2" in text and "huggingface/peft#2321" in text
     assert cli.main(asked) == 2  # the folder is not empty
     assert "not empty" in capsys.readouterr().err
@@ -110,10 +108,7 @@ def test_clippable_draft_sends_to_the_thread_that_is_open():
         run_script=shown(run, "ValueError", "Target module Gemma4ClippableLinear("),
     )  # fmt: skip
     (draft,) = made.drafts
-    assert (
-        "| Target repository | `huggingface/peft`: add the evidence to huggingface/peft#3129, no new issue |"
-        in draft.markdown()
-    )
+    assert "| Target repository | `huggingface/peft`: add the evidence to huggingface/peft#3129, no new issue |" in draft.markdown()
     assert "peft-clippable-linear.md: huggingface/peft#3129" in made.not_to_file
 
 
@@ -173,9 +168,7 @@ def test_nearest_pass_has_the_same_quantization():
 def test_written_map_leads_before_an_automatic_one():
     old = json.loads((ROOT / "bench" / "results" / "matrix_cpu_oldest.json").read_text(encoding="utf-8"))["runs"]
     runs = [
-        run
-        for run in old
-        if run["engine"] == "stock" and run["case"] in ("AUTO_MAP_4BIT", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT")
+        run for run in old if run["engine"] == "stock" and run["case"] in ("AUTO_MAP_4BIT", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT")
     ]
     first = next(run for run in runs if run["case"] == "R03_SPLIT_4BIT")
     script = shown(first, "TypeError", first["exception"]["message"])
@@ -254,9 +247,7 @@ def check_as_a_maintainer(draft):
             run for run in draft.runs
             if run.is_stock and run.passed and run.versions == first.versions and run.device_kind() == first.device_kind()
         ]  # fmt: skip
-        assert packing(draft.passing) == packing(first) or packing(first) not in map(packing, beside), (
-            draft.passing.case
-        )
+        assert packing(draft.passing) == packing(first) or packing(first) not in map(packing, beside), draft.passing.case
     assert "https://huggingface.co/docs/" in body and "| Labels | " in above and "\n\n\n\n" not in body
 
 

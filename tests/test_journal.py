@@ -111,9 +111,7 @@ def test_a_mistake_of_the_worker_names_where_its_traceback_stands(lines):
         raise ZeroDivisionError("deep inside")
     except ZeroDivisionError as exc:
         error_id = journal.write_traceback(exc, "a mistake while answering")
-    found = client(MockPool(lambda job: [error_event(job.id, MistakeError(error_id))])).post(
-        "/v1/chat/completions", json=CHAT
-    )
+    found = client(MockPool(lambda job: [error_event(job.id, MistakeError(error_id))])).post("/v1/chat/completions", json=CHAT)
     assert found.status_code == 500
     assert found.json()["error"]["fields"]["error_id"] == error_id
     assert "deep inside" in next(text for text in written if error_id in text)

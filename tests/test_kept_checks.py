@@ -44,9 +44,7 @@ def test_what_passed_is_known_to_the_next_process_for_the_same_check_alone(card)
     assert kept("products", (64, 128), "torch.bfloat16") is None and kept("ends", 9) is None
 
 
-@pytest.mark.parametrize(
-    "fact, value", [("uuid", "2"), ("name", "another"), ("multi_processor_count", 5), ("minor", 1)]
-)
+@pytest.mark.parametrize("fact, value", [("uuid", "2"), ("name", "another"), ("multi_processor_count", 5), ("minor", 1)])
 def test_another_card_is_checked_itself(fact, value, card):
     passed("products")
     setattr(card, fact, value)

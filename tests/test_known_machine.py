@@ -49,9 +49,7 @@ def test_an_anatomy_comes_back_equal(family, tmp_path):
     assert read_anatomy(write_anatomy(anatomy)) == anatomy
 
 
-@pytest.mark.parametrize(
-    "change", [{"form": 0}, {"rows": [[1]]}, {"anatomy": []}, {"rows": None}, {"kv_layers": [[1, 2]]}]
-)
+@pytest.mark.parametrize("change", [{"form": 0}, {"rows": [[1]]}, {"anatomy": []}, {"rows": None}, {"kv_layers": [[1, 2]]}])
 def test_another_form_of_anatomy_is_no_anatomy(change):
     text = write_anatomy(written.e_series())
     with pytest.raises(ValueError):
@@ -83,9 +81,7 @@ def entry(folder):
     return path
 
 
-@pytest.mark.parametrize(
-    "change", [{"quant": "none"}, {"dtype": "float16"}, {"keep_unquantized": ("lm_head",)}, {"head": "int8"}]
-)
+@pytest.mark.parametrize("change", [{"quant": "none"}, {"dtype": "float16"}, {"keep_unquantized": ("lm_head",)}, {"head": "int8"}])
 def test_another_format_is_another_anatomy(change, kept):
     checkpoint, request, _ = kept
     assert anatomies.find_anatomy(checkpoint, replace(request, **change)) is None
@@ -113,9 +109,7 @@ def test_another_tensor_is_another_anatomy(kept):
         assert anatomies.find_anatomy(other, request) is None
 
 
-@pytest.mark.parametrize(
-    "package", ["torch", "transformers", "bitsandbytes", "trimtab", "python", "transformers folder"]
-)
+@pytest.mark.parametrize("package", ["torch", "transformers", "bitsandbytes", "trimtab", "python", "transformers folder"])
 def test_another_release_is_another_anatomy(package, kept, monkeypatch):
     checkpoint, request, _ = kept
     changed = {**installed.versions(), package: "9.9.9"}
@@ -204,9 +198,7 @@ def test_a_head_that_cannot_be_in_8_bits_is_asked_about_once(folder, monkeypatch
 
 
 def test_the_build_of_torch_is_read_as_torch_itself_says(monkeypatch):
-    code = (
-        "import sys; from trimtab.machine import installed as i; print(i.versions()); assert 'torch' not in sys.modules"
-    )
+    code = "import sys; from trimtab.machine import installed as i; print(i.versions()); assert 'torch' not in sys.modules"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == str(installed.versions())
     build = installed.torch_build()
@@ -221,9 +213,7 @@ def without_torch(folder, monkeypatch):
     monkeypatch.setattr(known, "torch_build", lambda: installed.TorchBuild("2.9", (12, 8), False))
     monkeypatch.setattr(known.gpus, "read_gpus", lambda: (CARD,))
     rates_file.write(CARD.name, "2.9", 4, Rates(host_Bps=5e9))
-    here = known.gpu_machine(
-        "cuda:0", total_bytes=1, free_bytes=1, process=700 * MIB, capability=(8, 9), multiprocessors=58
-    )
+    here = known.gpu_machine("cuda:0", total_bytes=1, free_bytes=1, process=700 * MIB, capability=(8, 9), multiprocessors=58)
     known.remember(here, bytes_before=100 * MIB, threads=4)
 
 

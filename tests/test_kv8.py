@@ -359,9 +359,7 @@ def test_a_chunk_that_reads_a_ring_and_itself_is_counted(tmp_path, monkeypatch):
     assert max(seen) <= copy_bytes(layers, "float32", "int8", **given) - rounding
 
 
-@pytest.mark.parametrize(
-    "kv, kv_tokens, decode", [("int8", None, "fused"), ("int8", 40960, "graph"), ("full", 40960, "graph")]
-)
+@pytest.mark.parametrize("kv, kv_tokens, decode", [("int8", None, "fused"), ("int8", 40960, "graph"), ("full", 40960, "graph")])
 def test_copies_of_captured_steps_are_counted_beside_prompts(kv, kv_tokens, decode):
     """A graph keeps its memory while prompts run: their activations and the copies are never in each other's place."""
     given = {"quant": "nf4-dq", "head": "full", "context_tokens": 4096, "batch": 32, "images": 0, "audio_s": 0.0}
@@ -475,9 +473,7 @@ def test_heads_that_a_scale_does_not_fit_behind_are_refused(tmp_path):
 
 def test_seconds_that_were_never_measured_are_marked_everywhere(tmp_path):
     request = LoadRequest(model="m", quant="nf4-dq", head="full", context_tokens=4096, batch=8)
-    whole, small = (
-        make_plan(replace(request, kv=kv), E4B, adapters={}, machine=card(40), rates=H200) for kv in ("full", "int8")
-    )
+    whole, small = (make_plan(replace(request, kv=kv), E4B, adapters={}, machine=card(40), rates=H200) for kv in ("full", "int8"))
     step = small.execution.step
     assert whole.execution.step.estimated_s == 0 == small.execution.prompt.estimated_s
     assert step.seconds - whole.execution.step.seconds == pytest.approx(step.estimated_s) and step.estimated_s > 0

@@ -122,9 +122,7 @@ SHAPES = [(8, 2, 256), (8, 2, 512), (16, 1, 512), (10, 1, 128), (4, 2, 64), (6, 
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "heads, kv_heads, dim", [SHAPES[0], *(slow_on_cpu(*shape) for shape in SHAPES[1:3]), *SHAPES[3:]]
-)
+@pytest.mark.parametrize("heads, kv_heads, dim", [SHAPES[0], *(slow_on_cpu(*shape) for shape in SHAPES[1:3]), *SHAPES[3:]])
 def test_attention_over_pages_has_the_bits_of_attention_over_rows(heads, kv_heads, dim):
     module, n, places = cpu_module(1, multiprocessors=6), 3, 300
     keys, values = (random(n, kv_heads, places, dim, seed=s) for s in (1, 2))

@@ -25,11 +25,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 def run_of(version: str, case: str, engine: str = "stock") -> dict:
     return copy.deepcopy(
-        next(
-            run
-            for name, run in RECORDED
-            if name == f"matrix_cpu_{version}" and (run["case"], run["engine"]) == (case, engine)
-        )
+        next(run for name, run in RECORDED if name == f"matrix_cpu_{version}" and (run["case"], run["engine"]) == (case, engine))
     )
 
 
@@ -52,9 +48,7 @@ def test_every_case_was_recorded_by_both_engines_with_one_set_of_versions(versio
         (case.name, engine) for case in CASES for engine in ("stock", "trimtab")
     ]
     assert len({json.dumps(run["versions"]) for run in runs}) == 1
-    wanted = {"oldest": ("5.6.2", "0.19.1", "1.13.0", "0.49.2"), "newest": ("5.23.0", "0.21.2", "1.15.0", "0.50.2")}[
-        version
-    ]
+    wanted = {"oldest": ("5.6.2", "0.19.1", "1.13.0", "0.49.2"), "newest": ("5.23.0", "0.21.2", "1.15.0", "0.50.2")}[version]
     packages = ("transformers", "peft", "accelerate", "bitsandbytes")
     assert tuple(runs[0]["versions"][package] for package in packages) == wanted
 
@@ -77,16 +71,12 @@ def test_recorded_file_holds_no_path_user_host_or_address(file):
         assert not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text), name
 
 
-@pytest.mark.parametrize(
-    "text", ["/home/x/y", '"/root/.cache"', "E:\\\\offload", "~/models", "in /tmp/run", "C:/Users"]
-)
+@pytest.mark.parametrize("text", ["/home/x/y", '"/root/.cache"', "E:\\\\offload", "~/models", "in /tmp/run", "C:/Users"])
 def test_pattern_of_paths_finds_paths(text):
     assert PATH.search(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["<work>/R03-stock/offload", "peft/tuners/x.py:3", "https://github.com/a/b", "n/a", "1e-3/2"]
-)
+@pytest.mark.parametrize("text", ["<work>/R03-stock/offload", "peft/tuners/x.py:3", "https://github.com/a/b", "n/a", "1e-3/2"])
 def test_pattern_of_paths_leaves_the_rest_alone(text):
     assert not PATH.search(text)
 
@@ -192,10 +182,7 @@ def changed(**facts):
 
 
 def test_wrong_answer_comes_before_a_lost_placement():
-    assert (
-        label_of(changed(equals_reference=False, equals_base=False) | {"placement_kept": False})
-        == "PASS_BUT_DIFFERENT_ANSWER"
-    )
+    assert label_of(changed(equals_reference=False, equals_base=False) | {"placement_kept": False}) == "PASS_BUT_DIFFERENT_ANSWER"
 
 
 def test_answer_of_the_base_is_an_adapter_without_effect():
@@ -264,6 +251,4 @@ def test_a_gpus_table_says_how_many_cases_it_holds_and_what_differs_from_the_cpu
         "(`RuntimeError: two devices`)\n"
     ]
     found["gpu"][case, "stock"] = {**played, "device": "G"}
-    assert matrix_table.differences() == [
-        "The GPU said what the CPU that plays it had said in all 2 runs made on both.\n"
-    ]
+    assert matrix_table.differences() == ["The GPU said what the CPU that plays it had said in all 2 runs made on both.\n"]

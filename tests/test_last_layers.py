@@ -162,9 +162,7 @@ def test_the_sources_themselves_compute_them_with_the_adapter_in_the_products(on
         mine = answered(batch, model.prepare(ids(21)), adapter="specialist")
         assert differ(mine[0], other[0]) > BFLOAT16_TOLERANCE
         # Tables have addresses alone: what is unloaded is nobody's.
-        held = weakref.ref(
-            next(leaf.adapters["specialist"].A for leaf in lasts._groups[0] if "specialist" in leaf.adapters)
-        )
+        held = weakref.ref(next(leaf.adapters["specialist"].A for leaf in lasts._groups[0] if "specialist" in leaf.adapters))
         model.unload_adapter("specialist")
         gc.collect()
         assert held() is None

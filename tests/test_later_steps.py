@@ -71,9 +71,7 @@ def test_lanes_that_cannot_be_run_leave_the_comparison(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(getattr(signal, "SIGHUP", None), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(getattr(signal, "SIGHUP", None), marks=pytest.mark.slow)])
 def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number):
     process = subprocess.Popen(
         [sys.executable, "-m", "trimtab", "verify", BASE, "--device", "cpu", "--against", "base", "--adapter", f"style={STYLE}"],
@@ -131,10 +129,7 @@ def test_a_merge_whose_experts_cannot_be_compared_is_reported(tmp_path, capsys, 
     talking_families.save("mixtral", base)
     adapter = stack_adapter(base, tmp_path / "adapter", BOTH)
     capsys.readouterr()
-    assert (
-        main(["merge", str(base), str(tmp_path / "out"), "--adapter", f"a={adapter}", "--check", "--device", "cpu"])
-        == 10
-    )
+    assert main(["merge", str(base), str(tmp_path / "out"), "--adapter", f"a={adapter}", "--check", "--device", "cpu"]) == 10
     said = capsys.readouterr()
     assert "checked: 25 of 25 changes applied" in said.out and "bare parameters" in said.err
 

@@ -128,9 +128,7 @@ def test_where_registers_do_not_suffice_the_same_blocks_hold_fewer_weights(modul
     most = max((cut for cut in found if cut.held > 1), key=lambda cut: cut.held)
     fewer = [cut for cut in kernels.instead_of(most, found) if (cut.units, cut.k_warps) == (most.units, most.k_warps)]
     assert fewer and all(0 < cut.held < most.held for cut in fewer)
-    monkeypatch.setattr(
-        launch_configs, "shipped", lambda target: ({product.key: most}, launch_configs.SHIPPED_ELSEWHERE)
-    )
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: most}, launch_configs.SHIPPED_ELSEWHERE))
     asked = []
 
     def limits(self, name):
@@ -162,9 +160,7 @@ def test_choosing_kernels_tunes_nothing(monkeypatch):
     """What a first answer waits for: checks, and one timing a shape against the layers' own; never a search over cuts."""
     monkeypatch.setattr(DeviceKernels, "tune", lambda *_, **__: pytest.fail("tuned in front of an answer"))
     prepared = []
-    monkeypatch.setattr(
-        DeviceKernels, "prepare", lambda self, groups, dtype, counts, progress=None: prepared.extend(counts)
-    )
+    monkeypatch.setattr(DeviceKernels, "prepare", lambda self, groups, dtype, counts, progress=None: prepared.extend(counts))
     monkeypatch.setattr(kernels, "_choose", lambda *_: DeviceKernels(matvec=object()))
     monkeypatch.setattr(kernels, "of_this_process", kernels.ChosenKernels)
     leaf = type("Leaf", (), {"in_features": 64, "out_features": 64, "quant_kind": "nf4", "device": "cpu", "dtype": 1})()
@@ -197,9 +193,7 @@ def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, 
     monkeypatch.setattr(tuning, "releases", dict)
     tuning.tune(product.groups, 2, module, limit=2)
     tuning.keep_tuned(module)
-    assert launch_configs.kept(TARGET) == {
-        product.key: dataclasses.replace(module.products.chosen[product.key], estimated_us=0.0)
-    }
+    assert launch_configs.kept(TARGET) == {product.key: dataclasses.replace(module.products.chosen[product.key], estimated_us=0.0)}
 
 
 def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
@@ -216,9 +210,7 @@ def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
             return 0.02 * runs.count("call")
 
     graph = SimpleNamespace(replay=lambda: None)
-    monkeypatch.setattr(
-        tuning, "GraphCache", {object: lambda: SimpleNamespace(record=lambda side, run: (graph, run()))}
-    )
+    monkeypatch.setattr(tuning, "GraphCache", {object: lambda: SimpleNamespace(record=lambda side, run: (graph, run()))})
     monkeypatch.setattr(tuning, "side_stream", nullcontext)
     for name, stand_in in {"device": nullcontext, "synchronize": lambda: None, "Event": lambda **_: Event()}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)

@@ -36,9 +36,7 @@ def test_bare_last_line_gets_its_probable_bug_and_stays_unknown():
     assert max(map(len, shown.splitlines())) <= 113
 
 
-@pytest.mark.parametrize(
-    "text", [FRAMES + BARE, "NCCL hangs cause a timeout in allreduce", "what now?", "step\n" * 300 + BARE]
-)
+@pytest.mark.parametrize("text", [FRAMES + BARE, "NCCL hangs cause a timeout in allreduce", "what now?", "step\n" * 300 + BARE])
 def test_report_with_frames_or_with_other_words_lists_nothing(text):
     answer = diagnose(text).answers[0]
     assert answer.label == UNKNOWN and answer.looks_like == ()

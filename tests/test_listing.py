@@ -46,9 +46,7 @@ def test_models_are_listed_with_what_fits(models, capsys):
     assert set(found) == {"llama", "gemma", "broken"}
     assert found["llama"]["class"] == "LlamaForCausalLM" and found["llama"]["fits"]
     plan = trimtab.plan(models / "llama", head="auto")
-    assert found["llama"]["gpu_bytes"] == plan.gpu_peak_bytes and sum(found["llama"]["tiers"].values()) == len(
-        plan.tiers()
-    )
+    assert found["llama"]["gpu_bytes"] == plan.gpu_peak_bytes and sum(found["llama"]["tiers"].values()) == len(plan.tiers())
     assert not found["broken"]["fits"] and "config.json" in found["broken"]["reason"]
     assert cli.main(["models", str(models), "--quick"]) == 0
     out = capsys.readouterr().out

@@ -99,9 +99,7 @@ def test_a_value_that_is_wrong_is_the_files_fault_and_not_the_requests(value):
 
     pool, post = server(wrong)
     found = post("/admin/reload", "root")
-    assert (
-        found.status_code == 422 and found.json()["error"]["message"] == f"the file: send_s={value}: must be above zero"
-    )
+    assert found.status_code == 422 and found.json()["error"]["message"] == f"the file: send_s={value}: must be above zero"
     assert pool.settings is BEFORE
 
 

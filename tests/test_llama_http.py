@@ -70,9 +70,7 @@ def loss_of(model, prompt, answer):
 
 
 def ask(client, messages, **options):
-    return client.chat.completions.create(
-        model="llama", messages=messages, temperature=0, **{"max_tokens": 100, **options}
-    )
+    return client.chat.completions.create(model="llama", messages=messages, temperature=0, **{"max_tokens": 100, **options})
 
 
 def test_a_call_that_the_model_chooses_is_one(client):

@@ -192,9 +192,7 @@ def test_a_changed_checkpoint_is_refused(built, tmp_path):
 def test_a_table_file_that_changes_under_us_is_named(tmp_path):
     folder = pico.build("gemma4", tmp_path / "gemma4")
     plan = plan_of(folder, quant="nf4", place={"table": "gather"})
-    plan = replace(
-        plan, placements=tuple(replace(p, home="file") if p.tier == "gather" else p for p in plan.placements)
-    )
+    plan = replace(plan, placements=tuple(replace(p, home="file") if p.tier == "gather" else p for p in plan.placements))
     with trimtab.load(plan) as model:
         forward(model, "gemma4")
         file = next(folder.glob("*.safetensors"))

@@ -54,9 +54,7 @@ def test_every_variant_equals_peft_bit_for_bit(variant: str, kind: str, dtype: t
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
-def test_an_adapter_stored_in_half_precision_is_computed_in_float32_as_peft_does(
-    stored: torch.dtype, tmp_path: Path
-) -> None:
+def test_an_adapter_stored_in_half_precision_is_computed_in_float32_as_peft_does(stored: torch.dtype, tmp_path: Path) -> None:
     toy = Toy("nf4", torch.bfloat16)
     folder = make_adapter(tmp_path, toy, dtype=stored)
     spec = spec_of(folder, toy)

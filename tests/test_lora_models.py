@@ -36,9 +36,7 @@ def checkpoint_of(family: str, folder: Path) -> tuple[Path, Anatomy]:
 
 
 @pytest.mark.parametrize(("family", "variant"), crossed(["gemma4", "qwen2_5_vl"], VARIANTS, first=["gemma4"], rest=2))
-def test_logits_equal_pefts(
-    family: str, variant: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_logits_equal_pefts(family: str, variant: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder, anatomy = checkpoint_of(family, tmp_path_factory.getbasetemp() / "models")
     adapter = pico.adapter(folder, tmp_path / "adapter", **VARIANTS[variant])
     stock, model = pico.make_model(family), pico.make_model(family)

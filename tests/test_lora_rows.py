@@ -96,9 +96,7 @@ def test_rows_without_an_adapter_are_not_computed(tmp_path: Path, monkeypatch: p
     _, model, store = three_adapters(tmp_path)
     seen: list[int] = []
     apply = lora.LinearAdapter.apply
-    monkeypatch.setattr(
-        lora.LinearAdapter, "apply", lambda self, leaf, x, y: seen.append(len(x)) or apply(self, leaf, x, y)
-    )
+    monkeypatch.setattr(lora.LinearAdapter, "apply", lambda self, leaf, x, y: seen.append(len(x)) or apply(self, leaf, x, y))
     store.set_rows([None, "b", None])
     with torch.no_grad():
         model(IDS)
@@ -164,9 +162,7 @@ def test_a_layer_that_no_routed_adapter_changes_takes_any_shape(tmp_path: Path) 
         (lambda store: store.set_rows(["a", None], towers={"vision": ["x"]}), "adapter"),
     ],
 )
-def test_a_route_refuses_what_it_does_not_know(
-    call: Callable[[AdapterStore], None], field: str, tmp_path: Path
-) -> None:
+def test_a_route_refuses_what_it_does_not_know(call: Callable[[AdapterStore], None], field: str, tmp_path: Path) -> None:
     _, _, store = three_adapters(tmp_path)
     store.set("b")
     with pytest.raises(RequestError) as caught:

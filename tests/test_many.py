@@ -116,9 +116,7 @@ def test_a_family_without_rows_is_answered_one_by_one(model, monkeypatch):
 
 def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):
     found = model.answers(QUESTION, 3, temperature=2.0, seed=7, max_new_tokens=8, adapter="style")
-    expected = [
-        model.answer(QUESTION, temperature=2.0, seed=seed, max_new_tokens=8, adapter="style") for seed in (7, 8, 9)
-    ]
+    expected = [model.answer(QUESTION, temperature=2.0, seed=seed, max_new_tokens=8, adapter="style") for seed in (7, 8, 9)]
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert len({answer.token_ids for answer in found}) == 3
     assert len(model.answers(QUESTION, 1, max_new_tokens=2)) == 1
@@ -270,9 +268,7 @@ def test_hidden_states_and_vectors_are_stock_transformers(family, tmp_path):
         mean = expected[-1].mean(0, keepdim=True)
         found = model.embed([ids], pooling="mean", normalize=False)
         torch.testing.assert_close(found, mean, rtol=TOLERANCE, atol=TOLERANCE)
-        adapted = stock.with_adapter(plain, adapter)(input_ids=given, output_hidden_states=True).hidden_states[-1][
-            0, -1:
-        ]
+        adapted = stock.with_adapter(plain, adapter)(input_ids=given, output_hidden_states=True).hidden_states[-1][0, -1:]
         found = model.embed([ids], adapter="one", normalize=False)
         torch.testing.assert_close(found, adapted, rtol=TOLERANCE, atol=TOLERANCE)
         assert not torch.allclose(found, expected[-1, -1:], rtol=TOLERANCE, atol=TOLERANCE)
@@ -328,14 +324,10 @@ def test_a_mix_of_rescaling_adapters_is_the_weighted_sum_of_what_they_add(tmp_pa
     folder = pico.build("gemma4", tmp_path / "base")
     dora = pico.adapter(folder, tmp_path / "dora", seed=1, targets="all", dora=True)
     plain = pico.adapter(folder, tmp_path / "plain", seed=2, targets="all")
-    plan = trimtab.plan(
-        folder, adapters={"dora": dora, "plain": plain}, quant="none", dtype="float32", context=64, device="cpu"
-    )
+    plan = trimtab.plan(folder, adapters={"dora": dora, "plain": plain}, quant="none", dtype="float32", context=64, device="cpu")
     with trimtab.load(plan) as model, torch.no_grad():
         name = model.adapter_name({"dora": 0.5, "plain": 2.0})
-        leaf = next(
-            place.leaf for place in model.adapter_store.holders["plain"].fitting.plain if "dora" in place.leaf.adapters
-        )
+        leaf = next(place.leaf for place in model.adapter_store.holders["plain"].fitting.plain if "dora" in place.leaf.adapters)
         x = torch.randn(3, leaf.in_features, dtype=torch.float32)
         y = torch.nn.functional.linear(x, leaf.dense_weight().float())
         one, two = (leaf.adapters[adapter].apply(leaf, x, y.clone()) - y for adapter in ("dora", "plain"))

@@ -52,9 +52,7 @@ def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(quant, order):
 def test_every_row_has_its_own_adapter(dtype):
     module = cpu_module()
     for rows, columns, multiprocessors in (((64, 64), 256, 1), ((40, 24, 72), 768, 64)):
-        module.multiprocessors = (
-            multiprocessors  # few: no split of the columns; many: parts are summed where adapters are added
-        )
+        module.multiprocessors = multiprocessors  # few: no split of the columns; many: parts are summed where adapters are added
         weights = [packed("nf4-dq", count, columns, dtype) for count in rows]
         assert many_rows.wrong(weights, module, dtype, counts=(11,)) is None
     assert {"rows_product_16", "rows_low", "rows_up"} <= set(launches(module))
@@ -79,9 +77,7 @@ def test_adapters_over_any_layer_are_added_as_the_matrix_vector_kernels_add_them
 def test_a_kernel_that_takes_the_wrong_scale_is_found():
     text = many_rows.source().replace(" + chunk * 4 + block) >> 8", ") >> 8")
     assert text != many_rows.source()
-    weights = [
-        packed("nf4-dq", 64, 768)
-    ]  # 12 blocks a row: some rows begin under one outer scale and end under the next
+    weights = [packed("nf4-dq", 64, 768)]  # 12 blocks a row: some rows begin under one outer scale and end under the next
     weights[0].parts["nested_absmax"][1:] *= 3
     assert many_rows.wrong(weights, cpu_module(source=text), torch.bfloat16, counts=(9,)) is not None
     assert many_rows.wrong(weights, cpu_module(), torch.bfloat16, counts=(9,)) is None
@@ -105,9 +101,7 @@ def test_blocks_have_as_many_items_as_each_other_and_every_item_is_one_blocks(mu
         chunks = columns // 256
         assert items == sum(-(-count // 128) for count in rows) * chunks
         assert -(-items // each) * pieces <= 2 * multiprocessors + pieces and each >= 1
-        blocks = [
-            {item // each for item in range(unit * chunks, (unit + 1) * chunks)} for unit in range(items // chunks)
-        ]
+        blocks = [{item // each for item in range(unit * chunks, (unit + 1) * chunks)} for unit in range(items // chunks)]
         assert max(map(len, blocks)) == shared
 
 
@@ -116,9 +110,7 @@ def test_a_way_that_seems_slower_is_timed_again(monkeypatch):
     monkeypatch.setattr(tuning, "graph_us", lambda run, device, *, calls: next(times))
     assert tuning.pair_us(None, None) == (3.0, 4.0)
     count = []
-    monkeypatch.setattr(
-        tuning, "graph_us", lambda run, device, *, calls: count.append(run) or (6.0 if run == "ours" else 4.0)
-    )
+    monkeypatch.setattr(tuning, "graph_us", lambda run, device, *, calls: count.append(run) or (6.0 if run == "ours" else 4.0))
     assert tuning.pair_us("ours", "theirs") == (6.0, 4.0) and count == ["ours", "theirs"] * 4
 
 

@@ -31,9 +31,7 @@ def wide(family, monkeypatch, folder):
     monkeypatch.setattr(pico, "_TEXT", pico._TEXT | {"hidden_size": 256, "intermediate_size": 256})
     monkeypatch.setitem(pico._CONFIGS, name, (class_name, make))
     base = pico.build(name, folder / "base")
-    adapters = {
-        one: pico.adapter(base, folder / one, seed=seed, rank=rank) for seed, (one, rank) in enumerate(RANKS.items())
-    }
+    adapters = {one: pico.adapter(base, folder / one, seed=seed, rank=rank) for seed, (one, rank) in enumerate(RANKS.items())}
     return base, adapters
 
 

@@ -151,9 +151,7 @@ def test_limits_interpreter_and_pressure_reach_the_case(processes):
 def test_trimtab_always_runs_in_this_interpreter(processes):
     found = processes()
     runs = run_matrix(cases=[A], python="other")
-    pythons = {
-        module: options["python"] for module, _, options in found.asked if module in ("stock_run", "trimtab_run")
-    }
+    pythons = {module: options["python"] for module, _, options in found.asked if module in ("stock_run", "trimtab_run")}
     assert pythons == {"stock_run": "other", "trimtab_run": None} and [run["engine"] for run in runs] == [
         "stock",
         "trimtab",
@@ -286,14 +284,9 @@ def test_table_has_both_engines_side_by_side_with_modes_and_peaks():
 
 def test_ends_of_traces_stand_below_the_table_once_a_label():
     lines = matrix_text([FAILED, {**FAILED, "case": B}, RIGHT], width=200).splitlines()
-    found = lines[
-        next(place for place, line in enumerate(lines) if line.startswith("FAIL_AUDIO_FINFO (D2) by stock:")) :
-    ]
+    found = lines[next(place for place, line in enumerate(lines) if line.startswith("FAIL_AUDIO_FINFO (D2) by stock:")) :]
     assert found[1] == f"  in {A}, {B}"
-    assert (
-        found[-2:] == ["  transformers/x.py:7 in forward", "  TypeError: torch.finfo() requires [x]"]
-        and len(found) == 6
-    )
+    assert found[-2:] == ["  transformers/x.py:7 in forward", "  TypeError: torch.finfo() requires [x]"] and len(found) == 6
 
 
 def test_refusals_of_two_reasons_are_told_apart():

@@ -52,10 +52,7 @@ def group_of(rows, columns, quant="nf4-dq", dtype=torch.bfloat16):
 def adapters_of(rows, columns, ranks):
     """One list a layer: an adapter of each rank, None for rank 0."""
     return [
-        [
-            (torch.randn(r, columns) / columns**0.5, torch.randn(one, r), 0.3 + slot) if r else None
-            for slot, r in enumerate(ranks)
-        ]
+        [(torch.randn(r, columns) / columns**0.5, torch.randn(one, r), 0.3 + slot) if r else None for slot, r in enumerate(ranks)]
         for one in rows
     ]
 
@@ -311,9 +308,7 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
         wanted = exact(x, group, bias)
         for i in range(n):
             if given is not None and (slot := int(lora.row_slots[i])) == 0:
-                changes = [
-                    s * (B.double() @ (A.double() @ x[i].double())) for A, B, s in (one[slot] for one in adapters)
-                ]
+                changes = [s * (B.double() @ (A.double() @ x[i].double())) for A, B, s in (one[slot] for one in adapters)]
                 wanted[i] += torch.cat(changes)
             assert tuning.relative_error(outs[0][i], wanted[i]) < 1.5 * tuning.LARGEST_ERROR
         assert low.isnan().any() or given is None
@@ -333,9 +328,7 @@ def test_a_gate_ends_a_product_whose_weights_are_held(modules, n):
     matvec.matvec4(x, group, out, gate=matvec.Gate("gelu_tanh"), module=modules[2], cut=cut)
     assert tuning.relative_error(out, wanted) < 2 * tuning.LARGEST_ERROR  # two products are rounded, act, and the end
     other = torch.randn(n, 48).bfloat16()
-    matvec.matvec4(
-        x, group[:1], out, gate=matvec.Gate("gelu_tanh", other), module=modules[1], cut=held(n, 3, 1, 1, 8, 1, 3)
-    )
+    matvec.matvec4(x, group[:1], out, gate=matvec.Gate("gelu_tanh", other), module=modules[1], cut=held(n, 3, 1, 1, 8, 1, 3))
     assert tuning.relative_error(out, act.double() * other.double()) < 2 * tuning.LARGEST_ERROR
 
 
@@ -510,13 +503,9 @@ def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, ro
         return out[0]
 
     for own in (0, 1, 3):
-        found = [
-            row_0(own, other, is_fixed=True, module=module) for other, module in zip((-1, 0, 2), modules, strict=True)
-        ]
+        found = [row_0(own, other, is_fixed=True, module=module) for other, module in zip((-1, 0, 2), modules, strict=True)]
         assert all(torch.equal(one, found[0]) for one in found) and found[0].isfinite().all()
-    differ = [
-        not torch.equal(*(row_0(own, other, is_fixed=False, module=modules[0]) for other in (own, 2))) for own in (0, 1)
-    ]
+    differ = [not torch.equal(*(row_0(own, other, is_fixed=False, module=modules[0]) for other in (own, 2))) for own in (0, 1)]
     assert all(differ)  # else this test could not fail
 
 
@@ -784,14 +773,10 @@ def test_the_norm_in_front_may_be_a_part_of_a_product(modules, rows, cut, paired
     for given in (None, lora):
         outs = []
         for module in [None, *modules]:
-            norm = matvec.Norm(
-                residual, post, following if followed else None, 1e-6, scalar, torch.full_like(y, math.nan)
-            )
+            norm = matvec.Norm(residual, post, following if followed else None, 1e-6, scalar, torch.full_like(y, math.nan))
             out = torch.full((n, width), math.nan, dtype=torch.bfloat16)
             lora.low.fill_(math.nan)
-            matvec.matvec4(
-                y, group, out, lora=given, gate=gate, norm=norm, module=module, cut=None if module is None else cut
-            )
+            matvec.matvec4(y, group, out, lora=given, gate=gate, norm=norm, module=module, cut=None if module is None else cut)
             outs.append((out, norm.out_h))
         (wanted, h), (first, first_h) = outs[:2]
         # A sum in another order moves a value of h or x by one step of bf16 now and then.
@@ -823,12 +808,7 @@ def test_tuning_keeps_the_fastest_cut_that_computes_the_product(modules, monkeyp
             raise DeviceError("too many resources requested for launch", device="cpu")
         real(x, weights, out, lora=lora, cut=cut, **more)
         asked.append(cut)
-        if (
-            cut is not None
-            and cut.held
-            and cut.units == 1
-            and spoiled == ("plain" if lora is None else "with adapters")
-        ):
+        if cut is not None and cut.held and cut.units == 1 and spoiled == ("plain" if lora is None else "with adapters"):
             out[0, 5] += 3
 
     def time_us(call, device, *, repeat):

@@ -132,9 +132,7 @@ def test_a_flag_that_cannot_be_read_names_itself(text, word):
 
 def test_the_disk_budget_bounds_what_is_spilled():
     with pytest.raises(trimtab.DoesNotFitError) as caught:
-        trimtab.plan(
-            BASE, card="T4", place={"model.language_model.layers.*": "disk"}, max_memory={0: "4GiB", "disk": 4096}
-        )
+        trimtab.plan(BASE, card="T4", place={"model.language_model.layers.*": "disk"}, max_memory={0: "4GiB", "disk": 4096})
     assert caught.value.device == "disk" and caught.value.budget_bytes == 4096
 
 
@@ -147,8 +145,6 @@ def test_a_card_that_is_no_name_is_refused_by_its_own_field():
 
 @pytest.mark.parametrize(("given_map", "device"), [({"cpu": "8GiB"}, "cpu"), ({1: "4GiB", "cpu": "8GiB"}, "cuda:1")])
 def test_a_plan_for_a_card_refuses_budgets_of_another_device_by_the_name_of_the_argument(given_map, device):
-    with pytest.raises(
-        RequestError, match=f"names {device}, and a plan for GeForce RTX 4060 8GB computes on that card"
-    ) as caught:
+    with pytest.raises(RequestError, match=f"names {device}, and a plan for GeForce RTX 4060 8GB computes on that card") as caught:
         trimtab.plan(BASE, card="RTX 4060 8GB", max_memory=given_map)
     assert caught.value.field == "max_memory" and caught.value.allowed == ("0", "cuda:0")

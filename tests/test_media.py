@@ -91,9 +91,7 @@ def test_a_picture_of_a_senseless_size_is_refused_before_it_is_decoded(size, wor
         read_image(bomb.getvalue())
 
 
-@pytest.mark.parametrize(
-    "rate, channels, form", [(44_100, 2, "WAV"), (8_000, 1, "WAV"), (48_000, 1, "FLAC"), (16_000, 1, "WAV")]
-)
+@pytest.mark.parametrize("rate, channels, form", [(44_100, 2, "WAV"), (8_000, 1, "WAV"), (48_000, 1, "FLAC"), (16_000, 1, "WAV")])
 def test_a_sound_becomes_mono_16_khz(rate, channels, form):
     found = read_audio(talking.wav(rate=rate, channels=channels, form=form))
     assert found.dtype == np.float32 and found.ndim == 1 and abs(len(found) - 0.8 * SAMPLE_RATE) <= 2
@@ -115,9 +113,7 @@ def test_audio_that_is_mixed_in_blocks_is_that_of_the_whole(channels, monkeypatc
     soundfile.write(file, samples, 8_000, format="WAV", subtype="FLOAT")
     reads = []
     read = soundfile.SoundFile.read
-    monkeypatch.setattr(
-        soundfile.SoundFile, "read", lambda *args, **named: (reads.append(named), read(*args, **named))[1]
-    )
+    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *args, **named: (reads.append(named), read(*args, **named))[1])
     monkeypatch.setattr(media, "BLOCK_FRAMES", 1000)
     assert np.array_equal(read_audio(file.getvalue()), read_audio((samples, 8_000)))
     assert max(named["frames"] for named in reads) == 1000  # never all channels of the whole clip
@@ -280,10 +276,7 @@ def large_file(name, side):
     return encoded(rgb, "PNG")
 
 
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("png", "palette.png", "turned.jpeg", "cmyk.jpeg", "rgba.webp")
-]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("png", "palette.png", "turned.jpeg", "cmyk.jpeg", "rgba.webp")]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the peak memory")

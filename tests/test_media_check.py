@@ -143,9 +143,7 @@ def test_what_whispers_extractor_would_cut_off_is_refused():
 
 
 def test_the_picture_that_is_wrong_is_named():
-    with pytest.raises(
-        RequestError, match="image 2 of 1300 x 20 pixels becomes 134 x 2 patches, this model has 64"
-    ) as caught:
+    with pytest.raises(RequestError, match="image 2 of 1300 x 20 pixels becomes 134 x 2 patches, this model has 64") as caught:
         prepared("gemma4", images=[Image.new("RGB", size) for size in ((60, 40), (1300, 20))])
     assert caught.value.number == 1
 
@@ -175,9 +173,7 @@ def test_sizes_of_other_models_are_not_taken_for_pixtrals():
 
 @pytest.mark.parametrize("samples", [1, 100, 159, 160])
 def test_a_sound_too_short_for_a_frame_is_refused(samples):
-    with pytest.raises(
-        RequestError, match=rf"audio 2 lasts .* ms .{samples} samples at 16000 Hz.* too short"
-    ) as caught:
+    with pytest.raises(RequestError, match=rf"audio 2 lasts .* ms .{samples} samples at 16000 Hz.* too short") as caught:
         prepared("gemma4", audios=[np.zeros(n, np.float32) for n in (1600, samples)])
     assert caught.value.field == "audio" and caught.value.number == 1
 

@@ -57,9 +57,7 @@ def test_the_plan_of_a_server_counts_what_the_largest_request_needs():
     for text in (str(plan), narrow_table(plan)):
         text = " ".join(text.split())
         assert f"media {gib(plan.host['media'])}" in text
-        assert (
-            f"{LIMITS.request_pixels} pixels in images=1 and audio_s=30 needs up to {gib(plan.host['media'])}" in text
-        )
+        assert f"{LIMITS.request_pixels} pixels in images=1 and audio_s=30 needs up to {gib(plan.host['media'])}" in text
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).to_json() == plan.to_json()
     less = plan_request(
         REQUEST, later={}, inputs=INPUTS, media=served(replace(LIMITS, request_pixels=10**6, all_body_bytes=4 * 2**20))
@@ -67,9 +65,7 @@ def test_the_plan_of_a_server_counts_what_the_largest_request_needs():
     assert (less.host["media"], less.host["media_files"]) == (LEAST_BUDGET_BYTES, 3 * 2**20)
 
 
-@pytest.mark.parametrize(
-    "request_, model", [(replace(REQUEST, images=0, audio_s=0.0), {}), (REQUEST, {"supports": ()})]
-)
+@pytest.mark.parametrize("request_, model", [(replace(REQUEST, images=0, audio_s=0.0), {}), (REQUEST, {"supports": ()})])
 def test_a_model_that_takes_text_only_counts_nothing(request_, model):
     plan = plan_request(request_, later={}, inputs=INPUTS, media=served(**model))
     assert "media" not in plan.host and "media_files" not in plan.host and plan.media_reason == ""

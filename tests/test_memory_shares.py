@@ -104,9 +104,7 @@ def test_the_shares_of_a_gpu_add_up_to_the_process(monkeypatch, is_estimate):
 
 
 def test_without_the_drivers_figure_the_process_is_an_estimate(monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u", multi_processor_count=24)
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u", multi_processor_count=24))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * MIB)
     monkeypatch.setattr(devices.gpus, "process_bytes", lambda uuid: None)
     assert devices.process_on_gpu("cuda:0") == ((131 + 2 * 24 + 5) * MIB, True)

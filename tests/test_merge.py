@@ -67,9 +67,7 @@ def test_without_an_adapter_or_another_form_nothing_is_copied(tmp_path: Path) ->
 def test_adapters_can_be_a_list_or_one_path(tmp_path: Path) -> None:
     base = pico.build("qwen3", tmp_path / "base")
     adapter = pico.adapter(base, tmp_path / "law")
-    reports = [
-        merge(base, tmp_path / f"out{number}", adapters=given) for number, given in enumerate(([adapter], adapter))
-    ]
+    reports = [merge(base, tmp_path / f"out{number}", adapters=given) for number, given in enumerate(([adapter], adapter))]
     assert [[(part.name, part.weight) for part in report.adapters] for report in reports] == [[("law", 1.0)]] * 2
 
 
@@ -243,9 +241,7 @@ def test_another_dtype_is_written_with_the_config_that_says_so(tmp_path: Path) -
     assert report.dtype == "bfloat16"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
-    assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values() if tensor.is_floating_point()} == {
-        torch.bfloat16
-    }
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values() if tensor.is_floating_point()} == {torch.bfloat16}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())
     assert index["metadata"]["total_size"] == total

@@ -69,21 +69,15 @@ def test_one_step_in_one_value_of_one_tensor_is_found_and_nothing_is_left(
     assert merging.left_over(tmp_path) == []
 
 
-def test_a_change_that_was_left_out_is_found(
-    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_that_was_left_out_is_found(base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = merging.tensors_of(base)[CHANGED]
     harm(monkeypatch, CHANGED, lambda _: old.clone())
     with pytest.raises(ParityError, match=CHANGED):
         merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
 
 
-def test_one_wrong_byte_of_a_packed_weight_is_found(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harm(
-        monkeypatch, CHANGED, lambda packed: packed ^ torch.tensor([[1]] + [[0]] * (len(packed) - 1), dtype=torch.uint8)
-    )
+def test_one_wrong_byte_of_a_packed_weight_is_found(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harm(monkeypatch, CHANGED, lambda packed: packed ^ torch.tensor([[1]] + [[0]] * (len(packed) - 1), dtype=torch.uint8))
     with pytest.raises(ParityError, match=CHANGED):
         merge(base, tmp_path / "out", requantize="nf4", check=True)
 

@@ -31,9 +31,7 @@ def stack_adapter(base: Path, folder: Path, names: list[str], **options: object)
     from peft import LoraConfig, get_peft_model
 
     model = load(base)
-    targets = next(
-        path for path, _ in model.named_modules() if re.search(r"^model\.(language_model\.)?layers\.0\..*q_proj$", path)
-    )
+    targets = next(path for path, _ in model.named_modules() if re.search(r"^model\.(language_model\.)?layers\.0\..*q_proj$", path))
     config = LoraConfig(r=3, lora_alpha=7, target_modules=[targets], target_parameters=names, **options)
     model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(0)
@@ -48,15 +46,11 @@ def stack_adapter(base: Path, folder: Path, names: list[str], **options: object)
 ADAPTED = {"both": BOTH, "gate_up": BOTH[:1], "down": BOTH[1:]}
 
 
-@pytest.mark.parametrize(
-    ("family", "adapted"), crossed(["mixtral", "qwen3_moe", "gemma4_moe"], ADAPTED, first=["mixtral"], rest=1)
-)
+@pytest.mark.parametrize(("family", "adapted"), crossed(["mixtral", "qwen3_moe", "gemma4_moe"], ADAPTED, first=["mixtral"], rest=1))
 def test_stacked_experts_equal_pefts_merge(family: str, adapted: str, tmp_path: Path) -> None:
     # Mixtral and Qwen store every expert's matrices apart, Gemma 4 the whole stack.
     base = pico.build(family, tmp_path / "base", dtype="float32", shards=2)
-    adapter = stack_adapter(
-        base, tmp_path / "adapter", ADAPTED[adapted], rank_pattern={"down_proj": 2}, use_rslora=True
-    )
+    adapter = stack_adapter(base, tmp_path / "adapter", ADAPTED[adapted], rank_pattern={"down_proj": 2}, use_rslora=True)
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
     assert report.check is not None
     assert report.check.passed

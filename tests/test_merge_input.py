@@ -74,9 +74,7 @@ def test_everything_wrong_with_every_adapter_is_said_at_once(base: Path, good: P
     assert len(found) == 4
 
 
-def test_a_product_that_overflows_is_refused_though_its_factors_are_finite(
-    base: Path, good: Path, tmp_path: Path
-) -> None:
+def test_a_product_that_overflows_is_refused_though_its_factors_are_finite(base: Path, good: Path, tmp_path: Path) -> None:
     a, b = torch.zeros(4, 64), torch.zeros(128, 4)
     a[0, 0], b[0, 0] = 3e38, 3e38
     adapter = changed(good, tmp_path / "adapter", q_proj__lora_A=a, q_proj__lora_B=b)

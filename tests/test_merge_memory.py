@@ -25,9 +25,7 @@ def checkpoint(folder: Path, layers: int, vocabulary: int) -> Path:
         "head_dim": 128, "tie_word_embeddings": True, "dtype": "bfloat16",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    groups: list[dict[str, tuple[int, ...]]] = [
-        {"model.embed_tokens.weight": (vocabulary, WIDTH), "model.norm.weight": (WIDTH,)}
-    ]
+    groups: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": (vocabulary, WIDTH), "model.norm.weight": (WIDTH,)}]
     for layer in range(layers):
         if layer % 4 == 0:
             groups.append({})
@@ -68,13 +66,9 @@ def extra_bytes(base: Path, own: Path, out: Path, **options: object) -> int:
     return int(found["peak_bytes"]) - int(found["baseline_bytes"])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param({"requantize": "nf4-dq"}, marks=pytest.mark.slow)], ids=["plain", "packed"]
-)
+@pytest.mark.parametrize("options", [{}, pytest.param({"requantize": "nf4-dq"}, marks=pytest.mark.slow)], ids=["plain", "packed"])
 @pytest.mark.slow
-def test_memory_beyond_the_imports_is_bounded_and_does_not_grow_with_the_model(
-    options: dict[str, object], tmp_path: Path
-) -> None:
+def test_memory_beyond_the_imports_is_bounded_and_does_not_grow_with_the_model(options: dict[str, object], tmp_path: Path) -> None:
     peaks = []
     # 80 MiB in tensors of 8 MiB and a table of 16 MiB; then 280 MiB with a table of 80 MiB.
     for name, layers, vocabulary in (("small", 2, 8192), ("large", 6, 40960)):

@@ -45,9 +45,7 @@ def kinds(model: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("family", "requantize"), crossed(["gemma4", "gemma3", "qwen3_moe"], ["nf4", "nf4-dq"], first=["gemma4"], rest=1)
 )
-def test_a_packed_merge_loads_in_stock_with_the_modules_that_stock_would_pack(
-    family: str, requantize: str, tmp_path: Path
-) -> None:
+def test_a_packed_merge_loads_in_stock_with_the_modules_that_stock_would_pack(family: str, requantize: str, tmp_path: Path) -> None:
     base = pico.build(family, tmp_path / "base", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", targets="all")
     merge(base, tmp_path / "dense", adapters={"a": adapter})
@@ -90,9 +88,7 @@ def test_without_an_adapter_a_model_is_packed_and_trimtab_reads_it(requantize: s
     found = read_checkpoint(tmp_path / "out")
     packed = split_packed(found)[1]
     assert len(packed) == 14
-    assert {(entry.kind, entry.nested, entry.dtype) for entry in packed.values()} == {
-        ("nf4", requantize == "nf4-dq", "bfloat16")
-    }
+    assert {(entry.kind, entry.nested, entry.dtype) for entry in packed.values()} == {("nf4", requantize == "nf4-dq", "bfloat16")}
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config == written_by_stock(base, tmp_path / "stock", requantize)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -151,9 +147,7 @@ def test_a_packed_base_can_be_packed_again_in_another_form(tmp_path: Path) -> No
     load_packed(tmp_path / "out")
 
 
-def test_a_linear_that_is_made_of_several_files_tensors_is_not_packed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_linear_that_is_made_of_several_files_tensors_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trimtab.merging.files import layout as shards
 
     base = pico.build("llama", tmp_path / "base")

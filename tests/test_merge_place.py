@@ -146,16 +146,12 @@ def test_a_file_that_the_system_will_not_let_grow_is_a_full_disk(base: Path, tmp
         "try:\n    merge(sys.argv[1], sys.argv[2], dtype='bfloat16')\n"
         "except DoesNotFitError as exc:\n    print(exc.device, exc.needed_bytes)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(base), str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(base), str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("disk "), done.stderr
     assert merging.left_over(tmp_path) == []
 
 
-def test_too_little_room_is_said_before_the_first_byte(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_room_is_said_before_the_first_byte(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = sum(path.stat().st_size for path in base.iterdir())
     usage = type("Usage", (), {"free": total - 1})
     monkeypatch.setattr(places.shutil, "disk_usage", lambda _: usage)

@@ -255,6 +255,4 @@ def test_a_float32_base_with_two_adapters_keeps_its_hash(tmp_path: Path) -> None
     adapters = {name: pico.adapter(base, tmp_path / name, seed=seed) for seed, name in enumerate("ab", 1)}
     report = merge(base, tmp_path / "out", adapters=adapters, check=True)
     assert [file.base_sha256 for file in report.files] == [stream.hash_file(base / file.name) for file in report.files]
-    assert [file.sha256 for file in report.files] == [
-        stream.hash_file(tmp_path / "out" / file.name) for file in report.files
-    ]
+    assert [file.sha256 for file in report.files] == [stream.hash_file(tmp_path / "out" / file.name) for file in report.files]

@@ -140,14 +140,10 @@ def test_a_connector_of_another_family_leads_to_both_connectors_first() -> None:
 
 def test_a_part_keeps_its_own_name_where_the_choice_has_it() -> None:
     choices = ["model.embed_audio.embedding_projection", "model.embed_vision.embedding_projection"]
-    assert (
-        near_names("model.embed_vision.embedding_projektion", choices)[0] == "model.embed_vision.embedding_projection"
-    )
+    assert near_names("model.embed_vision.embedding_projektion", choices)[0] == "model.embed_vision.embedding_projection"
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("temprature", "temperature"), ("max_tokens", "max_new_tokens"), ("top", "top_p")]
-)
+@pytest.mark.parametrize(("name", "meant"), [("temprature", "temperature"), ("max_tokens", "max_new_tokens"), ("top", "top_p")])
 def test_options_are_near_too(name: str, meant: str) -> None:
     assert meant in near_names(name, ["max_new_tokens", "temperature", "top_p", "seed", "stop"])
 

@@ -23,9 +23,7 @@ NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "notebook.ipynb"
 
 @pytest.fixture(scope="module")
 def model():
-    plan = trimtab.plan(
-        demo.BASE, adapters={"style": demo.ADAPTERS["style"]}, context=128, images=2, audio_s=2.0, device="cpu"
-    )
+    plan = trimtab.plan(demo.BASE, adapters={"style": demo.ADAPTERS["style"]}, context=128, images=2, audio_s=2.0, device="cpu")
     with trimtab.load(plan) as loaded:
         yield loaded
 
@@ -36,18 +34,12 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last_and_has_its_outputs()
     assert (notebook["nbformat"], len({cell["id"] for cell in notebook["cells"]})) == (4, len(notebook["cells"]))
     now = notebook_outputs.with_outputs(notebook)
     kept, made = ([cell["outputs"] for cell in one["cells"] if cell["cell_type"] == "code"] for one in (notebook, now))
-    assert "<svg" in made[0][0]["data"]["text/html"] and made[1][0]["data"]["text/plain"].startswith(
-        "LoadedModel('demo'"
-    )
+    assert "<svg" in made[0][0]["data"]["text/html"] and made[1][0]["data"]["text/plain"].startswith("LoadedModel('demo'")
     # Figures of a plan are of a machine, and last tokens of a CPU. What is shown is the same.
-    assert [[sorted(one) for one in outputs] for outputs in kept] == [
-        [sorted(one) for one in outputs] for outputs in made
-    ]
+    assert [[sorted(one) for one in outputs] for outputs in kept] == [[sorted(one) for one in outputs] for outputs in made]
     answers = "".join(one["text"] for outputs in made for one in outputs if "text" in one)
     assert answers.count("->") == 3 and len(answers.split()) > 20
-    assert not [
-        word for word in (str(NOTEBOOK.parent.parent), str(Path.home()), "site-packages", "/tmp") if word in text
-    ]
+    assert not [word for word in (str(NOTEBOOK.parent.parent), str(Path.home()), "site-packages", "/tmp") if word in text]
 
 
 def test_a_plan_shows_and_draws_itself(tmp_path):

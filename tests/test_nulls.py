@@ -145,14 +145,10 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 ])  # fmt: skip
 def test_fields_that_clients_send_as_null_are_absent(name):
     found = client().post("/v1/chat/completions", json={**CHAT, name: None})
-    assert (
-        found.status_code == 200 and found.json()["object"] == "chat.completion" and len(found.json()["choices"]) == 1
-    )
+    assert found.status_code == 200 and found.json()["object"] == "chat.completion" and len(found.json()["choices"]) == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["tool_calls", "tool_call_id", "name", "refusal", "audio", "function_call", "reasoning_content"]
-)
+@pytest.mark.parametrize("name", ["tool_calls", "tool_call_id", "name", "refusal", "audio", "function_call", "reasoning_content"])
 def test_a_users_message_may_have_nulls_of_other_roles(name):
     pool = MockPool()
     found = client(pool).post("/v1/chat/completions", json={**CHAT, "messages": [{**CHAT["messages"][0], name: None}]})
@@ -189,9 +185,7 @@ def test_an_earlier_call_of_a_message_without_arguments_has_none(given):
         {"role": "user", "content": "?"}, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", **given}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "12"}]},
     ]  # fmt: skip
-    assert (
-        client(pool).post("/v1/messages", json={"model": "demo", "max_tokens": 5, "messages": turns}).status_code == 200
-    )
+    assert client(pool).post("/v1/messages", json={"model": "demo", "max_tokens": 5, "messages": turns}).status_code == 200
     assert pool.jobs[0].prompt[1]["tool_calls"] == [{**CALL, "function": {"name": "f", "arguments": {}}}]
 
 
@@ -216,9 +210,7 @@ def test_nulls_inside_schemas_and_tools_stay_as_they_are_sent():
 
 
 def test_a_lenient_server_names_no_null_as_ignored():
-    found = client(lenient=True).post(
-        "/v1/chat/completions", json={**CHAT, "prediction": None, "audio": None, "zoo": 1}
-    )
+    found = client(lenient=True).post("/v1/chat/completions", json={**CHAT, "prediction": None, "audio": None, "zoo": 1})
     assert found.status_code == 200 and found.headers["x-trimtab-ignored"] == "zoo"
 
 

@@ -79,9 +79,7 @@ def test_a_damaged_cache_file_is_compiled_anew(kept, damage):
     if damage == "another kernel's":
         nvrtc.compiled(Counting(), "b", "sm_90")
         (other,) = (file.read_bytes() for file in kept.iterdir() if file != path)
-    path.write_bytes(
-        {"changed": whole[:-1] + b"?", "cut off": whole[:-3], "empty": b"", "another kernel's": other}[damage]
-    )
+    path.write_bytes({"changed": whole[:-1] + b"?", "cut off": whole[:-3], "empty": b"", "another kernel's": other}[damage])
     assert nvrtc.compiled(compiler, "a", "sm_90") == right
     assert len(compiler.asked) == 2
     assert path.read_bytes() == whole and whole.endswith(right)

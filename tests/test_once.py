@@ -51,12 +51,8 @@ def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
     """Only what would be run is looked at: which cut of which product, and who does the rest."""
     monkeypatch.setattr(once, "PRODUCTS", once.PRODUCTS[:2])
     asked, rest = [], []
-    monkeypatch.setattr(
-        once.tuning, "check", lambda group, module, **how: asked.append((len(group), how["rows"], how["cut"]))
-    )
-    monkeypatch.setattr(
-        once.matvec, "matvec4", lambda x, group, out, **how: (asked.append((len(group), how["cut"])), out.zero_())
-    )
+    monkeypatch.setattr(once.tuning, "check", lambda group, module, **how: asked.append((len(group), how["rows"], how["cut"])))
+    monkeypatch.setattr(once.matvec, "matvec4", lambda x, group, out, **how: (asked.append((len(group), how["cut"])), out.zero_()))
     monkeypatch.setattr(once.fused_check, "check", lambda *args, **kwargs: rest.append("small"))
     monkeypatch.setattr(once.ends, "check", lambda *args, **kwargs: rest.append("ends"))
     monkeypatch.setattr(once.fused_check, "check_pages", lambda *args: rest.append("pages"))

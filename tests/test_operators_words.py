@@ -42,9 +42,7 @@ def test_verdict_says_that_trimtab_works_and_where_models_run():
     verdict = own_verdict(HERE, NEEDED)
     assert verdict.text == "trimtab 0.2.0 works on this machine; models run on the CPU, without a GPU"
     assert verdict.to_json() == {"works": True, "text": verdict.text, "problems": []}
-    assert own_verdict(replace(HERE, gpus=(GPU,)), NEEDED).text.endswith(
-        "models run on GPU 0 (NVIDIA H100, 75.00 GiB free)"
-    )
+    assert own_verdict(replace(HERE, gpus=(GPU,)), NEEDED).text.endswith("models run on GPU 0 (NVIDIA H100, 75.00 GiB free)")
 
 
 @pytest.mark.parametrize("change, words_of_it", [

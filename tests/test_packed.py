@@ -99,9 +99,7 @@ def problem(folder: Path, parts: Mapping[str, Part]) -> str:
 
 
 @pytest.mark.parametrize("parts", [four_bit, nested, eight_bit])
-def test_a_sound_group_is_one_weight_and_plain_tensors_stay(
-    tmp_path: Path, parts: Callable[[], dict[str, Part]]
-) -> None:
+def test_a_sound_group_is_one_weight_and_plain_tensors_stay(tmp_path: Path, parts: Callable[[], dict[str, Part]]) -> None:
     more = {"norm.weight": Part("bfloat16", (4,)), "l.bias": Part("float32", (4,)), "ids": Part("uint8", (4,))}
     plain, packed = split_packed(checkpoint(tmp_path, more | parts()))
     assert set(plain) == set(more)
@@ -171,9 +169,7 @@ def test_config_that_says_quantized_over_plain_weights_is_refused(tmp_path: Path
 
 def test_every_problem_of_every_group_is_listed(tmp_path: Path) -> None:
     first = {name: part for name, part in nested().items() if not name.endswith(("nested_absmax", "quant_map"))}
-    second = {name.replace("l.", "m.", 1): part for name, part in eight_bit().items()} | {
-        "m.SCB": Part("float32", (5,))
-    }
+    second = {name.replace("l.", "m.", 1): part for name, part in eight_bit().items()} | {"m.SCB": Part("float32", (5,))}
     error = refusal(tmp_path, first | second)
     assert error.tensor_name is None
     assert "(3 problems of 2 weights)" in str(error)
@@ -195,9 +191,7 @@ def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_packed_bytes_without_statistics_are_not_taken_for_weights(tmp_path: Path, dtype: str) -> None:
-    assert f"l.weight: {dtype} without its quantization statistics" in problem(
-        tmp_path, {"l.weight": Part(dtype, (8, 4))}
-    )
+    assert f"l.weight: {dtype} without its quantization statistics" in problem(tmp_path, {"l.weight": Part(dtype, (8, 4))})
 
 
 # What is refused: half groups -----------------------------------------------------------------------------------------
@@ -283,9 +277,7 @@ def test_quant_state_that_is_no_json_object_is_refused(tmp_path: Path, content: 
 
 @pytest.mark.parametrize("part", [Part("int8", (4,)), Part("uint8", (65537,))], ids=["int8", "large"])
 def test_quant_state_that_is_no_small_uint8_tensor_is_refused(tmp_path: Path, part: Part) -> None:
-    assert f"{part.dtype} of {part.shape[0]} B, not a small uint8 tensor" in problem(
-        tmp_path, four_bit() | {STATE_NAME: part}
-    )
+    assert f"{part.dtype} of {part.shape[0]} B, not a small uint8 tensor" in problem(tmp_path, four_bit() | {STATE_NAME: part})
 
 
 @pytest.mark.parametrize("key", STATE)
@@ -400,9 +392,7 @@ def test_int8_scale_beside_something_else_is_refused(tmp_path: Path, weight: Par
     assert f"has an SCB but is {weight.dtype} {list(weight.shape)}, not an int8 matrix" in message
 
 
-@pytest.mark.parametrize(
-    "scale", [Part("float32", (8,)), Part("float32", (4, 1)), Part("float32", ()), Part("float16", (4,))]
-)
+@pytest.mark.parametrize("scale", [Part("float32", (8,)), Part("float32", (4, 1)), Part("float32", ()), Part("float16", (4,))])
 def test_int8_scale_of_the_wrong_size_or_type_is_refused(tmp_path: Path, scale: Part) -> None:
     message = problem(tmp_path, eight_bit() | {"l.SCB": scale})
     assert f"SCB is {scale.dtype} {list(scale.shape)}, float32 [4] is needed" in message

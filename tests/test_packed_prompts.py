@@ -316,9 +316,7 @@ def test_rows_of_a_pass_and_of_the_step_after_it_find_their_adapters_in_tables(
         monkeypatch.setattr(packed_prompts.PackedPrefill, "_has_products", lambda self: True)
         monkeypatch.setattr(PrefillRunner, "has_room_for", lambda *given: True)
         for _ in range(2):
-            prompts = [
-                batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)
-            ]
+            prompts = [batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)]
             assert together(batch, prompts) == 2  # the rank of "b" is too high for a pass
             for found, wanted in zip(both(batch, prompts), expected):
                 # bfloat16: sums in another order move a score by a few steps of 2^-8 of the largest.

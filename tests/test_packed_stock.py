@@ -65,9 +65,7 @@ def linears(model: Any) -> dict[str, Any]:
     return {f"{path}.weight": module for path, module in model.named_modules() if path.endswith("_proj")}
 
 
-def check_split(
-    found: Checkpoint, plain: Mapping[str, TensorEntry], packed: Mapping[str, PackedEntry], source: Path
-) -> None:
+def check_split(found: Checkpoint, plain: Mapping[str, TensorEntry], packed: Mapping[str, PackedEntry], source: Path) -> None:
     """Check that plain and packed names together are those of the unquantized checkpoint, with its shapes."""
     original = read_checkpoint(source).tensors
     assert set(plain) | set(packed) == set(original)
@@ -78,9 +76,7 @@ def check_split(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_4_bit_checkpoint_of_stock_is_split_and_stands_for_stocks_weights(
-    tmp_path: Path, plain_llama: Path, kind: str
-) -> None:
+def test_a_4_bit_checkpoint_of_stock_is_split_and_stands_for_stocks_weights(tmp_path: Path, plain_llama: Path, kind: str) -> None:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     model = quantized(plain_llama, tmp_path, load_in_4bit=True, **KINDS[kind])

@@ -82,9 +82,7 @@ def test_the_page_is_at_the_root():
     assert answer.headers["content-type"].startswith("text/html")
 
 
-@pytest.mark.parametrize(
-    "name", ["page.py", "..%2Fpage.py", "%2e%2e/settings.py", "index.html/../../app.py", "PAGE.CSS", ""]
-)
+@pytest.mark.parametrize("name", ["page.py", "..%2Fpage.py", "%2e%2e/settings.py", "index.html/../../app.py", "PAGE.CSS", ""])
 def test_what_is_not_an_asset_is_not_there(name):
     assert client().get(f"/page/{name}").status_code == 404
 

@@ -200,9 +200,7 @@ def test_a_prompt_that_is_given_up_gives_its_pages_back(model):
 
 def test_many_prompts_wait_for_room(model):
     with_pool(model, CONTEXT)
-    prompts = [
-        {"prompt": text, "max_new_tokens": 60} for text in ("Hello", "What is red?", "Who are you?", "Hello") * 2
-    ]
+    prompts = [{"prompt": text, "max_new_tokens": 60} for text in ("Hello", "What is red?", "Who are you?", "Hello") * 2]
     found = list(model.batch(prompts, rows=6))
     with_pool(model, None)
     assert [one.token_ids for one in found] == [one.token_ids for one in model.batch(prompts, rows=6)]

@@ -58,9 +58,7 @@ def test_public_patterns_match_as_in_python(pattern: str) -> None:
         assert Matcher(NAMES).matching(pattern) == expected
 
 
-@pytest.mark.parametrize(
-    "keys", [KEYS, KEYS[::-1], ("mlp", r".*\.mlp", r".*", "q_proj"), ("k.proj", "k_proj", "", "layers")]
-)
+@pytest.mark.parametrize("keys", [KEYS, KEYS[::-1], ("mlp", r".*\.mlp", r".*", "q_proj"), ("k.proj", "k_proj", "", "layers")])
 def test_the_first_key_that_names_a_module_is_pefts(keys: tuple[str, ...]) -> None:
     stock = pytest.importorskip("peft.utils.other").get_pattern_key
     first = Matcher(NAMES).first_of(keys)

@@ -29,9 +29,7 @@ def test_a_bar_holds_what_its_budget_is_checked_against(made):
 def test_bars_are_stacked_by_part_and_tier(made):
     device, host, disk = bars_of(made)
     assert [segment.name for segment in disk.segments][:3] == ["language (disk)", "vision (disk)", "audio (disk)"]
-    assert {"language (resident)", "adapters", "KV cache", "staging", "driver context"} <= {
-        s.name for s in device.segments
-    }
+    assert {"language (resident)", "adapters", "KV cache", "staging", "driver context"} <= {s.name for s in device.segments}
     assert [segment.name for segment in host.segments] == ["language (stream)", "process", "buffers"]
 
 
@@ -58,9 +56,7 @@ def test_segments_lie_side_by_side_inside_the_bar_and_the_load_line_is_where_the
 
 def test_a_picture_names_what_the_plan_was_made_for(made):
     shapes, _ = layout(made)
-    (line,) = [
-        shape.text for shape in shapes if isinstance(shape, Label) and "context" in shape.text and "batch" in shape.text
-    ]
+    (line,) = [shape.text for shape in shapes if isinstance(shape, Label) and "context" in shape.text and "batch" in shape.text]
     assert f"context {made.request.context_tokens}, answer {made.answer_tokens}, batch 1" in line
 
 

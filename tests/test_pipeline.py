@@ -14,9 +14,7 @@ from trimtab.planning.values.byte_sizes import Rates, Weights, Work, unhidden_s
 from trimtab.planning.values.pipeline import Stage, evened, pipeline_s
 
 BLOCKS = [
-    block
-    for block in blocks_of(E4B, "nf4-dq")
-    if block.block_path.rpartition(".")[2].isdecimal() and block.part == "language"
+    block for block in blocks_of(E4B, "nf4-dq") if block.block_path.rpartition(".")[2].isdecimal() and block.part == "language"
 ]
 
 
@@ -134,10 +132,7 @@ def test_nothing_changes_where_nothing_better_is_allowed():
     for is_free, is_allowed in ((lambda _: True, lambda _: False), (lambda _: False, lambda _: True)):
         assert evened(BLOCKS, ITEMS, chosen, is_free=is_free, is_allowed=is_allowed, seconds_of=seconds) == chosen
     resident = side_by_side(0, 0)
-    assert (
-        evened(BLOCKS, ITEMS, resident, is_free=lambda _: True, is_allowed=lambda _: True, seconds_of=seconds)
-        == resident
-    )
+    assert evened(BLOCKS, ITEMS, resident, is_free=lambda _: True, is_allowed=lambda _: True, seconds_of=seconds) == resident
 
 
 @pytest.mark.parametrize("gib", [3.2, 3.4, 3.5, 3.6])

@@ -33,9 +33,7 @@ def test_nothing_asked_decides_nothing():
 
 def test_a_part_name_places_its_blocks():
     found = placed({"vision": "stream"})
-    assert found == {"model.vision_tower": "stream"} | {
-        f"model.vision_tower.encoder.layers.{i}": "stream" for i in range(16)
-    }
+    assert found == {"model.vision_tower": "stream"} | {f"model.vision_tower.encoder.layers.{i}": "stream" for i in range(16)}
 
 
 def test_a_path_places_the_blocks_under_it_at_a_boundary():
@@ -90,9 +88,7 @@ def test_gather_of_layers_is_refused():
 
 
 def test_a_tied_head_is_refused_with_its_tie():
-    assert "tied to model.language_model.embed_tokens" in str(
-        refused(resolve_place, {"lm_head": "stream"}, BLOCKS, E2B)
-    )
+    assert "tied to model.language_model.embed_tokens" in str(refused(resolve_place, {"lm_head": "stream"}, BLOCKS, E2B))
 
 
 def test_the_token_table_is_refused_although_its_block_can_move():
@@ -203,9 +199,7 @@ def test_a_block_cut_in_two_is_refused():
 def test_a_key_without_effect_is_refused():
     layers = {f"model.audio_tower.layers.{i}": 0 for i in range(12)}
     rest = {"model.audio_tower.subsample_conv_projection": 0, "model.audio_tower.output_proj": 0}
-    assert "'model.audio_tower' has no effect" in str(
-        map_refused({"model.audio_tower": "cpu", **layers, **rest, "": 0})
-    )
+    assert "'model.audio_tower' has no effect" in str(map_refused({"model.audio_tower": "cpu", **layers, **rest, "": 0}))
 
 
 def test_a_map_with_tensors_that_stay_is_followed():

@@ -128,9 +128,7 @@ def test_an_adapter_without_its_bytes_or_its_stamps_is_refused(name, named):
     assert caught.value.field == f"plan.{name}" and caught.value.allowed == ("a",)
 
 
-@pytest.mark.parametrize(
-    "text", ['{"a": ' * 3000 + "1" + "}" * 3000, "[" * 3000 + "]" * 3000, '{"version": ' + "9" * 5000 + "}"]
-)
+@pytest.mark.parametrize("text", ['{"a": ' * 3000 + "1" + "}" * 3000, "[" * 3000 + "]" * 3000, '{"version": ' + "9" * 5000 + "}"])
 def test_a_plan_file_that_python_cannot_parse_is_a_checkpoint_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(CheckpointError, match="not JSON") as caught:

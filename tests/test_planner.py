@@ -29,16 +29,12 @@ from trimtab.request import LoadRequest
 GIB, MIB = 2**30, 2**20
 TABLE = "model.language_model.embed_tokens_per_layer"
 E2B, E4B = e_series("E2B"), e_series("E4B")
-GPU = Machine(
-    execution_device="cuda:0", gpu_total_bytes=24 * GIB, gpu_free_bytes=23 * GIB, host_available_bytes=64 * GIB
-)
+GPU = Machine(execution_device="cuda:0", gpu_total_bytes=24 * GIB, gpu_free_bytes=23 * GIB, host_available_bytes=64 * GIB)
 CPU = Machine(execution_device="cpu", host_available_bytes=64 * GIB)
 STAMPS = (("model.safetensors", 10, 1_700_000_000_000_000_001), ("config.json", 3, 4))
 
 
-def plan(
-    anatomy=E2B, gpu=None, host=None, *, machine=GPU, rates=None, adapters=(), disk=None, is_advised=False, **asked
-) -> Plan:
+def plan(anatomy=E2B, gpu=None, host=None, *, machine=GPU, rates=None, adapters=(), disk=None, is_advised=False, **asked) -> Plan:
     request = LoadRequest(
         model="m",
         gpu_memory_bytes=None if gpu is None else int(gpu * GIB),
@@ -83,9 +79,7 @@ def test_everything_stays_while_it_fits():
 def test_e2b_in_single_nf4_takes_what_users_measured():
     # A T4 had 6.507 GiB allocated with an adapter of rank 16 on 353 modules, about 0.11 GiB in float32, after one short
     # forward; 1 % is the adapter's uncertainty (its modules_to_save and ranks were not reported) and the prompt's size.
-    made = plan(
-        quant="nf4", place={"*": "resident"}, adapters={"a": 116 * 10**6}, context_tokens=32, images=0, audio_s=0
-    )
+    made = plan(quant="nf4", place={"*": "resident"}, adapters={"a": 116 * 10**6}, context_tokens=32, images=0, audio_s=0)
     weights = made.gpu["weights"] + made.gpu["fixed"] + made.gpu["adapters"]
     assert weights / GIB == pytest.approx(6.507, rel=0.01)
 
@@ -170,9 +164,7 @@ def test_one_streamed_block_needs_one_buffer():
 
 def test_a_unquantized_weight_is_named_with_its_reason():
     made = plan(small([(64, 64)], quantized=True, head_tied=True))
-    assert [(row.module_path, row.bytes, row.reason) for row in made.unquantized] == [
-        ("lm_head", 128000, "the output layer")
-    ]
+    assert [(row.module_path, row.bytes, row.reason) for row in made.unquantized] == [("lm_head", 128000, "the output layer")]
     assert plan(small(), quant="none").unquantized == ()
 
 
@@ -247,10 +239,7 @@ def test_verdict_table_narrow_text_and_picture_of_a_plan_say_the_same_bytes(mach
     wide, narrow = (" ".join(text.split()) for text in (str(made), narrow_table(made)))
     assert said in labels and said in wide and said in narrow
     assert f"{made.execution_device} needs {needs} budget {budget}" in wide and f"host needs {on_host} budget" in wide
-    assert (
-        f"{made.execution_device}: {needs} of a budget of {budget}" in narrow
-        and f"host: {on_host} of a budget" in narrow
-    )
+    assert f"{made.execution_device}: {needs} of a budget of {budget}" in narrow and f"host: {on_host} of a budget" in narrow
     assert any(text.startswith(f"needs {needs}: ") for text in labels) and f"needs {on_host}" in labels
     free = made.gpu_budget_bytes - made.gpu_needed_bytes
     assert f"budget {budget}, {gib(free)} free" in labels
@@ -362,9 +351,7 @@ def test_where_no_change_is_enough_the_one_that_lowers_the_budget_most_is_named_
     with pytest.raises(DoesNotFitError) as caught:
         plan(gpu=0.5, context_tokens=65536, is_advised=True)
     error = caught.value
-    assert error.option == "context=256" and str(error).endswith(
-        f", which helps most, {gib(error.option_bytes)} are enough"
-    )
+    assert error.option == "context=256" and str(error).endswith(f", which helps most, {gib(error.option_bytes)} are enough")
     plan(gpu=error.option_bytes / GIB, context_tokens=256)
     with pytest.raises(DoesNotFitError):
         plan(gpu=(error.option_bytes - 1) / GIB, context_tokens=256)

@@ -164,9 +164,7 @@ def test_a_prompt_in_chunks_of_the_real_sizes_is_the_prompt(family, sizes):
 
 
 WITH_PICTURES = ("gemma4", "gemma4_dense", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3")
-LOOKING = long_runs.crossed(
-    WITH_PICTURES, first=(*long_runs.FIRST, "gemma3")
-)  # whose tokens of one image see each other
+LOOKING = long_runs.crossed(WITH_PICTURES, first=(*long_runs.FIRST, "gemma3"))  # whose tokens of one image see each other
 
 
 def picture(model, family, before):
@@ -174,15 +172,9 @@ def picture(model, family, before):
     tensors = dict(pico.inputs(family, model.hf_model.config))
     for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
         if name in tensors:
-            text = (
-                torch.tensor([ids(before)])
-                if name == "input_ids"
-                else torch.full((1, before), int(name == "attention_mask"))
-            )
+            text = torch.tensor([ids(before)]) if name == "input_ids" else torch.full((1, before), int(name == "attention_mask"))
             tensors[name] = torch.cat([text, tensors[name]], dim=1).to(tensors[name].dtype)
-    tensors = {
-        name: value.to(DEVICE, model.dtype if value.is_floating_point() else None) for name, value in tensors.items()
-    }
+    tensors = {name: value.to(DEVICE, model.dtype if value.is_floating_point() else None) for name, value in tensors.items()}
     token_ids = tuple(tensors["input_ids"][0].tolist())
     return Inputs(tensors, len(token_ids), token_ids, has_media=True)
 
@@ -227,9 +219,7 @@ def test_layers_with_the_keys_of_others_see_one_token_of_the_last_chunk(family, 
         shared = [layer.self_attn.is_kv_shared_layer for layer in layers]
         seen = {number: [] for number in range(len(layers))}
         hooks = [
-            layer.mlp.register_forward_pre_hook(
-                lambda module, args, number=number: seen[number].append(args[0].shape[-2])
-            )
+            layer.mlp.register_forward_pre_hook(lambda module, args, number=number: seen[number].append(args[0].shape[-2]))
             for number, layer in enumerate(layers)
         ]
         prompt = through(batch, model.prepare(ids(20)))

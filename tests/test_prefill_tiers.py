@@ -163,9 +163,7 @@ def test_captured_prompts_refuse_layers_that_the_cpu_reads_and_transformers_pass
     with load("gemma4", tmp_path / "b", place={"model.language_model.layers.3": tier}) as model:
         batch = Batch(poisoned(model), rows=1, decode="eager")
         with monkeypatch.context() as patched:  # as on a GPU
-            patched.setattr(
-                PrefillRunner, "captures", property(lambda self: True, lambda self, value: None), raising=False
-            )
+            patched.setattr(PrefillRunner, "captures", property(lambda self: True, lambda self, value: None), raising=False)
             batch.prompts = PrefillRunner(batch, "auto")
             assert not batch.prompts.is_on
         assert named(batch) == [f"model.language_model.layers.3 is in tier {tier}: the CPU takes part in every chunk"]

@@ -298,9 +298,7 @@ def test_adapters_are_known_by_their_content(how, tmp_path):
 
 def test_an_adapter_that_changes_while_a_prompt_is_on_its_way_is_not_kept(tmp_path, monkeypatch):
     base = adapters(tmp_path)
-    plan = trimtab.plan(
-        base, adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE
-    )
+    plan = trimtab.plan(base, adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE)
     with trimtab.load(plan) as model:
         monkeypatch.setattr(type(model), "prefill_tokens", 16)
         cache = keeping(model)
@@ -389,9 +387,9 @@ def seen(model, family, before, *, name=b"cat", seed=0, after=0):
                 tensors[key] = torch.cat([tensors[key], more], dim=1)
     if seed:
         pixels = tensors["pixel_values"]
-        tensors["pixel_values"] = torch.rand(
-            pixels.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
-        ).to(pixels)
+        tensors["pixel_values"] = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(
+            pixels
+        )
     token_ids = tuple(tensors["input_ids"][0].tolist())
     sounds = [b"a voice"] if pico.AUDIO in token_ids else []
     marks = marks_of(token_ids, [({pico.IMAGE}, [name]), ({pico.AUDIO}, sounds)])
@@ -622,20 +620,14 @@ def test_pictures_of_a_server_are_known_by_their_pixels(served, cuts_soon):
 
 
 def test_a_conversation_computes_what_is_new_in_it():
-    plan = trimtab.plan(
-        DEMO / "base", quant="none", dtype="float32", context=384, audio_s=1.0, device=DEVICE, prefix_cache="64MB"
-    )
+    plan = trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=384, audio_s=1.0, device=DEVICE, prefix_cache="64MB")
     questions = ["Tell me about red and blue and green and yellow things.", "And what is blue?", "And green?"]
     with trimtab.load(plan) as model:
         chat = model.chat(system=CHAT[0]["content"], max_new_tokens=12)
         answers = [chat.send(question) for question in questions]
         assert [bool(answer.cached_tokens) for answer in answers] == [False, True, True]
-        assert (
-            answers[2].cached_tokens >= answers[1].prompt_tokens > answers[1].cached_tokens >= answers[0].prompt_tokens
-        )
-    with trimtab.load(
-        trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=384, audio_s=1.0, device=DEVICE)
-    ) as model:
+        assert answers[2].cached_tokens >= answers[1].prompt_tokens > answers[1].cached_tokens >= answers[0].prompt_tokens
+    with trimtab.load(trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=384, audio_s=1.0, device=DEVICE)) as model:
         chat = model.chat(system=CHAT[0]["content"], max_new_tokens=12)
         assert [chat.send(question).text for question in questions] == [answer.text for answer in answers]
         assert chat.last.cached_tokens == 0

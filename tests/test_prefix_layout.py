@@ -24,9 +24,7 @@ def made(sliding=3, full=2, *, staging=None, pages=None, kv="full"):
     kinds = ["sliding_attention"] * sliding + ["full_attention"] * full
     config = Gemma3TextConfig(num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=WINDOW)
     hf_model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config), modules=list)
-    slots = hf_slots.BatchedKVCache(
-        2, CONTEXT, torch.device("cpu"), kv_tokens=pages and CONTEXT + 2 * PAGE_TOKENS, kv=kv
-    )
+    slots = hf_slots.BatchedKVCache(2, CONTEXT, torch.device("cpu"), kv_tokens=pages and CONTEXT + 2 * PAGE_TOKENS, kv=kv)
     slots.lay_out(hf_slots.prompt_cache(hf_model, kv))
     generator = torch.Generator().manual_seed(0)
     for layer in slots.layers:

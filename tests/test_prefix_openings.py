@@ -53,10 +53,7 @@ def test_the_second_prompt_resumes_behind_the_opening_and_says_what_it_says_alon
             found = [scores(batch, asked(model, opening, count, 100))]
             added = cache.store.counts.added
             # A shorter and a longer question than the first one, whose later positions may still be in the rings.
-            others = [
-                asked(model, opening, opening + more, first)
-                for more, first in ((1, 140), (count - opening, 170), (20, 200))
-            ]
+            others = [asked(model, opening, opening + more, first) for more, first in ((1, 140), (count - opening, 170), (20, 200))]
             found += [scores(batch, other) for other in others]
             assert [reused for _, reused in found] == [0, *[opening] * 3], (opening, count)
             for one, (score, _) in zip(others, found[1:], strict=True):
@@ -227,9 +224,7 @@ def test_an_opening_that_cannot_be_told_is_none():
         return [ord(char) for char in text]
 
     assert opening_of("<ab", [(1, 60)], [60, 97, 98, 99, 60], (1, 5), encode) == 3
-    assert (
-        opening_of("<ab", [(1, 60)], [1, 60, 97, 99, 60], (1, 2, 5), encode) == 3
-    )  # the tokenizer added a first token
+    assert opening_of("<ab", [(1, 60)], [1, 60, 97, 99, 60], (1, 2, 5), encode) == 3  # the tokenizer added a first token
     assert opening_of("<ab", [(1, 60)], [1, 97, 98], (1,), encode) == opening_of("", [], [1], (), encode) == 0
     assert opening_of("ab", [], [97, 98, 99], (), encode) == 2
 

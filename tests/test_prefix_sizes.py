@@ -65,10 +65,7 @@ def test_a_cache_that_no_prompt_could_resume_from_is_refused_by_the_plan(tmp_pat
     assert error.field == "prefix_cache" and error.value == 4096 and "a snapshot of the sliding layers" in str(error)
     least = int(error.reason.split("at least ")[1].split()[0])
     assert trimtab.plan(base, **OPTIONS, prefix_cache=least).host["prefix_cache"] == least
-    assert (
-        main(["plan", str(base), "--quant", "none", "--device", "cpu", "--context", "160", "--prefix-cache", "4096B"])
-        == 2
-    )
+    assert main(["plan", str(base), "--quant", "none", "--device", "cpu", "--context", "160", "--prefix-cache", "4096B"]) == 2
     assert "--prefix-cache 4096: must be at least" in capsys.readouterr().err
     plain = pico.build("llama", tmp_path / "plain")
     with pytest.raises(RequestError) as caught:
@@ -141,9 +138,7 @@ def test_a_pool_of_one_row_is_refused(tmp_path):
     assert trimtab.plan(base, **OPTIONS, kv_tokens=192, batch=2).pool_tokens == 192
     request = LoadRequest(model=str(base), context_tokens=160, kv_tokens=512)
     assert refused(lambda: ServedModel(name="m", request=request, rows=1)) == "kv_tokens"
-    assert (
-        ServedModel(name="m", request=request, rows=2).rows == 2 and ServedModel(name="m", request=request).rows is None
-    )
+    assert ServedModel(name="m", request=request, rows=2).rows == 2 and ServedModel(name="m", request=request).rows is None
     (tmp_path / "models.toml").write_text(f'[models.m]\npath = "{base}"\ncontext = 160\nkv_tokens = 512\nrows = 1\n')
     with pytest.raises(TrimtabError, match="kv_tokens.*has no effect with one row"):
         read_registry(tmp_path / "models.toml")

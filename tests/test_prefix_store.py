@@ -123,9 +123,7 @@ def test_blobs_share_the_memory():
     store = PrefixStore(pages=4, block_tokens=SIZE)
     store.add(key([1] * 8))
     pages = store.add_blob(b"picture", 3, "what it is")
-    assert (
-        len(pages) == 3 and store.find_blob(b"picture") == (pages, "what it is") and store.find_blob(b"other") is None
-    )
+    assert len(pages) == 3 and store.find_blob(b"picture") == (pages, "what it is") and store.find_blob(b"other") is None
     assert store.find(key([1] * 8), limit=8).tokens == 4
     assert store.add_blob(b"picture", 3) is None and store.add_blob(b"large", 5) is None
     assert store.find_blob(b"picture")[0] == pages
@@ -141,9 +139,7 @@ def test_sizes_below_one_are_refused(sizes):
 
 IDS = st.lists(st.integers(0, 1), max_size=14)  # two tokens: prompts often begin alike
 MARKS = st.sampled_from([(), (Mark(2, 5, b"cat"),), (Mark(2, 5, b"dog"),)])
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["add", "snapshot", "find", "blob"]), st.sampled_from([A, B]), IDS, MARKS), max_size=60
-)
+STEPS = st.lists(st.tuples(st.sampled_from(["add", "snapshot", "find", "blob"]), st.sampled_from([A, B]), IDS, MARKS), max_size=60)
 
 
 def content(scope, ids, marks):

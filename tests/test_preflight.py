@@ -69,9 +69,7 @@ def finding(found: Preflight, bug: str):
     return next(one for one in found.findings if one.bug == bug)
 
 
-def judge(
-    model: Path = BASE, *, versions: dict[str, str] = NEW, machine: Machine | None = None, **options
-) -> Preflight:
+def judge(model: Path = BASE, *, versions: dict[str, str] = NEW, machine: Machine | None = None, **options) -> Preflight:
     return preflight(model, environment=environment(versions), machine=machine or gpu(1), **options)
 
 
@@ -272,9 +270,7 @@ def test_without_offload_there_is_no_second_plan():
 
 def test_key_that_names_nothing_is_told_with_near_names():
     found = judge(device_map=REPORTED)
-    assert [(row.key, "model.embed_vision" in row.near) for row in found.map.unknown] == [
-        ("model.multi_modal_projector", True)
-    ]
+    assert [(row.key, "model.embed_vision" in row.near) for row in found.map.unknown] == [("model.multi_modal_projector", True)]
 
 
 def test_prefix_collisions_are_those_of_the_installed_transformers():
@@ -286,9 +282,7 @@ def test_prefix_collisions_are_those_of_the_installed_transformers():
     assert found.map.tensor_devices[f"{hit.key}_per_layer.weight"] == "cpu"
     assert found.map.bytes_on["cpu"] > shape_at(BASE).anatomy.by_path()[f"{hit.key}_per_layer"].weight.nbytes
     assert finding(found, "C6").severity == WASTES
-    own = judge(
-        device_map={"model.language_model.embed_tokens": 0, "model.language_model.embed_tokens_per_layer": 0, "": 0}
-    )
+    own = judge(device_map={"model.language_model.embed_tokens": 0, "model.language_model.embed_tokens_per_layer": 0, "": 0})
     assert own.map.collisions == ()
 
 
@@ -593,8 +587,7 @@ def test_shape_comes_back_equal_from_json():
 def in_order(shape: ModelShape) -> ModelShape:
     """The shape with every module's tensors by name: 5.6.2 makes rotary buffers in the order of a set."""
     rows = tuple(
-        replace(row, tensors=tuple(sorted(row.tensors, key=lambda tensor: tensor.tensor_path)))
-        for row in shape.anatomy.rows
+        replace(row, tensors=tuple(sorted(row.tensors, key=lambda tensor: tensor.tensor_path))) for row in shape.anatomy.rows
     )
     modules = tuple(replace(one, tensors=tuple(sorted(one.tensors, key=lambda own: own.name))) for one in shape.modules)
     return replace(shape, anatomy=replace(shape.anatomy, rows=rows), modules=modules)

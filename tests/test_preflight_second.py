@@ -103,9 +103,7 @@ def real_plan(model: Any, free: dict, monkeypatch, caplog) -> tuple[dict, dict, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             budgets = accelerate_modeling.get_balanced_memory(model, None, no_split)
-            found = accelerate_modeling.infer_auto_device_map(
-                model, max_memory=dict(budgets), no_split_module_classes=no_split
-            )
+            found = accelerate_modeling.infer_auto_device_map(model, max_memory=dict(budgets), no_split_module_classes=no_split)
     required = {device: float(nbytes) for device, nbytes in LOG_LINE.findall("\n".join(caplog.messages))}
     return budgets, dict(found), required
 
@@ -116,9 +114,7 @@ def memories(total_bytes: float, count: int) -> list[dict]:
     found = []
     for _ in range(count):
         gpus = draw.choice((1, 1, 1, 2, 3))
-        free: dict = {
-            index: int(total_bytes * draw.choice((0.01, 0.2, 0.5, 1, 1.5)) * draw.random()) for index in range(gpus)
-        }
+        free: dict = {index: int(total_bytes * draw.choice((0.01, 0.2, 0.5, 1, 1.5)) * draw.random()) for index in range(gpus)}
         found.append({**free, "cpu": int(total_bytes * draw.choice((0.2, 1, 5)))})
     return found
 
@@ -126,9 +122,7 @@ def memories(total_bytes: float, count: int) -> list[dict]:
 # Against accelerate and PEFT themselves, on the loaded model -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "quant"), [*((name, "nf4-dq") for name in ADAPTERS), ("style", "none"), ("style", "int8")]
-)
+@pytest.mark.parametrize(("name", "quant"), [*((name, "nf4-dq") for name in ADAPTERS), ("style", "none"), ("style", "int8")])
 def test_model_without_data_has_the_modules_and_sizes_of_the_real_peft_model(name, quant, monkeypatch):
     planned: list[Any] = []
     real = peft_dispatch.accelerate_modeling.compute_module_sizes
@@ -180,9 +174,7 @@ def test_nothing_of_peft_and_accelerate_stays_replaced():
         assert plan_of(question("style", "nf4-dq", {0: 900_000, "cpu": 10_000_000}))["runs"]
     assert accelerate_modeling.torch is before["torch"] is torch and printed.getvalue() == ""
     assert accelerate_modeling.get_max_memory is before["get_max_memory"]
-    assert (
-        peft_model.infer_auto_device_map is before["infer_auto_device_map"] is accelerate_modeling.infer_auto_device_map
-    )
+    assert peft_model.infer_auto_device_map is before["infer_auto_device_map"] is accelerate_modeling.infer_auto_device_map
     assert peft_model.get_balanced_memory is before["get_balanced_memory"] is accelerate_modeling.get_balanced_memory
     assert not logging.getLogger("accelerate.utils.modeling").handlers
 
@@ -217,9 +209,7 @@ def test_an_interpreter_without_peft_says_what_is_missing(tmp_path):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(blocked))
         found = run_peft(question("style", "nf4-dq", {"cpu": 10_000_000}), sys.executable)
-    assert (
-        found["runs"] is False and found["why"].startswith("PEFT could not be run there: ") and "peft" in found["why"]
-    )
+    assert found["runs"] is False and found["why"].startswith("PEFT could not be run there: ") and "peft" in found["why"]
 
 
 def test_bytes_on_the_device_are_those_of_the_loaded_model():
@@ -277,10 +267,7 @@ def test_log_line_of_e4b_is_the_table_and_the_first_thing_tried(e4b, tmp_path, m
     )  # fmt: skip
     assert found.required == {0: (5669781506 if is_whole else 5668601858)}
     own = path.removeprefix("base_model.model.")
-    assert (
-        f"= {size} for {own}, the first module that was tried, + {TABLE_BYTES + 2} for the largest"
-        in found.required_words[0]
-    )
+    assert f"= {size} for {own}, the first module that was tried, + {TABLE_BYTES + 2} for the largest" in found.required_words[0]
     assert found.device_map == {"": "cpu"} and found.all_on_cpu
 
 

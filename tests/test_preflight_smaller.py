@@ -42,9 +42,7 @@ def test_e4b_at_two_gib_names_e2b_with_what_it_needs(e4b, e2b):
 
 
 def test_e2b_is_not_named_where_it_does_not_fit_either(e4b, monkeypatch):
-    monkeypatch.setattr(
-        preflight_answer, "_fitting_ways", lambda asking: []
-    )  # 0.5 GiB hold no way; planning each takes long
+    monkeypatch.setattr(preflight_answer, "_fitting_ways", lambda asking: [])  # 0.5 GiB hold no way; planning each takes long
     found = judge(e4b, machine=card(0.5)).answer
     assert found.kind == DOES_NOT_FIT and "E2B" not in found.reason
     assert "No smaller context, head or prompt fits." in found.reason
@@ -61,6 +59,5 @@ def test_other_models_and_e2b_itself_are_sent_to_no_other(e4b, e2b, monkeypatch)
 
 def test_the_sizes_are_those_of_the_benchmarks(e2b):
     assert (
-        smaller_shape(quant="nf4-dq", dtype="bfloat16", python=None).anatomy
-        == shape_of(str(e2b), {}, "nf4-dq", "bfloat16").anatomy
+        smaller_shape(quant="nf4-dq", dtype="bfloat16", python=None).anatomy == shape_of(str(e2b), {}, "nf4-dq", "bfloat16").anatomy
     )

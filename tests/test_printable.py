@@ -29,9 +29,7 @@ RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def test_each_control_character_becomes_visible(char):
     made = printable(f"a{char}b")
     assert not RAW.search(made)
-    assert (
-        made == f"a{char}b" if char.isprintable() or char in "\t\n" else made.startswith("a\\") and made.endswith("b")
-    )
+    assert made == f"a{char}b" if char.isprintable() or char in "\t\n" else made.startswith("a\\") and made.endswith("b")
     assert printable(f"a{char}b", one_line=True).isprintable()
 
 
@@ -57,9 +55,7 @@ def test_a_traceback_in_the_log_and_a_page():
     try:
         raise ValueError(EVIL)
     except ValueError as exc:
-        record = logging.LogRecord(
-            "x", logging.ERROR, "", 0, f"failed: {EVIL}", (), (type(exc), exc, exc.__traceback__)
-        )
+        record = logging.LogRecord("x", logging.ERROR, "", 0, f"failed: {EVIL}", (), (type(exc), exc, exc.__traceback__))
     assert not RAW.search(TextLines().format(record))
     assert not RAW.search(escape(EVIL))
 

@@ -9,9 +9,7 @@ from tools import printed_plans
 NEWEST = (printed_plans.ROOT / "locks" / "newest.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(
-    f"transformers=={version('transformers')}\n" not in NEWEST, reason="plans are printed with the newest release"
-)
+@pytest.mark.skipif(f"transformers=={version('transformers')}\n" not in NEWEST, reason="plans are printed with the newest release")
 @pytest.mark.parametrize("page", printed_plans.PAGES, ids=lambda page: page.name)
 def test_a_page_shows_the_plan_that_its_command_prints(page):
     text = page.read_text("utf-8")

@@ -69,9 +69,7 @@ def test_the_child_ends_by_itself_when_its_parent_is_killed():
         "import sys; from pathlib import Path; from trimtab.process import runner as process; process.INSIDE = Path(sys.argv[1]); "
         "process.run_inside(sys.argv[2], {'do': 'stay'}, on_event=lambda line: print(line['pid'], flush=True))"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(process.INSIDE), WORK], stdout=subprocess.PIPE, text=True
-    ) as parent:
+    with subprocess.Popen([sys.executable, "-c", code, str(process.INSIDE), WORK], stdout=subprocess.PIPE, text=True) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     assert psutil.wait_procs([child], timeout=30)[1] == []

@@ -90,9 +90,7 @@ def test_media_that_the_model_cannot_take_are_refused_together():
     prompts = [Prompt("a", "x", image="i"), Prompt("b", "x", audio="s"), Prompt("c", "x")]
     text = refused(check_modalities, prompts, {"model_type": "llama"})
     assert "a has an image, the model takes text" in text and "b has an audio" in text and "c has" not in text
-    assert "b has an audio, the model takes text, image" in refused(
-        check_modalities, prompts, {"vision_config": {"x": 1}}
-    )
+    assert "b has an audio, the model takes text, image" in refused(check_modalities, prompts, {"vision_config": {"x": 1}})
     check_modalities(prompts, {"vision_config": {"x": 1}, "audio_config": {"x": 1}})
 
 

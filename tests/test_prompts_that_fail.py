@@ -51,9 +51,7 @@ def test_an_adapter_that_goes_while_its_prompt_waits_is_named(chunked, expected,
         return begun(answer, 16)
 
     monkeypatch.setattr(chunked, "prefill", prefill)
-    found = run(
-        chunked, ask("a", TEXT, tokens=TOKENS), ask("gone", TEXT, adapter="style"), ask("b", TEXT, tokens=TOKENS)
-    )
+    found = run(chunked, ask("a", TEXT, tokens=TOKENS), ask("gone", TEXT, adapter="style"), ask("b", TEXT, tokens=TOKENS))
     assert found["gone"][1].kind == "error" and "adapter was unloaded" in found["gone"][1].error["message"]
     assert [found[name][0] for name in "ab"] == [expected] * 2
 

@@ -107,9 +107,7 @@ def test_the_worst_prompt_decides():
     assert replace(fine, expected="differs").ok is False and replace(found, expected="differs").ok is True
 
 
-@pytest.mark.parametrize(
-    "same, base, words", [(True, False, "ADAPTER"), (False, True, "BASE"), (False, False, "NEITHER")]
-)
+@pytest.mark.parametrize("same, base, words", [(True, False, "ADAPTER"), (False, True, "BASE"), (False, False, "NEITHER")])
 def test_a_merged_answer_is_named(same, base, words):
     assert parity(same_text=same, base_is_merged=base).merged_matches == words
     assert parity().merged_matches is None
@@ -140,9 +138,7 @@ def test_a_merge_report_shows_its_three_booleans():
     row = parity(base_kl=0.75, base_is_adapter=False, base_is_merged=True, same_text=False)
     rows = (Survival("layers.0.q", 0.25, 3.0, 1.0, 0.01), Survival("layers.1.q", 1.0, 0.0, 1.0, 0.01))
     text = str(report(prompts=(row,), survival=rows))
-    assert re.search(r"p1 +BASE +yes +no +yes", text) and re.search(
-        r"prompt +(KL +)?KL base\np1 +(\S+ +)?0\.75\n", text
-    )
+    assert re.search(r"p1 +BASE +yes +no +yes", text) and re.search(r"prompt +(KL +)?KL base\np1 +(\S+ +)?0\.75\n", text)
     assert "62.5 % of the adapter's change is in the merged weights of 2 modules" in text
     assert "minimum: layers.0.q 25.0 %" in text
 
@@ -186,9 +182,7 @@ def test_right_weights_decide_where_answers_cannot_and_wrong_ones_where_answers_
     blind = parity(apart=0.001, verdict="same within noise", base_kl=1e-12, base_is_noise=True)
     right = report(prompts=(blind,), weights=weights(1.0))
     assert (right.verdict, right.ok) == ("same within noise", True)
-    assert "weights: right: slope of the written change on the exact one 1 over 1 modules, 0 of them wrong" in str(
-        right
-    )
+    assert "weights: right: slope of the written change on the exact one 1 over 1 modules, 0 of them wrong" in str(right)
     assert "a scale wrong by 1 % would be detected; false-alarm rate 1e-06" in str(right)
     wrong = report(prompts=(blind,), weights=weights(1.01))
     assert (wrong.verdict, wrong.ok) == ("differs", False)
@@ -254,12 +248,8 @@ def test_plots_stay_inside_their_frame():
         plots.lines([0.0, 0.0], label="x"), plots.bars([], [], label="x", logarithmic=False),
     ):  # fmt: skip
         numbers = [float(n) for n in re.findall(r' (?:y|y1|y2|cy)="([^"]+)"', text)]
-        numbers += [
-            float(pair.split(",")[1]) for points in re.findall(r'points="([^"]*)"', text) for pair in points.split()
-        ]
-        assert all(0 <= number <= plots.HEIGHT for number in numbers) and "nan" not in re.sub(
-            r"<title>.*?</title>", "", text
-        )
+        numbers += [float(pair.split(",")[1]) for points in re.findall(r'points="([^"]*)"', text) for pair in points.split()]
+        assert all(0 <= number <= plots.HEIGHT for number in numbers) and "nan" not in re.sub(r"<title>.*?</title>", "", text)
 
 
 def test_a_larger_value_stands_higher_and_zero_at_the_foot():

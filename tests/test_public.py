@@ -135,8 +135,7 @@ def test_each_foreign_library_is_imported_where_it_belongs(file):
     name = name_of(file)
     # What builds or examines the stock stack itself.
     is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge")) or (
-        (name.startswith(("trimtab/verification/", "trimtab/benchmark/")) and "stock_" in file.name)
-        or file.name == "run_stock.py"
+        (name.startswith(("trimtab/verification/", "trimtab/benchmark/")) and "stock_" in file.name) or file.name == "run_stock.py"
     )
     allowed = {
         "transformers": is_stock or name in TRANSFORMERS,
@@ -203,9 +202,7 @@ FROM_PEFT = ROOT / "docs" / "from-peft.md"  # its blocks load stock PEFT as well
 
 def python_blocks():
     for file in (page for page in DOCS if page != FROM_PEFT):
-        for place, block in enumerate(
-            re.findall(r"^( *)```python\n(.*?)```", file.read_text("utf-8"), re.DOTALL | re.M)
-        ):
+        for place, block in enumerate(re.findall(r"^( *)```python\n(.*?)```", file.read_text("utf-8"), re.DOTALL | re.M)):
             indent, code = block
             yield pytest.param(re.sub(rf"^{indent}", "", code, flags=re.M), id=f"{name_of(file)}-{place}")
 

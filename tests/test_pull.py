@@ -113,9 +113,7 @@ def hub():
         "config.json": b"{}",
         "model.safetensors.index.json": json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode(),
     }
-    hub = Hub(
-        {"someone/demo": files | more, "someone/style": style | more, "someone/pickled": pickled, "someone/evil": evil}
-    )
+    hub = Hub({"someone/demo": files | more, "someone/style": style | more, "someone/pickled": pickled, "someone/evil": evil})
     yield hub
     hub.shutdown()
     hub.server_close()
@@ -149,9 +147,7 @@ def test_config_tokenizer_and_the_named_weights_are_fetched_and_nothing_else(hub
     assert (pulled["revision"], pulled["license"]) == (COMMIT, "apache-2.0") and pulled["folder"].endswith(COMMIT)
     assert pulled["bytes"] == pulled["fetched_bytes"] > 0
     fetched = [path for command, path, _ in hub.asked if command == "GET" and "/resolve/" in path]
-    assert not [
-        path for path in fetched if path.endswith((".bin", ".py", ".md", "other.safetensors")) or "onnx" in path
-    ]
+    assert not [path for path in fetched if path.endswith((".bin", ".py", ".md", "other.safetensors")) or "onnx" in path]
     again = json.loads(trimtab_("pull", "someone/demo", "--json").stdout)
     assert again["fetched_bytes"] == 0
     listed = trimtab_("models", "--quick", HF_HUB_OFFLINE="1")  # and from now on without the hub
@@ -238,9 +234,7 @@ def test_serve_pulls_a_revision_serves_it_by_its_id_and_reloads_without_a_change
         asked = len(hub.asked)
         assert OLD in server.log and "someone/demo: 0 adapters" in server.log
         models = client.get(server.address, "/v1/models")[1]["data"]
-        ask = urllib.request.Request(
-            f"http://{server.address}/admin/reload", b"{}", {"Content-Type": "application/json"}
-        )
+        ask = urllib.request.Request(f"http://{server.address}/admin/reload", b"{}", {"Content-Type": "application/json"})
         with urllib.request.urlopen(ask) as answer:
             reloaded = json.load(answer)
     assert [one["id"] for one in models] == ["someone/demo"]

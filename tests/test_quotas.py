@@ -93,9 +93,7 @@ def test_a_limit_is_a_whole_number(value):
 
 
 def test_a_key_with_limits_gets_429_and_others_go_on():
-    settings = Settings(
-        page=False, api_keys=("key-a", "key-b"), key_limits={"key-a": KeyLimits(name="alice", tokens_per_day=9)}
-    )
+    settings = Settings(page=False, api_keys=("key-a", "key-b"), key_limits={"key-a": KeyLimits(name="alice", tokens_per_day=9)})
     found = client(MockPool(lambda job: words(job, "fine")), settings)
 
     def chat(key):
@@ -117,7 +115,5 @@ def test_a_request_that_fails_gives_its_place_back():
     settings = Settings(page=False, api_keys=("key-a",), key_limits={"key-a": KeyLimits(name="alice", concurrent=1)})
     found = client(MockPool(lambda job: [failed(job, "DeviceError")]), settings)
     for stream in (False, True, False):
-        answer = found.post(
-            "/v1/chat/completions", json={**CHAT, "stream": stream}, headers={"authorization": "Bearer key-a"}
-        )
+        answer = found.post("/v1/chat/completions", json={**CHAT, "stream": stream}, headers={"authorization": "Bearer key-a"})
         assert answer.status_code == 503

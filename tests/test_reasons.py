@@ -44,9 +44,7 @@ def test_bytes_that_are_too_many_are_those_that_a_larger_budget_would_need():
     whole = plan()
     running = needed(whole.gpu_peak_bytes, whole)
     made = plan(gpu=6)
-    assert (
-        reason(made) == f"moved, {gib(running - 6 * GIB)} over the budget of cuda:0: only indexed, 17.5 KiB per token"
-    )
+    assert reason(made) == f"moved, {gib(running - 6 * GIB)} over the budget of cuda:0: only indexed, 17.5 KiB per token"
     assert reasons(plan(gpu=running / GIB)) == set() and reason(plan(gpu=running / GIB)) == "fits"
 
 
@@ -64,9 +62,7 @@ def test_loading_peaks_too_high_only_where_running_fits_and_loading_does_not():
     budget = loading - 16 * MIB
     assert running < budget
     made = plan(HIGH_LOAD, gpu=budget / GIB, **SHORT)
-    assert reason(made) == (
-        "moved, loading would peak 16.0 MiB above the budget of cuda:0: only indexed, 16.0 KiB per token"
-    )
+    assert reason(made) == ("moved, loading would peak 16.0 MiB above the budget of cuda:0: only indexed, 16.0 KiB per token")
     assert reason(plan(HIGH_LOAD, gpu=loading / GIB, **SHORT)) == "fits"
 
 

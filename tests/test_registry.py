@@ -92,9 +92,7 @@ def test_a_hub_id_stays_one_and_defaults_hold(write):
 
 
 def test_a_saved_plan_brings_its_request_and_adapters(write, tmp_path):
-    plan = trimtab.plan(
-        DEMO / "base", quant="none", context=64, device="cpu", adapters={"style": DEMO / "adapters/style"}
-    )
+    plan = trimtab.plan(DEMO / "base", quant="none", context=64, device="cpu", adapters={"style": DEMO / "adapters/style"})
     plan.save(tmp_path / "plan.json")
     (served,) = read_registry(write('[models.a]\nplan = "plan.json"\nkeep = ["style"]\n'))
     assert (served.request.context_tokens, dict(served.request.adapters)) == (64, {})

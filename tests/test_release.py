@@ -91,9 +91,7 @@ def test_wheel_is_small_and_runs_the_demo_in_a_fresh_environment_from_an_empty_f
     assert wheel.stat().st_size < MOST_WHEEL_BYTES
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    tracked = subprocess.run(
-        ["git", "ls-files", "trimtab"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split()
+    tracked = subprocess.run(["git", "ls-files", "trimtab"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     assert set(tracked) <= names
     assert {name.partition("/")[0] for name in names} == {"trimtab", f"trimtab-{trimtab.__version__}.dist-info"}
 
@@ -165,9 +163,7 @@ def test_what_an_installation_brings_is_enough_for_every_command_of_the_readme(t
     trimtab_("merge", str(base), str(tmp_path / "merged"), "--adapter", f"style={style}", "--check", "--device", "cpu")
     verified = json.loads(trimtab_("verify", *placed, "--against", "stock", "--max-new-tokens", "4", "--json"))
     assert verified["verdict"].startswith("same")
-    timed = json.loads(
-        trimtab_("bench", *placed, "--runs", "1", "--new-tokens", "4", "--prompt-tokens", "32", "--json")
-    )
+    timed = json.loads(trimtab_("bench", *placed, "--runs", "1", "--new-tokens", "4", "--prompt-tokens", "32", "--json"))
     assert {name: one["failure"] for name, one in timed["engines"].items()} == {"trimtab": None, "stock": None}
     verdicts = json.loads(trimtab_("doctor", "--json"))["verdicts"]
     unknown = [json.dumps(one) for one in verdicts if one["state"] == "unknown"]

@@ -91,10 +91,7 @@ def test_an_adapter_in_noise_is_not_called_alive_and_what_noise_hides_is_named(s
     assert "another version of the adapter" in report.verdict.unseen
     assert report.to_json()["still_possible"] == list(report.verdict.unseen)
     first, because = str(report).splitlines()[:2]
-    assert (
-        first
-        == "CANNOT TELL whether m answers with the adapter style: as a whole it does, a small fault would not be detected"
-    )
+    assert first == "CANNOT TELL whether m answers with the adapter style: as a whole it does, a small fault would not be detected"
     assert because.endswith("another version of the adapter")
     assert "is the smallest fault that would have been detected" in report_html(report)
 
@@ -124,11 +121,7 @@ def test_a_server_with_an_older_version_is_not_called_alive_and_named_where_the_
 def test_a_wrong_scale_is_named_by_chat_alone_without_the_servers_base(served):
     planted = Planted(served, {"m": "scaled"}, kinds=("chat/completions",), top=5)
     # Generated texts have no chat form: the questions are those of the demo, and the user's own.
-    own = [
-        f"What is the {what} of {land}?"
-        for what in ("capital", "river", "animal")
-        for land in ("Oru", "Tavel", "Lume", "Zand")
-    ]
+    own = [f"What is the {what} of {land}?" for what in ("capital", "river", "animal") for land in ("Oru", "Tavel", "Lume", "Zand")]
     report = ask(planted, prompts=own, send_prompts=True)
     assert (report.verdict.word, report.verdict.fault, report.exit_code) == ("wrong", "scale", 1)
     assert report.verdict.false_alarm_rate <= 0.005
@@ -215,20 +208,10 @@ def test_the_output_in_the_docs_is_what_the_command_prints(served):
     page = (DEMO.parent.parent / "docs" / "is-my-adapter-alive.md").read_text("utf-8")
     shown = page.partition("<!-- output:alive -->")[2].partition("<!-- /output -->")[0]
     report = ask(Planted(served, {"m": "scaled", "b": None}), remote_base="b", new_tokens=verify_remote.NEW_TOKENS)
-    printed = (
-        str(report).replace("WRONG: m ", "WRONG: medical ").replace("adapter style should", "adapter medical should")
-    )
+    printed = str(report).replace("WRONG: m ", "WRONG: medical ").replace("adapter style should", "adapter medical should")
     # Times and last digits are this machine's; words, faults and counts are not.
-    told = [
-        [word for word in line.split() if not any(map(str.isdigit, word))]
-        for line in shown.splitlines()
-        if line.strip()
-    ]
-    here = [
-        [word for word in line.split() if not any(map(str.isdigit, word))]
-        for line in printed.splitlines()
-        if line.strip()
-    ]
+    told = [[word for word in line.split() if not any(map(str.isdigit, word))] for line in shown.splitlines() if line.strip()]
+    here = [[word for word in line.split() if not any(map(str.isdigit, word))] for line in printed.splitlines() if line.strip()]
     assert told == here
 
 

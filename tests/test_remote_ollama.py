@@ -50,11 +50,7 @@ class Ollama(Planted):
         if body.get("logprobs") and self.top:
             answer["logprobs"] = [
                 self._entry(token, float(row[token]))
-                | {
-                    "top_logprobs": [
-                        self._entry(other, float(row[other])) for other in row.topk(body["top_logprobs"]).indices
-                    ]
-                }
+                | {"top_logprobs": [self._entry(other, float(row[other])) for other in row.topk(body["top_logprobs"]).indices]}
                 for token, row in zip(tokens, torch.log_softmax(last, dim=-1), strict=True)
             ]
         return httpx2.Response(200, json=answer)

@@ -12,9 +12,7 @@ from trimtab.verification.server.verify import verify_remote
 pytestmark = pytest.mark.slow
 BASE, SPECIALIST = DEMO / "base", DEMO / "adapters" / "specialist"
 # The planted faults, by the name under which the server holds them.
-DROPPED = {
-    name: name.replace(" ", "-") for name in ("vision part dropped", "audio part dropped", "tower parts dropped")
-}
+DROPPED = {name: name.replace(" ", "-") for name in ("vision part dropped", "audio part dropped", "tower parts dropped")}
 
 
 @pytest.fixture(scope="module")

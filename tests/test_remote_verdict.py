@@ -62,15 +62,11 @@ def test_answers_farther_from_right_than_the_precision_explains_may_be_an_older_
     assert verdict.is_as_a_whole
 
 
-@pytest.mark.parametrize(
-    ("right", "other", "word"), [(0.06, 0.19, ALIVE), (0.1, 0.22, CANNOT_TELL), (0.18, 0.25, CANNOT_TELL)]
-)
+@pytest.mark.parametrize(("right", "other", "word"), [(0.06, 0.19, ALIVE), (0.1, 0.22, CANNOT_TELL), (0.18, 0.25, CANNOT_TELL)])
 def test_other_values_are_excluded_where_they_would_move_the_answers_much_farther_than_they_are(right, other, word):
     """An older version is as far from right as the stand-in moves answers, 0.18, and farther from the stand-in."""
     faults, sizes = [*FAULTS, (OTHER_VALUES, "", True)], {**SIZES, "one module dropped": 0.5, OTHER_VALUES: 0.18}
-    rows = asked(
-        16, base_noise=None, sizes=sizes, right=right, ignored=3.0, scale=1.0, one=0.5, **{OTHER_VALUES: other}
-    )
+    rows = asked(16, base_noise=None, sizes=sizes, right=right, ignored=3.0, scale=1.0, one=0.5, **{OTHER_VALUES: other})
     assert judge(rows, faults).word == word
 
 

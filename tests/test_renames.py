@@ -23,17 +23,13 @@ from trimtab.machine.anatomy_cache import write_anatomy
 
 # Module paths of layer 0 in transformers 4.51.3, 4.57.3 and 5.6.2 that 5.23.0 has under another name, by model class. Written
 # by tools/former_names.py from those releases' own models, not by hand.
-FORMER: dict[str, dict[str, list[str]]] = json.loads(
-    Path(__file__).with_name("data").joinpath("former_names.json").read_text()
-)
+FORMER: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("data").joinpath("former_names.json").read_text())
 CLASSES = sorted({name for models in FORMER.values() for name in models})
 QUICK = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
          "VoxtralForConditionalGeneration", "GraniteMoeForCausalLM", "GPTNeoXForCausalLM")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CLASSES])
 def test_every_former_name_leads_to_a_module(name: str) -> None:
     model = former_names.build(name)
     if model is None:
@@ -52,9 +48,7 @@ def test_every_former_name_leads_to_a_module(name: str) -> None:
 def _respelled(source: Path, folder: Path, change: Any, **config: Any) -> Path:
     folder.mkdir()
     tensors = load_file(source / "adapter_model.safetensors")
-    save_file(
-        {change(key): value for key, value in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"}
-    )
+    save_file({change(key): value for key, value in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
     stored = json.loads((source / "adapter_config.json").read_text()) | config
     (folder / "adapter_config.json").write_text(json.dumps(stored))
     return folder
@@ -88,9 +82,7 @@ def test_an_adapter_with_former_tower_names_is_put_where_peft_puts_it(
     anatomy = read_anatomy(read_checkpoint(base), quant="none", dtype="float32")
     spec = match_adapter(read_adapter(old), from_json(write_anatomy(anatomy)))
     today = match_adapter(read_adapter(new), anatomy)
-    assert [(t.module_path, t.rank, t.scale) for t in spec.targets] == [
-        (t.module_path, t.rank, t.scale) for t in today.targets
-    ]
+    assert [(t.module_path, t.rank, t.scale) for t in spec.targets] == [(t.module_path, t.rank, t.scale) for t in today.targets]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stock = dict(PeftModel.from_pretrained(pico._load(base), str(new)).named_parameters())
@@ -105,9 +97,7 @@ def test_an_adapter_with_former_tower_names_is_put_where_peft_puts_it(
 def test_ranks_by_former_names_are_those_of_the_former_modules(gemma3: tuple[Path, Path], tmp_path: Path) -> None:
     base, new = gemma3
     named = {r"vision_tower\.vision_model\.encoder\.layers\.0\.mlp\.fc1": 16}
-    old = _respelled(
-        new, tmp_path / "old", SPELLINGS["of 4.57"], alpha_pattern=named, exclude_modules=r".*vision_model\.head.*"
-    )
+    old = _respelled(new, tmp_path / "old", SPELLINGS["of 4.57"], alpha_pattern=named, exclude_modules=r".*vision_model\.head.*")
     spec = match_adapter(read_adapter(old), read_anatomy(read_checkpoint(base), quant="none", dtype="float32"))
     scales = {target.module_path: target.scale for target in spec.targets}
     assert {path for path, scale in scales.items() if scale == 4.0} == {"model.vision_tower.encoder.layers.0.mlp.fc1"}
@@ -116,9 +106,7 @@ def test_ranks_by_former_names_are_those_of_the_former_modules(gemma3: tuple[Pat
 
 def test_a_name_that_never_was_is_still_refused(gemma3: tuple[Path, Path], tmp_path: Path) -> None:
     base, new = gemma3
-    old = _respelled(
-        new, tmp_path / "old", lambda key: key.replace("vision_tower.encoder", "vision_tower.vision_modle.encoder")
-    )
+    old = _respelled(new, tmp_path / "old", lambda key: key.replace("vision_tower.encoder", "vision_tower.vision_modle.encoder"))
     with pytest.raises(AdapterError, match="the model has no model.vision_tower.vision_modle"):
         match_adapter(read_adapter(old), read_anatomy(read_checkpoint(base), quant="none", dtype="float32"))
 

@@ -234,9 +234,7 @@ def test_bars_are_as_long_as_the_bytes():
     assert (gpu_title, host_title) == ("Peak of GPU memory", "Peak of host memory")
     bars = [found for found in ElementTree.fromstring(svg).iter() if found.tag.endswith("rect")]
     assert [found.get("class") for found in bars] == ["bar-stock", "bar-trimtab"]
-    assert float(bars[0].get("width")) == pytest.approx(
-        2 * float(bars[1].get("width")), rel=1e-3
-    )  # written with 1 digit
+    assert float(bars[0].get("width")) == pytest.approx(2 * float(bars[1].get("width")), rel=1e-3)  # written with 1 digit
     assert "1.00 GiB stock" in svg and "512.0 MiB trimtab" in svg
     assert report.memory_pictures([record("A", memory={})]) == []
 

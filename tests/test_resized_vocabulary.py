@@ -94,9 +94,7 @@ def test_an_adapter_of_a_resized_model_is_applied_as_peft_reloads_it(
         logits(base, adapter)
     assert f"resize_token_embeddings({ROWS}) on the base" in str(caught.value)
     merge(other, tmp_path / "out", adapters={"a": adapter}, check=True)
-    merged = stock.logits(stock.load_stock(tmp_path / "out", dtype=torch.float32), {"input_ids": torch.tensor([IDS])})[
-        0
-    ]
+    merged = stock.logits(stock.load_stock(tmp_path / "out", dtype=torch.float32), {"input_ids": torch.tensor([IDS])})[0]
     torch.testing.assert_close(merged, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -122,9 +120,7 @@ def test_copies_that_peft_does_not_read_are_told_by_inspect(folders: tuple[Path,
     torch.testing.assert_close(logits(same, adapter), stock.logits(again, given)[0], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_an_untrained_copy_of_a_module_that_is_not_saved_is_refused(
-    folders: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
+def test_an_untrained_copy_of_a_module_that_is_not_saved_is_refused(folders: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, same, _ = folders
     adapter = tmp_path / "adapter"
     saved_adapter(base, adapter, **SAVED["head"])

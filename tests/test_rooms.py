@@ -46,9 +46,7 @@ def test_an_import_for_the_type_checker_counts(tmp_path, monkeypatch):
 
 
 def test_a_former_name_is_the_module_itself_and_warns():
-    with pytest.warns(
-        DeprecationWarning, match=r"trimtab\.plan\.kv_form is trimtab\.planning\.values\.kv_bytes now"
-    ) as told:
+    with pytest.warns(DeprecationWarning, match=r"trimtab\.plan\.kv_form is trimtab\.planning\.values\.kv_bytes now") as told:
         module = importlib.import_module("trimtab.plan.kv_form")
     assert module is importlib.import_module("trimtab.planning.values.kv_bytes") and len(told) == 1
 
@@ -89,15 +87,11 @@ def test_a_former_folder_has_the_names_of_its_package_and_warns():
 
 
 def test_no_docstring_names_a_file_by_its_former_name():
-    present = {
-        file.name for folder in ("trimtab", "tests", "tools", "bench") for file in (rooms.ROOT / folder).rglob("*.py")
-    }
+    present = {file.name for folder in ("trimtab", "tests", "tools", "bench") for file in (rooms.ROOT / folder).rglob("*.py")}
     former = {f"{old.rpartition('/')[2]}.py" for old in former_names.moves()} - present
     names = re.compile(rf"(?<![\w/])({'|'.join(sorted(map(re.escape, former)))})(?!\w)")
     files = [file for file in rooms.PACKAGE.rglob("*.py") if file.name != "former_names.py"]
-    found = {
-        file.name: hits for file in files if (hits := sorted(set(names.findall(file.read_text(encoding="utf-8")))))
-    }
+    found = {file.name: hits for file in files if (hits := sorted(set(names.findall(file.read_text(encoding="utf-8")))))}
     assert found == {}
 
 

@@ -41,9 +41,7 @@ ROUTERS = {
 }  # fmt: skip
 
 
-def router_adapter(
-    family: str, base: Path, folder: Path, *, strength: float = 0.3, seed: int = 0, **config: Any
-) -> Path:
+def router_adapter(family: str, base: Path, folder: Path, *, strength: float = 0.3, seed: int = 0, **config: Any) -> Path:
     """Write what transformers 4 and PEFT wrote: LoRA on every q_proj and router."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for path, module in load(base).named_modules():
@@ -51,9 +49,7 @@ def router_adapter(
             out_size, in_size = module.weight.shape
             former = path.replace("mlp.gate", FORMER[family])
             for role, shape in (("A", (3, in_size)), ("B", (out_size, 3))):
-                tensors[f"base_model.model.{former}.lora_{role}.weight"] = strength * torch.randn(
-                    shape, generator=generator
-                )
+                tensors[f"base_model.model.{former}.lora_{role}.weight"] = strength * torch.randn(shape, generator=generator)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     stored = {
@@ -142,9 +138,7 @@ def test_dora_on_a_router_is_refused_by_name(tmp_path: Path) -> None:
         for key, value in tensors.items() if "lora_B" in key
     }  # fmt: skip
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(
-        AdapterError, match=r"LoRA on Qwen3MoeTopKRouter with DoRA or a bias \(model.layers.0.mlp.gate\)"
-    ):
+    with pytest.raises(AdapterError, match=r"LoRA on Qwen3MoeTopKRouter with DoRA or a bias \(model.layers.0.mlp.gate\)"):
         match_adapter(read_adapter(adapter), read_anatomy(read_checkpoint(base), quant="none", dtype="float32"))
 
 

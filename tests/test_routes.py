@@ -98,9 +98,7 @@ def test_ours_and_stock_give_the_same_bits(tmp_path, family, quant):
     adapter = pico.adapter(folder, tmp_path / "adapter")
     items = items_of(rows_of(folder, tmp_path), "a")
     first = run(own(folder, adapter, quant=quant), items, tmp_path / "ours", hidden=True)
-    second = run(
-        theirs(folder, adapter, quant), routes.with_continuations(items, first), tmp_path / "theirs", hidden=True
-    )
+    second = run(theirs(folder, adapter, quant), routes.with_continuations(items, first), tmp_path / "theirs", hidden=True)
     for a, b in zip(first.said, second.said, strict=True):
         assert a.repeats and b.repeats and a.continuation == b.continuation == a.token_ids == b.token_ids
         (ours, our_layers), (others, other_layers) = forced.read_run(a.file), forced.read_run(b.file)
@@ -181,9 +179,7 @@ def test_an_order_that_fails_is_named_not_hidden():
     def fail():
         raise RuntimeError("no room\nmore")
 
-    pairs, skipped = forced.measure_noise(
-        "p", torch.zeros(2, 3), iter([("twice", lambda: torch.ones(2, 3)), ("big", fail)])
-    )
+    pairs, skipped = forced.measure_noise("p", torch.zeros(2, 3), iter([("twice", lambda: torch.ones(2, 3)), ("big", fail)]))
     assert [(pair.first, pair.second, pair.max_abs) for pair in pairs] == [("once", "twice", 1.0)]
     assert skipped == ("p, big: RuntimeError: no room",)
 

@@ -151,9 +151,7 @@ def test_what_was_computed_is_told_of_those_that_leave_or_fail():
         scheduler.turn()
     engine.fail_pieces = ("fails",)
     to_the_end(scheduler)
-    found = {
-        event.job_id: (event.kind, event.usage["prompt_tokens"]) for event in told if event.usage.get("prompt_tokens")
-    }
+    found = {event.job_id: (event.kind, event.usage["prompt_tokens"]) for event in told if event.usage.get("prompt_tokens")}
     assert found == {"leaves": ("dropped", 4 * PIECE_TOKENS), "fails": ("error", 3 * PIECE_TOKENS)}
     scheduler.cancel("leaves")  # it is not told twice
     assert [event.kind for event in told].count("dropped") == 1
@@ -210,10 +208,7 @@ def test_a_key_pays_for_what_a_failed_request_computed(spent, status):
     pool = MockPool(lambda job: [Event(job.id, "error", finish="error", error=error, usage=usage)])
     assert status_of_the_next(pool, "/v1/completions", prompt="a", prompt_logprobs=1)[1] == status
     pool = MockPool(lambda job: [Event(job.id, "error", finish="error", error=error, usage=usage)])
-    assert (
-        status_of_the_next(pool, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], stream=True)[1]
-        == status
-    )
+    assert status_of_the_next(pool, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], stream=True)[1] == status
 
 
 @pytest.mark.parametrize(("spent", "status"), [(60, 429), (59, 200)])
@@ -238,13 +233,9 @@ def test_a_second_pass_of_a_prompt_counts_for_its_key():
 
 def test_log_probabilities_of_a_worker_that_was_lost_are_not_shown_twice():
     def answers(job):
-        again = [
-            Event(job.id, "scores", result={"start": start}, data=data) for start, data in ((0, b"null,1"), (16, b"2"))
-        ]
+        again = [Event(job.id, "scores", result={"start": start}, data=data) for start, data in ((0, b"null,1"), (16, b"2"))]
         return [again[0], *again, *words(job, "a")]
 
-    found = client(MockPool(answers)).post(
-        "/v1/completions", json={"model": "style", "prompt": "a", "prompt_logprobs": 0}
-    )
+    found = client(MockPool(answers)).post("/v1/completions", json={"model": "style", "prompt": "a", "prompt_logprobs": 0})
     assert found.json()["choices"][0]["prompt_logprobs"] == [None, 1, 2]
     assert found.content == json.dumps(found.json(), ensure_ascii=False, separators=(",", ":")).encode()

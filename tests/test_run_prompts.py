@@ -90,9 +90,7 @@ def test_an_answer_that_fills_the_context_says_so():
 
     assert note(13) == "the answer was cut after 3 tokens: the context of 16 is full; --context sets it"
     assert note(5) == "the answer was cut after 3 tokens: --max-new-tokens sets the limit"
-    assert (
-        note(13, finish="stop") is None and note(5, text=" ") == "the answer has no text: 3 tokens, ended by 'length'"
-    )
+    assert note(13, finish="stop") is None and note(5, text=" ") == "the answer has no text: 3 tokens, ended by 'length'"
 
 
 # A file of prompts ----------------------------------------------------------------------------------------------------
@@ -155,9 +153,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
     )
     with trimtab.load(plan) as model:
         assert rows[1]["text"] == model.answer("Who are you?", adapter="style", max_new_tokens=6).text
-        expected = model.answer(
-            "What is shown?", image=prompts.parent / "one.png", adapter="specialist", max_new_tokens=6
-        )
+        expected = model.answer("What is shown?", image=prompts.parent / "one.png", adapter="specialist", max_new_tokens=6)
         assert rows[2]["text"] == expected.text
     with monkeypatch.context() as patch:
         patch.setattr(many_command, "opened", None)  # wrong lines alone load no model
@@ -237,9 +233,7 @@ def test_a_file_that_is_no_output_of_a_run_is_refused_and_kept(tmp_path, text):
 
 def test_a_killed_run_leaves_whole_lines_and_goes_on(tmp_path):
     path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"Count {n}", "temperature": 50.0, "seed": n}) + "\n" for n in range(20))
-    )
+    path.write_text("".join(json.dumps({"prompt": f"Count {n}", "temperature": 50.0, "seed": n}) + "\n" for n in range(20)))
     command = [sys.executable, "-m", "trimtab", "run", BASE, *PLACED, "--prompts", str(path), "--out", str(out),
                "--max-new-tokens", "20"]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE)

@@ -566,9 +566,7 @@ class Worker:
 
     def start(self):
         self.state = self.told.get("state", "ready")
-        self.failure = (
-            {"class": "CheckpointError", "message": "no model", "fields": {}} if self.state == "failed" else None
-        )
+        self.failure = {"class": "CheckpointError", "message": "no model", "fields": {}} if self.state == "failed" else None
 
     def stop(self):
         self.state = "stopped"

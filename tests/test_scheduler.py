@@ -323,9 +323,7 @@ def timed(rows=32, step_s=0.01, **chunk):
         clock.now += seconds
 
     engine.wait = wait
-    scheduler = Scheduler(
-        engine, lambda event: texts.append((event.job_id, clock.now, event.kind)), now=clock, queue_limit=500
-    )
+    scheduler = Scheduler(engine, lambda event: texts.append((event.job_id, clock.now, event.kind)), now=clock, queue_limit=500)
     return scheduler, engine, clock, texts
 
 

@@ -126,8 +126,7 @@ def test_a_schema_and_the_tools_that_a_call_is_held_to_are_checked_where_the_req
         schema_of(body, Limits())
     # No tool has more than is allowed; together they have.
     tools = [
-        {"type": "function", "function": {"name": f"f{i}", "parameters": named([integer(multipleOf=12001)])}}
-        for i in range(5)
+        {"type": "function", "function": {"name": f"f{i}", "parameters": named([integer(multipleOf=12001)])}} for i in range(5)
     ]
     calls_of(asked(tools=tools), Limits())  # the model may call them, and nothing is compiled
     calls_of(asked(tools=tools[:3], tool_choice="required"), Limits())
@@ -180,10 +179,7 @@ def merged_widely(width):
     levels = {"d0": integer(multipleOf=7)}
     for level in range(1, 7):
         one = {"$ref": f"#/$defs/d{level - 1}"}
-        branches = [
-            {"anyOf": [{"properties": {f"p{i}": one}, "items": one}, {"additionalProperties": one}]}
-            for i in range(width)
-        ]
+        branches = [{"anyOf": [{"properties": {f"p{i}": one}, "items": one}, {"additionalProperties": one}]} for i in range(width)]
         levels[f"d{level}"] = {"allOf": branches}
     return {"$ref": "#/$defs/d6", "$defs": levels}
 
@@ -236,9 +232,7 @@ def test_multiples_are_refused_by_what_they_cost():
 @pytest.fixture(scope="module")
 def digits():
     """A vocabulary in which up to three digits are one token, as Llama 3's has them."""
-    tokens = [bytes([one]) for one in range(256)] + [
-        f"{one:0{size}}".encode() for size in (2, 3) for one in range(10**size)
-    ]
+    tokens = [bytes([one]) for one in range(256)] + [f"{one:0{size}}".encode() for size in (2, 3) for one in range(10**size)]
     return Vocabulary([*tokens, b"<end>"], [len(tokens)], len(tokens))
 
 
@@ -285,9 +279,7 @@ def test_multiples_take_at_most_twice_the_memory_of_the_states_that_are_counted(
         9973, 49865, 79784, 65536, 131072, 78125, 86400, 89600, 102400, 384000, 128000, 1280000, 5600000, 1440000, 3600000,
         166500, 337500, 315000, 3150000, 590625, 199800, 999000, 9990000, 6300000,
     ]  # fmt: skip
-    made = subprocess.run(
-        [sys.executable, "-c", COMPILED, json.dumps(values)], capture_output=True, text=True, timeout=300
-    )
+    made = subprocess.run([sys.executable, "-c", COMPILED, json.dumps(values)], capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr
     (_, *found) = map(json.loads, made.stdout.splitlines())
     assert [(value, reason) for value, _, reason in found] == [(value, "") for value in values]
@@ -344,9 +336,7 @@ def written_out(children):
     return st.lists(st.tuples(children, REPEATS), min_size=1, max_size=3).map(joined)
 
 
-LEAVES = st.tuples(ATOMS, REPEATS).map(
-    lambda pair: (pair[0][0] + pair[1][0], 1 if pair[0][2] else pair[0][1] * pair[1][1])
-)
+LEAVES = st.tuples(ATOMS, REPEATS).map(lambda pair: (pair[0][0] + pair[1][0], 1 if pair[0][2] else pair[0][1] * pair[1][1]))
 
 
 @given(st.recursive(LEAVES, written_out, max_leaves=8))

@@ -17,9 +17,7 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def driver(monkeypatch):
     """Plays the driver; `locked` holds the addresses that it has page-locked. The device's memory is the host's here."""
-    played = SimpleNamespace(
-        locked=set(), refuses=False, flushed=0, makes=lambda memory: memory.tensor.view(torch.uint8)
-    )
+    played = SimpleNamespace(locked=set(), refuses=False, flushed=0, makes=lambda memory: memory.tensor.view(torch.uint8))
 
     def register(address, nbytes, flags):
         assert nbytes > 0 and flags == 0

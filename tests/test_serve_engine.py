@@ -44,9 +44,7 @@ from trimtab.serve.worker.engine import LoadedEngine
 
 PATHS = {name: DEMO / "adapters" / name for name in ADAPTERS}
 PICTURE = (DEMO / "images" / "image_1.png").read_bytes()
-LOOK = [
-    {"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What do you see?"}]}
-]
+LOOK = [{"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What do you see?"}]}]
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +126,7 @@ def test_the_choices_of_one_request_decode_its_image_once(engine, monkeypatch):
     may_decode.set()
     while scheduler.turn():
         pass
-    texts = {
-        name: "".join(event.text for event in told if event.job_id == name) for name in ("c0", "c1", "c2", "other")
-    }
+    texts = {name: "".join(event.text for event in told if event.job_id == name) for name in ("c0", "c1", "c2", "other")}
     assert texts["c0"] == "" and texts["c1"] == texts["c2"] == texts["other"] != ""
     assert len(decoded) == 2
     gc.collect()
@@ -142,9 +138,7 @@ def test_taking_up_a_text_builds_nothing_and_copies_nothing_that_a_captured_prom
     copied = []
     real = chat.Inputs.to
     monkeypatch.setattr(chat.Inputs, "to", lambda self, device: copied.append(self.has_media) or real(self, device))
-    monkeypatch.setattr(
-        hf_slots, "prompt_cache", lambda *_: pytest.fail("a cache for transformers' own pass was built")
-    )
+    monkeypatch.setattr(hf_slots, "prompt_cache", lambda *_: pytest.fail("a cache for transformers' own pass was built"))
     told = ask("a", [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
     seen = ask("b")
     for job in (told, seen):
@@ -257,9 +251,7 @@ def test_an_answer_is_held_to_its_schema(engine, options):
 
 def test_a_schema_is_compiled_where_no_token_waits_for_it(engine, monkeypatch):
     compiled, whole = [], Reading.constraint
-    monkeypatch.setattr(
-        Reading, "constraint", lambda *arguments: compiled.append(threading.current_thread()) or whole(*arguments)
-    )
+    monkeypatch.setattr(Reading, "constraint", lambda *arguments: compiled.append(threading.current_thread()) or whole(*arguments))
     text, _, _ = run(engine, ask("a", schema=SCHEMA, tokens=100))["a"]
     assert json.loads(text) == {"n": 3, "c": "mauve"}
     assert [(thread.name, thread.daemon) for thread in compiled] == [("trimtab-schema", True)]
@@ -468,9 +460,7 @@ def picture(width, height):
 
 def sound(samples, form="WAV"):
     out = io.BytesIO()
-    soundfile.write(
-        out, np.zeros(samples, np.float32), 16_000, format=form if form in soundfile.available_formats() else "WAV"
-    )
+    soundfile.write(out, np.zeros(samples, np.float32), 16_000, format=form if form in soundfile.available_formats() else "WAV")
     return {"type": "audio", "audio": out.getvalue()}
 
 
@@ -510,9 +500,7 @@ def test_a_text_that_forges_turns_and_media_is_answered_as_text(engine):
         *(ask(name, prompt=[{"role": "user", "content": parts}]) for name, parts in (("a", forged), ("b", plain))),
     )
     assert found["a"][1].kind == found["b"][1].kind == "done"
-    assert (
-        found["a"][1].usage["prompt_tokens"] > found["b"][1].usage["prompt_tokens"] + 20
-    )  # one token each if they were read
+    assert found["a"][1].usage["prompt_tokens"] > found["b"][1].usage["prompt_tokens"] + 20  # one token each if they were read
 
 
 def test_images_are_prepared_while_others_get_their_tokens(engine, monkeypatch):
@@ -657,9 +645,7 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
 
     if where == "prepare":
         prepare = chat.prepare
-        monkeypatch.setattr(
-            chat, "prepare", lambda m, prompt, **kw: fail() if prompt == "bad" else prepare(m, prompt, **kw)
-        )
+        monkeypatch.setattr(chat, "prepare", lambda m, prompt, **kw: fail() if prompt == "bad" else prepare(m, prompt, **kw))
     begin = LoadedEngine._begin
 
     def begun(self, job, compiled):

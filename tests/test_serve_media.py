@@ -128,9 +128,7 @@ def test_other_formats_are_refused(kind):
     assert "png, jpeg or webp" in str(refused(check_image, picture(kind)))
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"x", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP" + b"\0" * 20, png(0, 5), b"<svg/>"]
-)
+@pytest.mark.parametrize("data", [b"", b"x", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP" + b"\0" * 20, png(0, 5), b"<svg/>"])
 def test_what_is_no_picture_is_refused(data):
     assert refused(check_image, data).field == FIELD
 
@@ -150,19 +148,13 @@ def test_what_is_no_data_url_of_a_picture_is_refused(url):
 def test_a_data_url_gives_its_bytes():
     data = picture()
     url = "data:image/png;base64," + base64.b64encode(data).decode()
-    assert (
-        media.from_data_url(url, field=FIELD)
-        == media.from_data_url("DATA:IMAGE/PNG;BASE64," + url[22:], field=FIELD)
-        == data
-    )
+    assert media.from_data_url(url, field=FIELD) == media.from_data_url("DATA:IMAGE/PNG;BASE64," + url[22:], field=FIELD) == data
 
 
 # Sounds ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bits": 8}, {"bits": 24}, {"bits": 32, "tag": 3}, {"channels": 2}, {"tag": 0xFFFE}]
-)
+@pytest.mark.parametrize("options", [{}, {"bits": 8}, {"bits": 24}, {"bits": 32, "tag": 3}, {"channels": 2}, {"tag": 0xFFFE}])
 def test_a_wav_is_measured_by_its_samples(options):
     data = wav(16_000, **options)
     assert check_sound(data, audio_s=1.0) == 1.0

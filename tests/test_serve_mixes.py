@@ -137,9 +137,7 @@ def test_a_request_with_a_mix_reaches_the_model_and_a_wrong_one_is_400():
             found = client.post("/v1/chat/completions", json={"model": "demo", "adapter": adapter, **said})
             assert found.status_code in (400, 404) and found.json()["error"]["param"] == param
         counted = client.get("/metrics").text
-    assert (
-        'adapter="(mix)"' in counted and "0.7" not in counted.partition("trimtab_requests_total{")[2].partition("}")[0]
-    )
+    assert 'adapter="(mix)"' in counted and "0.7" not in counted.partition("trimtab_requests_total{")[2].partition("}")[0]
 
 
 def test_weights_of_paths_come_from_the_command_line_and_the_registry(tmp_path):
@@ -151,9 +149,7 @@ def test_weights_of_paths_come_from_the_command_line_and_the_registry(tmp_path):
     (one,) = served_models(parser().parse_args(["serve", str(DEMO / "base"), "--adapter", f"s={path}:0.7"]))
     assert one.adapters == {"s": str(path)} and one.weights == {"s": 0.7}
     file = tmp_path / "models.toml"
-    file.write_text(
-        f'[models.demo]\npath = "{DEMO / "base"}"\n[models.demo.adapters]\ns = "{path}:0.7"\nt = "{path}"\n'
-    )
+    file.write_text(f'[models.demo]\npath = "{DEMO / "base"}"\n[models.demo.adapters]\ns = "{path}:0.7"\nt = "{path}"\n')
     (two,) = read_registry(file)
     assert two.adapters == {"s": str(path), "t": str(path)} and two.weights == {"s": 0.7}
 
@@ -198,9 +194,7 @@ def answered(engine, *names):
 
 def test_a_mix_from_host_memory_holds_the_values_of_pythons_and_needs_no_other_place(loaded):
     name = loaded.adapter_name(WEIGHTS)  # compared with PEFT's weighted sum in test_many.py
-    expected = {
-        place.leaf.module_path: place.leaf.adapters[name] for place in loaded.adapter_store.holders[name].fitting.plain
-    }
+    expected = {place.leaf.module_path: place.leaf.adapters[name] for place in loaded.adapter_store.holders[name].fitting.plain}
     values = {path: (one.A.clone(), one.B.clone()) for path, one in expected.items()}
     alone = {str(one): loaded.answer(IDS, adapter=one, max_new_tokens=8).token_ids for one in (WEIGHTS, "a2", None)}
     engine = engine_of(loaded, 1)

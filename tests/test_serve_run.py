@@ -453,9 +453,7 @@ def test_requests_that_came_before_the_end_are_all_answered(server):
 def test_half_a_request_behind_the_last_answer_is_dropped(server):
     found = half_closed(server, request("count 2"), GET[:20]).replace(CONTINUE, b"")
     assert found.count(b"HTTP/1.1 ") == 1 and found.startswith(b"HTTP/1.1 200")
-    assert (
-        half_closed(server, request("count 2")[:-5]) == b""
-    )  # whoever ends in the midst of a body has nothing to be told
+    assert half_closed(server, request("count 2")[:-5]) == b""  # whoever ends in the midst of a body has nothing to be told
     assert half_closed(server, GET[:20]) == half_closed(server) == b""
 
 

@@ -22,9 +22,7 @@ from trimtab.serve.worker.pulse import BEAT_S, Patience
 from trimtab.serve.worker.worker import CAPTURING_S, _Worker
 
 WAIT_S = 60
-REQUEST = LoadRequest(
-    model=str(DEMO / "base"), quant="none", dtype="float32", context_tokens=384, audio_s=1.0, device="cpu"
-)
+REQUEST = LoadRequest(model=str(DEMO / "base"), quant="none", dtype="float32", context_tokens=384, audio_s=1.0, device="cpu")
 
 
 def settings_of(adapters, **more):
@@ -309,9 +307,7 @@ def test_a_draining_worker_answers_loads_under_way_and_ends_though_their_files_c
     may_go_on.set()
     served.channel.close()
     events, replies = messages_of(running.channel)
-    assert {call_id: reply["error"]["class"] for call_id, reply in replies.items()} == dict.fromkeys(
-        (1, 2, 3), "StoppingError"
-    )
+    assert {call_id: reply["error"]["class"] for call_id, reply in replies.items()} == dict.fromkeys((1, 2, 3), "StoppingError")
     assert [event.kind for event in events if event.job_id == "last"][-1] == "done"
     running.channel.close()
 

@@ -21,9 +21,7 @@ def test_this_machine_alone_needs_no_key(host):
     assert is_loopback(host) and Settings(host=host).api_keys == ()
 
 
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "127.1", "localhost.example.org", "10.0.0.1"]
-)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "127.1", "localhost.example.org", "10.0.0.1"])
 def test_other_hosts_need_a_key(host):
     assert refused(Settings, host=host).field == "host"
     assert Settings(host=host, api_keys=("k",)).host == host
@@ -120,9 +118,7 @@ def test_what_is_no_folder_below_the_root_is_refused_in_the_same_words(root, giv
     assert str(error) == "lora_path: is not a folder below the server's adapter folder"
 
 
-@pytest.mark.parametrize(
-    "name, text, words", [("n", "1.5", "must be an integer"), ("send_s", "soon", "must be a number")]
-)
+@pytest.mark.parametrize("name, text, words", [("n", "1.5", "must be an integer"), ("send_s", "soon", "must be a number")])
 def test_a_limit_of_another_kind_says_which_it_must_be(name, text, words):
     assert words in str(refused(Limits.of, {name: text}))
 

@@ -88,9 +88,7 @@ def operations(call):
 
 
 def short_of(model, told=None, store=None):
-    return ShortOps(
-        model, store or AdapterStore(), CPU, lambda what, why: told.append((what, why)) if told is not None else None
-    )
+    return ShortOps(model, store or AdapterStore(), CPU, lambda what, why: told.append((what, why)) if told is not None else None)
 
 
 # Norms
@@ -344,9 +342,7 @@ def test_a_change_that_is_rounded_once_is_nearer_to_the_exact_one_than_pefts(kin
     x = torch.randn(64, 1, 64, generator=torch.Generator().manual_seed(6)).bfloat16()
     adapter = model.up.adapters["a"]
     with torch.no_grad():
-        exact = base_of(model.up)(x).double() + adapter.scale * (
-            x.double() @ adapter.A.double().T @ adapter.B.double().T
-        )
+        exact = base_of(model.up)(x).double() + adapter.scale * (x.double() @ adapter.A.double().T @ adapter.B.double().T)
         errors = []
         for store.applier in (EAGER, ShortAdapters()):
             errors.append(float((model.up(x).double() - exact).pow(2).mean()))
@@ -505,9 +501,7 @@ def test_modules_as_they_are_where_they_were_asked_for_and_on_a_cpu(model, allow
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    crossed(
-        ["gemma4", "gemma4_moe", "gemma3", "gemma3n", "qwen3_vl", "llama", "qwen3_moe"], ["float32", "bfloat16"], rest=1
-    ),
+    crossed(["gemma4", "gemma4_moe", "gemma3", "gemma3n", "qwen3_vl", "llama", "qwen3_moe"], ["float32", "bfloat16"], rest=1),
 )
 def test_scores_of_every_family_are_the_modules(family, dtype, allowed, tmp_path):
     """Random weights, 12 steps of the same tokens, past the sliding window."""

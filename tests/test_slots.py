@@ -55,9 +55,7 @@ def test_every_layer_of_a_slot_has_its_adapters_addresses(model):
 def test_layers_that_read_one_input_are_rows_of_one_table(model):
     slots = slots_of(model)
     slots.set_rows(["style"])
-    attention = next(
-        m for path, m in model.hf_model.named_modules() if path.endswith("language_model.layers.0.self_attn")
-    )
+    attention = next(m for path, m in model.hf_model.named_modules() if path.endswith("language_model.layers.0.self_attn"))
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     args = slots.args(projections, 2)
     assert args.A_ptr.shape == (3, slots.slots) and args.low.shape == (2, 3, slots.largest_rank)

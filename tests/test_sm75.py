@@ -212,8 +212,7 @@ def test_weights_in_16_bits_give_the_answer_of_stock_in_float32(family, quant, w
     folder = pico.build(family, tmp_path / "base")
     base = stock.load_stock(folder, quant, dtype=torch.float32)
     inputs = {
-        name: value.float() if value.is_floating_point() else value
-        for name, value in pico.inputs(family, base.config).items()
+        name: value.float() if value.is_floating_point() else value for name, value in pico.inputs(family, base.config).items()
     }
     expected = stock.logits(base, inputs)
     for options in ({}, {"place": {"*": "stream"}}, {"place": {"*": "disk"}}):
@@ -225,9 +224,7 @@ def test_weights_in_16_bits_give_the_answer_of_stock_in_float32(family, quant, w
             assert torch.equal(stock.logits(model.hf_model, inputs), expected), options
 
 
-@pytest.mark.parametrize(
-    ("family", "quant"), crossed(["gemma4", "gemma4_moe", "llama"], ["none", "nf4"], first=["llama"], rest=1)
-)
+@pytest.mark.parametrize(("family", "quant"), crossed(["gemma4", "gemma4_moe", "llama"], ["none", "nf4"], first=["llama"], rest=1))
 def test_weights_that_are_cast_while_loading_are_cast_a_few_rows_at_a_time(family, quant, monkeypatch, tmp_path):
     """In float32 the per-layer table of Gemma 4 E2B was 4.4 GiB in bfloat16 beside 8.8 GiB in float32, which no plan counts."""
     taken = []
@@ -243,8 +240,7 @@ def test_weights_that_are_cast_while_loading_are_cast_a_few_rows_at_a_time(famil
     folder = pico.build(family, tmp_path / "base")
     base = stock.load_stock(folder, quant, dtype=torch.float32)
     inputs = {
-        name: value.float() if value.is_floating_point() else value
-        for name, value in pico.inputs(family, base.config).items()
+        name: value.float() if value.is_floating_point() else value for name, value in pico.inputs(family, base.config).items()
     }
     plan = trimtab.plan(folder, quant=quant, context=64, device="cpu", dtype="float32", place={"*": "resident"})
     with trimtab.load(plan) as model:
@@ -259,9 +255,7 @@ def test_rows_of_a_table_that_is_gathered_are_cast_from_16_bits(memory, without_
     folder = pico.build("gemma4", tmp_path / "base")
     plan = trimtab.plan(folder, quant="none", context=64, device="cpu", place={"*per_layer": "gather"})
     placed = [one for one in plan.placements if one.tier == "gather"]
-    plan = replace(
-        plan, placements=tuple(replace(one, home=memory) if one in placed else one for one in plan.placements)
-    )
+    plan = replace(plan, placements=tuple(replace(one, home=memory) if one in placed else one for one in plan.placements))
     with trimtab.load(plan) as model:
         table = model.hf_model.get_submodule(placed[0].block_path)
         assert table.source.dtype == torch.bfloat16
@@ -277,8 +271,7 @@ def test_adapters_over_weights_in_16_bits_are_pefts_in_float32(embeddings, witho
     adapter = pico.adapter(folder, tmp_path / "adapter", embeddings=embeddings, dora=embeddings)
     base = stock.load_stock(folder, dtype=torch.float32)
     inputs = {
-        name: value.float() if value.is_floating_point() else value
-        for name, value in pico.inputs("gemma4", base.config).items()
+        name: value.float() if value.is_floating_point() else value for name, value in pico.inputs("gemma4", base.config).items()
     }
     expected = stock.logits(stock.with_adapter(base, adapter), inputs)
     plan = trimtab.plan(folder, quant="none", context=64, device="cpu", adapters={"a": str(adapter)})
@@ -382,9 +375,7 @@ def test_a_tower_whose_activations_do_not_survive_is_refused_and_named(medium, t
     with loaded_with_media(hearing) as model:
         float16_check.check(model)
         part = getattr(model.hf_model.model, tower)
-        norm = next(
-            module for module in part.modules() if "Norm" in type(module).__name__ and hasattr(module, "weight")
-        )
+        norm = next(module for module in part.modules() if "Norm" in type(module).__name__ and hasattr(module, "weight"))
         with torch.no_grad():
             norm.weight.fill_(6e4)
         with pytest.raises(DeviceError, match=rf"in {tower}\.\S+ \({medium}\), float16 holds") as caught:

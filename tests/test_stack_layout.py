@@ -74,14 +74,10 @@ def test_a_pair_changes_its_stack_as_its_release_does(release: str, kind: str, t
 def test_other_pairs_of_the_file_show_the_layout_of_a_square_one(release: str, kind: str, tmp_path: Path) -> None:
     pairs = {kind: RECORD[release][kind], f"{kind}_oblong": RECORD[release][f"{kind} oblong"]}
     found = change_of(tmp_path, pairs, None)
-    assert {name: change.tolist() for name, change in found.items()} == {
-        name: pair["change"] for name, pair in pairs.items()
-    }
+    assert {name: change.tolist() for name, change in found.items()} == {name: pair["change"] for name, pair in pairs.items()}
 
 
-@pytest.mark.parametrize(
-    "version", [None, "0.18.2.dev0@1a2b3c", "0.19.0.dev0", "0.19.1.dev0@UNKNOWN", "main", "", "9" * 5000]
-)
+@pytest.mark.parametrize("version", [None, "0.18.2.dev0@1a2b3c", "0.19.0.dev0", "0.19.1.dev0@UNKNOWN", "main", "", "9" * 5000])
 def test_a_square_pair_of_an_unknown_layout_is_refused(version: str | None, tmp_path: Path) -> None:
     with pytest.raises(AdapterError) as caught:
         change_of(tmp_path, {"plain": RECORD["0.18.1"]["plain"]}, version)

@@ -36,9 +36,7 @@ class Stream:
         return SimpleNamespace(behind=dict(self.behind), capture=self.cuda.capture)
 
     def wait_event(self, event):
-        assert event.capture == self.cuda.capture, (
-            "CUDA refuses to wait within a capture for what is outside, and the reverse"
-        )
+        assert event.capture == self.cuda.capture, "CUDA refuses to wait within a capture for what is outside, and the reverse"
         for name, count in event.behind.items():
             self.behind[name] = max(self.behind.get(name, 0), count)
 
@@ -72,9 +70,7 @@ class Cuda:
         side = Stream(self, "side")
         with self.on(side):
             run()
-        assert side.behind.get("copies", 0) == self.copies.behind.get("copies", 0), (
-            "CUDA refuses a stream that is not joined"
-        )
+        assert side.behind.get("copies", 0) == self.copies.behind.get("copies", 0), "CUDA refuses a stream that is not joined"
         inside, end = self.log, dict(side.behind)
         self.log, self.capture, self.copies.behind = log, 0, outside
 
@@ -102,11 +98,7 @@ class Cuda:
             return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
         for other in self.log:
-            mine = [
-                one
-                for one in self.log
-                if one is not other and overlap(one[0], other[0]) and "copy" in (one[1], other[1])
-            ]
+            mine = [one for one in self.log if one is not other and overlap(one[0], other[0]) and "copy" in (one[1], other[1])]
             assert all(is_before(one, other) or is_before(other, one) for one in mine), other
             if other[1] == "read":
                 before = [one for one in mine if is_before(one, other)]

@@ -93,9 +93,7 @@ def test_a_step_follows_each_weight_that_a_new_adapter_needs_and_its_first_use_n
     running.log.clear()
     running.ask("with it", tokens=3, adapter="dora")
     assert running.end_of("with it").kind == "done"
-    assert "weight" not in running.log and not any(
-        event.job_id == "long" and event.kind == "done" for event in running.events
-    )
+    assert "weight" not in running.log and not any(event.job_id == "long" and event.kind == "done" for event in running.events)
 
 
 def test_an_answer_goes_on_while_the_files_of_an_adapter_or_their_dates_cannot_be_read_yet(running, monkeypatch):

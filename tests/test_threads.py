@@ -117,9 +117,7 @@ def test_a_model_loaded_in_a_program_follows_the_variable_and_leaves_the_environ
         "with trimtab.load(demo.BASE, device='cpu', context=64, images=0, audio_s=0.0): print(torch.get_num_threads())\n"
         "assert 'OMP_NUM_THREADS' not in os.environ and before['TRIMTAB_THREADS'] == os.environ['TRIMTAB_THREADS']\n"
     )
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {
-        "TRIMTAB_THREADS": "3"
-    }
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"TRIMTAB_THREADS": "3"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3"]
 
@@ -129,8 +127,5 @@ def test_the_page_says_what_the_record_has():
     record = json.loads((root / "bench" / "results" / "threads.json").read_text("utf-8"))
     page = (root / "docs" / "run-on-a-cpu.md").read_text("utf-8")
     for way in ("chosen", "all_cores"):
-        assert (
-            f"{record['medians'][way]['tokens_per_s']:.1f}" in page
-            and f"{record['medians'][way]['process_s']:.1f} s" in page
-        )
+        assert f"{record['medians'][way]['tokens_per_s']:.1f}" in page and f"{record['medians'][way]['process_s']:.1f} s" in page
     assert record["all_cores_over_chosen"]["decode_s"] > 1.2

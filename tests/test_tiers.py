@@ -141,22 +141,16 @@ def test_what_another_pass_left_in_the_buffers_is_exchanged_before_a_replay(tmp_
     order = order_of(staged)
     staged[-1](inputs_for(staged[-1]))
     before, replays = streamer.copied_bytes, []
-    tiers.replay(
-        streamer, order, SimpleNamespace(replay=lambda: replays.append([slot.owner for slot in streamer.slots]))
-    )
+    tiers.replay(streamer, order, SimpleNamespace(replay=lambda: replays.append([slot.owner for slot in streamer.slots])))
     assert replays == [streamer.groups[:2]] and streamer.copied_bytes > before
     # Blocks that are entered twice have no such order: a replay then begins with empty buffers.
-    tiers.replay(
-        streamer, [*order, order[0]], SimpleNamespace(replay=lambda: replays.append([s.owner for s in streamer.slots]))
-    )
+    tiers.replay(streamer, [*order, order[0]], SimpleNamespace(replay=lambda: replays.append([s.owner for s in streamer.slots])))
     assert replays[1] == [None, None]
     streamer.close()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize(
-    "places", [(0, 6, 7, 3, 1, 8, 4, 0), (0, 1, 2, 1, 3), (0, 1, 2, 3, 2), (0, 2, 4, 6, 8), (9, 0), (0, 1, 2)]
-)
+@pytest.mark.parametrize("places", [(0, 6, 7, 3, 1, 8, 4, 0), (0, 1, 2, 1, 3), (0, 1, 2, 3, 2), (0, 2, 4, 6, 8), (9, 0), (0, 1, 2)])
 def test_a_pass_that_leaves_its_order_is_right_all_the_same(places, slots, tmp_path):
     staged, resident, streamer = stack("nf4", tmp_path, home="host", count=5, slots=slots)
     streamer.begin_pass(order_of(staged))

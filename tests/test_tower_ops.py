@@ -226,9 +226,7 @@ def test_a_plan_counts_room_for_the_largest_weight_of_towers_too():
     before = uncaptured_bytes(E4B, (16,), quant="nf4-dq", has_adapters=False)["prompt_buffers"]
     largest = max(row.weight.numel for row in E4B.rows if row.part == "language" and row.quantized and row.weight)
     for part in lora.TOWERS:
-        place, row = next(
-            (n, row) for n, row in enumerate(E4B.rows) if row.part == part and row.quantized and row.weight
-        )
+        place, row = next((n, row) for n, row in enumerate(E4B.rows) if row.part == part and row.quantized and row.weight)
         wide = tuple(replace(one, shape=(largest // 64, 128)) for one in row.tensors)
         other = replace(E4B, rows=(*E4B.rows[:place], replace(row, tensors=wide), *E4B.rows[place + 1 :]))
         assert uncaptured_bytes(other, (16,), quant="nf4-dq", has_adapters=False)["prompt_buffers"] - before == 2 * (

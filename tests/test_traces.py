@@ -63,9 +63,7 @@ def test_shares_are_shown_with_the_lower_bound_of_their_sample():
 
 def test_page_and_record_name_the_labels_without_a_paste():
     without = {one.label for one in SIGNATURES} - {entry["label"] for entry in ENTRIES}
-    shown = (
-        score_traces.PAGE.read_text(encoding="utf-8").partition("<!-- scores -->")[2].partition("<!-- /scores -->")[0]
-    )
+    shown = score_traces.PAGE.read_text(encoding="utf-8").partition("<!-- scores -->")[2].partition("<!-- /scores -->")[0]
     assert without and set(re.findall("`([A-Z0-9_]+)`", shown)) == without
     assert set(json.loads(score_traces.RESULT.read_text(encoding="utf-8"))["labels_without_a_paste"]) == without
 
@@ -200,9 +198,7 @@ FLAG = "ValueError: Some modules are dispatched on the CPU or the disk. Make sur
         lambda text: text.replace('"', "&quot;"),
         lambda text: f"\x1b[31m{text}\x1b[0m",
         lambda text: text.replace("/home/me/venv/lib/python3.11/site-packages/", "..."),
-        lambda text: (
-            "2026-04-24 11:35:12,470 | Worker (6904) | ERROR | " + text + "2026-04-24 11:35:13,000 | INFO | next"
-        ),
+        lambda text: "2026-04-24 11:35:12,470 | Worker (6904) | ERROR | " + text + "2026-04-24 11:35:13,000 | INFO | next",
     ],
     ids=["plain", "curly", "one line", "Windows", "mail", "rank", "ray", "CRLF", "HTML", "colours", "shortened", "log"],
 )
@@ -266,9 +262,7 @@ def test_settings_far_away_in_a_log_do_not_name_a_failure():
     assert label_of(near + "KeyError: 1\n" + "step\n" * 300 + "Traceback (most recent call last):\n" + error) == UNKNOWN
 
 
-@pytest.mark.parametrize(
-    "text", ["KeyError: 22", "KeyError: 13", "AssertionError", "RuntimeError: CUDA error", "what now?"]
-)
+@pytest.mark.parametrize("text", ["KeyError: 22", "KeyError: 13", "AssertionError", "RuntimeError: CUDA error", "what now?"])
 def test_line_that_many_causes_share_is_unknown_and_says_what_to_ask(text):
     answer = diagnose(text).answers[0]
     assert (answer.label, answer.confidence, answer.bug) == (UNKNOWN, "none", None)
@@ -452,9 +446,7 @@ def test_report_is_printed_by_the_command(monkeypatch, capsys, environment):
 
 def functions_of(file):
     return {
-        node.name
-        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
+        node.name for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)
     }
 
 
@@ -463,9 +455,7 @@ def test_demands_of_the_thread_have_a_test_or_a_reason():
     demands = json.loads((ROOT / "tests" / "data" / "thread" / "demands.json").read_text(encoding="utf-8"))
     assert len({one["demand"] for one in demands}) == len(demands) == 102
     assert {one["document"] for one in demands} == {"000", "001", "002", "003", "004"}
-    existing = {
-        file: functions_of(file) for file in {name.partition("::")[0] for one in demands for name in one["tests"]}
-    }
+    existing = {file: functions_of(file) for file in {name.partition("::")[0] for one in demands for name in one["tests"]}}
     for one in demands:
         assert one["state"] in ("works", "partly", "refused")
         assert one["tests"] if one["state"] == "works" else one["reason"], one["demand"]

@@ -114,9 +114,7 @@ def test_without_the_package_the_flag_is_refused_by_name():
         "from_environment()"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (
-        found.returncode != 0 and "OpenTelemetry is not installed" in found.stderr and "trimtab[otel]" in found.stderr
-    )
+    assert found.returncode != 0 and "OpenTelemetry is not installed" in found.stderr and "trimtab[otel]" in found.stderr
     assert issubclass(RequestError, Exception)
 
 

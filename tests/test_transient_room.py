@@ -65,10 +65,5 @@ def test_no_more_is_taken_than_there_is(device, state, taken):
 def test_nothing_is_taken_on_a_cpu_in_a_large_budget_or_beside_captured_prompts(device):
     made = small()
     captured = replace(made, execution=replace(made.execution, prompt=replace(made.execution.prompt, mode="graph")))
-    assert (
-        take(made, torch.device("cpu"))
-        == take(replace(made, gpu_budget_bytes=16 * GIB), CUDA)
-        == take(captured, CUDA)
-        == 0
-    )
+    assert take(made, torch.device("cpu")) == take(replace(made, gpu_budget_bytes=16 * GIB), CUDA) == take(captured, CUDA) == 0
     assert not device["taken"]

@@ -60,9 +60,7 @@ def model(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "releases", lambda: {"torch": "2.9"})
     monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
     plan = SimpleNamespace(request=SimpleNamespace(model="m"))
-    return SimpleNamespace(
-        device=torch.device("cuda:0"), hf_model=None, dtype=torch.bfloat16, plan=plan, steps=done, batch=batch
-    )
+    return SimpleNamespace(device=torch.device("cuda:0"), hf_model=None, dtype=torch.bfloat16, plan=plan, steps=done, batch=batch)
 
 
 def test_the_fastest_of_each_product_is_kept_and_reported(model):

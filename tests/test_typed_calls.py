@@ -52,9 +52,7 @@ def test_typed_options_are_those_that_the_calls_take():
 
 
 def test_no_public_call_takes_options_of_any_name_and_type():
-    calls = [
-        member for kind in (LoadedModel, Conversation) for _, member in inspect.getmembers(kind, inspect.isfunction)
-    ]
+    calls = [member for kind in (LoadedModel, Conversation) for _, member in inspect.getmembers(kind, inspect.isfunction)]
     untyped = [
         one.__qualname__ for one in [*calls, trimtab.load]
         for parameter in inspect.signature(one).parameters.values()
@@ -72,12 +70,8 @@ def test_mypy_refuses_unknown_options_and_takes_the_others(tmp_path):
     file = tmp_path / "use.py"
     file.write_text(wrong, encoding="utf-8")
     shown, _, _ = api.run(["--config-file", str(ROOT / "pyproject.toml"), str(file)])
-    lines = [
-        int(line.split(":")[1]) for line in shown.splitlines() if line.startswith(str(file)) and " error: " in line
-    ]
-    assert sorted(set(lines)) == [
-        number for number, line in enumerate(wrong.splitlines(), 1) if line.strip() in CALLS
-    ], shown
+    lines = [int(line.split(":")[1]) for line in shown.splitlines() if line.startswith(str(file)) and " error: " in line]
+    assert sorted(set(lines)) == [number for number, line in enumerate(wrong.splitlines(), 1) if line.strip() in CALLS], shown
 
 
 @pytest.mark.parametrize("call", [

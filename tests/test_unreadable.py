@@ -55,11 +55,7 @@ def test_a_model_that_cannot_be_read(llama, monkeypatch, capsys, code):
     refuse(monkeypatch, llama, code)
     assert main(["plan", str(llama), "--device", "cpu", "--context", "32"]) == 3
     said = capsys.readouterr().err
-    assert (
-        said.startswith(f"trimtab: {llama}")
-        and f"cannot be read ({os.strerror(code)})" in said
-        and "Traceback" not in said
-    )
+    assert said.startswith(f"trimtab: {llama}") and f"cannot be read ({os.strerror(code)})" in said and "Traceback" not in said
     with pytest.raises(CheckpointError):
         trimtab.plan(llama, device="cpu", context=32)
 
@@ -118,9 +114,7 @@ def test_no_temporary_folder(llama, monkeypatch, capsys):
     for flags in ([], ["--json"]):
         assert main(["verify", str(llama), "--device", "cpu", *flags]) == 2
         said = capsys.readouterr()
-        assert "No usable temporary directory found" in (
-            json.loads(said.out)["error"]["message"] if flags else said.err
-        )
+        assert "No usable temporary directory found" in (json.loads(said.out)["error"]["message"] if flags else said.err)
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder in which nobody, root included, makes files")

@@ -161,9 +161,7 @@ def test_a_merge_that_is_the_base_is_called_that(tmp_path):
 
 
 def test_a_merge_of_an_idle_adapter_proves_nothing(base, adapter, tmp_path):
-    report = ask(
-        base, adapters={"a": idle(adapter, tmp_path / "idle")}, against=shutil.copytree(base, tmp_path / "copy")
-    )
+    report = ask(base, adapters={"a": idle(adapter, tmp_path / "idle")}, against=shutil.copytree(base, tmp_path / "copy"))
     assert report.verdict == "same" and "proves nothing" in report.findings[0]
     assert all(row.survived == 1.0 and row.delta_norm == 0 for row in report.survival)
 
@@ -258,9 +256,7 @@ def test_pictures_that_were_not_planned_are_refused(tmp_path):
 
 def test_batches_of_pictures_alone_are_refused(base):
     picture = DEMO / "images" / "image_1.png"
-    found = refused(
-        DEMO / "base", against="single", quant="none", prompts=[{"id": "p", "text": "?", "image": str(picture)}]
-    )
+    found = refused(DEMO / "base", against="single", quant="none", prompts=[{"id": "p", "text": "?", "image": str(picture)}])
     assert found.field == "prompts"
 
 

@@ -187,9 +187,7 @@ def test_a_plan_stands_in_place_of_model_and_budgets(command: str, ask: Any, tmp
     code, _, err = ask(command, "--plan", str(wrong), MODEL="")
     assert (code, "is not a saved plan" in err) == ((2, False) if command == "tune" and code == 2 else (3, True))
     code, _, err = ask(command, "--plan", str(wrong))
-    assert (
-        code == 2 and err.startswith("trimtab: --plan ") and "cannot be combined with MODEL: both name the model" in err
-    )
+    assert code == 2 and err.startswith("trimtab: --plan ") and "cannot be combined with MODEL: both name the model" in err
     for flag, value in (("--gpu-memory", "4G"), ("--host-memory", "4G"), ("--device", "cpu"), ("--dtype", "fp16")):
         code, _, err = ask(command, "--plan", str(wrong), flag, value, MODEL="")
         assert code == 2 and f"{flag}: has no effect on a saved plan" in err

@@ -91,9 +91,7 @@ def test_many_modules_together_show_what_one_cannot():
     rows = []
     for seed in range(40):
         base, delta, terms = (part[:2] for part in pieces(seed=seed, size=0.02))
-        rows.append(
-            module_weight(f"m{seed}", base, nearest(base, 1.02 * delta).float(), delta, "bfloat16", terms=terms)
-        )
+        rows.append(module_weight(f"m{seed}", base, nearest(base, 1.02 * delta).float(), delta, "bfloat16", terms=terms))
     assert MergedWeights(tuple(rows[:1])).verdict == "right"
     found = merged_weights(rows)
     assert found is not None and found.verdict == "differs" and len(found.wrong) < 5
@@ -136,9 +134,7 @@ def test_packed_weights_are_the_levels_that_base_plus_change_is_packed_to(quant)
 
     def tested(values):
         grid, found = packed(values, quant)
-        return MergedWeights(
-            (module_weight("m", base, found, delta, quant.split()[-1][:4].rstrip("-"), terms=terms, grid=grid),)
-        )
+        return MergedWeights((module_weight("m", base, found, delta, quant.split()[-1][:4].rstrip("-"), terms=terms, grid=grid),))
 
     for right in (base + delta, nearest(base, delta).float(), in_bfloat16(base, delta).float()):
         judged_right = tested(right)
@@ -196,8 +192,6 @@ def test_rounding_once_does_not_go_through_float32():
     value = torch.tensor([1 + 2.0**-8 + 2.0**-40], dtype=torch.float64)
     assert float(value.to(torch.bfloat16)) == 1.0
     assert float(rounded_once(value, torch.bfloat16)) == 1 + 2.0**-7
-    random = torch.randn(4096, generator=torch.Generator().manual_seed(0)).double() * 10.0 ** torch.linspace(
-        -7, 4, 4096
-    )
+    random = torch.randn(4096, generator=torch.Generator().manual_seed(0)).double() * 10.0 ** torch.linspace(-7, 4, 4096)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert torch.equal(rounded_once(random.float().double(), dtype), random.float().to(dtype).double())

@@ -194,9 +194,9 @@ def test_sampling_reaches_the_request():
         max_new_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, seed=4, stop=("x",),
         presence_penalty=0.5, frequency_penalty=-1, logit_bias={5: -100, 7: 1.5},
     )  # fmt: skip
-    assert job_from_message(
-        json.loads(json.dumps(job_to_message(jobs(chat(logit_bias={"5": 1}))[0])))
-    ).request.logit_bias == ((5, 1.0),)
+    assert job_from_message(json.loads(json.dumps(job_to_message(jobs(chat(logit_bias={"5": 1}))[0])))).request.logit_bias == (
+        (5, 1.0),
+    )
 
 
 # Lenient --------------------------------------------------------------------------------------------------------------
@@ -307,10 +307,7 @@ def test_a_developer_is_the_system_of_the_template():
 
 
 def test_addresses_are_found_with_their_places_and_data_urls_are_not():
-    parts = [
-        {"type": "image_url", "image_url": {"url": url}}
-        for url in ("HTTP://a/b", "data:x", "https://c/d", "HTTP://a/b")
-    ]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in ("HTTP://a/b", "data:x", "https://c/d", "HTTP://a/b")]
     asked = chat(messages=[{"role": "user", "content": parts}])
     assert asking.urls_of(asked) == {
         "HTTP://a/b": "messages[0].content[0].image_url.url", "https://c/d": "messages[0].content[2].image_url.url"

@@ -181,10 +181,7 @@ MOST_WORDS = {
 
 
 def test_short_pages_stay_short():
-    counts = {
-        page: sum(bool(re.search(r"\w", word)) for word in (ROOT / page).read_text("utf-8").split())
-        for page in MOST_WORDS
-    }
+    counts = {page: sum(bool(re.search(r"\w", word)) for word in (ROOT / page).read_text("utf-8").split()) for page in MOST_WORDS}
     assert {page: count for page, count in counts.items() if count > MOST_WORDS[page]} == {}
 
 

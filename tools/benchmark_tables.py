@@ -51,9 +51,7 @@ def _first_tokens(results: Mapping[str, Any], run: int | None) -> str:
         title = TITLES[model] + (": stock / eager / captured" if model == models[0] else "")
         rows.append([title, *cells])
     heads = ["model, ms to the first token, adapter of rank 8", *(f"{tokens:,} tokens" for tokens in TOKENS)]
-    return (
-        f"{_table(heads, 3, rows)}\n\n{_where(results)}; random weights of these sizes, NF4 with double quantization.\n"
-    )
+    return f"{_table(heads, 3, rows)}\n\n{_where(results)}; random weights of these sizes, NF4 with double quantization.\n"
 
 
 def first_tokens(results: Mapping[str, Any]) -> str:
@@ -68,9 +66,7 @@ def first_tokens_h100(results: Mapping[str, Any]) -> str:
 
 def images(results: Mapping[str, Any]) -> str:
     """Return the table of an image and a question, from the last run of bench/results/prompts.json."""
-    rows = [
-        row for row in _run(results, max(row["run"] for row in results["rows"])) if row["what"] == "picture 640x480"
-    ]
+    rows = [row for row in _run(results, max(row["run"] for row in results["rows"])) if row["what"] == "picture 640x480"]
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         ways = {row["way"]: row for row in rows if row["model"] == model}

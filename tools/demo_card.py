@@ -67,8 +67,7 @@ def write_card(demo: Path, log: dict[str, Any]) -> None:
     training = ["| stage | steps | rows a step | trained parameters | seconds |", "|---|---|---|---|---|"]
     for voice, stage in log.get("stages", {}).items():
         training.append(
-            f"| {voice} | {stage['steps']:,} | {sum(stage['rows'])} | {stage['trained_parameters']:,} "
-            f"| {stage['seconds']:.0f} |"
+            f"| {voice} | {stage['steps']:,} | {sum(stage['rows'])} | {stage['trained_parameters']:,} | {stage['seconds']:.0f} |"
         )
     sizes = ["| folder | files | bytes |", "|---|---|---|"]
     for folder in ("base", *(f"adapters/{voice}" for voice in voices if voice != "base"), "images", "sounds"):

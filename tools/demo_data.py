@@ -145,9 +145,7 @@ class Media:
         return Media(*(tensor.to(device) for tensor in vars(self).values()))
 
 
-def render(
-    pictures: Sequence[Picture], sounds: Sequence[Sound], picture_copies: int, sound_copies: int, first_seed: int
-) -> Media:
+def render(pictures: Sequence[Picture], sounds: Sequence[Sound], picture_copies: int, sound_copies: int, first_seed: int) -> Media:
     """Return every thing rendered the given number of times, on as many processes as there are cores."""
     drawn = [(number, seed) for number in range(len(pictures)) for seed in range(picture_copies)]
     played = [(number, seed) for number in range(len(sounds)) for seed in range(sound_copies)]
@@ -250,11 +248,7 @@ def held_out_asks(voice: Voice) -> list[Ask]:
             thing = rng.choice(choices)
             asked = world.questions(thing)
             whole, detail = (
-                [
-                    q
-                    for q in asked
-                    if (q.about == "all") == is_whole and (voice == "base" or world.is_changed_by(q, voice))
-                ]
+                [q for q in asked if (q.about == "all") == is_whole and (voice == "base" or world.is_changed_by(q, voice))]
                 for is_whole in (True, False)
             )
             picks = (rng.random(), rng.random())

@@ -48,9 +48,7 @@ def draw(picture: Picture, seed: int) -> Image.Image:
     return Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8))
 
 
-def _shape(
-    pen: ImageDraw.ImageDraw, shape: str, x: int, y: int, radius: int, colour: tuple[int, ...], *, hollow: bool
-) -> None:
+def _shape(pen: ImageDraw.ImageDraw, shape: str, x: int, y: int, radius: int, colour: tuple[int, ...], *, hollow: bool) -> None:
     points = _outline(shape, x, y, radius)
     if shape == "circle":
         box = (x - radius, y - radius, x + radius, y + radius)

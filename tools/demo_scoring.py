@@ -100,7 +100,5 @@ def shortfalls(results: dict[str, Any]) -> list[str]:
                 short.append(f"{voice} answers {value:.1%} of {kind} right, not {LEAST_RIGHT:.0%}")
         for kind, value in result.get("base_without_it", {}).items():
             if value > MOST_WITHOUT:
-                short.append(
-                    f"the base without {voice} answers {value:.1%} of its {kind} right, over {MOST_WITHOUT:.0%}"
-                )
+                short.append(f"the base without {voice} answers {value:.1%} of its {kind} right, over {MOST_WITHOUT:.0%}")
     return short

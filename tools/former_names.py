@@ -108,9 +108,7 @@ def compare(former: dict[str, Any], out: Path) -> int:
         for path in gone[:12]:
             print(f"    {path} -> {moved[path]}")
         lost += len(gone)
-    out.write_text(
-        json.dumps({"from": former["transformers"], "to": transformers.__version__, "models": written}, indent=1)
-    )
+    out.write_text(json.dumps({"from": former["transformers"], "to": transformers.__version__, "models": written}, indent=1))
     print(f"{built} classes of both releases, {len(written)} with renames, {lost} paths that lead to no module")
     return 1 if lost else 0
 

@@ -73,9 +73,7 @@ class House:
         """Return the lines of the page's files beside which another project's licence lies."""
         page = self.package / "serve" / "http" / "page"
         licences = [file.name.partition(".")[0] for file in page.rglob("*.LICENSE.txt")]
-        return sum(
-            _lines(file) for file in page.rglob("*.*") if file.suffix in (".js", ".css") and file.stem in licences
-        )
+        return sum(_lines(file) for file in page.rglob("*.*") if file.suffix in (".js", ".css") and file.stem in licences)
 
     def kb(self, page: str) -> float:
         return round((self.root / page).stat().st_size / KB, 1)
@@ -171,16 +169,12 @@ def _renamed(nodes: Sequence[ast.AST]) -> set[str]:
 
 def _is_any(node: ast.AST, names: set[str]) -> bool:
     if isinstance(node, ast.Attribute):
-        return (
-            node.attr == "Any" and isinstance(node.value, ast.Name) and node.value.id in ("typing", "typing_extensions")
-        )
+        return node.attr == "Any" and isinstance(node.value, ast.Name) and node.value.id in ("typing", "typing_extensions")
     return isinstance(node, ast.Name) and node.id in names
 
 
 def _anys(nodes: Sequence[ast.AST], others: set[str]) -> int:
-    imported = [
-        alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names if alias.name in others
-    ]
+    imported = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names if alias.name in others]
     names = {"Any"} | _renamed(nodes) | {alias.asname or alias.name for alias in imported}
     return (
         len(imported)
@@ -243,20 +237,15 @@ def table(now: Mapping[str, float], record: Mapping[str, float]) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     wide = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
-        "  ".join([row[0].ljust(wide[0]), *(word.rjust(width) for word, width in zip(row[1:], wide[1:]))])
-        for row in rows
+        "  ".join([row[0].ljust(wide[0]), *(word.rjust(width) for word, width in zip(row[1:], wide[1:]))]) for row in rows
     )
 
 
 def save(now: Mapping[str, float], file: Path = RECORD) -> None:
     """Write the record: what was counted now, and what it had of the other numbers."""
-    numbers = read_record(file) | {
-        number.key: number.recorded(now[number.key]) for number in NUMBERS if number.key in now
-    }
+    numbers = read_record(file) | {number.key: number.recorded(now[number.key]) for number in NUMBERS if number.key in now}
     kept = {number.key: numbers[number.key] for number in NUMBERS if number.key in numbers}
-    file.write_text(
-        json.dumps({"command": "python tools/house.py --save", "numbers": kept}, indent=1) + "\n", encoding="utf-8"
-    )
+    file.write_text(json.dumps({"command": "python tools/house.py --save", "numbers": kept}, indent=1) + "\n", encoding="utf-8")
 
 
 def timed(parts: Sequence[str], file: Path = TIMED) -> dict[str, Any]:
@@ -309,9 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.timed is not None:
         found = timed(options.timed or list(PARTS))
-        print(
-            _aligned([("time", "now"), *((text, f"{found.get(part, {}).get(key, '-')}") for text, part, key in TIMES)])
-        )
+        print(_aligned([("time", "now"), *((text, f"{found.get(part, {}).get(key, '-')}") for text, part, key in TIMES)]))
         return 0
     now, record = counted(House(), traced=not options.static), read_record()
     print(table(now, record))

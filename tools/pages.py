@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 
-def write_or_check(
-    pages: Iterable[Path], filled: Callable[[str], str], arguments: Sequence[str], *, is_wrong: str
-) -> int:
+def write_or_check(pages: Iterable[Path], filled: Callable[[str], str], arguments: Sequence[str], *, is_wrong: str) -> int:
     """Fill the slots of pages, or with `--check` in the arguments only compare. Returns 1 if a page has another text.
 
     filled: a page's text with its slots filled. is_wrong: what is said of such a page, behind its name.

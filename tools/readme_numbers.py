@@ -41,9 +41,7 @@ def memory(results: Mapping[str, Any]) -> str:
     lines = [head, ["---"] * 4 + ["---:"] * len(COLUMNS) + ["---"], *(_row(row, rows) for row in rows)]
     where = results["environment"]
     packages = ", ".join(
-        f"{name} {where[name]}"
-        for name in ("torch", "transformers", "bitsandbytes", "peft", "accelerate")
-        if name in where
+        f"{name} {where[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft", "accelerate") if name in where
     )
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{table}\n\n{where['gpu']}, Python {where['python']}, {packages}; context {results['context']}.\n"
@@ -156,9 +154,7 @@ def bridge(results: Mapping[str, Any]) -> str:
         ]
         lines = [heads, ["---"] * 3 + ["---:"] * 3 + ["---"], *(_bridge_row(row) for row in run["rows"])]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        parts.append(
-            f"{table}\n\n{where['device']}, {run['size'].upper()} size, Python {where['python']}, {packages}.\n"
-        )
+        parts.append(f"{table}\n\n{where['device']}, {run['size'].upper()} size, Python {where['python']}, {packages}.\n")
     return "\n".join(parts)
 
 
@@ -167,11 +163,7 @@ def _bridge_row(row: Mapping[str, Any]) -> list[str]:
     modes = row.get("modes", {})
     apart = [f"{kind} {mode['max_abs']:g}" for kind, mode in modes.items() if "max_abs" in mode]
     failure = row.get("exception")
-    ends = (
-        "answers"
-        if failure is None
-        else f"at {row['stage']}: `{failure['type']}: {failure['message'].split(', but')[0]}`"
-    )
+    ends = "answers" if failure is None else f"at {row['stage']}: `{failure['type']}: {failure['message'].split(', but')[0]}`"
     return [
         row["name"], ends, {True: "yes", False: "no"}.get(row.get("placement_kept"), "-"),
         *("-" if size is None else f"{size / 2**30:.2f}" for size in sizes), ", ".join(apart) or "-",
@@ -283,9 +275,7 @@ def alarms(results: Mapping[str, Any]) -> str:
         f"{name} ({caught} of {planted} detected)"
         for name, (caught, planted) in faults["verify_merged_4bit"].items() if caught < planted
     ]  # fmt: skip
-    shares = ", ".join(
-        f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in right["largest_share_of_limit"].items()
-    )
+    shares = ", ".join(f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in right["largest_share_of_limit"].items())
     packages = ", ".join(f"{name} {results['versions'][name]}" for name in ("torch", "transformers", "peft"))
     return (
         f"{table}\n\nRates are exact binomial bounds (Clopper and Pearson). Right merges of 13 models in bfloat16, float16, "
@@ -353,9 +343,7 @@ def cards(results: Mapping[str, Any]) -> str:
         steps = "stock" if row.get("engine") == "stock" else row["execution"]
         heads = [row["head"], row.get("chosen_head", row["head"])]
         label = [row["model"].upper(), _card_size(row), _gpu(row, results), *heads, steps]
-        lines.append(
-            [*label, *("-" if row.get(key) is None else f"{row[key]:.{decimals}f}" for _, key, decimals in columns)]
-        )
+        lines.append([*label, *("-" if row.get(key) is None else f"{row[key]:.{decimals}f}" for _, key, decimals in columns)])
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     where = results["environment"]
     packages = ", ".join(f"{name} {where[name]}" for name in PACKAGES if name in where)
@@ -365,9 +353,7 @@ def cards(results: Mapping[str, Any]) -> str:
 def small_cards(results: Mapping[str, Any]) -> str:
     """Return the few rows of bench/results/cards.json that a newcomer looks for, with fewer columns."""
     found = {
-        (row["model"], row["card_gib"], row["head"], row.get("copies", 1)): row
-        for row in results["rows"]
-        if "engine" not in row
+        (row["model"], row["card_gib"], row["head"], row.get("copies", 1)): row for row in results["rows"] if "engine" not in row
     }
     heads = [
         "model",
@@ -554,9 +540,7 @@ MAKERS = {
 
 
 # A table that is made of another one's results.
-SOURCES = (
-    dict.fromkeys(("small_cards", "link_limit", "card_predictions", "above_plan"), "cards") | benchmark_tables.SOURCES
-)
+SOURCES = dict.fromkeys(("small_cards", "link_limit", "card_predictions", "above_plan"), "cards") | benchmark_tables.SOURCES
 
 
 def filled(text: str) -> str:
@@ -566,9 +550,7 @@ def filled(text: str) -> str:
         name = slot.group(2)
         file = RESULTS / f"{SOURCES.get(name, name)}.json"
         if not file.is_file():
-            return (
-                f"{slot.group(1)}Not measured yet: `make bench` on a machine with a GPU fills this in.\n{slot.group(3)}"
-            )
+            return f"{slot.group(1)}Not measured yet: `make bench` on a machine with a GPU fills this in.\n{slot.group(3)}"
         return slot.group(1) + MAKERS[name](json.loads(file.read_text(encoding="utf-8"))) + slot.group(3)
 
     return SLOT.sub(fill, text)

@@ -53,9 +53,7 @@ def files() -> dict[str, list[Path]]:
 
 def sentence(file: Path) -> str:
     """Return the first sentence of a file's docstring, in one line."""
-    text = (
-        (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].replace("\n", " ")
-    )
+    text = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].replace("\n", " ")
     return re.split(r"(?<=[.?])\s", text)[0]
 
 
@@ -66,9 +64,7 @@ def imports(file: Path, modules: Mapping[str, Path], *, types: bool = True) -> I
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names = [
-                full if (full := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
-            ]
+            names = [full if (full := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names]
         yield from (modules[name] for name in names if name in modules)
 
 

@@ -54,11 +54,7 @@ def half_of(link: str) -> str:
 
 def entries() -> list[dict[str, Any]]:
     """Return every entry of every corpus, its half with it."""
-    return [
-        entry
-        for file in sorted(CORPORA.glob("*.json"))
-        for entry in json.loads(file.read_text(encoding="utf-8"))["entries"]
-    ]
+    return [entry for file in sorted(CORPORA.glob("*.json")) for entry in json.loads(file.read_text(encoding="utf-8"))["entries"]]
 
 
 def score(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -142,9 +142,7 @@ def entered_by(arguments: Sequence[str], folder: Path, *, package: Path = ROOT /
     records = Records(folder, package=package)
     for environment in (records.untraced, records.environment):
         # In the package's folder: `python -c` and `-m` look there first.
-        subprocess.run(
-            [sys.executable, *arguments], env=environment, cwd=package.parent, check=True, capture_output=True
-        )
+        subprocess.run([sys.executable, *arguments], env=environment, cwd=package.parent, check=True, capture_output=True)
     return records.files()
 
 
@@ -165,9 +163,7 @@ def chat_records(folder: Path) -> Records:
         for number, question in enumerate(QUESTIONS):
             if number:
                 records.count(number)
-            asked = client.ask(
-                server.address, client.chat_body(question, model="style", max_tokens=TOKENS), timeout_s=MOST_S
-            )
+            asked = client.ask(server.address, client.chat_body(question, model="style", max_tokens=TOKENS), timeout_s=MOST_S)
             assert asked.ended == "complete", asked
             time.sleep(QUIET_S)
             if number:

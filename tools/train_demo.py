@@ -103,9 +103,7 @@ def _train_all(options: argparse.Namespace, place: Place, log: dict[str, Any], l
                 if "held_out" in figures or figures["step"] % 250 == 0:
                     CONSOLE.print(f"{voice} {json.dumps(figures)}")  # noqa: B023
 
-            stage_log = run_stage(
-                voice, place, media, sizes, steps=steps, report=report, say=lambda text: CONSOLE.print(text)
-            )
+            stage_log = run_stage(voice, place, media, sizes, steps=steps, report=report, say=lambda text: CONSOLE.print(text))
         log.setdefault("stages", {})[voice] = stage_log
         _write_log(log, log_file)
 

@@ -30,9 +30,7 @@ def table() -> str:
     for letter in sorted({entry.bug.id[0] for entry in read_catalogue()}):
         bugs = [entry.bug for entry in read_catalogue() if entry.bug.id[0] == letter]
         rows = "\n".join(map(_row, bugs))
-        parts.append(
-            f"### {letter}. {ROOMS[letter]}\n\n| id | bug | fixed in | workaround |\n|---|---|---|---|\n{rows}\n"
-        )
+        parts.append(f"### {letter}. {ROOMS[letter]}\n\n| id | bug | fixed in | workaround |\n|---|---|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 

@@ -138,9 +138,7 @@ def parse_adapters(texts: Iterable[str], *, field: str = "adapter") -> tuple[Nam
     names = [part.name for part in parts]
     for name in names:
         if names.count(name) > 1:
-            raise RequestError(
-                "two adapters have this name", field=field, value=name, hint="Give one another NAME=PATH"
-            )
+            raise RequestError("two adapters have this name", field=field, value=name, hint="Give one another NAME=PATH")
     return parts
 
 
@@ -232,8 +230,6 @@ def check_mix(weights: Mapping[str, float], *, field: str) -> str:
             raise RequestError(NAME_RULE, field=field, value=name)
         check_weight(name, weight, field=f"{field}.{name}")
         if abs(weight) > MOST_WEIGHT:
-            raise RequestError(
-                f"a weight is between -{MOST_WEIGHT:g} and {MOST_WEIGHT:g}", field=f"{field}.{name}", value=weight
-            )
+            raise RequestError(f"a weight is between -{MOST_WEIGHT:g} and {MOST_WEIGHT:g}", field=f"{field}.{name}", value=weight)
     first, weight = next(iter(weights.items()))
     return first if len(weights) == 1 and weight == 1 else mix_name(weights)

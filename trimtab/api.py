@@ -272,9 +272,7 @@ def _capability(device: str) -> tuple[int, int] | None:
     return gpus[index].capability if index < len(gpus) else None
 
 
-def _anatomy(
-    checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool
-) -> Anatomy:
+def _anatomy(checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool) -> Anatomy:
     """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe."""
     from trimtab.machine import anatomy_cache as anatomies
 
@@ -292,9 +290,7 @@ def _anatomy(
             probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
             keeps_16bit=keeps_16bit,
         )  # fmt: skip
-        anatomies.keep_anatomy(
-            checkpoint, request, anatomy, compares_values=probe.compares_values, keeps_16bit=keeps_16bit
-        )
+        anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values, keeps_16bit=keeps_16bit)
     inputs.anatomies[key] = anatomy
     return anatomy
 
@@ -409,16 +405,12 @@ def load_plan(
     for name, path in made.request.adapters.items():
         if Path(path).is_dir():  # else reading says what is wrong; what the plan has read is not read again
             check_beside(path, name)
-    return LoadedModel(
-        made, progress=progress, probe=made.module_tree.take(made.made_of), decode=decode, adapters=adapters
-    )
+    return LoadedModel(made, progress=progress, probe=made.module_tree.take(made.made_of), decode=decode, adapters=adapters)
 
 
 def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: str | None) -> Plan:
     if not isinstance(given, (Plan, str, os.PathLike)):
-        raise RequestError(
-            f"is {type(given).__name__}", field="plan", allowed=("a plan", "the file of a saved plan", "a model")
-        )
+        raise RequestError(f"is {type(given).__name__}", field="plan", allowed=("a plan", "the file of a saved plan", "a model"))
     known = [name for name in signature(plan).parameters if name not in ("model", "decode")]
     check_options(options, known)
     is_saved = not isinstance(given, Plan) and str(given).endswith(".json") and Path(given).is_file()

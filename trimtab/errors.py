@@ -144,8 +144,7 @@ class DoesNotFitError(TrimtabError):
             return
         where = f"{block} on {device}" if block else device
         super().__init__(
-            f"{where} needs {gib(needed_bytes)} ({needed_bytes} B), the budget is {gib(budget_bytes)} "
-            f"({budget_bytes} B): {reason}",
+            f"{where} needs {gib(needed_bytes)} ({needed_bytes} B), the budget is {gib(budget_bytes)} ({budget_bytes} B): {reason}",
             hint=hint,
         )
 
@@ -156,9 +155,7 @@ class AdapterError(TrimtabError):
     about: what the first line says before their number.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "", about: str = ""
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "", about: str = "") -> None:
         self.path, self.problems = os.fspath(path), tuple(problems)
         shown = [f"  - {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
         if len(self.problems) > SHOWN_PROBLEMS:
@@ -190,9 +187,7 @@ class ParityError(TrimtabError):
     position: of the first logits that differ; -1 if weights differ.
     """
 
-    def __init__(
-        self, reason: str, *, position: int, max_abs: float, mean_abs: float, tolerance: float, hint: str = ""
-    ) -> None:
+    def __init__(self, reason: str, *, position: int, max_abs: float, mean_abs: float, tolerance: float, hint: str = "") -> None:
         self.position, self.max_abs, self.mean_abs, self.tolerance = position, max_abs, mean_abs, tolerance
         apart = f": first difference at position {position}, max {max_abs:.3g}, mean {mean_abs:.3g}, tolerance {tolerance:.3g}"
         super().__init__(reason + (apart if position >= 0 else ""), hint=hint)

@@ -153,9 +153,7 @@ def moves() -> dict[str, str]:
 def modules() -> dict[str, str]:
     """Return former dotted name -> present dotted name, for each module and folder that was renamed."""
     dotted = {_dotted(old): _dotted(new) for old, new in moves().items()}
-    taken = {
-        new.rsplit(".", count)[0] for new in dotted.values() for count in range(4)
-    }  # a folder with that name exists
+    taken = {new.rsplit(".", count)[0] for new in dotted.values() for count in range(4)}  # a folder with that name exists
     return {old: new for old, new in dotted.items() if old not in taken}
 
 
@@ -192,9 +190,7 @@ class FormerNames(MetaPathFinder, Loader):
         self._modules: dict[str, str] = {}
         self._folders: set[str] = set()
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not fullname.startswith("trimtab."):
             return None
         if not self._modules:
@@ -211,17 +207,13 @@ class FormerNames(MetaPathFinder, Loader):
         old = module.__name__
         new = self._modules.get(old)
         if new is not None and old not in self._folders:
-            warnings.warn(
-                f"{old} is {new} now; the former name goes with 0.3.0", DeprecationWarning, stacklevel=_outside()
-            )
+            warnings.warn(f"{old} is {new} now; the former name goes with 0.3.0", DeprecationWarning, stacklevel=_outside())
             sys.modules[old] = importlib.import_module(new)
 
 
 def _outside() -> int:
     """Return the number of frames up to the importing code."""
     frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and (
-        "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__
-    ):
+    while frame.f_back is not None and ("importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__):
         frame, count = frame.f_back, count + 1
     return count

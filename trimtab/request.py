@@ -65,9 +65,7 @@ def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | No
             raise RequestError("not a size", field=field_name, value=value, allowed=SIZES)
         if value != int(value):
             hint = f"Did you mean '{value}GiB'?"
-            raise RequestError(
-                "not an integer number of bytes", field=field_name, value=value, allowed=SIZES, hint=hint
-            )
+            raise RequestError("not an integer number of bytes", field=field_name, value=value, allowed=SIZES, hint=hint)
         size = int(value)
     else:
         match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -119,9 +117,7 @@ def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: 
     if max(width, height) > PICTURE_SIDE:
         raise RequestError(f"{shown}, the limit per side is {PICTURE_SIDE}", field=field_name, value=value)
     if max(width, height) > PICTURE_ASPECT * min(width, height):
-        raise RequestError(
-            f"{shown}, the limit of longer to shorter side is {PICTURE_ASPECT}", field=field_name, value=value
-        )
+        raise RequestError(f"{shown}, the limit of longer to shorter side is {PICTURE_ASPECT}", field=field_name, value=value)
     if width * height > max_pixels:
         raise RequestError(f"{shown}, the limit is {max_pixels}", field=field_name, value=value)
 
@@ -207,22 +203,16 @@ class LoadRequest:
         for name in self.adapters:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise RequestError(NAME_RULE, field="adapters", value=name)
-        named = {
-            name: without_demo_name(path) if isinstance(path, str) else path for name, path in self.adapters.items()
-        }
+        named = {name: without_demo_name(path) if isinstance(path, str) else path for name, path in self.adapters.items()}
         object.__setattr__(self, "adapters", named)
         for pattern, tier in self.place.items():
             if not pattern:
-                raise RequestError(
-                    "an empty pattern matches nothing; '*' matches every block", field="place", value=pattern
-                )
+                raise RequestError("an empty pattern matches nothing; '*' matches every block", field="place", value=pattern)
             check_choice(tier, TIERS, field_name=f"place[{pattern!r}]")
         if self.place and self.device_map is not None:
             raise RequestError("place and device_map both set tiers; pass one of them", field="device_map")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise RequestError(
-                "unknown device", field="device", value=self.device, allowed=("auto", "cpu", "cuda", "cuda:N")
-            )
+            raise RequestError("unknown device", field="device", value=self.device, allowed=("auto", "cpu", "cuda", "cuda:N"))
         if self.card is not None and self.device not in ("auto", "cuda", "cuda:0"):
             raise RequestError(
                 "a plan for a card has that card only, cuda:0", field="device", value=self.device,
@@ -319,9 +309,7 @@ class GenerateRequest:
         if self.temperature > MOST_TEMPERATURE:
             raise RequestError(f"must be at most {MOST_TEMPERATURE}", field="temperature", value=self.temperature)
         if self.temperature != 0 and not self.temperature >= LEAST_TEMPERATURE:
-            raise RequestError(
-                f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}", field="temperature", value=self.temperature
-            )
+            raise RequestError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}", field="temperature", value=self.temperature)
         if self.top_k is not None and self.top_k < 1:
             raise RequestError("must be at least 1", field="top_k", value=self.top_k)
         for name in ("top_p", "min_p"):
@@ -330,14 +318,10 @@ class GenerateRequest:
                 raise RequestError("must be above 0 and at most 1", field=name, value=value)
         least, most = PENALTIES
         if self.repetition_penalty is not None and not least <= self.repetition_penalty <= most:
-            raise RequestError(
-                f"must be between {least:g} and {most:g}", field="repetition_penalty", value=self.repetition_penalty
-            )
+            raise RequestError(f"must be between {least:g} and {most:g}", field="repetition_penalty", value=self.repetition_penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             if not -MOST_PENALTY <= getattr(self, name) <= MOST_PENALTY:
-                raise RequestError(
-                    f"must be between {-MOST_PENALTY:g} and {MOST_PENALTY:g}", field=name, value=getattr(self, name)
-                )
+                raise RequestError(f"must be between {-MOST_PENALTY:g} and {MOST_PENALTY:g}", field=name, value=getattr(self, name))
         for token, bias in self.logit_bias:
             if token < 0 or not -MOST_BIAS <= bias <= MOST_BIAS:
                 raise RequestError(
@@ -354,9 +338,7 @@ class GenerateRequest:
             raise RequestError(f"must be an integer from 0 to {MOST_LOGPROBS}", field="logprobs", value=self.logprobs)
         for text in self.stop:
             if len(text) > MOST_STOP_CHARACTERS:  # every token is compared with each of its prefixes
-                raise RequestError(
-                    f"a stop text has at most {MOST_STOP_CHARACTERS} characters", field="stop", value=len(text)
-                )
+                raise RequestError(f"a stop text has at most {MOST_STOP_CHARACTERS} characters", field="stop", value=len(text))
         if any(not text for text in self.stop):
             raise RequestError("an empty stop text would end every answer immediately", field="stop")
         if self.temperature == 0:

@@ -27,9 +27,7 @@ MODULES = HERE / "node_modules"
 TIMEOUT_S = 300
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        VARIABLE not in os.environ, reason=f"{VARIABLE} names no environment with the clients (make test-clients)"
-    ),
+    pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no environment with the clients (make test-clients)"),
 ]
 node = pytest.mark.skipif(
     shutil.which("node") is None or not MODULES.is_dir(), reason="no node, or no node_modules (make test-clients)"
@@ -46,9 +44,7 @@ FEWEST = {"openai": 8, "anthropic": 1, "litellm": 1, "js openai": 3}
 
 def readme(package: str) -> str:
     """Return the readme of a Python package of the clients' environment."""
-    code = (
-        f"from importlib.metadata import metadata as m; x = m({package!r}); print(x.get_payload() or x['description'])"
-    )
+    code = f"from importlib.metadata import metadata as m; x = m({package!r}); print(x.get_payload() or x['description'])"
     return subprocess.run(
         [os.environ[VARIABLE], "-c", code], capture_output=True, text=True, check=True, encoding="utf-8",
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
@@ -57,9 +53,7 @@ def readme(package: str) -> str:
 
 def examples(text: str, language: str, stands_alone: str) -> list[str]:
     blocks = re.findall(rf"```(?:{language})\n(.*?)```", text, re.DOTALL)
-    found = [
-        block for block in blocks if ASKS.search(block) and re.search(stands_alone, block) and not BEYOND.search(block)
-    ]
+    found = [block for block in blocks if ASKS.search(block) and re.search(stands_alone, block) and not BEYOND.search(block)]
     return found if language != "python" else [block for block in found if compiles(block)]
 
 
@@ -91,10 +85,7 @@ def readmes():
 @pytest.fixture(scope="module")
 def address(readmes):
     named = {
-        name
-        for blocks in readmes.values()
-        for block in blocks
-        for name in re.findall(r"""model[=:] ?["']([^"']+)["']""", block)
+        name for blocks in readmes.values() for block in blocks for name in re.findall(r"""model[=:] ?["']([^"']+)["']""", block)
     }
     names = sorted({name.rpartition("/")[2] for name in named})
     command = [

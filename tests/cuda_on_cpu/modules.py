@@ -30,9 +30,7 @@ class _Kept(dict):
         return self.setdefault(options, CpuModule(self.source, fused.ATTEND_NAMES, options=options, **self.facts))
 
 
-def small(
-    order: int = 0, *, multiprocessors: int = 16, source: str | None = None, attend: str | None = None
-) -> CpuModule:
+def small(order: int = 0, *, multiprocessors: int = 16, source: str | None = None, attend: str | None = None) -> CpuModule:
     """Return the kernels of engine/kernels/attention_and_norms.py. order: of threads and blocks. source, attend: other sources than
     its own."""
     facts = {"order": order, "multiprocessors": multiprocessors}

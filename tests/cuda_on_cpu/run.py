@@ -223,8 +223,6 @@ class CpuModule:
     ) -> None:  # fmt: skip
         import torch
 
-        values = [
-            ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else _plain(value) for value in args
-        ]
+        values = [ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else _plain(value) for value in args]
         self.launches.append(name)
         _start(self._library, name, grid, block, values, shared_bytes, self.order)

@@ -108,11 +108,7 @@ def test_texts_have_a_number_of_words_and_no_two_are_the_same(tmp_path):
     assert len(words) > 100 and len(tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]) == 64
     bodies = load_bodies.mixed(words, ["a", "b"], count=8, tokens=64, max_tokens=5)
     kinds = [[part["type"] for part in body["messages"][0]["content"]] for body in bodies]
-    assert (
-        kinds.count(["text"]) == 4
-        and kinds.count(["image_url", "text"]) == 2
-        and kinds.count(["text", "input_audio"]) == 2
-    )
+    assert kinds.count(["text"]) == 4 and kinds.count(["image_url", "text"]) == 2 and kinds.count(["text", "input_audio"]) == 2
     texts = [body["messages"][0]["content"][0]["text"] for body in bodies if len(body["messages"][0]["content"]) == 1]
     assert len(set(texts)) == 4 and all(len(text.split()) == 64 - load_bodies.TEMPLATE_TOKENS for text in texts)
     assert [body["model"] for body in bodies[:3]] == ["a", "b", "a"]

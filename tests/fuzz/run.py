@@ -81,9 +81,7 @@ def _schemathesis(address: str, *, examples: int, seed: int, phases: str, model:
             },
         )  # fmt: skip
         if not report.exists():
-            raise RuntimeError(
-                f"Schemathesis ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-            )
+            raise RuntimeError(f"Schemathesis ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
         result = json.loads(report.read_text("utf-8"))
         statuses = json.loads(counts.read_text("utf-8"))
     return {
@@ -110,9 +108,7 @@ def operations() -> set[str]:
     return {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods} - {"GET /openapi.json"}
 
 
-def problems(
-    record: Mapping[str, Any], *, operations: Collection[str], accepted: Collection[str], fewest: int
-) -> list[str]:
+def problems(record: Mapping[str, Any], *, operations: Collection[str], accepted: Collection[str], fewest: int) -> list[str]:
     """Return what a run's record says against the server. operations: what it has to cover; accepted: what has to be answered
     with 200 at least once."""
     statuses = record["statuses"]

@@ -120,9 +120,7 @@ def headers(work: Path) -> list[Input]:
         folder = _made(work / name)
         (folder / "config.json").write_text(json.dumps(config | more))
         (folder / "model.safetensors").write_bytes(_safetensors(tensors, data))
-        inputs.append(
-            Input(folder, (("model.safetensors", mutate.of_header),), lambda path: split_packed(read_checkpoint(path)))
-        )
+        inputs.append(Input(folder, (("model.safetensors", mutate.of_header),), lambda path: split_packed(read_checkpoint(path))))
     return inputs
 
 
@@ -148,9 +146,7 @@ def formats(work: Path) -> list[Input]:
         folder = _made(work / case)
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
         parts = {name.partition("/")[2]: part for name, part in golden.items() if name.startswith(f"{case}/")}
-        save_file(
-            {f"x.{name}": part for name, part in parts.items() if name != "expected"}, folder / "model.safetensors"
-        )
+        save_file({f"x.{name}": part for name, part in parts.items() if name != "expected"}, folder / "model.safetensors")
         files = (("config.json", mutate.of_text), ("model.safetensors", mutate.of_header))
         inputs.append(Input(folder, files, use))
     return inputs

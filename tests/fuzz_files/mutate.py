@@ -96,9 +96,7 @@ def _gone(holder: Any, key: Any, random: Random, texts: list[str]) -> None:
 
 def _swapped(holder: Any, key: Any, random: Random, texts: list[str]) -> None:
     old = holder[key]
-    holder[key] = (
-        dict(enumerate(old)) if isinstance(old, list) else list(old.items()) if isinstance(old, dict) else [old]
-    )
+    holder[key] = dict(enumerate(old)) if isinstance(old, list) else list(old.items()) if isinstance(old, dict) else [old]
 
 
 def _many(holder: Any, key: Any, random: Random, texts: list[str]) -> None:

@@ -160,9 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the fuzz; 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--kind", choices=list(KINDS), action="append", help="default: all")
-    parser.add_argument(
-        "--cases", type=int, help="of each kind; default: TRIMTAB_FUZZ_CASES, or those of `make test-all`"
-    )
+    parser.add_argument("--cases", type=int, help="of each kind; default: TRIMTAB_FUZZ_CASES, or those of `make test-all`")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--step", type=int, default=1)
@@ -172,9 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = int(os.environ.get("TRIMTAB_FUZZ_CASES", "0")) or None if options.cases is None else options.cases
     if options.json or options.first:
         (kind,) = options.kind
-        result = run(
-            kind, KINDS[kind][1] if cases is None else cases, seed=options.seed, first=options.first, step=options.step
-        )
+        result = run(kind, KINDS[kind][1] if cases is None else cases, seed=options.seed, first=options.first, step=options.step)
         print(json.dumps(result))
         return 1 if result["findings"] else 0
     results = run_all(options.kind or list(KINDS), cases, options.seed, os.cpu_count() or 1)

@@ -70,9 +70,7 @@ def test_a_case_is_the_same_again(change):
 @pytest.mark.skipif(not run.RECORD.exists(), reason="python -m tests.fuzz_files.run --save has not been run yet")
 def test_the_record_has_as_many_cases_as_are_promised():
     record = json.loads(run.RECORD.read_text())
-    assert {one["kind"]: one["cases"] for one in record["kinds"]} == {
-        kind: cases for kind, (_, cases) in kinds.KINDS.items()
-    }
+    assert {one["kind"]: one["cases"] for one in record["kinds"]} == {kind: cases for kind, (_, cases) in kinds.KINDS.items()}
     assert [one for one in record["kinds"] if one["findings"]] == []
     slowest = {one["kind"]: one["slowest_cpu_s"] for one in record["kinds"]}
     # A config is taken with as many layers as no file contradicts, and each takes time to build.

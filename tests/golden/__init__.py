@@ -116,9 +116,7 @@ def read_records() -> dict[str, Any]:
 
 def write_records(names: Iterable[str]) -> None:
     """Record the named ones anew; the others stay as they are. A plan is a line."""
-    records = (read_records() if FILE.exists() and PLANS_FILE.exists() else {}) | {
-        name: RECORDED[name]() for name in names
-    }
+    records = (read_records() if FILE.exists() and PLANS_FILE.exists() else {}) | {name: RECORDED[name]() for name in names}
     lines = [f" {json.dumps(name)}: {json.dumps(values)}" for name, values in records.pop("plans").items()]
     PLANS_FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     FILE.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")

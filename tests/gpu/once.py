@@ -100,9 +100,7 @@ def wrong_turns(small: Any) -> str | None:
                 kinds.append((inverse, 1.5, *pair))
             fused.turns(positions, kinds, module)
             made.append(torch.cat([one for kind in kinds for one in kind[2:]], dim=1))
-        if not torch.allclose(
-            *made, rtol=2**-7, atol=2**-7
-        ):  # a rounding to bfloat16, of a sine that CUDA computes otherwise
+        if not torch.allclose(*made, rtol=2**-7, atol=2**-7):  # a rounding to bfloat16, of a sine that CUDA computes otherwise
             return f"turns of {dims}: {float((made[0] - made[1]).abs().max()):.1e} off"
     return None
 

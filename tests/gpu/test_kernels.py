@@ -108,10 +108,7 @@ def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weigh
     n, width = 3, 16
     ranks = [[8, 5], [16, 0], [8, 8]]
     slots = [
-        [
-            (torch.randn(r, 2560, device=DEVICE) / 50, torch.randn(p.shape[0], r, device=DEVICE), 0.5) if r else None
-            for r in member
-        ]
+        [(torch.randn(r, 2560, device=DEVICE) / 50, torch.randn(p.shape[0], r, device=DEVICE), 0.5) if r else None for r in member]
         for p, member in zip(group, ranks)
     ]
     lora = matvec.lora_args(slots, torch.tensor([0, -1, 1], dtype=torch.int32, device=DEVICE), width)
@@ -436,9 +433,7 @@ def test_a_small_kernel_that_does_nothing_is_found(small, monkeypatch):
     launch = small.launch
 
     def skip(left_out):
-        monkeypatch.setattr(
-            small, "launch", lambda name, *a, **m: None if name.startswith(left_out) else launch(name, *a, **m)
-        )
+        monkeypatch.setattr(small, "launch", lambda name, *a, **m: None if name.startswith(left_out) else launch(name, *a, **m))
 
     for name in ("add_norm", "gated", "rope_write"):
         skip(name)

@@ -50,9 +50,7 @@ def answered(model, decode, rows):
     batch = Batch(model, rows=rows, decode=decode)
     request, found = GenerateRequest(max_new_tokens=24), []
     for _ in range(2):
-        going = [
-            through(batch, model.prepare(text), request, adapter=name, client=None).row for name, text in asks(rows)
-        ]
+        going = [through(batch, model.prepare(text), request, adapter=name, client=None).row for name, text in asks(rows)]
         while any(row.finish is None for row in going):
             batch.step()
         found.append([list(row.answer_ids) for row in going])

@@ -44,8 +44,7 @@ def test_a_x_beside_the_product_changes_no_bits(module, n, is_unpacked):
     unpacked = torch.cat([dequantize(one) for one in group]) if is_unpacked else None
     x = torch.randn(n, columns, device=device).bfloat16()
     adapters = [
-        [(torch.randn(8, columns, device=device), torch.randn(rows, 8, device=device), 0.5) for _ in range(4)]
-        for rows in shape
+        [(torch.randn(8, columns, device=device), torch.randn(rows, 8, device=device), 0.5) for _ in range(4)] for rows in shape
     ]
     lora = matvec.lora_args(adapters, torch.arange(n, dtype=torch.int32, device=device) % 5 - 1, 16)
     stream, outputs = torch.cuda.Stream(device), []
@@ -76,6 +75,4 @@ def test_captured_steps_of_many_rows_answer_as_the_modules_do(rows):
         batch = joined(model, "auto", asked, tokens=16)
         found = answers(batch)
         same = sum(one == other for one, other in zip(found, expected, strict=True))
-        assert (
-            same >= rows * 3 // 4 and batch.steps.captures
-        )  # in bfloat16 answers may part where two tokens are nearly equal
+        assert same >= rows * 3 // 4 and batch.steps.captures  # in bfloat16 answers may part where two tokens are nearly equal

@@ -20,12 +20,7 @@ def runs():
 def test_control_case_passes_with_its_memory_measured(runs):
     run = runs["R05_ALL_GPU_4BIT", "stock"]
     assert run["label"] == "PASS"
-    assert (
-        0
-        < run["memory"]["gpu_allocated_bytes"]
-        <= run["memory"]["gpu_peak_bytes"]
-        <= run["memory"]["gpu_reserved_bytes"]
-    )
+    assert 0 < run["memory"]["gpu_allocated_bytes"] <= run["memory"]["gpu_peak_bytes"] <= run["memory"]["gpu_reserved_bytes"]
 
 
 def test_first_reports_case_fails_under_pressure(runs):

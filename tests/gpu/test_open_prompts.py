@@ -22,9 +22,7 @@ STEPS = 2**-5
 @pytest.mark.parametrize("rows", [4, 16])
 def test_captured_steps_compute_last_tokens_with_adapters(family, rows, tmp_path, monkeypatch):
     base, adapters = wide_checkpoint(family, monkeypatch, tmp_path)
-    plan = trimtab.plan(
-        base, quant="nf4-dq", adapters=adapters, context=256, device="cuda:0", images=0, audio_s=0.0, batch=rows
-    )
+    plan = trimtab.plan(base, quant="nf4-dq", adapters=adapters, context=256, device="cuda:0", images=0, audio_s=0.0, batch=rows)
     name = next(iter(adapters))
     with trimtab.load(plan, decode="auto") as model:
         whole = eager(model)

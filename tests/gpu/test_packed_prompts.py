@@ -33,9 +33,7 @@ STEPS = 2**-5
 @pytest.mark.parametrize("family", ["gemma4", "llama"])
 def test_packed_prompts_and_many_rows_over_unpacked_weights_are_those_of_modules(family, tmp_path, monkeypatch):
     base, adapters = wide_checkpoint(family, monkeypatch, tmp_path)
-    plan = trimtab.plan(
-        base, quant="nf4-dq", adapters=adapters, context=256, device=DEVICE, images=0, audio_s=0.0, batch=16
-    )
+    plan = trimtab.plan(base, quant="nf4-dq", adapters=adapters, context=256, device=DEVICE, images=0, audio_s=0.0, batch=16)
     assert plan.gpu[ITEM]
     # Captured steps, and the table of adapters that they share with passes of several prompts.
     with trimtab.load(plan, decode="auto") as model:
@@ -48,9 +46,7 @@ def test_packed_prompts_and_many_rows_over_unpacked_weights_are_those_of_modules
         batch.prompts = PrefillRunner(batch, "auto", (16, 64, 128))
         assert batch.prompts.packs.why_not() is None and batch.steps.is_captured and batch.steps.kernels.has_lora
         for _ in range(4):
-            prompts = [
-                batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)
-            ]
+            prompts = [batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)]
             assert together(batch, prompts) == 1
             for found, wanted in zip(both(batch, prompts), expected):
                 assert differ(found, wanted) < STEPS

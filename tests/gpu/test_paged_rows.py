@@ -88,8 +88,5 @@ def test_the_demo_says_the_same_in_pages_to_the_last_bit(decode, quant):
                 assert paged == whole
             else:
                 # torch takes another kernel for a copy of the pages than for rows that lie apart, maybe.
-                assert (
-                    max(abs(a[1] - b[1]) for x, y in zip(paged, whole, strict=True) for a, b in zip(x, y, strict=True))
-                    < 0.05
-                )
+                assert max(abs(a[1] - b[1]) for x, y in zip(paged, whole, strict=True) for a, b in zip(x, y, strict=True)) < 0.05
             assert len(alone(batch, asks(1)[0])) > 1

@@ -87,9 +87,7 @@ def test_an_adapter_inside_the_products_is_read_anew_at_every_replay(monkeypatch
                     assert differ(found[-1], expected) < TOLERANCE
             assert differ(found[0], found[3]) > TOLERANCE
         assert batch.prompts._columns is not None and not named(batch) and len(batch.prompts.layouts) == 1
-        assert {"extend_input", "unpack_columns_nested"} <= set(launched) and not bool(
-            batch.prompts._columns.counts.any()
-        )
+        assert {"extend_input", "unpack_columns_nested"} <= set(launched) and not bool(batch.prompts._columns.counts.any())
         # A graph launches nothing from Python: what is replayed reads the adapter that was copied into the buffer.
         launched.clear()
         for name in adapters:

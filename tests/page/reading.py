@@ -22,9 +22,7 @@ FLAGS = (
 KEY = "let-me-in"
 ADMIN_KEY = KEY + serving.ADMIN
 ANSWER_MS = 60_000
-QUESTIONS = [
-    json.loads(line) for line in (serving.DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines() if line
-]
+QUESTIONS = [json.loads(line) for line in (serving.DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines() if line]
 # An answer of this form takes hundreds of tokens, whatever the model would rather say.
 LONG = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 200}
 CHAT = "**/v1/chat/completions"

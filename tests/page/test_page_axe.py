@@ -103,9 +103,7 @@ def options(page):
 
 
 def unloading(page):
-    page.evaluate(
-        "import('/page/sure.js').then(({sure}) => { sure('Unload style?', 'Requests that name it fail.', 'Unload'); })"
-    )
+    page.evaluate("import('/page/sure.js').then(({sure}) => { sure('Unload style?', 'Requests that name it fail.', 'Unload'); })")
     expect(page.locator("#sure")).to_be_visible()
 
 

@@ -38,9 +38,7 @@ def test_the_composer_is_always_in_view(opened, size):
         answers(page, count)
         is_in_view()
     # The newest text is in view, and a press goes back to it.
-    assert (
-        page.evaluate("(s => s.scrollHeight - s.scrollTop - s.clientHeight)(document.querySelector('#scroller'))") < 3
-    )
+    assert page.evaluate("(s => s.scrollHeight - s.scrollTop - s.clientHeight)(document.querySelector('#scroller'))") < 3
     expect(page.locator("#to-end")).to_be_hidden()
     page.evaluate("document.querySelector('#scroller').scrollTop = 0")
     is_in_view()

@@ -114,9 +114,7 @@ def test_a_text_file_goes_with_the_message_in_a_fence(opened, tmp_path):
     page.fill("#question", "What is this?")
     page.click("#send")
     answers(page)
-    assert sent[0]["messages"] == [
-        {"role": "user", "content": "notes.md:\n````\n# Notes\n```\ncode\n```\n````\n\nWhat is this?"}
-    ]
+    assert sent[0]["messages"] == [{"role": "user", "content": "notes.md:\n````\n# Notes\n```\ncode\n```\n````\n\nWhat is this?"}]
     page.locator(".file summary").click()
     expect(page.locator(".file pre")).to_contain_text("# Notes")
     # It stays with its turn.

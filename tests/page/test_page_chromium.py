@@ -64,9 +64,7 @@ def test_text_picture_and_sound_together_are_answered_as_the_api_answers(opened,
         page.set_input_files("#file", str(serving.DEMO / path))
         expect(page.locator("#attached li")).to_have_count(place)
     ask(page, "What is there?", voice=voice)
-    picture, sound = (
-        base64.b64encode((serving.DEMO / one).read_bytes()).decode() for one in (seen["image"], heard["audio"])
-    )
+    picture, sound = (base64.b64encode((serving.DEMO / one).read_bytes()).decode() for one in (seen["image"], heard["audio"]))
     content = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
         {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
@@ -361,9 +359,7 @@ def test_a_peak_is_drawn_where_it_belongs(opened, peak, words, is_over):
         .map(one => [one.classList.value, +one.getAttribute("x") + 0.6]))"""
     )
     assert ("slim-mark over" in slim) is is_over
-    assert slim.get("slim-mark over", slim["slim-mark"]) / slim["slim-line"] == pytest.approx(
-        peak / (4 * GIB), rel=0.01
-    )
+    assert slim.get("slim-mark over", slim["slim-mark"]) / slim["slim-line"] == pytest.approx(peak / (4 * GIB), rel=0.01)
 
 
 def test_loading_restarting_and_failing_are_shown(opened):
@@ -387,9 +383,7 @@ def test_nothing_is_shown_of_a_model_that_is_not_loaded(opened):
 
     def change(status):
         status["models"][0].update(now)
-        status["models"].append(
-            {**status["models"][0], "name": "other", "state": "stopped", "plan": None, "numbers": {}}
-        )
+        status["models"].append({**status["models"][0], "name": "other", "state": "stopped", "plan": None, "numbers": {}})
 
     page = opened(before=faked(change))
     page.click("#memory")

@@ -28,6 +28,4 @@ if __name__ == "__main__":
     SCALES = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     llama_cpp.Llama = Scaled
     settings = ConfigFileSettings.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    uvicorn.run(
-        create_app(server_settings=settings, model_settings=settings.models), host=settings.host, port=settings.port
-    )
+    uvicorn.run(create_app(server_settings=settings, model_settings=settings.models), host=settings.host, port=settings.port)

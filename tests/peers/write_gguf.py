@@ -32,9 +32,7 @@ def own_name(module: str) -> str:
 
 def turned(rows: Any, module: str, config: dict[str, Any]) -> Any:
     """Return the rows of a query or key weight in llama.cpp's order: the halves that rope pairs lie beside each other."""
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(
-        module.rsplit(".", 1)[-1]
-    )
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(module.rsplit(".", 1)[-1])
     if heads is None:
         return rows
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

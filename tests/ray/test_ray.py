@@ -522,9 +522,7 @@ def test_a_model_that_cannot_be_loaded_is_told(tmp_path):
     found = subprocess.run(command, capture_output=True, text=True, timeout=START_S, cwd=ROOT)
     assert found.returncode == 6, found.stderr
     assert "Ray could not start the model" in found.stderr and weights.name in found.stderr
-    found = subprocess.run(
-        [*command[:5], str(tmp_path / "none"), *command[6:]], capture_output=True, text=True, cwd=ROOT
-    )
+    found = subprocess.run([*command[:5], str(tmp_path / "none"), *command[6:]], capture_output=True, text=True, cwd=ROOT)
     assert found.returncode == 3 and "no such folder" in found.stderr
 
 

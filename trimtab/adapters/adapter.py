@@ -63,9 +63,7 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
             f"{unnamed[0]}), or exclude_modules or layers_to_transform leave them out; they are applied, PEFT would drop them "
             "silently"
         )
-    notes += [
-        f"{count} tensors have no effect, {why}" for why, count in Counter(why for _, why in spec.no_effect).items()
-    ]
+    notes += [f"{count} tensors have no effect, {why}" for why, count in Counter(why for _, why in spec.no_effect).items()]
     named = config.get("target_modules")
     ends = {end for target in lora for path in _spellings(target) for end in ends_of(path)}
     idle = set(named) - ends - set(spec.idle.get("target_modules", ())) if isinstance(named, list) else set()

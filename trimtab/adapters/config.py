@@ -125,9 +125,7 @@ def _selection_problems(config: Mapping[str, Any]) -> list[str]:
         if value is None or (isinstance(value, str) and of_text is None):
             continue  # a text instead of a list is reported with the field's own type
         is_mapping = field in ("rank_pattern", "alpha_pattern")
-        if not isinstance(entries, dict if is_mapping else list) or not all(
-            isinstance(entry, str) for entry in entries
-        ):
+        if not isinstance(entries, dict if is_mapping else list) or not all(isinstance(entry, str) for entry in entries):
             if not is_mapping and field != "modules_to_save":
                 problems.append(f"{field}={short(value)}: must be a list of names or a regular expression")
             continue

@@ -73,9 +73,7 @@ def check_is_adapter(path: str | Path) -> None:
             raise AdapterError(str(path), ["is an address, not a folder"], hint=hint)
         is_file = folder.is_file()
         hint = f"The demo has {', '.join(list(NAMED)[1:])}" if str(path).startswith(f"{MODEL}/") else ""
-        raise AdapterError(
-            folder, ["is a file; name the folder that holds it" if is_file else "no such folder"], hint=hint
-        )
+        raise AdapterError(folder, ["is a file; name the folder that holds it" if is_file else "no such folder"], hint=hint)
     if gguf := _only_gguf(folder):
         raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
     problems = _missing_files(folder)
@@ -84,9 +82,7 @@ def check_is_adapter(path: str | Path) -> None:
 
 
 @reading(adapter_refusal)
-def read_adapter(
-    path: str | Path, *, values: bool = True, takes: Collection[str] = (), log_name: str | None = None
-) -> AdapterFile:
+def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str] = (), log_name: str | None = None) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
     path: the folder, or a name of the demo's. values: also search its values for NaN and infinity; none is kept in memory.

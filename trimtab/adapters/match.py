@@ -260,9 +260,7 @@ def _is_second_copy(key: AdapterKey, file: AdapterFile) -> bool:
     return bool(mark) and key.role == "saved" and key.name is None and f"{head}.{tail}" in file.tensors
 
 
-def _sort_in(
-    matched: dict[tuple[str, str], dict[str, AdapterKey]], path: str, key: AdapterKey, problems: list[str]
-) -> None:
+def _sort_in(matched: dict[tuple[str, str], dict[str, AdapterKey]], path: str, key: AdapterKey, problems: list[str]) -> None:
     saved = key.role in ("saved", "base_copy")
     roles = matched.setdefault((path, "saved" if saved else "lora"), {})
     role = key.parameter if saved else key.role
@@ -398,9 +396,7 @@ class _Builder:
             if not self._is_announced(row, roles[name]):
                 option = self.config.get("bias", "none")
                 why = f" (bias={option!r})" if name == "bias" and option != "none" else ""
-                self.problems.append(
-                    f"{entry.tensor_name}: a full {name} that modules_to_save does not name{why} is not supported"
-                )
+                self.problems.append(f"{entry.tensor_name}: a full {name} that modules_to_save does not name{why} is not supported")
 
     def _is_announced(self, row: ModuleRow, key: AdapterKey) -> bool:
         # PEFT writes full embeddings and heads next to LoRA (save_embedding_layers) without an entry in the config.
@@ -426,9 +422,7 @@ class _Builder:
         for path in sorted(have):
             for partner in self._partners(path):
                 if partner not in have:
-                    self.problems.append(
-                        f"ensure_weight_tying is true, but of {path} and {partner} only the first has keys"
-                    )
+                    self.problems.append(f"ensure_weight_tying is true, but of {path} and {partner} only the first has keys")
 
     def tied_copies(self, targets: Iterable[AdapterTarget]) -> list[AdapterTarget]:
         """Return saved targets for modules tied to one whose full weight PEFT loads into the base itself.
@@ -447,9 +441,7 @@ class _Builder:
                     copies.append(replace(target, module_path=path, part=row.part, wrapped=False))
         return copies
 
-    def tied_originals(
-        self, targets: Iterable[AdapterTarget], originals: Mapping[str, AdapterKey]
-    ) -> list[AdapterTarget]:
+    def tied_originals(self, targets: Iterable[AdapterTarget], originals: Mapping[str, AdapterKey]) -> list[AdapterTarget]:
         """Return saved targets for modules tied to a saved one, if the file also has its untrained weight.
 
         PEFT loads `original_module` into the base's parameter, which a tied partner still uses.
@@ -462,9 +454,7 @@ class _Builder:
                 row = self.places.rows[partner]
                 if partner not in have and row.weight is not None and entry.shape == row.weight.shape:
                     copies.append(
-                        AdapterTarget(
-                            partner, row.part, "saved", 0, 1.0, False, False, False, {"weight": entry}, key.path
-                        )
+                        AdapterTarget(partner, row.part, "saved", 0, 1.0, False, False, False, {"weight": entry}, key.path)
                     )
         return copies
 

@@ -123,9 +123,7 @@ def _weights(source: Path, copy: Path, renamed: dict[str, str]) -> bool:
         return True
     with source.open("rb") as file, copy.open("wb") as out:
         header = parse(file.read(int.from_bytes(file.read(8), "little")), "header")
-        raw = json.dumps(
-            {renamed.get(name, name): value for name, value in header.items()}, separators=(",", ":")
-        ).encode()
+        raw = json.dumps({renamed.get(name, name): value for name, value in header.items()}, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         out.write(len(raw).to_bytes(8, "little") + raw)
         shutil.copyfileobj(file, out, _CHUNK)

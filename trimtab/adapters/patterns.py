@@ -62,11 +62,7 @@ class PatternError(ValueError):
 
 def shown(pattern: str) -> str:
     """Return a pattern for an error message: quoted, and truncated to 60 characters."""
-    return (
-        repr(pattern)
-        if len(pattern) <= _SHOWN_CHARS
-        else f"{pattern[:_SHOWN_CHARS]!r}... ({len(pattern):,} characters)"
-    )
+    return repr(pattern) if len(pattern) <= _SHOWN_CHARS else f"{pattern[:_SHOWN_CHARS]!r}... ({len(pattern):,} characters)"
 
 
 def is_plain(pattern: str) -> bool:

@@ -137,11 +137,7 @@ class Rules:
         config = {name: self._config.get(name) for name in ("layers_to_transform", "layers_pattern")}
         config |= {field: self._only(self._config[field], entries) for field, entries in idle.items()}
         left = dict(Rules(self._folder, config, others())._idle())
-        return {
-            field: [entry for entry in entries if entry in left[field]]
-            for field, entries in idle.items()
-            if field in left
-        }
+        return {field: [entry for entry in entries if entry in left[field]] for field, entries in idle.items() if field in left}
 
     @staticmethod
     def _only(value: Any, entries: list[Any]) -> Any:

@@ -59,9 +59,7 @@ def shapes_of(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[tuple[
     return (rank * experts, wide), (high, rank * experts)
 
 
-def decided(
-    fitting: tuple[Layout, ...], seen: Iterable[Layout], version: object, *, is_transposed: bool
-) -> Layout | None:
+def decided(fitting: tuple[Layout, ...], seen: Iterable[Layout], version: object, *, is_transposed: bool) -> Layout | None:
     """Return the layout of one pair, None if nothing determines it.
 
     fitting: those that its shapes allow. seen: the layouts of the file's pairs on stacks of the same kind whose shapes

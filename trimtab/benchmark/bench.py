@@ -171,8 +171,7 @@ def _run(
 def _bandwidth(rows: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     names = {"device_Bps": "device memory", "host_Bps": "host memory", "link_Bps": "host to device"}
     spreads = {
-        words: figures.spread([row["bandwidth"][name] for row in rows if row["bandwidth"][name]])
-        for name, words in names.items()
+        words: figures.spread([row["bandwidth"][name] for row in rows if row["bandwidth"][name]]) for name, words in names.items()
     }
     return {words: rate for words, rate in spreads.items() if rate is not None}
 

@@ -209,14 +209,10 @@ def _notes(report: Report) -> list[str]:
         lines += [f"slower    {side.name}: {row['what']}: {row['why']}" for row in side.fallbacks]
         lines += [f"note      {side.name}: {note}" for note in side.notes]
         if side.limit is not None and (side is report.ours or side.reads != report.ours.reads):
-            lines.append(
-                f"limit     {side.name}: a token reads {_reads_text(side.reads)}; bound by {side.limit.bound_by}"
-            )
+            lines.append(f"limit     {side.name}: a token reads {_reads_text(side.reads)}; bound by {side.limit.bound_by}")
     rates = [f"{name} {rate.median / 1e9:.3g} GB/s" for name, rate in report.bandwidth.items()]
     return [*lines, *([f"measured  copies: {', '.join(rates)}"] if rates else [])]
 
 
 def _reads_text(reads: Sequence[Read]) -> str:
-    return ", ".join(
-        f"{read.what} {gib(read.nbytes)}{'' if read.way == 'device' else f' over the {read.way}'}" for read in reads
-    )
+    return ", ".join(f"{read.what} {gib(read.nbytes)}{'' if read.way == 'device' else f' over the {read.way}'}" for read in reads)

@@ -121,9 +121,7 @@ def ready(model: Any, new_tokens: int) -> Iterator[Callable[[Mapping[str, Any], 
     import transformers
 
     # No end token: every run decodes the same number of tokens.
-    config = transformers.GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    config = transformers.GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     holder = model.get_base_model() if hasattr(model, "get_base_model") else model
     forced.forget_request(model)
     kept, holder.generation_config = holder.generation_config, transformers.GenerationConfig()

@@ -95,9 +95,7 @@ def differences(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
     parted = []
     for one, other in zip(rows[0]["answers"], others[0]["answers"], strict=True):
         place = first_difference(one["token_ids"], other["token_ids"])
-        parted.append(
-            {"id": one["id"], "tokens": len(one["token_ids"]), "equal": place is None, "first_difference": place}
-        )
+        parted.append({"id": one["id"], "tokens": len(one["token_ids"]), "equal": place is None, "first_difference": place})
     return parted
 
 

@@ -91,8 +91,7 @@ class Filler:
                 if target.kind == "saved":
                     self._fill_saved(target, file)
         self.problems += [
-            f"{path}: {tensor_name} is on the meta device, and the file has no tensor for it"
-            for path, tensor_name in self._empty()
+            f"{path}: {tensor_name} is on the meta device, and the file has no tensor for it" for path, tensor_name in self._empty()
         ]
         if self.problems:
             raise AdapterError(self.spec.file.folder, self.problems, hint="Load the base again: it is partly changed")

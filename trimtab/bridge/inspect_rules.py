@@ -93,9 +93,7 @@ class View:
                     continue
                 seen.add(id(tensor))
                 is_away = away is not None and tensor.device.type == "meta"
-                devices[f"offloaded to {away}" if is_away else str(tensor.device)] += (
-                    tensor.numel() * tensor.element_size()
-                )
+                devices[f"offloaded to {away}" if is_away else str(tensor.device)] += tensor.numel() * tensor.element_size()
         return dict(sorted(devices.items()))
 
     def shown_map(self) -> dict[str, str] | None:
@@ -155,9 +153,7 @@ class View:
             hook = offload_hook(module)
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and tensor.device.type == "meta" and hook is None:
-                    yield Finding(
-                        "weight-on-meta", path, f"{name} {list(tensor.shape)} has no data and no offload hook"
-                    )
+                    yield Finding("weight-on-meta", path, f"{name} {list(tensor.shape)} has no data and no offload hook")
 
     def _hooks(self) -> Iterator[Finding]:
         copies = []
@@ -206,9 +202,7 @@ class View:
                     continue
                 wrong = [f"{label} on {tensor.device}" for label, tensor in tensors if _differ(tensor.device, device)]
                 if wrong:
-                    yield Finding(
-                        "lora-wrong-device", path, f"adapter {name}: {', '.join(wrong)}, computes on {device}"
-                    )
+                    yield Finding("lora-wrong-device", path, f"adapter {name}: {', '.join(wrong)}, computes on {device}")
                 if _is_idle(layer, name, tensors):
                     idle.setdefault(name, []).append(path)
                 else:
@@ -249,9 +243,7 @@ class View:
             mapped = self.map[max(keys, key=len)]
             have = offloaded_to(module) or own[0].device
             should_be_away = mapped == DISK or (mapped == CPU and bool(main))
-            if should_be_away == isinstance(have, str) and (
-                should_be_away or not _differ(own[0].device, _device(mapped))
-            ):
+            if should_be_away == isinstance(have, str) and (should_be_away or not _differ(own[0].device, _device(mapped))):
                 continue
             other = [key for key in self.map if key and path.startswith(key) and not is_under(path, key)]
             why = f"; the key {other[0]} begins like it" if other else ""
@@ -340,9 +332,7 @@ def _lora_tensors(layer: Any, adapter_name: str) -> Iterator[tuple[str, Tensor]]
         if isinstance(item, Tensor):
             yield attribute, item
         elif isinstance(item, nn.Module):
-            yield from (
-                (attribute if name == "weight" else f"{attribute}.{name}", t) for name, t in item.named_parameters()
-            )
+            yield from ((attribute if name == "weight" else f"{attribute}.{name}", t) for name, t in item.named_parameters())
 
 
 def _lora_modules(layer: Any, adapter_name: str) -> Iterator[nn.Module]:

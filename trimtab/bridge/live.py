@@ -36,9 +36,7 @@ def read_live(model: Any) -> Anatomy:
             windows=None,
         )  # fmt: skip
     except AttributeError as exc:
-        raise RequestError(
-            f"a {type(model).__name__} is not a transformers language model ({exc})", field="base_model"
-        ) from exc
+        raise RequestError(f"a {type(model).__name__} is not a transformers language model ({exc})", field="base_model") from exc
     modules = dict(model.named_modules())
     rows = {row.module_path: _unpacked(row, modules[row.module_path], dtype) for row in anatomy.rows}
     for path, module in modules.items():

@@ -45,9 +45,7 @@ def load_first(base_model: Any, path: Path, adapter_name: str, peft_kwargs: Mapp
     return peft_model
 
 
-def _load_next(
-    peft_model: Any, model_id: str | Path, adapter_name: str, is_trainable: bool = False, **kwargs: Any
-) -> Any:
+def _load_next(peft_model: Any, model_id: str | Path, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> Any:
     """Load one more adapter as the first one; it is not activated. Returns PEFT's result: no key is left over.
 
     Errors: as `trimtab.bridge.load_peft`.

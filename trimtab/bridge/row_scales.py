@@ -23,12 +23,7 @@ def layers_of(modules: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, tuple[i
     for path, module in modules:
         weight: Any = getattr(module, "weight", None)
         state = getattr(weight, "quant_state", None)
-        if (
-            state is None
-            or weight.device.type != "cpu"
-            or state.shape[-1] % state.blocksize == 0
-            or state.blocksize > 1024
-        ):
+        if state is None or weight.device.type != "cpu" or state.shape[-1] % state.blocksize == 0 or state.blocksize > 1024:
             continue
         key = (min(state.shape[0], state.blocksize), state.shape[-1], state.blocksize)
         if key not in known:

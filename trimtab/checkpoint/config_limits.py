@@ -120,9 +120,7 @@ def largest(field: str) -> int:
 def _wrong_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for field, value in _numbers(config):
         name, most = field.rpartition(".")[2], largest(field)
-        if value > most and not (
-            most == OF_NO_SIZE and isinstance(value, float)
-        ):  # Mamba's time_step_limit is infinite
+        if value > most and not (most == OF_NO_SIZE and isinstance(value, float)):  # Mamba's time_step_limit is infinite
             yield field, value, f"at most {most} is read"
         elif value < 0 and _NOT_NEGATIVE.search(name) and "chunk" not in name:
             yield field, value, "must not be negative"
@@ -176,11 +174,7 @@ def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if field:
             yield field, value
         if isinstance(value, Mapping):
-            inner = [
-                (f"{field}.{name}" if field else str(name), one)
-                for name, one in value.items()
-                if name not in NOT_FIELDS
-            ]
+            inner = [(f"{field}.{name}" if field else str(name), one) for name, one in value.items() if name not in NOT_FIELDS]
             waiting += reversed(inner)
         elif isinstance(value, list):
             waiting += [(field, one) for one in reversed(value)]

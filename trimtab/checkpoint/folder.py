@@ -117,9 +117,7 @@ def stamp_of(folder: Path, file: Path) -> Stamp:
 def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the quantization_config where transformers looks for it: at the top, else in the text config."""
     text = config.get("text_config")
-    quantization = config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, dict) else None
-    )
+    quantization = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     if quantization and not isinstance(quantization, dict):
         raise CheckpointError("quantization_config is not an object", path=config_file)
     return quantization or None
@@ -264,11 +262,7 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
 
 def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_object(index, "index").get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(name, str) for name in weight_map.values())
-    ):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError("has no weight_map of tensor names to file names", path=index)
     return weight_map
 
@@ -336,9 +330,7 @@ def _refuse_without_config(folder: Path) -> NoReturn:
             path=folder,
             hint="Give its base model as the model, this folder as an adapter",
         )
-    raise CheckpointError(
-        f"has no {CONFIG}", path=folder, hint=f"A checkpoint is a folder with {CONFIG} and safetensors files"
-    )
+    raise CheckpointError(f"has no {CONFIG}", path=folder, hint=f"A checkpoint is a folder with {CONFIG} and safetensors files")
 
 
 def _refuse_other_weights(folder: Path) -> None:

@@ -106,9 +106,7 @@ def _pull(model: str, branch: str, emit: Callable[[str], None], endpoint: str | 
         raise CheckpointError(f"the repository has neither {CONFIG} nor {ADAPTER_CONFIG}", path=model)
     large = [name for name in small if sizes[name] > MOST_JSON_BYTES]
     if large:
-        raise CheckpointError(
-            f"{large[0]} has {gib(sizes[large[0]])}, which is no {Path(large[0]).suffix} file", path=model
-        )
+        raise CheckpointError(f"{large[0]} has {gib(sizes[large[0]])}, which is no {Path(large[0]).suffix} file", path=model)
     missing = [name for name in small if not _is_cached(model, name, commit)]
     _check_room(model, sum(sizes[name] for name in missing))
     for name in small:
@@ -157,9 +155,7 @@ def _weight_files(
         raise CheckpointError(f"its index cannot be read ({exc})", path=f"{model}/{INDEX}") from exc
     for name in names:
         if not _SHARD.fullmatch(name) or name not in sizes:
-            raise CheckpointError(
-                f"its index names {name!r}, which is not one of its weight files", path=f"{model}/{INDEX}"
-            )
+            raise CheckpointError(f"its index names {name!r}, which is not one of its weight files", path=f"{model}/{INDEX}")
     return names
 
 

@@ -70,9 +70,7 @@ def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """
     comparison = _Comparison(name.lower())
     scored = [(choice != name, -comparison.score(choice.lower()), choice) for choice in dict.fromkeys(choices)]
-    near = sorted(
-        item for item in scored if -item[1] >= (MIN_SCORE if "." in item[2] or "." in name else MIN_WORD_SCORE)
-    )
+    near = sorted(item for item in scored if -item[1] >= (MIN_SCORE if "." in item[2] or "." in name else MIN_WORD_SCORE))
     return [choice for *_, choice in near[: max(count, 0)]]
 
 

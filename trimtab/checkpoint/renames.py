@@ -48,9 +48,5 @@ def renamed(path: str, renames: Iterable[Rename]) -> str:
 
 def former_words(renames: Iterable[Rename], paths: Iterable[str]) -> frozenset[str]:
     """Return the words of former names that occur in no present path."""
-    words = {
-        word
-        for rename in renames
-        for word in re.findall(r"[A-Za-z_]\w{2,}", re.sub(r"\\.", " ", Rename(*rename).pattern))
-    }
+    words = {word for rename in renames for word in re.findall(r"[A-Za-z_]\w{2,}", re.sub(r"\\.", " ", Rename(*rename).pattern))}
     return frozenset(words - {segment for path in paths for segment in path.split(".")}) if words else frozenset()

@@ -21,9 +21,7 @@ def checkpoint_refusal(path: str | os.PathLike[str], exc: OSError) -> TrimtabErr
 
 def adapter_refusal(path: str | os.PathLike[str], exc: OSError) -> TrimtabError:
     """Return the error of an adapter whose files cannot be read."""
-    return AdapterError(
-        path, [f"{os.path.basename(exc.filename or '') or 'it'} cannot be read ({exc.strerror or exc})"]
-    )
+    return AdapterError(path, [f"{os.path.basename(exc.filename or '') or 'it'} cannot be read ({exc.strerror or exc})"])
 
 
 def check_reachable(path: str | os.PathLike[str]) -> None:

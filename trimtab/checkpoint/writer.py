@@ -72,9 +72,7 @@ def lay_out(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str
     places: dict[str, TensorEntry] = {}
     start = len(head)
     for tensor in tensors:
-        places[tensor.tensor_name] = TensorEntry(
-            tensor.tensor_name, tensor.dtype, tensor.shape, path, start, tensor.nbytes
-        )
+        places[tensor.tensor_name] = TensorEntry(tensor.tensor_name, tensor.dtype, tensor.shape, path, start, tensor.nbytes)
         start += tensor.nbytes
     return Layout(head, places, start)
 
@@ -157,9 +155,7 @@ class PositionedWriter:
     def __enter__(self) -> PositionedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         self._close_direct()
         self._file.close()
         if not self._is_finished:

@@ -140,9 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _color_behind_command(given: list[str]) -> list[str]:
     """Return the arguments with a --color before the command moved after it, where each command has the flag."""
     if given[:1] == ["--color"] and not {*given[1:2]} & {*COLORS}:
-        raise UsageError(
-            f"argument --color: expected one argument of {', '.join(COLORS)}", usage="usage: trimtab COMMAND ..."
-        )
+        raise UsageError(f"argument --color: expected one argument of {', '.join(COLORS)}", usage="usage: trimtab COMMAND ...")
     count = 2 if given[:1] == ["--color"] else int(bool(given) and given[0].startswith("--color="))
     color, rest = given[:count], given[count:]
     return [rest[0], *color, *rest[1:]] if color and rest and not rest[0].startswith("-") else given

@@ -78,9 +78,7 @@ def check_files() -> None:
     ]
     missing = [name for name in needed if not (FOLDER / name).is_file()]
     if missing:
-        raise CheckpointError(
-            f"the bundled model is incomplete, missing: {', '.join(missing)}", path=FOLDER, hint=GET_IT_BACK
-        )
+        raise CheckpointError(f"the bundled model is incomplete, missing: {', '.join(missing)}", path=FOLDER, hint=GET_IT_BACK)
 
 
 def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
@@ -193,9 +191,7 @@ def ask_noise(model: trimtab.LoadedModel, name: str, ask: Ask) -> tuple[Noise, .
     draws = {}
     for seed in range(1, DRAWS + 1):
         with rounded_layers(model.hf_model, seed):
-            draws[f"every layer rounded at random ({seed})"] = model.logits(
-                ask.prompt, **ask.media, adapter=ask.adapter
-            )
+            draws[f"every layer rounded at random ({seed})"] = model.logits(ask.prompt, **ask.media, adapter=ask.adapter)
     return drawn_noise(name, ONCE, once, draws)
 
 
@@ -235,9 +231,7 @@ def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadReq
     return trimtab.plan(FOLDER / "base", place={"*": "stream", "table": "gather"}, **options)
 
 
-def _answers(
-    plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None
-) -> tuple[list[dict[str, Any]], list[Any], Changes]:
+def _answers(plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None) -> tuple[list[dict[str, Any]], list[Any], Changes]:
     """Return the answers (none without say), the teacher-forced logits [S, V] of every question, and the loaded
     changes.
     """

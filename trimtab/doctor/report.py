@@ -230,9 +230,7 @@ def _placement(record: Mapping[str, Any]) -> str:
 
 
 def _counts(counts: Any) -> str:
-    return (
-        ", ".join(f"{count} x {name}" for name, count in counts.items() if count) if isinstance(counts, Mapping) else ""
-    )
+    return ", ".join(f"{count} x {name}" for name, count in counts.items() if count) if isinstance(counts, Mapping) else ""
 
 
 def _memory(record: Mapping[str, Any]) -> str:
@@ -297,9 +295,7 @@ def memory_pictures(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
     """Return (title, SVG) for every measured kind of memory, the GPU's first."""
     charts = []
     for field, name in KINDS:
-        rows = [
-            (record, nbytes) for record in records if isinstance(nbytes := _peak(record, field), int) and nbytes > 0
-        ]
+        rows = [(record, nbytes) for record in records if isinstance(nbytes := _peak(record, field), int) and nbytes > 0]
         if rows:
             charts.append((f"Peak of {name} memory", _picture(rows, f"Peak of {name} memory per case")))
     return charts

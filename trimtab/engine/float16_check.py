@@ -64,9 +64,7 @@ def check(model: MeasuredModel) -> float:
     activations = largest_activations(model)
     name, most = max(activations.items(), key=lambda pair: pair[1])
     if most > LARGEST * HEADROOM:
-        without = next(
-            (f", or with {flag}" for end, flag in _WITHOUT if name.endswith(end) and _fits_text(activations)), ""
-        )
+        without = next((f", or with {flag}" for end, flag in _WITHOUT if name.endswith(end) and _fits_text(activations)), "")
         raise DeviceError(
             f"activations reach {most:.3g} in {name}, float16 holds {LARGEST:g}", device=str(model.device),
             hint=f"Plan again with dtype='float32'{without}",
@@ -128,9 +126,7 @@ def _with_media(model: MeasuredModel) -> Iterator[tuple[str, dict[str, object]]]
         yield from _first_possible(model, "audio", [samples])
 
 
-def _first_possible(
-    model: MeasuredModel, medium: str, tries: Sequence[object]
-) -> Iterator[tuple[str, dict[str, object]]]:
+def _first_possible(model: MeasuredModel, medium: str, tries: Sequence[object]) -> Iterator[tuple[str, dict[str, object]]]:
     """Give a prompt with the first medium that the model and its context take. If there is none, as without processor files, no
     request can have one."""
     for one in tries:

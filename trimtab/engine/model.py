@@ -164,12 +164,7 @@ class LoadedModel(Asking):
     def _prepare_steps(self) -> None:
         """Capture the planned steps now: failed captures on this card are known when the model is loaded."""
         step = self.plan.execution.step
-        if (
-            self.device.type != "cuda"
-            or step.mode not in CAPTURED
-            or self.decode == "eager"
-            or self.plan.request.batch > 1
-        ):
+        if self.device.type != "cuda" or step.mode not in CAPTURED or self.decode == "eager" or self.plan.request.batch > 1:
             return  # the batch's owner prepares several rows
         if self.context_tokens < 2:
             return  # a prompt of one token leaves no room for a step
@@ -275,9 +270,7 @@ class LoadedModel(Asking):
 
         Errors: AdapterError, CheckpointError.
         """
-        held = planned_adapters.read(
-            self, planned_adapters.match(self, path, log_name=str(path) if name is None else name)
-        )
+        held = planned_adapters.read(self, planned_adapters.match(self, path, log_name=str(path) if name is None else name))
         self.fitting(held)  # now, not while rows wait
         return held
 
@@ -336,9 +329,7 @@ class LoadedModel(Asking):
 
     def adapter_bytes(self, adapter: HeldAdapter | AdapterSpec) -> int:
         """Return the bytes of `free_adapter_bytes` that one more adapter takes, with its copy for captured prompts."""
-        return self.bytes_with_copies(
-            (adapter.spec if isinstance(adapter, HeldAdapter) else adapter).nbytes(ADAPTER_DTYPE)
-        )
+        return self.bytes_with_copies((adapter.spec if isinstance(adapter, HeldAdapter) else adapter).nbytes(ADAPTER_DTYPE))
 
     def bytes_with_copies(self, own: int) -> int:
         """Return the share of `free_adapter_bytes` that an adapter of this many bytes takes, as `adapter_bytes`."""

@@ -95,9 +95,7 @@ class Asking:
         pairs = many.answers(self, requests, rows=rows, errors="raise", options=given, group="answers")
         return tuple(many.in_order(pairs))
 
-    def question(
-        self: AskedModel, prompt: object, options: Mapping[str, Any]
-    ) -> tuple[Inputs, GenerateRequest, Chosen]:
+    def question(self: AskedModel, prompt: object, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Chosen]:
         """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
         image, audio, system, adapter, template_kwargs = (options.get(name) for name in many.QUESTION[1:])
         sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
@@ -223,9 +221,7 @@ class Asking:
             elif isinstance(name, str):
                 self.adapter_spec(name)
             elif name is not None:
-                raise RequestError(
-                    "must be a name, {name: weight} for a mix, or None for the base", field="adapter", value=name
-                )
+                raise RequestError("must be a name, {name: weight} for a mix, or None for the base", field="adapter", value=name)
 
     def check_tokens(self: AskedModel, request: GenerateRequest) -> None:
         """Raise RequestError for a stop token that the vocabulary does not have: it would end no answer."""
@@ -238,9 +234,7 @@ class Asking:
 _END = object()
 
 
-async def _pieces(
-    model: AskedModel, prompt: object, options: Mapping[str, object], answers: list[Answer]
-) -> AsyncIterator[str]:
+async def _pieces(model: AskedModel, prompt: object, options: Mapping[str, object], answers: list[Answer]) -> AsyncIterator[str]:
     """Yield an answer in pieces and put the whole of it into `answers`; leaving early ends it within one step.
 
     Errors: as `LoadedModel.answer`.

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 AHEAD_KEPT, AHEAD = 4, 2
 
 
-def match(
-    model: LoadedModel, path: str | Path, spec: AdapterSpec | None = None, *, log_name: str | None = None
-) -> AdapterSpec:
+def match(model: LoadedModel, path: str | Path, spec: AdapterSpec | None = None, *, log_name: str | None = None) -> AdapterSpec:
     """Return the adapter of a folder matched with a model. spec: it, where this is known. log_name: as for the `read_adapter` of
     adapters/file.py. Errors: AdapterError, CheckpointError."""
     spec = spec or match_adapter(read_adapter(path, values=False, log_name=log_name), model.anatomy)

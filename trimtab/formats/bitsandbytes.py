@@ -120,9 +120,7 @@ def _four_bit(group: _Group) -> PackedEntry | None:
     if not _check_state(group, state, kind, nested):
         return None
     _check_parts(group, math.prod(state["shape"]), state, nested)
-    return PackedEntry(
-        group.tensor_name, kind, tuple(state["shape"]), state["dtype"], state["blocksize"], nested, parts, state
-    )
+    return PackedEntry(group.tensor_name, kind, tuple(state["shape"]), state["dtype"], state["blocksize"], nested, parts, state)
 
 
 def _read_state(entry: TensorEntry) -> Any:
@@ -210,9 +208,7 @@ def _eight_bit(group: _Group) -> PackedEntry | None:
     is_right = scale.dtype == "float32" and scale.shape == weight.shape[:1]
     group.want(is_right, f"SCB is {scale.dtype} {list(scale.shape)}, float32 [{weight.shape[0]}] is needed")
     # float16: bitsandbytes casts to it before it quantizes (Int8Params._quantize).
-    return PackedEntry(
-        group.tensor_name, "int8", weight.shape, "float16", None, False, {"weight": weight, "SCB": scale}, {}
-    )
+    return PackedEntry(group.tensor_name, "int8", weight.shape, "float16", None, False, {"weight": weight, "SCB": scale}, {})
 
 
 def _format_of(entry: TensorEntry) -> int | str:

@@ -78,9 +78,7 @@ def _schemes(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
             raise _refused(checkpoint, f"its weights are {NOT_READ[form]}", form)
         rounded = group.get("input_activations")
         if isinstance(rounded, dict) and rounded.get("type") == "int":
-            raise _refused(
-                checkpoint, "its activations are rounded to integers (input_activations)", rounded.get("num_bits")
-            )
+            raise _refused(checkpoint, "its activations are rounded to integers (input_activations)", rounded.get("num_bits"))
         yield weights
 
 

@@ -67,11 +67,7 @@ def _read(checkpoint: Checkpoint, bits: int, settings: Mapping[str, Any], layout
         stem, dot, last = name.rpartition(".")
         if last != "qweight":
             continue
-        parts = {
-            part: checkpoint.tensors[f"{stem}{dot}{part}"]
-            for part in PARTS
-            if f"{stem}{dot}{part}" in checkpoint.tensors
-        }
+        parts = {part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in PARTS if f"{stem}{dot}{part}" in checkpoint.tensors}
         used |= {f"{stem}{dot}{part}" for part in parts}
         found = _weight(f"{stem}{dot}weight", parts, bits, size, layout, desc_act=settings.get("desc_act") is True)
         if isinstance(found, str):

@@ -43,8 +43,7 @@ def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = 
     plain, packed = split_packed(checkpoint)
     tensors: list[tuple[Any, ...]] = [(name, entry.dtype, entry.shape) for name, entry in sorted(plain.items())]
     tensors += [
-        (name, entry.kind, entry.dtype, entry.shape, entry.blocksize, entry.nested)
-        for name, entry in sorted(packed.items())
+        (name, entry.kind, entry.dtype, entry.shape, entry.blocksize, entry.nested) for name, entry in sorted(packed.items())
     ]
     facts = {
         "form": form(), "files": {name: _hash_of(checkpoint.folder / name) for name in SHAPING_FILES},

@@ -167,9 +167,7 @@ def os_name() -> str:
 
 def full_cpu_name() -> str:
     """Return the processor's name, as far as the system reports it."""
-    named = (
-        read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _sysctl("machdep.cpu.brand_string")
-    )
+    named = read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _sysctl("machdep.cpu.brand_string")
     return named or platform.processor() or platform.machine()
 
 
@@ -236,13 +234,7 @@ def environment_text(environment: Environment) -> str:
         f"{gib(gpu.total_bytes)}"
         for gpu in environment.gpus
     ] or ["no GPU that torch can use"]
-    built = (
-        f"CUDA {environment.cuda}"
-        if environment.cuda
-        else f"ROCm {environment.hip}"
-        if environment.hip
-        else "the CPU alone"
-    )
+    built = f"CUDA {environment.cuda}" if environment.cuda else f"ROCm {environment.hip}" if environment.hip else "the CPU alone"
     driver = f"driver {environment.driver}" if environment.driver else "no NVIDIA driver"
     lines.append(f"torch is built for {built}; {driver}")
     if environment.torch_error:

@@ -49,9 +49,7 @@ class _UnknownError(Exception):
 
 def read_gpus() -> tuple[Gpu, ...] | None:
     """Return the GPUs in CUDA's order, empty without a driver or a GPU; None if the driver cannot be queried."""
-    return _asked(
-        lambda cuda, nvml: tuple(_gpu(cuda, nvml, index, _driver(cuda)) for index in range(_int(cuda.cuDeviceGetCount)))
-    )
+    return _asked(lambda cuda, nvml: tuple(_gpu(cuda, nvml, index, _driver(cuda)) for index in range(_int(cuda.cuDeviceGetCount))))
 
 
 def busy_percent(index: int) -> int | None:

@@ -49,9 +49,7 @@ def resolve(device: str, count: int) -> str:
 
 def cpu_machine(process: int) -> Machine:
     """Return a machine whose CPU computes. process: the host memory of the process before any weight."""
-    return Machine(
-        execution_device="cpu", host_available_bytes=host_available_bytes(), process_bytes=process, has_pinned=False
-    )
+    return Machine(execution_device="cpu", host_available_bytes=host_available_bytes(), process_bytes=process, has_pinned=False)
 
 
 def gpu_machine(

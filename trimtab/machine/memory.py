@@ -40,9 +40,7 @@ def host_available_bytes() -> int:
     return available if limited is None else min(available, limited)
 
 
-def cgroup_available_bytes(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int | None:
+def cgroup_available_bytes(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes that the control groups of this process still allow, None without a limit.
 
     Every group up to the root counts. The kernel counts the page cache as used, but frees it under pressure. It is

@@ -67,9 +67,7 @@ def _read_s(anatomy: Anatomy, quant: str, rates: Rates, *, is_unpacked: bool) ->
         for leaf in leaves_of(row, quant, tied, prequantized=is_packed):
             own_Bps = rates.host_matmul_Bps if is_dequantized else rates.host_int8_Bps
             dense = is_unpacked and row.part == "language" and is_dequantized
-            taken[row.block] = taken.get(row.block, 0.0) + _product_s(
-                leaf, anatomy.dtype, rates, own_Bps, is_dense=dense
-            )
+            taken[row.block] = taken.get(row.block, 0.0) + _product_s(leaf, anatomy.dtype, rates, own_Bps, is_dense=dense)
     return taken
 
 

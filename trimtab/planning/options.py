@@ -207,9 +207,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
     )  # fmt: skip
 
 
-def _mode_reason(
-    mode: str, requested: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any
-) -> str:
+def _mode_reason(mode: str, requested: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any) -> str:
     if requested is not None:
         return "asked for"
     if machine.on_cpu:
@@ -225,9 +223,7 @@ def _cpu_may_pay(plan: Plan) -> bool:
     return 2 * plan.rates.host_matmul_Bps > plan.rates.pinned_h2d_Bps
 
 
-def _chosen_head(
-    request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str, no_kernel: str
-) -> tuple[str, str]:
+def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str, no_kernel: str) -> tuple[str, str]:
     """Return the chosen head and the reason. refused: why it must stay full; no_kernel: why the 8-bit kernel cannot
     run.
     """
@@ -367,9 +363,7 @@ def _larger(request: LoadRequest, budget_bytes: int) -> list[list[tuple[str, Loa
     ]
 
 
-def with_larger_card(
-    error: DoesNotFitError, request: LoadRequest, plan: Callable[[LoadRequest], Plan]
-) -> DoesNotFitError:
+def with_larger_card(error: DoesNotFitError, request: LoadRequest, plan: Callable[[LoadRequest], Plan]) -> DoesNotFitError:
     """Return the error of a request for a card, with the smallest larger card that it fits on, unless a larger budget of this
     card is enough. plan: makes a request's plan."""
     card, smallest = find_card(request.card or ""), error.smallest
@@ -471,9 +465,7 @@ def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, Loa
         tokens //= 2
     batches = [_with_rows(request, rows) for rows in _halved(request.batch) if rows]
     images = [(f"images={count}", replace(request, images=count)) for count in _halved(request.images)]
-    sounds = [
-        (f"audio_s={length}", replace(request, audio_s=float(length))) for length in _halved(ceil(request.audio_s))
-    ]
+    sounds = [(f"audio_s={length}", replace(request, audio_s=float(length))) for length in _halved(ceil(request.audio_s))]
     kinds = [[(NO_ADAPTERS, replace(request, adapters={}))]] if request.adapters else []
     kinds += [contexts, batches, _pools(request), images, sounds]
     if request.head == "full":

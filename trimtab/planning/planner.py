@@ -344,9 +344,7 @@ class _Planner:
         place.
         """
         if not self.captures_prompts:
-            return uncaptured_bytes(
-                self.anatomy, self.chunks, quant=self.request.quant, has_adapters=bool(self.adapter_sizes)
-            )
+            return uncaptured_bytes(self.anatomy, self.chunks, quant=self.request.quant, has_adapters=bool(self.adapter_sizes))
         sizes = self.adapter_sizes.values()
         is_switched = len(sizes) > 1 or self.use.batch > 1
         return prompt_bytes(
@@ -450,9 +448,7 @@ class _Planner:
             mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
             seconds=prompt_s, chunks=self.chunks,
         )  # fmt: skip
-        return Execution(
-            prompt=prompt, step=step, head=self.request.head, head_reason="", is_head_asked=self.asked_head != "auto"
-        )
+        return Execution(prompt=prompt, step=step, head=self.request.head, head_reason="", is_head_asked=self.asked_head != "auto")
 
     def _prompt_reason(self) -> str:
         sizes = f"chunks of {', '.join(map(str, self.chunks))} tokens"

@@ -68,9 +68,7 @@ class _Destinations:
         self.is_possible = all(any(three) for three in zip(self.stay, self.near, self.far, strict=True))
         if not self.is_possible:
             return
-        self.must: Counts = tuple(
-            group.count if stay is None else 0 for group, stay in zip(groups, self.stay, strict=True)
-        )
+        self.must: Counts = tuple(group.count if stay is None else 0 for group, stay in zip(groups, self.stay, strict=True))
         leave = [[c for c in two if c is not None] for two in zip(self.near, self.far, strict=True)]
         self.leave_s = [min((c.cost_s for c in two), default=0.0) for two in leave]
         self.leave_device = [min((c.device_bytes for c in two), default=0) for two in leave]
@@ -173,9 +171,7 @@ class _Destinations:
     def far_must(self, leaving: Counts) -> Counts:
         return tuple(count if near is None else 0 for count, near in zip(leaving, self.near, strict=True))
 
-    def far_prefixes(
-        self, leaving: Counts, disk_cap: int, limits: Limits, host_budget_bytes: int
-    ) -> Iterator[tuple[Counts, bool]]:
+    def far_prefixes(self, leaving: Counts, disk_cap: int, limits: Limits, host_budget_bytes: int) -> Iterator[tuple[Counts, bool]]:
         """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order.
 
         Prefixes come cheapest first; before each comes the previous one with another block added. Those that certainly
@@ -306,11 +302,7 @@ class Search:
                     continue
                 for _, totals in self._filled(to, leaving, self.limits.host_budget_bytes):
                     need = self.limits.device_need(totals.peak_bytes)
-                    if (
-                        (best is None or need < best)
-                        and self.limits.allows_host(totals)
-                        and self.limits.allows_disk(totals)
-                    ):
+                    if (best is None or need < best) and self.limits.allows_host(totals) and self.limits.allows_disk(totals):
                         best = need
         return best
 
@@ -356,9 +348,7 @@ class Search:
             best, is_disk_short = (best, False) if less is None else (measure(less[1]), True)
         return best
 
-    def _leavings(
-        self, is_hopeless: Callable[[float], bool] = lambda least_s: False
-    ) -> Iterator[tuple[_Destinations, Counts]]:
+    def _leavings(self, is_hopeless: Callable[[float], bool] = lambda least_s: False) -> Iterator[tuple[_Destinations, Counts]]:
         """Yield (destinations, how many of each group leave), each once: prefixes and their neighbours, without those
         that cannot be within the device's budget.
         """
@@ -381,9 +371,7 @@ class Search:
     def _may_hold(self, run_bytes: int) -> bool:
         return self.limits.device_need(run_bytes) <= self.limits.device_budget_bytes
 
-    def _filled(
-        self, to: _Destinations, leaving: Counts, host_budget_bytes: int
-    ) -> Iterator[tuple[list[Placed], Totals]]:
+    def _filled(self, to: _Destinations, leaving: Counts, host_budget_bytes: int) -> Iterator[tuple[list[Placed], Totals]]:
         """Yield placements of the blocks that leave: all in host memory, then, while it is exceeded, more and more on
         disk. Those that certainly exceed the host's budget are skipped.
         """

@@ -40,9 +40,7 @@ class _OnlyTrimtab(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != "trimtab":
             return None
-        return importlib.util.spec_from_file_location(
-            "trimtab", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-        )
+        return importlib.util.spec_from_file_location("trimtab", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)])
 
 
 def prepare_path() -> None:

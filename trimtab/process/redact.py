@@ -31,9 +31,7 @@ LIBRARIES = (
 )  # fmt: skip
 # In a draft, shorter names and these names are also ordinary words of a trace, so they are kept.
 SHORTEST_NAME = 4
-ORDINARY = frozenset(
-    {"root", "user", "users", "home", "model", "base", "main", "local", "localhost", "test", "admin", *LIBRARIES}
-)
+ORDINARY = frozenset({"root", "user", "users", "home", "model", "base", "main", "local", "localhost", "test", "admin", *LIBRARIES})
 _SHORT_NAME = 3  # in a report from this machine
 
 
@@ -135,9 +133,7 @@ class Cleaner:
 
     def __init__(self, names: Mapping[str, str]) -> None:
         replacements = {**names, str(Path.home()): "~", tempfile.gettempdir(): "<tmp>"}
-        self.names = sorted(
-            ((path, name) for path, name in replacements.items() if len(path) > 1), key=lambda item: -len(item[0])
-        )
+        self.names = sorted(((path, name) for path, name in replacements.items() if len(path) > 1), key=lambda item: -len(item[0]))
 
     def __call__(self, text: str) -> str:
         for path, name in self.names:

@@ -21,9 +21,7 @@ MOST = 1024
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def use(
-    requested: int | str | None, *, beside_others: bool = True, environ: MutableMapping[str, str] = os.environ
-) -> None:
+def use(requested: int | str | None, *, beside_others: bool = True, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the number of torch's threads, in this process and in its children.
 
     requested: a flag's value; None takes TRIMTAB_THREADS, else the user's OpenMP setting, else `choose`. beside_others:

@@ -74,9 +74,7 @@ def _remove_if_left(entry: os.DirEntry[str]) -> None:
     is_own = os.name != "posix" or entry.stat(follow_symlinks=False).st_uid == os.getuid()
     if not is_own or not entry.is_dir(follow_symlinks=False):
         return
-    handle = os.open(
-        Path(entry.path, LOCK_NAME), os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    )
+    handle = os.open(Path(entry.path, LOCK_NAME), os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
         lock(handle)
         if os.name == "posix":

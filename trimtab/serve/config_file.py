@@ -78,10 +78,7 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         action = actions.get(name)
         if action is None:
             near = near_names(name, [*actions, *TABLES])
-            listed = (
-                choices_text((), near)
-                or " (`trimtab serve --help` lists the flags; a key is a flag's name with _ for -)"
-            )
+            listed = choices_text((), near) or " (`trimtab serve --help` lists the flags; a key is a flag's name with _ for -)"
             problems.append(f"unknown key {name!r}{listed}")
             continue
         if isinstance(wrong := _value(action, value, folder), _Wrong):

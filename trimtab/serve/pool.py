@@ -213,9 +213,7 @@ class Pool:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        await asyncio.gather(
-            *(asyncio.to_thread(member.supervisor.drain, grace_s) for member in self._members.values())
-        )
+        await asyncio.gather(*(asyncio.to_thread(member.supervisor.drain, grace_s) for member in self._members.values()))
 
     def stop(self) -> None:
         """Stop every worker now, from any thread: used when a server is requested to end twice."""
@@ -234,8 +232,7 @@ class Pool:
     def is_ready(self) -> bool:
         """Whether a model answers now, or would after a start (one that was swapped out)."""
         return not self._is_stopping and any(
-            member.supervisor.state == "ready"
-            or (member.supervisor.state == "stopped" and member.supervisor.plan is not None)
+            member.supervisor.state == "ready" or (member.supervisor.state == "stopped" and member.supervisor.plan is not None)
             for member in self._members.values()
         )
 
@@ -270,9 +267,7 @@ class Pool:
                 await asyncio.wait_for(changed.wait(), TICK_S)
 
     async def _give_places(self) -> None:
-        wanting = [
-            m for m in self._members.values() if m.wanted_since is not None and not m.is_living and not m.has_failed
-        ]
+        wanting = [m for m in self._members.values() if m.wanted_since is not None and not m.is_living and not m.has_failed]
         for member in sorted(wanting, key=lambda m: m.wanted_since or 0.0):
             living = [other for other in self._members.values() if other.is_living]
             if len(living) >= self._together:
@@ -314,9 +309,7 @@ class Pool:
         load.
         """
         if member.in_flight + member.waiting >= member.served.expected_rows + self.settings.queue_limit:
-            raise QueueFullError(
-                member.in_flight + member.waiting - member.served.expected_rows, _retry_after_s(member)
-            )
+            raise QueueFullError(member.in_flight + member.waiting - member.served.expected_rows, _retry_after_s(member))
         member.waiting += 1
         member.wanted_since = member.wanted_since or time.monotonic()
         try:
@@ -567,11 +560,7 @@ def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
         counted = placed.setdefault(key, {"part": key[0], "tier": key[1], **dict.fromkeys(COUNTED, 0)})
         for name in COUNTED:
             counted[name] += block[name]
-    request = {
-        name: plan["request"][name]
-        for name in ("quant", "context_tokens", "batch", "images")
-        if name in plan["request"]
-    }
+    request = {name: plan["request"][name] for name in ("quant", "context_tokens", "batch", "images") if name in plan["request"]}
     return {**{name: plan[name] for name in SHOWN}, "placements": list(placed.values()), "request": request}
 
 

@@ -124,9 +124,7 @@ def room_for_connections(requested: int, say: Callable[[str], None]) -> int:
             hint="Raise it (ulimit -n, LimitNOFILE)",
         )  # fmt: skip
     if room < requested:
-        say(
-            f"{room} connections at once instead of {requested}: the system allows {soft} open files (ulimit -n, LimitNOFILE)"
-        )
+        say(f"{room} connections at once instead of {requested}: the system allows {soft} open files (ulimit -n, LimitNOFILE)")
     return room
 
 

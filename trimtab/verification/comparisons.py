@@ -116,9 +116,7 @@ def _resident_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, co
     return Case(against="resident", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
 
 
-def _stock_case(
-    ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any], python: Any
-) -> Case:
+def _stock_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any], python: Any) -> Case:
     from trimtab.api import resolve_quant
     from trimtab.engine.memory import rates as devices
 
@@ -128,9 +126,7 @@ def _stock_case(
             value="stock",
         )  # fmt: skip
     if request.head != "full":
-        raise RequestError(
-            "the stock stack has no 8-bit head", field="against", value="stock", hint="Compare against full-head"
-        )
+        raise RequestError("the stock stack has no 8-bit head", field="against", value="stock", hint="Compare against full-head")
     stock = Route(
         label="the stock stack", engine="stock", folder=str(checkpoint.folder), dtype=request.dtype,
         quant=resolve_quant(request.quant, checkpoint), device=devices.resolve_device(request.device),
@@ -143,9 +139,7 @@ def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
     if common["adapter"] is None:
         raise RequestError("needs an adapter to compare with the base", field="adapter", hint="Give one with adapters=")
     reference, subject = replace(ours, label=f"adapter {common['adapter']}"), replace(ours, label="the base")
-    return Case(
-        against="base", reference=reference, subject=subject, subject_adapter=None, expected=compare.DIFFERS, **common
-    )
+    return Case(against="base", reference=reference, subject=subject, subject_adapter=None, expected=compare.DIFFERS, **common)
 
 
 def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
@@ -197,9 +191,7 @@ def _eager_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, commo
     return Case(against="eager", reference=reference, subject=subject, subject_adapter=common["adapter"], **common)
 
 
-def _folder_case(
-    ours: Route, request: LoadRequest, checkpoint: Checkpoint, folder: Path, common: Mapping[str, Any]
-) -> Case:
+def _folder_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, folder: Path, common: Mapping[str, Any]) -> Case:
     if common["adapter"] is None:
         raise RequestError(
             "needs the merged adapter to compare with", field="adapter",
@@ -224,9 +216,7 @@ def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:
     is_path = path.exists() or path.is_absolute() or word.startswith(("./", "../"))
     if not is_path:
         near = near_names(word, AGAINST)
-        raise RequestError(
-            "unknown comparison", field="against", value=word, allowed=(*AGAINST, FOLDER_HINT), near=near
-        )
+        raise RequestError("unknown comparison", field="against", value=word, allowed=(*AGAINST, FOLDER_HINT), near=near)
     merged = read_checkpoint(word)
     wrong = [
         f"{name} is {theirs}, the model's is {ours}"

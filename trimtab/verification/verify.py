@@ -63,9 +63,7 @@ def verify(
     if not isinstance(new_tokens, int) or new_tokens < 1:
         raise RequestError("must be at least 1", field="new_tokens", value=new_tokens)
     if python is not None and str(against) != "stock" and not lanes:
-        raise RequestError(
-            "has no effect: neither side of this comparison is the stock stack", field="python", value=str(python)
-        )
+        raise RequestError("has no effect: neither side of this comparison is the stock stack", field="python", value=str(python))
     if python is not None:
         check_python(python)
     elif str(against) == "stock" or lanes:
@@ -195,9 +193,7 @@ def _compare(
     )  # fmt: skip
 
 
-def _stock_faults(
-    case: Case, items: Sequence[Item], rows: Sequence[PromptParity], reference: Ran, subject: Ran
-) -> list[str]:
+def _stock_faults(case: Case, items: Sequence[Item], rows: Sequence[PromptParity], reference: Ran, subject: Ran) -> list[str]:
     found: list[str] = []
     for ran in (reference, subject):
         if ran.route.engine == "stock":
@@ -305,9 +301,7 @@ def _findings(
     for ran in (reference, subject):
         ids = [answer.id for answer in ran.said if not answer.repeats]
         if ids:
-            findings.append(
-                f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave different bits"
-            )
+            findings.append(f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave different bits")
         findings += [f"{ran.route.label}: {note}" for note in ran.loaded.get("notes") or ()]
     findings += [f"an order of summation could not be tried: {text}" for text in reference.noise.skipped[:5]]
     return tuple(findings)

@@ -25,9 +25,7 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 
 
-def compressed(
-    rows: int, columns: int, *, scale_dtype: str = "bfloat16", **weights: Any
-) -> tuple[dict[str, Tensor], Tensor, dict]:
+def compressed(rows: int, columns: int, *, scale_dtype: str = "bfloat16", **weights: Any) -> tuple[dict[str, Tensor], Tensor, dict]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -102,9 +100,7 @@ def awq(rows: int, columns: int, group: int) -> tuple[dict[str, Tensor], Tensor,
 
 
 def gptq(rows: int, columns: int, group: int, bits: int, *, ordered: bool = False, form: str = "gptq"):
-    root = (
-        Path(str(importlib.util.find_spec("auto_round_extension").submodule_search_locations[0])).parent / "auto_round"
-    )
+    root = Path(str(importlib.util.find_spec("auto_round_extension").submodule_search_locations[0])).parent / "auto_round"
     # The package's own start imports far more than its layers need: only the folders are made known.
     for name, folder in (("auto_round", root), ("auto_round.utils", root / "utils")):
         sys.modules.setdefault(name, types.ModuleType(name)).__path__ = [str(folder)]

@@ -47,8 +47,7 @@ def add(command: Command) -> None:
     talk.add_argument(
         "--use",
         metavar="NAME",
-        help=f"the first adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one, or all if they have "
-        "weights)",
+        help=f"the first adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one, or all if they have weights)",
     )
     talk.add_argument("--images", type=int, metavar="N", help=f"images of one conversation (default: {CHAT_IMAGES})")
     talk.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one conversation (default: 30)")
@@ -71,9 +70,7 @@ def run_chat(options: argparse.Namespace) -> int:
         session = Session(conversation, model, as_json=options.json, is_terminal=is_terminal)
         reader: Reader = line_reader(sys.stdin)
         if is_terminal:
-            reader = terminal_reader(
-                session.completions, keep_history=not options.no_history, has_color=has_color(sys.stdout)
-            )
+            reader = terminal_reader(session.completions, keep_history=not options.no_history, has_color=has_color(sys.stdout))
         return session.run(reader)
 
 

@@ -88,9 +88,7 @@ def terminal_reader(
         from prompt_toolkit.history import FileHistory, InMemoryHistory
         from prompt_toolkit.key_binding import KeyBindings
     except ImportError as exc:
-        print_text(
-            f"prompt_toolkit cannot be imported ({exc}): no editing, history or completion here", file=sys.stderr
-        )
+        print_text(f"prompt_toolkit cannot be imported ({exc}): no editing, history or completion here", file=sys.stderr)
         return _plain_terminal
 
     keys = KeyBindings()

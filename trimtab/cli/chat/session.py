@@ -119,9 +119,7 @@ class Session:
         names = [*self.model.adapters, BASE_NAMES[0]]
         known = {"/adapter": 2, "/again": 2, "/compare": 3, "/reload": 2}
         has_names = len(words) <= known.get(words[0], 0)
-        is_path = words[0] in ("/image", "/audio", "/save", "/save!", "/load") or (
-            words[0] == "/adapter" and "=" in words[-1]
-        )
+        is_path = words[0] in ("/image", "/audio", "/save", "/save!", "/load") or (words[0] == "/adapter" and "=" in words[-1])
         return (names if has_names else []), is_path and len(words) == 2
 
     def _prompt(self) -> str:

@@ -32,14 +32,10 @@ def add(command: Command) -> None:
         default="auto",
         help=f"how decode steps run: {', '.join(DECODE_MODES)} (default: auto)",
     )
-    ask.add_argument(
-        "--runs", type=int, default=3, metavar="N", help="runs of each engine, each a process (default: 3)"
-    )
+    ask.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each engine, each a process (default: 3)")
     ask.add_argument("--new-tokens", type=token_count, metavar="N", help="tokens of each answer (default: 64)")
     ask.add_argument("--prompt-tokens", type=token_count, metavar="N", help="tokens of the prompt (default: 512)")
-    ask.add_argument(
-        "--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio, instead of a generated prompt"
-    )
+    ask.add_argument("--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio, instead of a generated prompt")
     ask.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; repeatable")
     ask.add_argument("--audio", action="append", default=[], metavar="FILE", help="an audio file; repeatable")
     output.add_argument("--picture", metavar="FILE", help="draw the results as .svg")

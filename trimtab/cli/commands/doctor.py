@@ -43,25 +43,17 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 def add(command: Command) -> None:
     """Add the command."""
     examined = command("doctor", run_doctor, "find known bugs of the installed packages, and whose bug a failure is")
-    examined.add_argument(
-        "model", metavar="MODEL", nargs="?", help="predict the failures of the stock stack with this model"
-    )
+    examined.add_argument("model", metavar="MODEL", nargs="?", help="predict the failures of the stock stack with this model")
     examined.add_argument("--trace", metavar="FILE", help="identify a pasted error; - reads standard input")
-    examined.add_argument(
-        "--report", action="store_true", help="print a block for a question or an issue, without private paths"
-    )
-    examined.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="the environment variable with the key of the server MODEL"
-    )
+    examined.add_argument("--report", action="store_true", help="print a block for a question or an issue, without private paths")
+    examined.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable with the key of the server MODEL")
     examined.add_argument("--adapter", action="append", metavar="[NAME=]PATH", help="an adapter for MODEL")
     examined.add_argument("--device-map", metavar="FILE", help="the JSON device map for the stock stack")
     examined.add_argument("--quant", metavar="FORMAT", help="the quantization format for the stock stack")
     add_dtype(examined, "bfloat16")
     add_budgets(examined, "memory to assume as free")
     examined.add_argument("--python", metavar="EXE", help="examine the packages of this Python interpreter")
-    examined.add_argument(
-        "--probe", action="append", metavar="ID", help="check only this known bug, such as A1; repeatable"
-    )
+    examined.add_argument("--probe", action="append", metavar="ID", help="check only this known bug, such as A1; repeatable")
     cases = examined.add_argument_group("cases")
     cases.add_argument("--matrix", action="store_true", help="run the cases, each in its own process")
     cases.add_argument("--case", action="append", metavar="NAME", help="run only this case; repeatable")
@@ -71,9 +63,7 @@ def add(command: Command) -> None:
     cases.add_argument("--timeout", type=float, metavar="S", help="most seconds per case (default: 120)")
     cases.add_argument("--memory-limit", metavar="SIZE", help="most host memory per case")
     cases.add_argument("--save", metavar="FILE", help="write the runs as JSON, after every case")
-    cases.add_argument(
-        "--bisect", action="append", metavar="PACKAGE=LOW..HIGH", help="find the release in which --case changes"
-    )
+    cases.add_argument("--bisect", action="append", metavar="PACKAGE=LOW..HIGH", help="find the release in which --case changes")
     cases.add_argument(
         "--with", dest="with_version", action="append", metavar="PACKAGE=VERSION",
         help="other packages in the environments of --bisect (default: those of the interpreter)",
@@ -81,9 +71,7 @@ def add(command: Command) -> None:
     cases.add_argument("--confirm", action="store_true", help="run both sides of every change of --bisect again")
     written = examined.add_argument_group("issues and reports")
     written.add_argument("--runs", metavar="FILE", help="use these saved runs instead of new ones")
-    written.add_argument(
-        "--lanes", metavar="FILE", help="a saved report of verify --lanes, for an issue on the merge in --drafts"
-    )
+    written.add_argument("--lanes", metavar="FILE", help="a saved report of verify --lanes, for an issue on the merge in --drafts")
     written.add_argument("--drafts", metavar="DIR", help="write one issue per failure, from recorded runs only")
     written.add_argument("--overwrite", action="store_true", help="replace existing drafts")
     written.add_argument("--html", metavar="FILE", help="write one HTML page with everything")
@@ -116,9 +104,7 @@ def _only_adapter(given: list[str]) -> tuple[str, str]:
     """Return the name and the folder of the one adapter that is examined. Errors: RequestError for several."""
     paths = parse_unweighted(given, field="--adapter")
     if len(paths) > 1:
-        raise RequestError(
-            "doctor examines one adapter", field="--adapter", value=given[1], hint="Run it once for each"
-        )
+        raise RequestError("doctor examines one adapter", field="--adapter", value=given[1], hint="Run it once for each")
     return next(iter(paths.items()))
 
 
@@ -147,9 +133,7 @@ def _check(options: argparse.Namespace) -> None:
 
         find_cases(options.case)
     if options.drafts and not (options.matrix or options.runs or options.lanes):
-        raise RequestError(
-            "drafts require recorded runs", field="--drafts", hint="Add --matrix, --runs FILE or --lanes FILE"
-        )
+        raise RequestError("drafts require recorded runs", field="--drafts", hint="Add --matrix, --runs FILE or --lanes FILE")
     if options.bisect and (not options.case or len(options.case) != 1):
         raise RequestError("needs exactly one --case", field="--bisect", value=options.bisect)
     if options.device_map is not None:

@@ -41,9 +41,7 @@ def add(command: Command) -> None:
     merged.add_argument("out", metavar="OUT", help="the folder of the new checkpoint")
     add_adapters(merged, "an adapter to merge; a weight of -1 removes a merged one", weights=True, default=[])
     add_dtype(merged, "as the files have it")
-    merged.add_argument(
-        "--requantize", metavar="FORMAT", help="nf4 or nf4-dq: write a 4-bit checkpoint for bitsandbytes"
-    )
+    merged.add_argument("--requantize", metavar="FORMAT", help="nf4 or nf4-dq: write a 4-bit checkpoint for bitsandbytes")
     merged.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     merged.add_argument(
         "--check",
@@ -54,18 +52,14 @@ def add(command: Command) -> None:
     add_device(merged, "where --check computes: ")
 
     verified = command("verify", run_verify, "check that two computations of the same answers agree")
-    add_placement(
-        verified, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan", compares=True
-    )
+    add_placement(verified, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan", compares=True)
     verified.add_argument("--use", metavar="NAME", help="the adapter (default: the only one)")
     verified.add_argument(
         "--against", metavar="ROUTE", default="resident",
         help="resident, stock, base, bf16, full-head, single, alone, eager, the folder of a merged model, or a server: "
         "http://HOST:PORT/v1 or ollama:NAME (default: resident)",
     )  # fmt: skip
-    verified.add_argument(
-        "--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio (default: a built-in set)"
-    )
+    verified.add_argument("--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio (default: a built-in set)")
     verified.add_argument("--lanes", action="store_true", help="also try every way to merge, with one verdict each")
     verified.add_argument("--python", metavar="EXE", help="the Python interpreter of the stock side")
     verified.add_argument(
@@ -99,9 +93,7 @@ def run_merge(options: argparse.Namespace) -> int:
                 raise
             problem = exc
     if options.json:
-        print_json(
-            replace(report, parity=parity).to_json() | ({} if problem is None else {"not_compared": problem.to_dict()})
-        )
+        print_json(replace(report, parity=parity).to_json() | ({} if problem is None else {"not_compared": problem.to_dict()}))
     elif parity is not None:
         print_text(f"\n{parity}")
     if problem is not None:

@@ -98,9 +98,7 @@ def _model_names(folder: Path) -> list[str]:
     cached = [path for path in _sorted(folder) if path.name.startswith("models--")]
     if cached:
         is_default = folder.resolve() == hub_cache().resolve()
-        return [
-            path.name.removeprefix("models--").replace("--", "/", 1) if is_default else str(path) for path in cached
-        ]
+        return [path.name.removeprefix("models--").replace("--", "/", 1) if is_default else str(path) for path in cached]
     return [str(path.parent) for path in _below(folder, CONFIG) if not (path.parent / ADAPTER_CONFIG).is_file()]
 
 

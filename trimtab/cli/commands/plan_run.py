@@ -92,9 +92,7 @@ def add(command: Command) -> None:
     output.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
     output.add_argument("--picture", metavar="FILE", help="draw the plan as .svg")
     output.add_argument("--wide", action="store_true", help="print one line per row, wider than 80 columns")
-    output.add_argument(
-        "--options", action="store_true", help="also plan possible changes: memory and tokens per second of each"
-    )
+    output.add_argument("--options", action="store_true", help="also plan possible changes: memory and tokens per second of each")
     add_decode(planned, eager=False)
 
     inspected = command("inspect", run_inspect, "list the modules that an adapter targets, and those that a model has")
@@ -110,9 +108,7 @@ def add(command: Command) -> None:
     add_placement(ran, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan", weights=True)
     prompt = ran.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads standard input")
     asks, many = group_of(ran, "prompt"), group_of(ran, "many prompts")
-    asks.add_argument(
-        "--prompt-file", metavar="FILE", action=InPlaceOf, other=prompt, help="read the prompt from a file"
-    )
+    asks.add_argument("--prompt-file", metavar="FILE", action=InPlaceOf, other=prompt, help="read the prompt from a file")
     many.add_argument(
         "--prompts",
         metavar="FILE",
@@ -342,9 +338,7 @@ def prompt_of(options: argparse.Namespace) -> str:
     """Return the question: PROMPT, standard input for "-", or a file. Errors: RequestError for none or two of them."""
     if options.prompt_file is not None:
         if options.prompt is not None:
-            raise RequestError(
-                "cannot be combined with PROMPT", field="--prompt-file", value=options.prompt_file, hint="Give one"
-            )
+            raise RequestError("cannot be combined with PROMPT", field="--prompt-file", value=options.prompt_file, hint="Give one")
         return read_text(options.prompt_file, "--prompt-file")
     if options.prompt == "-":
         phases.begin("")  # the user may type here

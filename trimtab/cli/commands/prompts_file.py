@@ -67,9 +67,7 @@ def read_prompts(path: str) -> Iterator[PromptLine]:
                 if number > MOST_LINES:
                     raise RequestError(f"has more than {MOST_LINES} lines", field="--prompts", value=path)
                 if len(line) > LONGEST_LINE_BYTES:
-                    raise RequestError(
-                        f"line {number} has more than {LONGEST_LINE_BYTES} bytes", field="--prompts", value=path
-                    )
+                    raise RequestError(f"line {number} has more than {LONGEST_LINE_BYTES} bytes", field="--prompts", value=path)
                 if line.strip():
                     yield _read_line(number, line.strip(), folder)
     except OSError as exc:
@@ -170,9 +168,7 @@ def check_answers_file(path: str) -> None:
 
 
 def _foreign(path: str, count: int) -> RequestError:
-    return RequestError(
-        f"line {count} was not written by trimtab run", field="--out", value=path, hint="Give another file"
-    )
+    return RequestError(f"line {count} was not written by trimtab run", field="--out", value=path, hint="Give another file")
 
 
 class AnswersFile:

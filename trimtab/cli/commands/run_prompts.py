@@ -59,11 +59,7 @@ def run_many(options: argparse.Namespace) -> int:
     answers = AnswersFile(options.out, _header(plan, defaults, decode, options.stop_at_turn_end))
     with closing(answers):
         answers.open()
-        left = [
-            not isinstance(line.request, RequestError)
-            for line in read_prompts(options.prompts)
-            if not answers.check(line)
-        ]
+        left = [not isinstance(line.request, RequestError) for line in read_prompts(options.prompts) if not answers.check(line)]
         waiting = len(left)
         summary = {"prompts": lines, "answered_before": lines - waiting, "answered": 0, "errors": 0, "out": options.out}
         if any(left):
@@ -170,9 +166,7 @@ def _values(answer: Any) -> dict[str, Any]:
         "answer_tokens": len(answer.token_ids),
     }  # fmt: skip
     if answer.logprobs:
-        values["logprobs"] = [
-            {"token_id": one.token_id, "logprob": one.logprob, "top": one.top} for one in answer.logprobs
-        ]
+        values["logprobs"] = [{"token_id": one.token_id, "logprob": one.logprob, "top": one.top} for one in answer.logprobs]
     return values
 
 

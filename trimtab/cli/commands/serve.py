@@ -84,9 +84,7 @@ def add(command: Command) -> None:
     )  # fmt: skip
     add_pull(served)
     add_decode(served)
-    group.add_argument(
-        "--keep", action="append", metavar="NAME", help="an adapter that always stays on the model; repeatable"
-    )
+    group.add_argument("--keep", action="append", metavar="NAME", help="an adapter that always stays on the model; repeatable")
     group.add_argument("--together", type=int, metavar="N", help="models loaded at once (default: 1)")
     network.add_argument("--host", metavar="HOST", help="the address to listen on (default: 127.0.0.1)")
     network.add_argument("--port", type=int, metavar="PORT", help="the port, 0 for a free one (default: 8000)")
@@ -107,18 +105,14 @@ def add(command: Command) -> None:
         metavar="FILE",
         help="a file with one key per line, which keeps keys out of the process list",
     )
-    network.add_argument(
-        "--adapter-root", metavar="FOLDER", help="allow clients to load adapters from below this folder"
-    )
+    network.add_argument("--adapter-root", metavar="FOLDER", help="allow clients to load adapters from below this folder")
     network.add_argument(
         "--allow-fetch",
         action="append",
         metavar="HOST",
         help="a public host from which images may be fetched; repeatable",
     )
-    network.add_argument(
-        "--cors-origin", action="append", metavar="URL", help="a site whose pages may call the API; repeatable"
-    )
+    network.add_argument("--cors-origin", action="append", metavar="URL", help="a site whose pages may call the API; repeatable")
     limits.add_argument(
         "--limit", action="append", metavar="NAME=N",
         help="a limit on requests, such as image_pixels=4000000; repeatable",
@@ -134,13 +128,9 @@ def add(command: Command) -> None:
         metavar="S",
         help="most seconds of one answer and its time in the queue (default: none)",
     )
-    limits.add_argument(
-        "--grace", type=float, metavar="S", help="seconds for running answers at shutdown (default: 30)"
-    )
+    limits.add_argument("--grace", type=float, metavar="S", help="seconds for running answers at shutdown (default: 30)")
     group.add_argument("--idle-unload", type=float, metavar="S", help="unload the model after this many idle seconds")
-    limits.add_argument(
-        "--retry", action="store_true", help="resend a request once if the worker died before its first text"
-    )
+    limits.add_argument("--retry", action="store_true", help="resend a request once if the worker died before its first text")
     limits.add_argument(
         "--lenient", action="store_true",
         help="accept unsupported fields and list them in the header X-Trimtab-Ignored",
@@ -157,18 +147,14 @@ def add(command: Command) -> None:
     network.add_argument("--no-page", action="store_true", help="switch off the page at /")
     ray = served.add_argument_group("copies with Ray Serve (pip install 'trimtab[ray]')")
     ray.add_argument("--ray", action="store_true", help="deploy on Ray; starts a local Ray if none is reachable")
-    ray.add_argument(
-        "--replicas", metavar="N", help="copies of each model; LOW..HIGH scales with the load (default: 1)"
-    )
+    ray.add_argument("--replicas", metavar="N", help="copies of each model; LOW..HIGH scales with the load (default: 1)")
     ray.add_argument("--ray-address", metavar="ADDRESS", help="the Ray cluster (default: the one that Ray detects)")
     ray.add_argument(
         "--gpus-per-replica", type=float, metavar="X",
         help="GPUs of one copy, 0.5 for two on one GPU (default: 1 if Ray has any and the model may use one)",
     )  # fmt: skip
     ray.add_argument("--cpus-per-replica", type=float, metavar="X", help="CPU cores of one copy (default: 1)")
-    ray.add_argument(
-        "--print-config", metavar="FILE", help="write the file for `serve deploy` on a cluster and exit; - prints it"
-    )
+    ray.add_argument("--print-config", metavar="FILE", help="write the file for `serve deploy` on a cluster and exit; - prints it")
 
 
 def run_serve(options: argparse.Namespace) -> int:
@@ -214,9 +200,7 @@ def run_serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(
-    models: Sequence[ServedModel], settings: Settings, together: int, say: Callable[[str], None], reread: Reread
-) -> bool:
+def _serve(models: Sequence[ServedModel], settings: Settings, together: int, say: Callable[[str], None], reread: Reread) -> bool:
     """Bind the address, start the workers, then import the HTTP modules: the last two take CPU time in two processes.
 
     Clients that connect early wait until the server accepts them. As `serve`.
@@ -268,9 +252,7 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     models, settings = served_models(options), settings_of(options)
     check_sharing(models, settings)
     if settings.key_limits:
-        raise RequestError(
-            "have no effect with --ray", field="keys", value=[one.name for one in settings.key_limits.values()]
-        )
+        raise RequestError("have no effect with --ray", field="keys", value=[one.name for one in settings.key_limits.values()])
     arguments = arguments_of(models, settings, replicas=replicas, gpus=options.gpus_per_replica, cpus=cpus)
     if options.print_config is None:
         if options.ray_address is None:
@@ -279,9 +261,7 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
             raise KeyboardInterrupt
         return 0
     if options.ray_address is not None:
-        raise RequestError(
-            "has no effect with --print-config: `serve deploy` chooses the cluster", field="--ray-address"
-        )
+        raise RequestError("has no effect with --print-config: `serve deploy` chooses the cluster", field="--ray-address")
     text = config(arguments)
     if options.print_config == "-":
         sys.stdout.write(text)
@@ -377,9 +357,7 @@ def _keys(options: argparse.Namespace, kind: str, variable: str) -> list[str]:
         for name, value in ((f"--{kind}-key", keys_given), (flag, path)):
             if value is not None:
                 hint = f"Start Ray on each node with {variable} in its environment"
-                raise RequestError(
-                    "cannot be used with --print-config: keys are not written into a file", field=name, hint=hint
-                )
+                raise RequestError("cannot be used with --print-config: keys are not written into a file", field=name, hint=hint)
         return [NO_KEY] if kind == "api" else []  # `config` omits it
     keys = list(keys_given or ())
     if os.environ.get(variable):

@@ -54,9 +54,7 @@ def run_report(options: argparse.Namespace) -> int:
     from trimtab.machine.environment import read_environment
 
     device_map = None if options.device_map is None else read_device_map(options.device_map)
-    text = report_block(
-        read_environment(options.python), model=options.model, adapter=options.adapter, device_map=device_map
-    )
+    text = report_block(read_environment(options.python), model=options.model, adapter=options.adapter, device_map=device_map)
     print_json({"report": text}) if options.json else print_text(text, end="")
     return 0
 

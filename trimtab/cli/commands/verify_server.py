@@ -21,14 +21,10 @@ def add(command: argparse.ArgumentParser) -> None:
     """Add the flags."""
     group = command.add_argument_group("a server (--against http://HOST:PORT/v1 or ollama:NAME)")
     group.add_argument("--remote-model", metavar="NAME", help="the server's name for the model with the adapter")
-    group.add_argument(
-        "--remote-base", metavar="NAME", help="the server's name for the base, to measure precision and noise"
-    )
+    group.add_argument("--remote-base", metavar="NAME", help="the server's name for the base, to measure precision and noise")
     group.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the server's key")
     group.add_argument("--send-prompts", action="store_true", help="send your own --prompts to the server")
-    group.add_argument(
-        "--deadline", type=float, metavar="S", help="seconds to wait for the server in total (default: 300)"
-    )
+    group.add_argument("--deadline", type=float, metavar="S", help="seconds to wait for the server in total (default: 300)")
 
 
 def is_server(options: argparse.Namespace) -> bool:

@@ -49,9 +49,7 @@ def add_placement(
     add_adapters(group, "an adapter to load", weights=weights)
     command.set_defaults(takes_weights=weights)
     add_budgets(group)
-    group.add_argument(
-        "--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)"
-    )
+    group.add_argument("--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)")
     group.add_argument(
         "--head", metavar="FORM",
         help=f"the output head: {', '.join(HEAD_CHOICES)} "
@@ -90,9 +88,7 @@ def add_placement(
         help=f"keys and values: {', '.join(KV_FORMS)} (default: full; int8 rounds them, which changes answers a little)",
     )  # fmt: skip
     add_device(group)
-    group.add_argument(
-        "--offload-dir", metavar="FOLDER", help="folder of the disk tier's file (default: the user's cache)"
-    )
+    group.add_argument("--offload-dir", metavar="FOLDER", help="folder of the disk tier's file (default: the user's cache)")
 
 
 def group_of(command: argparse.ArgumentParser, title: str) -> Any:
@@ -110,9 +106,7 @@ def add_budgets(group: Any, what: str = "budget") -> None:
 
 def add_dtype(group: Any, default: str) -> None:
     """Add --dtype. default: the dtype without it, as text."""
-    group.add_argument(
-        "--dtype", metavar="DTYPE", help=f"bfloat16, float16, float32, or bf16, fp16, fp32 (default: {default})"
-    )
+    group.add_argument("--dtype", metavar="DTYPE", help=f"bfloat16, float16, float32, or bf16, fp16, fp32 (default: {default})")
 
 
 def add_answer_tokens(group: Any) -> None:
@@ -138,14 +132,10 @@ def add_adapters(group: Any, what: str, *, weights: bool = False, **options: Any
 def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256, or what the context leaves") -> None:
     """Add the sampling flags. longest: the default of the longest answer, as text."""
     group = group_of(command, "sampling")
-    group.add_argument(
-        "--max-new-tokens", type=token_count, metavar="N", help=f"most tokens of the answer (default: {longest})"
-    )
+    group.add_argument("--max-new-tokens", type=token_count, metavar="N", help=f"most tokens of the answer (default: {longest})")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="sample from the most likely tokens with a total probability of P"
-    )
+    group.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens with a total probability of P")
     group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the largest probability")
     group.add_argument("--repetition-penalty", type=float, metavar="R", help="values above 1 reduce repetition")
     group.add_argument("--seed", type=int, metavar="N", help="seed of the sampler")
@@ -165,13 +155,9 @@ def add_stop_at_turn_end(group: Any) -> None:
 def add_decode(command: argparse.ArgumentParser, *, eager: bool = True) -> None:
     """Add the decode mode. eager: whether the command also has --eager."""
     group = group_of(command, "execution")
-    group.add_argument(
-        "--decode", metavar="HOW", help=f"how decode steps run: {', '.join(DECODE_MODES)} (default: auto)"
-    )
+    group.add_argument("--decode", metavar="HOW", help=f"how decode steps run: {', '.join(DECODE_MODES)} (default: auto)")
     if eager:
-        group.add_argument(
-            "--eager", action="store_true", default=None, help="short for --decode eager: launch kernel by kernel"
-        )
+        group.add_argument("--eager", action="store_true", default=None, help="short for --decode eager: launch kernel by kernel")
 
 
 def decode_of(options: argparse.Namespace) -> str:
@@ -223,9 +209,7 @@ def give_model(options: argparse.Namespace) -> None:
     values = [value for action in positional if (value := getattr(options, action.dest)) is not None]
     free = [action for action in positional if action.dest not in getattr(options, IN_PLACE)]
     if len(values) > len(free):
-        raise RequestError(
-            "cannot be combined with MODEL: both name the model", field="--plan", value=path, hint="Give one"
-        )
+        raise RequestError("cannot be combined with MODEL: both name the model", field="--plan", value=path, hint="Give one")
     if len(values) < len(free):
         options.parser.error(f"the following arguments are required: {free[len(values)].metavar}")
     if not Path(path).is_file():

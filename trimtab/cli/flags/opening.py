@@ -78,11 +78,7 @@ def end_text(answer: Answer, context_tokens: int, *, has_stop_texts: bool) -> st
         if answer.finish_reason != "length":
             return None
         is_full = answer.prompt_tokens + answer.max_new_tokens >= context_tokens
-        why = (
-            f"the context of {context_tokens} is full; --context sets it"
-            if is_full
-            else "--max-new-tokens sets the limit"
-        )
+        why = f"the context of {context_tokens} is full; --context sets it" if is_full else "--max-new-tokens sets the limit"
         return f"the answer was cut after {tokens} tokens: {why}"
     if tokens <= 1 and answer.finish_reason == "stop":
         return STOPPED_AT_ONCE if has_stop_texts else ENDED_AT_ONCE

@@ -15,9 +15,7 @@ from trimtab.printable import printable
 class Command(Protocol):
     """Adds a command: its name, its function, one line of help; returns its parser."""
 
-    def __call__(
-        self, name: str, function: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser: ...
+    def __call__(self, name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser: ...
 
 
 def saying(options: argparse.Namespace) -> Callable[[str], None] | None:

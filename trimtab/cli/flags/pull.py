@@ -27,9 +27,7 @@ def run_pull(options: argparse.Namespace) -> int:
     if options.json:
         print_json(asdict(pulled))
         return 0
-    print_text(
-        f"{pulled.folder}\n{gib(pulled.bytes)} in {len(pulled.files)} files, {gib(pulled.fetched_bytes)} fetched now"
-    )
+    print_text(f"{pulled.folder}\n{gib(pulled.bytes)} in {len(pulled.files)} files, {gib(pulled.fetched_bytes)} fetched now")
     return 0
 
 

@@ -334,9 +334,7 @@ def bisection_text(bisection: Bisection) -> str:
             why = "not tried yet" if bisection.stopped else "could not be run"
             gap = f"; between them {', '.join(change.between)} {why}"
         sure = {True: ", confirmed by a second run", False: ", but a second run differed", None: ""}[change.confirmed]
-        lines.append(
-            f"changed in {change.after}: {change.label_before} in {change.before}, then {change.label_after}{sure}{gap}"
-        )
+        lines.append(f"changed in {change.after}: {change.label_before} in {change.before}, then {change.label_after}{sure}{gap}")
     if not bisection.changes:
         lines.append("no change was seen")
     if not bisection.is_monotone:

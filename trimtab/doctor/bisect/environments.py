@@ -80,12 +80,8 @@ class Base:
             )  # fmt: skip
             reply = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as exc:
-            raise RequestError(
-                f"is not a Python interpreter that runs ({type(exc).__name__})", field="python", value=exe
-            ) from exc
-        return cls(
-            Path(exe).absolute(), reply["versions"], tuple(reply["folders"]), f"{reply['python']} {reply['prefix']}"
-        )
+            raise RequestError(f"is not a Python interpreter that runs ({type(exc).__name__})", field="python", value=exe) from exc
+        return cls(Path(exe).absolute(), reply["versions"], tuple(reply["folders"]), f"{reply['python']} {reply['prefix']}")
 
 
 @dataclass

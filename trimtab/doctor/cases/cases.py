@@ -89,9 +89,7 @@ class Case:
     @property
     def reference(self) -> str:
         """The name of the all-on-one-device model with the same formats that the answer is compared with."""
-        return (
-            "none" if self.unquantized == "all" else f"{self.quant}{'+' if self.unquantized else ''}{self.unquantized}"
-        )
+        return "none" if self.unquantized == "all" else f"{self.quant}{'+' if self.unquantized else ''}{self.unquantized}"
 
     @property
     def line_reference(self) -> str:
@@ -300,9 +298,7 @@ def find_cases(names: Sequence[str | Case] | None) -> tuple[Case, ...]:
             near = near_names(name.upper().replace("-", "_"), CASE_NAMES)
             raise RequestError("no such case", field="case", value=name, allowed=CASE_NAMES, near=near)
     order = {name: place for place, name in enumerate(CASE_NAMES)}
-    return tuple(
-        sorted({case.name: case for case in cases}.values(), key=lambda case: order.get(case.name, len(order)))
-    )
+    return tuple(sorted({case.name: case for case in cases}.values(), key=lambda case: order.get(case.name, len(order))))
 
 
 def find_parts(paths: Sequence[str]) -> Parts:
@@ -346,9 +342,7 @@ def device_map(name: str, parts: Parts) -> dict[str, Place] | str:
     inner: dict[str, Place] = dict.fromkeys(beside, 0)
     language: dict[str, Place] = dict.fromkeys(parts.language_children, 0)
     first_off = parts.layer_count // 2
-    layers: dict[str, Place] = {
-        f"{parts.layers}.{index}": 0 if index < first_off else "cpu" for index in range(parts.layer_count)
-    }
+    layers: dict[str, Place] = {f"{parts.layers}.{index}": 0 if index < first_off else "cpu" for index in range(parts.layer_count)}
     maps: dict[str, dict[str, Place] | str] = {
         "auto": "auto",
         "all": {"": 0},

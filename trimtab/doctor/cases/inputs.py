@@ -39,9 +39,7 @@ def save_inputs(inputs: Inputs, path: Path) -> None:
     """Write the inputs as one safetensors file."""
     from safetensors.torch import save_file
 
-    flat = {
-        f"{mode}.{name}": tensor.contiguous() for mode, tensors in inputs.items() for name, tensor in tensors.items()
-    }
+    flat = {f"{mode}.{name}": tensor.contiguous() for mode, tensors in inputs.items() for name, tensor in tensors.items()}
     save_file(flat, path)
 
 
@@ -74,9 +72,7 @@ def _half(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _processor(folder: Path) -> Any:
-    if not any(
-        (folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json", "tokenizer.json")
-    ):
+    if not any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json", "tokenizer.json")):
         return None
     from trimtab.engine.loader import processor as hf_processor
 

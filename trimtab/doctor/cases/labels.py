@@ -70,9 +70,7 @@ def label_of(record: Mapping[str, Any], *, lane: str = "", adapter: str = "") ->
     return _silent(record, list(modes.values()), lane, adapter)
 
 
-def signature_of(
-    failure: Mapping[str, Any], stage: str, configuration: Mapping[str, Any] | None = None
-) -> Signature | None:
+def signature_of(failure: Mapping[str, Any], stage: str, configuration: Mapping[str, Any] | None = None) -> Signature | None:
     """Return the first signature that matches an exception, None for an unknown one. configuration: of its run."""
     frames = [f"{frame['file']}:{frame['function']}" for frame in failure.get("frames", ())]
     settings = json.dumps(configuration or {}, default=str)

@@ -356,8 +356,7 @@ def _modes_cell(record: Mapping[str, Any] | None) -> str:
     modes = (record or {}).get("modes") or {}
     signs = {True: "=", False: "~", None: "+"}
     return " ".join(
-        "." if mode not in modes else (signs[modes[mode].get("equals_reference")] if modes[mode]["ok"] else "x")
-        for mode in MODES
+        "." if mode not in modes else (signs[modes[mode].get("equals_reference")] if modes[mode]["ok"] else "x") for mode in MODES
     )
 
 

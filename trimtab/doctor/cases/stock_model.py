@@ -94,9 +94,7 @@ def _imitate(card: Card) -> None:
     import accelerate.utils.offload
 
     # 0.9: the share that get_balanced_memory leaves of a numbered card; it does not recognize the imitated card as one.
-    _tell_accelerate(
-        lambda: {card.main: int(0.9 * (card.total_bytes - card.used_bytes)), "cpu": HOST_BYTES}, main=card.main
-    )
+    _tell_accelerate(lambda: {card.main: int(0.9 * (card.total_bytes - card.used_bytes)), "cpu": HOST_BYTES}, main=card.main)
     plain_open = accelerate.utils.offload.safe_open
 
     def safe_open(*args: Any, device: Any = "cpu", **kwargs: Any) -> Any:
@@ -187,9 +185,7 @@ def _quantized_bytes(empty: Any, quant: str) -> int:
     import torch
 
     share = {"none": 1.0, "int8": 0.5}.get(quant, 0.27)
-    linear = sum(
-        m.weight.numel() * 2 for p, m in empty.named_modules() if type(m) is torch.nn.Linear and p != "lm_head"
-    )
+    linear = sum(m.weight.numel() * 2 for p, m in empty.named_modules() if type(m) is torch.nn.Linear and p != "lm_head")
     return int(sum(tensor.numel() * 2 for tensor in empty.parameters()) - linear * (1 - share))
 
 

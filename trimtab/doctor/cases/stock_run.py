@@ -179,9 +179,7 @@ class _Run:
         modes: dict[str, Any] = {}
         for mode, tensors in inputs.items():
             try:
-                modes[mode] = case_answers.ask(
-                    model, mode, tensors, references, to=to, folder=self.folder, enter=self.enter_mode
-                )
+                modes[mode] = case_answers.ask(model, mode, tensors, references, to=to, folder=self.folder, enter=self.enter_mode)
                 if mode == "image" and self.case.unquantized == "":
                     modes[mode]["sees"] = case_answers.sees(model, tensors)
             except Exception as exc:

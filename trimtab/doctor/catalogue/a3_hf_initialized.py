@@ -42,8 +42,4 @@ def probe(kit: Kit) -> Seen:
             if "_is_hf_initialized" not in str(error):
                 raise
             messages.append(f"{quant}: {failure(error)}")
-    return (
-        Seen(PRESENT, "; ".join(messages))
-        if messages
-        else Seen(FIXED, "4-bit and 8-bit layers were dispatched to the CPU")
-    )
+    return Seen(PRESENT, "; ".join(messages)) if messages else Seen(FIXED, "4-bit and 8-bit layers were dispatched to the CPU")

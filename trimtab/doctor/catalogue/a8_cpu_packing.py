@@ -49,8 +49,6 @@ def probe(kit: Kit) -> Seen:
     ran = error()
     layer.state_dict()
     saved = error()
-    evidence = (
-        f"error of the dequantized weight: fresh {fresh:.3f}, after a forward {ran:.3f}, after state_dict() {saved:.3f}"
-    )
+    evidence = f"error of the dequantized weight: fresh {fresh:.3f}, after a forward {ran:.3f}, after state_dict() {saved:.3f}"
     # Packing may round scales to bfloat16, 2^-9 of the weight.
     return Seen(PRESENT if max(ran, saved) > fresh + 0.01 else FIXED, evidence)

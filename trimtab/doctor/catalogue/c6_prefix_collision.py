@@ -34,11 +34,7 @@ def probe(kit: Kit) -> Seen:
     names = ["model.layers.11.norm.weight", "model.embed_tokens_per_layer.weight"]
     placed = expand_device_map({"model.layers.1": "cpu", "model.embed_tokens": "cpu", "": 0}, names)
     wrong = [name for name in names if placed[name] == "cpu"]
-    quantizer = (
-        "has a boundary" if should_convert_module("model.layers.11.norm", ["model.layers.1"]) else "collides too"
-    )
+    quantizer = "has a boundary" if should_convert_module("model.layers.11.norm", ["model.layers.1"]) else "collides too"
     if wrong:
-        return Seen(
-            PRESENT, f"layers.1 and embed_tokens also place {', '.join(wrong)}; the quantizer's list {quantizer}"
-        )
+        return Seen(PRESENT, f"layers.1 and embed_tokens also place {', '.join(wrong)}; the quantizer's list {quantizer}")
     return Seen(FIXED, f"names end where a key ends; the quantizer's list {quantizer}")

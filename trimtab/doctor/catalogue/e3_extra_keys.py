@@ -39,9 +39,7 @@ def probe(kit: Kit) -> Seen:
     if not narrow.exists():
         shutil.copytree(kit.adapter(path, targets=["q_proj", "v_proj"]), narrow)
         config = json.loads((narrow / "adapter_config.json").read_text(encoding="utf-8"))
-        (narrow / "adapter_config.json").write_text(
-            json.dumps(config | {"target_modules": ["q_proj"]}), encoding="utf-8"
-        )
+        (narrow / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}), encoding="utf-8")
     base = kit.load(path)
     with quiet() as messages:
         try:

@@ -42,6 +42,4 @@ def probe(kit: Kit) -> Seen:
         errors[quant] = float((logits - expected).abs().max() / (expected - kit.forward(base)).abs().max())
     # bfloat16 rounds each sum once; 4-bit must lose at least several times that to count.
     state = PRESENT if errors["nf4"] > 4 * errors["none"] else FIXED
-    return Seen(
-        state, f"merging misses {errors['nf4']:.0%} of the adapter's effect in 4-bit, {errors['none']:.0%} in bfloat16"
-    )
+    return Seen(state, f"merging misses {errors['nf4']:.0%} of the adapter's effect in 4-bit, {errors['none']:.0%} in bfloat16")

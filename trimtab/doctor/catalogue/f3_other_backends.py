@@ -47,6 +47,4 @@ def probe(kit: Kit) -> Seen:
         module = f"peft.tuners.lora.{layer}"
         if layer and installed_source(module, "class ") and not installed_source(module, "def merge("):
             limits.append(f"PEFT cannot merge into {name}")
-    return (
-        Seen(PRESENT, "; ".join(limits)) if limits else Seen(FIXED, "none of the known limits was found in the sources")
-    )
+    return Seen(PRESENT, "; ".join(limits)) if limits else Seen(FIXED, "none of the known limits was found in the sources")

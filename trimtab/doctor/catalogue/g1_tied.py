@@ -48,9 +48,7 @@ def probe(kit: Kit) -> Seen:
         if "lm_head.weight" not in str(error):
             raise
         seen.append(f"running with both on disk: {failure(error)}")
-    return (
-        Seen(PRESENT, "; ".join(seen)) if seen else Seen(FIXED, "a tied pair was saved from the CPU and run from disk")
-    )
+    return Seen(PRESENT, "; ".join(seen)) if seen else Seen(FIXED, "a tied pair was saved from the CPU and run from disk")
 
 
 def _map(place: str) -> dict[str, int | str]:

@@ -38,6 +38,4 @@ def probe(kit: Kit) -> Seen:
         bright = model(**inputs).logits
         dark = model(**inputs | {"pixel_values": inputs["pixel_values"] / 2}).logits
     change = float((bright - dark).abs().max())
-    return Seen(
-        FIXED if change else PRESENT, f"half the brightness changes the logits of a 4-bit model by up to {change:.2f}"
-    )
+    return Seen(FIXED if change else PRESENT, f"half the brightness changes the logits of a 4-bit model by up to {change:.2f}")

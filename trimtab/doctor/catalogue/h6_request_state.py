@@ -38,7 +38,5 @@ def probe(kit: Kit) -> Seen:
         change = float((model(inputs_embeds=embedded).logits - before).abs().max())
     kept: Any = getattr(model.model, "rope_deltas", None)
     if change:
-        return Seen(
-            PRESENT, f"the same text differs by up to {change:.3f} after an image; rope_deltas is {kept.tolist()}"
-        )
+        return Seen(PRESENT, f"the same text differs by up to {change:.3f} after an image; rope_deltas is {kept.tolist()}")
     return Seen(FIXED, "the same text has the same logits before and after an image")

@@ -38,9 +38,7 @@ def probe(kit: Kit) -> Seen:
     cut = {}
     for kind in (list, set):
         memory = {"cpu": total_bytes * 45 // 100, "disk": 10 * total_bytes}
-        device_map = infer_auto_device_map(
-            model, max_memory=memory, no_split_module_classes=kind(["LlamaDecoderLayer"])
-        )
+        device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=kind(["LlamaDecoderLayer"]))
         cut[kind.__name__] = sum(name.startswith("model.layers.") and name.count(".") > 2 for name in device_map)
     text = f"keys below a decoder layer: {cut['list']} with a list of classes, {cut['set']} with a set"
     return Seen(PRESENT if cut["set"] > cut["list"] else FIXED, text)

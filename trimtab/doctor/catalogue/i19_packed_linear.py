@@ -47,9 +47,7 @@ def probe(kit: Kit) -> Seen:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                adapted = peft.get_peft_model(
-                    model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
-                )
+                adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
                 before = adapted(x)
                 after = adapted.merge_and_unload()(x)
             except Exception as exc:

@@ -37,9 +37,7 @@ def probe(kit: Kit) -> Seen:
     deferred = getattr(utils, "DeferredStopCheck", None)
     if deferred is None:
         return Seen(FIXED, "tokens arrive in the step that made them; there is no deferred check")
-    kinds = [
-        kind for kind in ("cuda", "mps") if deferred.is_supported(torch.device(kind), None, False, is_assistant=False)
-    ]
+    kinds = [kind for kind in ("cuda", "mps") if deferred.is_supported(torch.device(kind), None, False, is_assistant=False)]
     if not kinds:
         return Seen(FIXED, "no device defers the stop check")
     has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}

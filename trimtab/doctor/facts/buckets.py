@@ -97,9 +97,7 @@ SINGLE_QUANT = Point(
     "Without double quantization it fails too, in another place.",
     lambda run: run.label in ("FAIL_QUANT_STATE_META_COPY", "FAIL_QUANT_STATE_META_USE"),
 )
-DOUBLE_QUANT = Point(
-    "With double quantization it fails earlier.", lambda run: run.label == "FAIL_QUANT_STATE_META_ITEM"
-)
+DOUBLE_QUANT = Point("With double quantization it fails earlier.", lambda run: run.label == "FAIL_QUANT_STATE_META_ITEM")
 INT8 = Point(
     "8-bit layers in the same place run.",
     lambda run: run.passed and run.eight_bit_layers > 0
@@ -109,9 +107,7 @@ OTHER_MODES = Point(
     "The same model answers prompts without audio.",
     lambda run: run.label == "FAIL_AUDIO_FINFO" and bool((run.record.get("modes") or {}).get("text", {}).get("ok")),
 )
-BF16_MERGE = Point(
-    "A merge on a bf16 base answers as the adapter.", lambda run: run.label == "BF16_MERGED_MATCHES_BF16_ADAPTER"
-)
+BF16_MERGE = Point("A merge on a bf16 base answers as the adapter.", lambda run: run.label == "BF16_MERGED_MATCHES_BF16_ADAPTER")
 BASE_FIRST = Point(
     "Dequantizing the base first, then loading the adapter and merging, runs.",
     lambda run: run.call == "dequantize, peft" and run.exception is None,
@@ -122,9 +118,7 @@ EXPLICIT_DISK = Point(
 )  # fmt: skip
 RE_PLAN_LOG = Point(
     "A case of this set logged that no module fits the device, while PEFT placed the model again.",
-    lambda run: (
-        run.adapter and any("no modules could be assigned" in line for line in run.record.get("log_lines") or ())
-    ),
+    lambda run: run.adapter and any("no modules could be assigned" in line for line in run.record.get("log_lines") or ()),
 )
 
 BUCKETS: tuple[Bucket, ...] = (

@@ -232,9 +232,7 @@ def evidence_of(records: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
     Errors: RequestError that names every invalid record.
     """
     problems = [
-        f"run {place}: {'; '.join(faults)}"
-        for place, record in enumerate(records, 1)
-        if (faults := record_problems(record))
+        f"run {place}: {'; '.join(faults)}" for place, record in enumerate(records, 1) if (faults := record_problems(record))
     ]
     if problems:
         raise RequestError(" | ".join(problems), field="runs")
@@ -288,9 +286,7 @@ def setting_groups(run: Run, other: Run) -> int:
 def differences(run: Run, other: Run) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which two runs differ: by dotted name, the first's value and the second's (None: not set)."""
     one, two = run.settings, other.settings
-    return {
-        name: (one.get(name), two.get(name)) for name in dict.fromkeys((*one, *two)) if one.get(name) != two.get(name)
-    }
+    return {name: (one.get(name), two.get(name)) for name in dict.fromkeys((*one, *two)) if one.get(name) != two.get(name)}
 
 
 _TRACE_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*?)(?:: (?P<message>.*))?$")

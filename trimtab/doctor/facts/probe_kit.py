@@ -63,9 +63,7 @@ class Kit:
                 tiny.build(name, folder, **text)
         return folder
 
-    def load(
-        self, path: Path, *, quant: str = "none", device_map: Any = None, repack: bool = False, **kwargs: Any
-    ) -> Any:
+    def load(self, path: Path, *, quant: str = "none", device_map: Any = None, repack: bool = False, **kwargs: Any) -> Any:
         """Return the stock model of a checkpoint in bfloat16, in eval mode.
 
         quant: "none", "nf4", "nf4-dq" or "int8", all with `llm_int8_enable_fp32_cpu_offload`; a `quantization_config`

@@ -61,10 +61,7 @@ def known_trackers(bug: Bug | None, message: str = "") -> tuple[Tracker, ...]:
     matches = (_TRACKER.match(text) for text in (bug.trackers if bug else ()))
     known = [Tracker(one["repository"], int(one["number"]), one["state"] or "") for one in matches if one]
     names = {one.name for one in known}
-    named = {
-        one.name: one
-        for one in (Tracker(one["repository"], int(one["number"]), NAMED) for one in _NAMED.finditer(message))
-    }
+    named = {one.name: one for one in (Tracker(one["repository"], int(one["number"]), NAMED) for one in _NAMED.finditer(message))}
     return (*known, *(one for name, one in named.items() if name not in names))
 
 

@@ -158,20 +158,14 @@ def make_drafts(
     evidence = evidence_of(runs)
     known = known_bugs() if bugs is None else bugs
     reproduce = run_script if run_script is not None else lambda text: draft_run.run_script(text, python=python)
-    probed = tuple(
-        Probed(one.bug.id, one.seen.state, clean(one.seen.evidence), "this installation") for one in verdicts
-    )
+    probed = tuple(Probed(one.bug.id, one.seen.state, clean(one.seen.evidence), "this installation") for one in verdicts)
     values = environment.to_json() if hasattr(environment, "to_json") else dict(environment or {})
     maker = _Maker(evidence, known, reproduce, probed, Machine(values), say or (lambda text: None))
     drafts, withheld = maker.make()
     names = {draft.bucket.name: draft.file_name for draft in drafts}
-    drafts = tuple(
-        replace(draft, beside=tuple(names[name] for name in draft.bucket.beside if name in names)) for draft in drafts
-    )
+    drafts = tuple(replace(draft, beside=tuple(names[name] for name in draft.bucket.beside if name in names)) for draft in drafts)
     decisions = decide_claims(evidence)
-    text = not_to_file(
-        drafts, withheld, decisions, keys_without_module([run for run in evidence if run.is_stock]), evidence
-    )
+    text = not_to_file(drafts, withheld, decisions, keys_without_module([run for run in evidence if run.is_stock]), evidence)
     check_clean(text, what=NOT_TO_FILE)
     return Drafts(None, drafts, withheld, decisions, text)
 
@@ -260,9 +254,7 @@ class _Maker:
             self._withhold(bucket.name, "the runs hold no reproducer", failing)
             return None
         if not self.machine.has(first.versions):
-            self._withhold(
-                bucket.name, "recorded under other versions than this environment's: make its draft there", failing
-            )
+            self._withhold(bucket.name, "recorded under other versions than this environment's: make its draft there", failing)
             return None
         self.say(f"{bucket.name}: running its reproducer")
         shown, reason = show(text, bucket, first, self.reproduce(text))
@@ -351,7 +343,5 @@ def drafts_text(drafts: Drafts) -> str:
     wide = max((len(draft.file_name) for draft in drafts.drafts), default=0)
     lines += [f"  {draft.file_name:{wide}}  {draft.state:13}  {draft.bucket.title}" for draft in drafts.drafts]
     lines.append(f"{NOT_TO_FILE}: {len(drafts.withheld)} failures without a draft, {len(drafts.decisions)} claims")
-    lines += [
-        f"  {one.name}: {one.reason} ({', '.join(sorted({run.case for run in one.runs}))})" for one in drafts.withheld
-    ]
+    lines += [f"  {one.name}: {one.reason} ({', '.join(sorted({run.case for run in one.runs}))})" for one in drafts.withheld]
     return "\n".join(lines)

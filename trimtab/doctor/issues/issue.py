@@ -275,9 +275,7 @@ def _scanned(run: Run) -> list[str]:
         kinds[one["kind"]] = kinds.get(one["kind"], 0) + int(one.get("count") or 1)
     tables = [("The model had these linears", linears), ("A scan of the live model counted", kinds)]
     return [
-        f"{what}: {', '.join(f'{count} {inline(name)}' for name, count in counts.items())}."
-        for what, counts in tables
-        if counts
+        f"{what}: {', '.join(f'{count} {inline(name)}' for name, count in counts.items())}." for what, counts in tables if counts
     ]
 
 
@@ -293,8 +291,6 @@ def _elsewhere(draft: Draft) -> list[Statement]:
 
 
 def _links(draft: Draft) -> list[str]:
-    threads = [
-        f"{one.name}{f' ({one.state})' if one.state else ''}" for one in trackers_of(draft.bug, draft.failing[0])
-    ]
+    threads = [f"{one.name}{f' ({one.state})' if one.state else ''}" for one in trackers_of(draft.bug, draft.failing[0])]
     packages = dict.fromkeys((draft.owner, *(one.package for one in (draft.bug.affected if draft.bug else ()))))
     return [*threads, *(f"{DOCUMENTATION_OF[name]} (documentation)" for name in packages if name in DOCUMENTATION_OF)]

@@ -90,9 +90,7 @@ def answer_for(asking: Asking) -> Answer:
         dense = _dense_towers_bytes(asking) if asking.towers_dense else 0
         fits = whole.gpu_needed_bytes + dense <= whole.gpu_budget_bytes
         if dense:
-            reason += (
-                f"; the stock stack of these versions needs {gib(dense)} more, for towers that it must not quantize"
-            )
+            reason += f"; the stock stack of these versions needs {gib(dense)} more, for towers that it must not quantize"
         return _with_calls(asking, ALL_ON_GPU, reason, whole, stock_call(asking, {"": 0}) if fits else "")
     missing = f"all on the GPU needs {gib(whole.needed_bytes)} of {gib(whole.budget_bytes)}"
     towers = _towers_off(asking, whole)
@@ -138,9 +136,7 @@ def _smaller_model(asking: Asking) -> list[str]:
     except TrimtabError:  # this transformers cannot build it
         return []
     if isinstance(plan, Plan):
-        return [
-            f"{SMALLER_NAME} of the same family, as asked ({gib(plan.gpu_needed_bytes)} of {gib(plan.gpu_budget_bytes)})"
-        ]
+        return [f"{SMALLER_NAME} of the same family, as asked ({gib(plan.gpu_needed_bytes)} of {gib(plan.gpu_budget_bytes)})"]
     ways = _fitting_ways(replace(asking, shape=shape))
     return [f"{SMALLER_NAME} of the same family with {ways[0]}"] if ways else []
 
@@ -148,9 +144,7 @@ def _smaller_model(asking: Asking) -> list[str]:
 def _fitting_ways(asking: Asking) -> list[str]:
     """Return the settings that fit, each with its memory, the smallest change first."""
     request = asking.request
-    fewer = {
-        f"--context {tokens}": {"context_tokens": tokens} for tokens in CONTEXTS if tokens < request.context_tokens
-    }
+    fewer = {f"--context {tokens}": {"context_tokens": tokens} for tokens in CONTEXTS if tokens < request.context_tokens}
     silent: dict[str, Any] = {"images": 0, "audio_s": 0.0}
     ways: dict[str, dict[str, Any]] = {"--head int8": {"head": "int8"}, **fewer, "--images 0 --audio-s 0": silent}
     least = {name: value for changed in ways.values() for name, value in changed.items()}

@@ -155,9 +155,7 @@ def _unknown(shape: ModelShape, devices: Mapping[str, str]) -> tuple[UnknownKey,
     tensors = {f"{module.module_path}.{own.name}" for module in shape.modules for own in module.tensors}
     names = sorted(modules - {""})
     return tuple(
-        UnknownKey(key, tuple(near_names(key, names)))
-        for key in devices
-        if key and key not in modules and key not in tensors
+        UnknownKey(key, tuple(near_names(key, names))) for key in devices if key and key not in modules and key not in tensors
     )
 
 

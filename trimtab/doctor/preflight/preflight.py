@@ -105,9 +105,7 @@ def preflight(
     second = None
     if adapter_reading is not None:
         second = second_plan(shape, reading, adapter_reading, free, model=model, dtype=dtype, python=python)
-    facts = Facts(
-        shape, reading, adapter_reading, second, environment.versions, os.path.isdir(model), not machine.on_cpu
-    )
+    facts = Facts(shape, reading, adapter_reading, second, environment.versions, os.path.isdir(model), not machine.on_cpu)
     fits = adapter is not None and adapter_reading is not None and adapter_reading.spec is not None
     request = LoadRequest(
         model=os.fspath(model), adapters={called or adapter_name(adapter): os.fspath(adapter)} if fits and adapter else {},

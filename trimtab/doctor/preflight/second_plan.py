@@ -156,9 +156,7 @@ def _device(text: str) -> Device:
     return int(text) if text.isdecimal() else text
 
 
-def _free_then(
-    reading: MapReading, spec: AdapterSpec | None, free: Mapping[Device, int]
-) -> tuple[list[Line], dict[Device, int]]:
+def _free_then(reading: MapReading, spec: AdapterSpec | None, free: Mapping[Device, int]) -> tuple[list[Line], dict[Device, int]]:
     adapter = _adapter_bytes(reading, spec)
     lines, left = [], {}
     for device, nbytes in free.items():
@@ -190,9 +188,7 @@ def _budget_lines(inferred: _Inferred, left: Mapping[Device, int], gpus: list[in
         lines.append(Line(f"GPU {device}: budget that accelerate takes{share}", budget))
         if device == gpus[0]:
             path, nbytes = inferred.largest
-            lines.append(
-                Line(f"less the largest layer, to bring it back when it is offloaded ({_own(path)})", -int(nbytes))
-            )
+            lines.append(Line(f"less the largest layer, to bring it back when it is offloaded ({_own(path)})", -int(nbytes)))
             lines.append(Line("= room for what is placed there", int(inferred.budgets[device] - nbytes)))
     lines.append(Line("the model as accelerate counts it (no scales, LoRA in float32)", int(inferred.total_bytes)))
     return lines
@@ -201,15 +197,11 @@ def _budget_lines(inferred: _Inferred, left: Mapping[Device, int], gpus: list[in
 def _required(inferred: _Inferred, device: Device) -> str:
     """Return the parts of the number in accelerate's log line: the first module that it tried and the largest layer."""
     nbytes = int(inferred.required[device])
-    refused = [
-        match.groups() for match in map(_NO_ROOM.match, inferred.steps) if match and match.group(1) == str(device)
-    ]
+    refused = [match.groups() for match in map(_NO_ROOM.match, inferred.steps) if match and match.group(1) == str(device)]
     if not refused:
         return f"{device}: {nbytes} bytes required"
     path = refused[-1][1]
-    size = max(
-        int(nbytes) for _, path_refused, nbytes in refused if path_refused == path
-    )  # with the modules that are tied to it
+    size = max(int(nbytes) for _, path_refused, nbytes in refused if path_refused == path)  # with the modules that are tied to it
     rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
     kept = f"{rest} for the largest layer ({_own(inferred.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
     return (

@@ -71,9 +71,7 @@ class ModelShape:
         kept = dict(values)
         kept["anatomy"] = _anatomy(kept["anatomy"])
         kept["modules"] = tuple(
-            ModuleShape(
-                module["module_path"], module["class_name"], tuple(OwnTensor(**own) for own in module["tensors"])
-            )
+            ModuleShape(module["module_path"], module["class_name"], tuple(OwnTensor(**own) for own in module["tensors"]))
             for module in kept["modules"]
         )
         kept["no_split"] = tuple(kept["no_split"])

@@ -103,9 +103,7 @@ def _chosen(entries: tuple[Entry, ...], ids: Sequence[str]) -> tuple[Entry, ...]
     for bug_id in ids:
         if bug_id.upper() not in known:
             near = near_names(bug_id, known)
-            raise RequestError(
-                "is not in the catalogue of known bugs", field="ids", value=bug_id, allowed=known, near=near
-            )
+            raise RequestError("is not in the catalogue of known bugs", field="ids", value=bug_id, allowed=known, near=near)
     requested = {bug_id.upper() for bug_id in ids}
     return tuple(entry for entry in entries if not requested or entry.bug.id in requested)
 

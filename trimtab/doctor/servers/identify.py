@@ -74,7 +74,5 @@ def _llama_adapters(client: Client) -> tuple[str, ...]:
     reply = client.get("/lora-adapters")
     rows = reply.value[:MAX_MODELS] if isinstance(reply.value, list) else []
     return tuple(
-        f"{plain(str(row.get('path')), 120)} (scale {plain(str(row.get('scale')), 20)})"
-        for row in rows
-        if isinstance(row, Mapping)
+        f"{plain(str(row.get('path')), 120)} (scale {plain(str(row.get('scale')), 20)})" for row in rows if isinstance(row, Mapping)
     )

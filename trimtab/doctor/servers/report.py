@@ -58,9 +58,7 @@ class ServerReport:
             bugs = self.bugs(standing)
             if bugs:
                 lines += ["", f"{title}:", *(_short_line(bug, standing) for bug in bugs)]
-        return "\n".join(
-            [*lines, "", "check first:", *(f"  {place}. {text}" for place, text in enumerate(self.checks, 1))]
-        )
+        return "\n".join([*lines, "", "check first:", *(f"  {place}. {text}" for place, text in enumerate(self.checks, 1))])
 
 
 def _bug_lines(bug: ServerBug) -> list[str]:

@@ -274,9 +274,7 @@ def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:
 
 
 def _trackers(trackers: tuple[Tracker, ...]) -> str:
-    shown = "; ".join(
-        f"{one.name} ({one.state or 'state unknown: check it first'})" for one in trackers[:MOST_TRACKERS]
-    )
+    shown = "; ".join(f"{one.name} ({one.state or 'state unknown: check it first'})" for one in trackers[:MOST_TRACKERS])
     more = f"; {len(trackers) - MOST_TRACKERS} more" if len(trackers) > MOST_TRACKERS else ""
     head = "" if any(one.known_state == OPEN for one in trackers) else "none known to be open: "
     return f"{head}{shown}{more}"

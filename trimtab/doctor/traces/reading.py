@@ -32,9 +32,7 @@ _QUOTES = str.maketrans({
     "┃": "│", "║": "│",
 })  # fmt: skip
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PREFIX = re.compile(
-    r"^(?:[ \t]*(?:>[ \t]?|E {2,}|\(\w+(?:\s+pid=\d+)?[^)\n]{0,40}pid=\d+\)|\[rank\d+\]:))+", re.MULTILINE
-)
+_PREFIX = re.compile(r"^(?:[ \t]*(?:>[ \t]?|E {2,}|\(\w+(?:\s+pid=\d+)?[^)\n]{0,40}pid=\d+\)|\[rank\d+\]:))+", re.MULTILINE)
 # A run of spaces or bars is matched only from its beginning: a text may be one long run.
 _BOX_START = re.compile(r"^[ \t]*│+[ \t]?")
 _INNER_BAR = re.compile(r"(?:(?<![ \t])[ \t]+)?│[ \t]*")
@@ -44,9 +42,7 @@ _TRACEBACK = re.compile(r"Traceback(?:\s*\(most recent call last\))?:?")
 
 # A frame is read from its ".py": the text after it shows the form, the text before it is the path.
 _FILE = re.compile(r"\.py(?=[\"'`:\]]| in )")
-_AFTER_PYTHON = re.compile(
-    r"\.py[\"'`]\s{0,4},?\s{0,4}line\s{1,4}\d+\s{0,4},?\s{0,4}in\s{1,4}(?P<function>[\w<>\\.]{1,200})"
-)
+_AFTER_PYTHON = re.compile(r"\.py[\"'`]\s{0,4},?\s{0,4}line\s{1,4}\d+\s{0,4},?\s{0,4}in\s{1,4}(?P<function>[\w<>\\.]{1,200})")
 _AFTER_NUMBER = re.compile(r"\.py:\d+\]?(?:\([^)\n]{0,500}\))?[,:]? {1,8}in {1,8}(?P<function>[\w<>.]{1,200})")
 _AFTER_NAME = re.compile(r"\.py\]?(?:\([^)\n]{0,500}\))? in (?P<function>[\w<>]{1,200})\(")
 _PATH_CHARS, _AFTER_CHARS = 400, 800
@@ -243,11 +239,7 @@ def _message(text: str, match: re.Match[str]) -> str:
     first = _LOG_LINE.split((match["message"] or "").strip().rstrip("`"))[0].rstrip()
     if match["kind"] == "KeyError" and (key := _KEY.match(first)):
         return key["key"]
-    following = (
-        text[match.end() : match.end() + 2000].split("\n")[1 : MESSAGE_LINES + 1]
-        if match["message"] is not None
-        else []
-    )
+    following = text[match.end() : match.end() + 2000].split("\n")[1 : MESSAGE_LINES + 1] if match["message"] is not None else []
     lines = [first]
     for line in following:
         if not (lines[-1].endswith(_GOES_ON) or line[:1] in " \t)" or not lines[-1]):

@@ -74,8 +74,7 @@ def _system(environment: Environment) -> list[str]:
 
 def _memory(environment: Environment) -> list[str]:
     gpus = [
-        f"- GPU {gpu.index}: {clean(gpu.name)}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}"
-        for gpu in environment.gpus
+        f"- GPU {gpu.index}: {clean(gpu.name)}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}" for gpu in environment.gpus
     ]
     host = f"- host: {gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}"
     return [*(gpus or ["- no GPU that torch can use"]), host]
@@ -86,9 +85,7 @@ def _model(model: str) -> list[str]:
 
     checkpoint = read_checkpoint(model)
     text = checkpoint.config.get("text_config") or {}
-    config = {
-        name: value for name in CONFIG_FIELDS if (value := checkpoint.config.get(name, text.get(name))) is not None
-    }
+    config = {name: value for name in CONFIG_FIELDS if (value := checkpoint.config.get(name, text.get(name))) is not None}
     nbytes = sum(entry.nbytes for entry in checkpoint.tensors.values())
     return [f"- {name}: {_short(value)}" for name, value in config.items()] + [
         f"- weights: {len(checkpoint.tensors)} tensors, {gib(nbytes)}, {_dtypes(checkpoint.tensors.values())}"
@@ -120,9 +117,7 @@ def _adapter(adapter: str) -> list[str]:
 
 def _short(value: Any) -> str:
     text = clean(value if isinstance(value, str) else json.dumps(clean_all(value), default=str))
-    return (
-        f"`{text}`" if len(text) <= MOST_CHARS else f"`{text[:MOST_CHARS]}` ({len(text) - MOST_CHARS} characters more)"
-    )
+    return f"`{text}`" if len(text) <= MOST_CHARS else f"`{text[:MOST_CHARS]}` ({len(text) - MOST_CHARS} characters more)"
 
 
 def _dtypes(tensors: Any) -> str:

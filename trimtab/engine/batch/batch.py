@@ -101,9 +101,7 @@ class Batch:
     context_tokens: int | None = None
     decode: str | None = None
     active: list[Row] = field(default_factory=list)
-    placed: list[Row] = field(
-        default_factory=list
-    )  # computed prompts, in their order, each with a place behind the active rows
+    placed: list[Row] = field(default_factory=list)  # computed prompts, in their order, each with a place behind the active rows
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -123,9 +121,7 @@ class Batch:
         self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
         mode = self.decode or self.model.decode
         self.is_invariant = bool(self.model.plan.request.batch_invariant)
-        self.steps = decode_step.DecodeStep(
-            self.model, StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens), mode
-        )
+        self.steps = decode_step.DecodeStep(self.model, StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens), mode)
         self.prompts = prefill_graphs.PrefillRunner(self, "eager" if mode == "eager" else "auto")
         self.prefixes = prefix_cache.Prefixes(self)
         self.captures_ahead = CaptureAhead(self)
@@ -403,9 +399,7 @@ class Batch:
                 row.error, row.finish = exc, "error"
         for one in sampled:
             self._commit(one)
-        if self._ahead is None and (
-            has_tuned or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in sampled)
-        ):
+        if self._ahead is None and (has_tuned or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in sampled)):
             self.write_last_tokens()
         return sampled
 
@@ -583,7 +577,5 @@ def _kv_bytes(model: BatchModel, context_tokens: int, rows: int, held_rows: int)
     """Return the bytes of a batch's keys and values in one piece, each tensor rounded up as torch does."""
     layers, request = model.anatomy.kv_layers, model.plan.request
     pool = pool_tokens(request.kv_tokens, rows=rows, context_tokens=context_tokens)
-    count = row_cache_bytes(
-        layers, request.dtype, rows=held_rows, context_tokens=context_tokens, pool=pool, kv=request.kv
-    )
+    count = row_cache_bytes(layers, request.dtype, rows=held_rows, context_tokens=context_tokens, pool=pool, kv=request.kv)
     return count + 2 * len(layers) * ALLOCATION_BYTES

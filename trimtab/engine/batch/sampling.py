@@ -153,9 +153,7 @@ class Sampler:
         none to draw."""
         token = int(self.queue(token_ids, logits))
         if token < 0:
-            raise DeviceError(
-                "every token has probability 0", device=str(logits.device), hint="Check the model's weights"
-            )
+            raise DeviceError("every token has probability 0", device=str(logits.device), hint="Check the model's weights")
         return token
 
     def queue(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:

@@ -227,9 +227,7 @@ def rank_of(adapter: lora.LinearAdapter) -> int:
 # Whether a model uses it ---------------------------------------------------------------------------------------------
 
 
-def choose(
-    model: EngineContext, kernels: PromptKernels, fall_back: Callable[[str, str], None]
-) -> AdapterColumns | None:
+def choose(model: EngineContext, kernels: PromptKernels, fall_back: Callable[[str, str], None]) -> AdapterColumns | None:
     """Return the products with adapters inside, None where they are not possible, not right or not faster on this card.
 
     fall_back: called with the reason and the name if they could be but are not used.

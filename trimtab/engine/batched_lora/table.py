@@ -223,9 +223,7 @@ class AdapterSlots:
         columns = self._columns.get(fitting)
         if columns is None:
             integers = torch.zeros(3, len(self._place), dtype=torch.int64)
-            columns = _Columns(
-                integers, torch.zeros(len(self._place)), torch.zeros(len(self._place), dtype=torch.int64)
-            )
+            columns = _Columns(integers, torch.zeros(len(self._place)), torch.zeros(len(self._place), dtype=torch.int64))
             # Lists first: a tensor takes its values much faster at once than one by one.
             numbers = torch.tensor([self._place[one.leaf] for one in fitting.plain], dtype=torch.int64)
             lines = [(4 * one.A_start, 4 * one.B_start, one.rank) for one in fitting.plain]
@@ -299,9 +297,7 @@ class AdapterSlots:
                 return args.member(group.index(leaf)), None
         leaves, rows = group if group[0] is leaf else (leaf,), x.shape[0]
         # The second call of a layer in a step finds the result of its first call.
-        is_empty = self._empty[0] == (rows, self.largest_rank) and self._empty[1] >= {
-            self._place[one] for one in leaves
-        }
+        is_empty = self._empty[0] == (rows, self.largest_rank) and self._empty[1] >= {self._place[one] for one in leaves}
         arguments = self.args(leaves, rows, is_empty=is_empty)
         assert arguments is not None
         self._shared = None if len(leaves) == 1 else (weakref.ref(x), version, group, arguments)

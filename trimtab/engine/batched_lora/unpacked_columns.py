@@ -126,9 +126,7 @@ class UnpackedColumns:
         return extended @ weight[:, : extended.shape[1]].T
 
 
-def choose(
-    prompts: Any, groups: Sequence[Sequence[Leaf]], fall_back: Callable[[str, str], None]
-) -> UnpackedColumns | None:
+def choose(prompts: Any, groups: Sequence[Sequence[Leaf]], fall_back: Callable[[str, str], None]) -> UnpackedColumns | None:
     """Return the products of a batch's prompts, None where there are no columns or where they are not right on this card.
 
     fall_back: called with the reason and the name if they could be but are not used.
@@ -173,9 +171,7 @@ class _Kept:
     def __init__(self, layers: Sequence[_Layer], columns: int) -> None:
         self.columns, self.holds = columns, None
         width, device = layers[0].in_features, layers[0].weight.device
-        self._whole = torch.full(
-            (sum(one.out_features for one in layers), width + columns), float("nan"), device=device
-        )
+        self._whole = torch.full((sum(one.out_features for one in layers), width + columns), float("nan"), device=device)
         self._whole = self._whole.bfloat16()
         self._starts: dict[_Layer, int] = {}
         start = 0

@@ -110,9 +110,7 @@ def _raised(error: TrimtabError) -> TrimtabError:
 
 
 def _returned(error: TrimtabError) -> TrimtabError:
-    return error.with_traceback(
-        None
-    )  # its frames know the batch, whose memory would stay as long as the caller keeps the error
+    return error.with_traceback(None)  # its frames know the batch, whose memory would stay as long as the caller keeps the error
 
 
 _OnError = Callable[[TrimtabError], TrimtabError]

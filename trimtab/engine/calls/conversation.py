@@ -180,9 +180,7 @@ class Conversation:
             if key not in known:
                 raise RequestError("unknown key", field=str(key), allowed=known, near=near_names(str(key), known))
         if message.get("role") != role:
-            raise RequestError(
-                "questions and answers take turns", field="role", value=message.get("role"), allowed=(role,)
-            )
+            raise RequestError("questions and answers take turns", field="role", value=message.get("role"), allowed=(role,))
         text = message.get("content")
         if role == "user":
             return self._read(text, several(message.get("images")), several(message.get("audios")))  # type: ignore[arg-type]

@@ -65,9 +65,7 @@ def form_of(template: object, *, with_tools: bool = False) -> AnswerForm:
     selects the template for tools, if there are several."""
     if isinstance(template, Mapping):
         template = template.get("tool_use" if with_tools and "tool_use" in template else "default")
-    is_read = (
-        isinstance(template, str) and len(template) <= MAX_TEMPLATE_CHARS
-    )  # a larger one is an error where it is rendered
+    is_read = isinstance(template, str) and len(template) <= MAX_TEMPLATE_CHARS  # a larger one is an error where it is rendered
     return _form_of(template) if is_read else AnswerForm()
 
 

@@ -128,9 +128,7 @@ class AnswerReader:
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return the rest: the answer has ended. is_cut: by its most tokens or a stop text, and not by the model."""
         self.is_call_cut = is_cut and (
-            self._is_call_head()
-            or self._read == self._json_arguments
-            or (self._read == self._marked_call and self._is_named)
+            self._is_call_head() or self._read == self._json_arguments or (self._read == self._marked_call and self._is_named)
         )
         if is_cut and self._is_call_head():
             if self._only_name is not None and not self.calls:
@@ -157,9 +155,7 @@ class AnswerReader:
             head = "call:" if self._calls == "gemma4" else "<function="
             return not self._is_named and (head.startswith(text) or text.startswith(head))
         # Without a mark before it, an object is a call only if nothing else may be written.
-        return self._read == self._mistral_head or (
-            self._read == self._json_head and (bool(self._taken) or self._must_call)
-        )
+        return self._read == self._mistral_head or (self._read == self._json_head and (bool(self._taken) or self._must_call))
 
     def _place_of(self, mark: str) -> int:
         """Return where a mark is in the buffer, -1 for nowhere."""

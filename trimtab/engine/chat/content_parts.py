@@ -18,9 +18,7 @@ from typing import Any, TypedDict
 
 from trimtab.errors import RequestError
 
-_DATA_URL = re.compile(
-    r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?:;[\w=.+-]{1,80}){0,8};base64,", re.ASCII | re.IGNORECASE
-)
+_DATA_URL = re.compile(r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?:;[\w=.+-]{1,80}){0,8};base64,", re.ASCII | re.IGNORECASE)
 BASE64_PIECE = 2**16  # characters, a multiple of four
 # The largest file of a message: larger images and audio are refused anyway.
 MOST_BYTES = 256 * 2**20

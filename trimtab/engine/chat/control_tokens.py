@@ -65,9 +65,7 @@ class ControlTokens:
                 or (token.content in chat_template and not token.content.isalnum())
             )
         }  # fmt: skip
-        self.strings = frozenset(
-            {token.content for token in chosen.values()} | {text for text in media if text.strip()}
-        )
+        self.strings = frozenset({token.content for token in chosen.values()} | {text for text in media if text.strip()})
         self.ids = frozenset(chosen) - {unknown}
         self._lengths: dict[str, tuple[int, ...]] = {}
         for first in {text[0] for text in self.strings}:

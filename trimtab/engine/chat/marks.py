@@ -61,14 +61,10 @@ def opening_of(
     """
     ends, ids = [end for end, _ in controls], [token_id for _, token_id in controls]
     own = [token_ids[turn - 1] for turn in turns[: len(ids) + 1]]
-    before = next(
-        (place for place in (0, 1) if own[place : place + len(ids)] == ids), None
-    )  # 1: the tokenizer added one
+    before = next((place for place in (0, 1) if own[place : place + len(ids)] == ids), None)  # 1: the tokenizer added one
     if not opening or before is None:
         return 0
     start = turns[before + len(ids) - 1] if before + len(ids) else 0
     behind = encode(opening[ends[-1] if ends else 0 :])
     pairs = enumerate(zip(behind, token_ids[start:], strict=False))
-    return start + next(
-        (place for place, (one, other) in pairs if one != other), min(len(behind), len(token_ids) - start)
-    )
+    return start + next((place for place, (one, other) in pairs if one != other), min(len(behind), len(token_ids) - start))

@@ -79,9 +79,7 @@ def read_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         with Image.open(stream, formats=IMAGE_FORMATS) as image:
             return _upright(image, max_pixels, _named(source))
     except FileNotFoundError as exc:
-        raise RequestError(
-            "no such file", field="image", value=_named(source), hint=address_hint(_named(source))
-        ) from exc
+        raise RequestError("no such file", field="image", value=_named(source), hint=address_hint(_named(source))) from exc
     except UnidentifiedImageError as exc:
         raise RequestError(
             "is not an image in a supported format", field="image", value=_named(source), allowed=IMAGE_FORMATS
@@ -193,9 +191,7 @@ def read_audio(source: object, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
     if not len(samples) or not np.isfinite(samples).all():
         raise RequestError("holds no samples, or some that are not numbers", field="audio", value=_named(source))
     if len(samples) > max_s * rate:
-        raise RequestError(
-            f"lasts {len(samples) / rate:.1f} s, the limit is {max_s:.1f} s", field="audio", value=_named(source)
-        )
+        raise RequestError(f"lasts {len(samples) / rate:.1f} s, the limit is {max_s:.1f} s", field="audio", value=_named(source))
     mono = np.asarray(samples.mean(axis=1) if samples.ndim == 2 else samples, dtype=np.float32)
     if rate == SAMPLE_RATE:
         return mono
@@ -218,12 +214,7 @@ def _mixed(file: Any, most_frames: int) -> np.ndarray:
 
 def _given(source: tuple[Any, ...]) -> tuple[np.ndarray, int]:
     """Return samples and their rate. Errors: RequestError for anything else."""
-    if (
-        len(source) != 2
-        or not isinstance(source[0], np.ndarray)
-        or isinstance(source[1], bool)
-        or source[1] not in RATES
-    ):
+    if len(source) != 2 or not isinstance(source[0], np.ndarray) or isinstance(source[1], bool) or source[1] not in RATES:
         raise RequestError(
             "is not (samples, rate)", field="audio", value=tuple(type(item).__name__ for item in source),
             hint=f"Give an array of floats and a rate from {RATES[0]} to {RATES[-1]}",
@@ -267,6 +258,4 @@ def _decoded(source: object, max_s: float) -> tuple[np.ndarray, int]:
     except (soundfile.LibsndfileError, RuntimeError) as exc:
         # Its own text names Python's object in place of a path.
         why = str(getattr(exc, "error_string", exc)).strip().rstrip(".")
-        raise RequestError(
-            f"cannot be decoded ({why})", field="audio", value=_named(source), allowed=AUDIO_NAMES
-        ) from exc
+        raise RequestError(f"cannot be decoded ({why})", field="audio", value=_named(source), allowed=AUDIO_NAMES) from exc

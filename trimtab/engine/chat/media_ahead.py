@@ -81,9 +81,7 @@ class MediaAhead:
             first = weakref.ref(media[0], lambda _: self._prepared.pop(key, None))
             self._prepared[key] = _Prepared((first, *map(weakref.ref, media[1:])), call, output)
 
-    def _call_of(
-        self, given: object, name: str | None, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> _Call | None:
+    def _call_of(self, given: object, name: str | None, args: tuple[object, ...], kwargs: dict[str, object]) -> _Call | None:
         """Return how a call was made, None for one that cannot be repeated with other media."""
         is_nested = isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], (list, tuple))
         options = {key: value for key, value in kwargs.items() if key != name}

@@ -65,9 +65,7 @@ def prepare(
     """
     if is_token_ids(prompt):
         if images or audios or system or template_kwargs or tools or continue_final_message:
-            raise RequestError(
-                "token ids are used unchanged; media, system, tools and template do not apply", field="prompt"
-            )
+            raise RequestError("token ids are used unchanged; media, system, tools and template do not apply", field="prompt")
         return _from_ids(model, prompt, device)
     if isinstance(prompt, str) and not (prompt.strip() or images or audios):
         raise RequestError("is empty", field="prompt")
@@ -80,9 +78,7 @@ def prepare(
     _check_planned(model, "image", len(pictures), "images", "images")
     processor, device = model.processor, device or model.device
     if not (pictures or sounds) and not hasattr(processor, "tokenizer"):
-        return _text_only(
-            model, processor, messages, prompt, system, template_kwargs, tools, device, continue_final_message
-        )
+        return _text_only(model, processor, messages, prompt, system, template_kwargs, tools, device, continue_final_message)
     return _through_processor(
         model, processor, messages, pictures, sounds, prompt, system, template_kwargs, tools, device,
         continue_final_message,
@@ -145,9 +141,7 @@ def _from_ids(model: ChatModel, ids: Sequence[int], device: torch.device | None)
     if not all(0 <= token < vocabulary for token in ids):
         raise RequestError(f"token ids must be between 0 and {vocabulary - 1}", field="prompt")
     tensor = torch.tensor([list(ids)], device=device or model.device)
-    return Inputs(
-        {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}, len(ids), tuple(ids), has_media=False
-    )
+    return Inputs({"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}, len(ids), tuple(ids), has_media=False)
 
 
 def _messages(
@@ -185,9 +179,7 @@ def _message(place: int, item: object, pictures: list[object], sounds: list[obje
     for part in map(own_form, parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PART_TYPES or kind not in part:
-            raise RequestError(
-                f"message {place} has a part of unknown form {kind!r}", field="prompt", allowed=PART_TYPES
-            )
+            raise RequestError(f"message {place} has a part of unknown form {kind!r}", field="prompt", allowed=PART_TYPES)
         if kind == "text":
             described.append({"type": "text", "text": _text(part["text"])})
             continue
@@ -257,9 +249,7 @@ def _check_continues(message: Message) -> None:
     parts = parts_in(message)
     ends_in_text = bool(parts) and parts[-1]["type"] == "text" and bool(parts[-1]["text"].strip())
     if message["role"] != "assistant" or message.get("tool_calls") or not ends_in_text:
-        raise RequestError(
-            "continues the text of an assistant's last message, and there is none", field="continue_final_message"
-        )
+        raise RequestError("continues the text of an assistant's last message, and there is none", field="continue_final_message")
 
 
 # Marks where the continued text ends. A private character beyond the stand-ins (control_tokens.py): a template
@@ -388,14 +378,9 @@ def _neutral(messages: Sequence[Message]) -> list[Message]:
     return neutral
 
 
-def _check_names(
-    render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
-) -> None:
+def _check_names(render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> None:
     """Raise RequestError if the template writes no names: a client that sends one relies on it."""
-    without = [
-        {key: value for key, value in message.items() if key != "name" or message["role"] == "tool"}
-        for message in messages
-    ]
+    without = [{key: value for key, value in message.items() if key != "name" or message["role"] == "tool"} for message in messages]
     if render(messages, tools) == render(without, tools):
         raise RequestError("not supported: name (the checkpoint's chat template writes none)", field="name")
 
@@ -504,9 +489,7 @@ def _numbered(number: int, read: Callable[..., T], *arguments: object, **options
         raise
 
 
-def _read_sounds(
-    model: ChatModel, feature: Any, sounds: Sequence[object], *, most_s: float | None = None
-) -> list[np.ndarray]:
+def _read_sounds(model: ChatModel, feature: Any, sounds: Sequence[object], *, most_s: float | None = None) -> list[np.ndarray]:
     """Return the samples of every audio clip; no more are decoded than were planned. most_s: as `audio_s` of `decode_media`."""
     planned_s = float(model.plan.request.audio_s)
     limit_s = planned_s if most_s is None else min(most_s, planned_s)

@@ -100,9 +100,7 @@ def sources() -> str:
     for entry in sorted((resources.files("trimtab.engine.kernels") / "cuda").iterdir(), key=lambda entry: entry.name):
         if entry.is_file():
             summed.update(entry.name.encode() + entry.read_bytes())
-    for file in sorted(
-        Path(__file__).parents[1].rglob("*.py")
-    ):  # an installation that is edited in place keeps its version
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):  # an installation that is edited in place keeps its version
         status = file.stat()
         summed.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
     return summed.hexdigest()

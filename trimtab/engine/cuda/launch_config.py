@@ -148,9 +148,7 @@ def cuts(
                 if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
                     continue
                 for k_warps, groups in _warps(piece // _BATCH, each):
-                    cut = _with_stages(
-                        LaunchConfig(n, each, k_warps, groups, piece, 0, splits, chunk, grid, 0, 0.0), shared_bytes
-                    )
+                    cut = _with_stages(LaunchConfig(n, each, k_warps, groups, piece, 0, splits, chunk, grid, 0, 0.0), shared_bytes)
                     if cut is not None:
                         cost = _estimate(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
                         configs.append(replace(cut, estimated_us=cost))
@@ -252,11 +250,7 @@ def _estimate_held(cut: LaunchConfig, nbytes: float, multiprocessors: int, bandw
     under_way = min(each, cut.resident) * warps * min(2 * cut.held, steps) * 1024
     memory_us = nbytes / (bandwidth * min(1.0, 1.1 * count / multiprocessors) * min(1.0, under_way / 60e3)) * 1e6
     alone_us = waves * (1.6 + prepared_us + steps * 0.25)
-    return (
-        max(alone_us, 1.6 + max(shared_us, memory_us))
-        + 0.2 * (shared_us + memory_us)
-        + (0.8 if cut.splits > 1 else 0.0)
-    )
+    return max(alone_us, 1.6 + max(shared_us, memory_us)) + 0.2 * (shared_us + memory_us) + (0.8 if cut.splits > 1 else 0.0)
 
 
 def unlike(configs: Sequence[LaunchConfig], limit: int) -> list[LaunchConfig]:

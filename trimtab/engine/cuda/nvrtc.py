@@ -99,9 +99,7 @@ def _candidates() -> list[str]:
         folders += glob.glob(os.path.join(glob.escape(root), "nvidia", "*", "bin", "x86_64")) if windows else []
     for variable in ("CUDA_PATH", "CUDA_HOME"):
         if os.environ.get(variable):
-            folders += [
-                os.path.join(os.environ[variable], part) for part in ("lib64", "bin", os.path.join("bin", "x64"))
-            ]
+            folders += [os.path.join(os.environ[variable], part) for part in ("lib64", "bin", os.path.join("bin", "x64"))]
     if not windows:
         folders.append("/usr/local/cuda/lib64")
     for folder in dict.fromkeys(folders):
@@ -112,9 +110,7 @@ def _candidates() -> list[str]:
     system = ctypes.util.find_library("nvrtc")
     major = (torch.version.cuda or "").partition(".")[0]
     # Two CUDA releases side by side: the one torch was built with fits the driver that torch runs on.
-    candidates.sort(
-        key=lambda path: path != os.environ.get(LIBRARY_VARIABLE) and f".so.{major}" not in path and bool(major)
-    )
+    candidates.sort(key=lambda path: path != os.environ.get(LIBRARY_VARIABLE) and f".so.{major}" not in path and bool(major))
     return [*dict.fromkeys(candidates), *([system] if system else [])]
 
 
@@ -161,9 +157,7 @@ class Compiler:
             code = self._lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
             if code:
                 log = self._take(program, "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace").strip()
-                raise DeviceError(
-                    f"{name} does not compile for {target}: {log or f'NVRTC answered {code}'}", device="cuda"
-                )
+                raise DeviceError(f"{name} does not compile for {target}: {log or f'NVRTC answered {code}'}", device="cuda")
             return self._take(program, "nvrtcGetCUBIN" if target.startswith("sm_") else "nvrtcGetPTX")
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
@@ -375,9 +369,7 @@ class Module:
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
         self._handle = ctypes.c_void_p()
         self._codes: dict[tuple[str, ...], bytes] = {}  # of variants
-        code = _code or compiled(
-            compiler, source, compiler.target(self.capability), options, driver=driver_version(), name=name
-        )
+        code = _code or compiled(compiler, source, compiler.target(self.capability), options, driver=driver_version(), name=name)
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()  # makes the context in which the code is loaded
             self._enter_context()
@@ -459,9 +451,7 @@ class Module:
                 _check(code, f"reading attribute {which} of kernel {name}", self.device)
                 return value.value
 
-            return KernelLimits(
-                attribute(_REGISTERS), attribute(_MAX_THREADS), attribute(_STATIC_SHARED), attribute(_LOCAL)
-            )
+            return KernelLimits(attribute(_REGISTERS), attribute(_MAX_THREADS), attribute(_STATIC_SHARED), attribute(_LOCAL))
 
     def close(self) -> None:
         """Unload the machine code, variants included; nothing of the module may be running or be launched any more."""

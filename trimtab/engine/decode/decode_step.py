@@ -236,9 +236,7 @@ class DecodeStep:
         from trimtab.engine.families import step as hf_gemma4
 
         if self._fused is None:  # not before a prompt was computed: the cache's layers are known from then on
-            self._fused = hf_gemma4.FusedStep(
-                self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked
-            )
+            self._fused = hf_gemma4.FusedStep(self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked)
         exchanges = self.model.adapter_store.exchanges
         if self._examined is None or self._examined[0] != exchanges:
             self._examined = exchanges, self._fused.why_not_rows()
@@ -274,10 +272,7 @@ class DecodeStep:
         elif has_adapters:  # captured with the adapters' own addresses
             key = (
                 *key,
-                *(
-                    (name, self.model.adapter_store.holders[name].serial) if name is not None else None
-                    for name in padded
-                ),
+                *((name, self.model.adapter_store.holders[name].serial) if name is not None else None for name in padded),
             )
         self._stage(state, bucket)
         graph = self._graphs.get(key)

@@ -135,8 +135,7 @@ class ChunkLayers:
             return list(whole.split(widths, dim=1))
         parts = (x @ joined.T).split(widths, dim=1)
         return [
-            leaf.adapted(batch, part.view(rows, -1, part.shape[1])).flatten(0, 1)
-            for leaf, part in zip(leaves, parts, strict=True)
+            leaf.adapted(batch, part.view(rows, -1, part.shape[1])).flatten(0, 1) for leaf, part in zip(leaves, parts, strict=True)
         ]
 
 

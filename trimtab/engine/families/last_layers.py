@@ -40,9 +40,7 @@ class OneAdapter:
     """Tables as slots.AdapterSlots has them, with one adapter, which is the only row's. groups: layers that read one input;
     adapters: by layer, of those that it changes. It has addresses alone: the tensors are the layers'."""
 
-    def __init__(
-        self, groups: Sequence[Sequence[Leaf]], adapters: Mapping[Leaf, lora.LinearAdapter], device: torch.device
-    ) -> None:
+    def __init__(self, groups: Sequence[Sequence[Leaf]], adapters: Mapping[Leaf, lora.LinearAdapter], device: torch.device) -> None:
         lines: list[list[int]] = []
         ranks: list[int] = []
         scales, starts = [], []
@@ -50,9 +48,7 @@ class OneAdapter:
             starts.append(len(lines))
             for leaf in group:
                 one = adapters.get(leaf)
-                lines.append(
-                    [0, 0] if one is None or one.A is None or one.B is None else [one.A.data_ptr(), one.B.data_ptr()]
-                )
+                lines.append([0, 0] if one is None or one.A is None or one.B is None else [one.A.data_ptr(), one.B.data_ptr()])
                 ranks.append(0 if one is None or one.A is None else int(one.A.shape[0]))
                 scales.append(0.0 if one is None else float(one.scale))
         width = -(-max(ranks) // RANK_STEP) * RANK_STEP
@@ -153,9 +149,7 @@ class LastLayers:
         """Return the replacement of a layer's forward in a pass: from the tokens of a chunk [1, S, D] and the layer's own input
         [1, S, P] it gives [1, 1, D], which the last of these layers writes. buffers: of the chunk."""
 
-        def forward(
-            hidden_states: Tensor, per_layer_input: Tensor | None = None, *args: object, **kwargs: object
-        ) -> Tensor:
+        def forward(hidden_states: Tensor, per_layer_input: Tensor | None = None, *args: object, **kwargs: object) -> Tensor:
             with self.adapter_store.applying(self._table):
                 return self._layer(number, hidden_states, per_layer_input, buffers.last, buffers.start)
 
@@ -181,9 +175,7 @@ class LastLayers:
         return step.normed(now.x, now.norm)[None]
 
     def _through(self, now: _Pass, number: int, extra: Tensor | None, following: NormLayer | None) -> None:
-        now.x, now.norm = self.step.layer(
-            number, now.where, now.turns, now.states, now.h, now.x, now.norm, extra, following
-        )
+        now.x, now.norm = self.step.layer(number, now.where, now.turns, now.states, now.h, now.x, now.norm, extra, following)
 
     def _begin(self, h: Tensor, states: dict[str, tuple[Tensor, Tensor]], pages: PageTable | None = None) -> None:
         step = self.step

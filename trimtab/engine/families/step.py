@@ -67,9 +67,7 @@ def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) 
 
     groups = product_groups(hf_model)
     progress = phases.counting("measuring kernels on this GPU (once),")
-    kernels = DeviceKernels.choose(
-        groups, attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress
-    )
+    kernels = DeviceKernels.choose(groups, attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress)
     if is_invariant and rows <= cuts.MAX_ROWS:
         kernels.compile_fixed(groups, groups[0][0][0].dtype, rows)
     return kernels
@@ -124,9 +122,7 @@ def _projections(attention: Any) -> list[Leaf]:
     return [leaf for leaf in (attention.q_proj, attention.k_proj, attention.v_proj) if leaf is not None]
 
 
-def _norm(
-    residual: Tensor, post: NormLayer, following: NormLayer | None, scalar: Tensor | None, out_h: Tensor
-) -> matvec.Norm:
+def _norm(residual: Tensor, post: NormLayer, following: NormLayer | None, scalar: Tensor | None, out_h: Tensor) -> matvec.Norm:
     return matvec.Norm(residual, post.weight, None if following is None else following.weight, post.eps, scalar, out_h)
 
 
@@ -188,9 +184,7 @@ class FusedStep:
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         # Checked before anything is captured: the check reads a table on the device.
         self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in products_of(layer)}
-        self._is_many = {
-            group[0]: self._can_multiply_many(group) for layer in self._layers for group in products_of(layer)
-        }
+        self._is_many = {group[0]: self._can_multiply_many(group) for layer in self._layers for group in products_of(layer)}
         front = getattr(self.text, "per_layer_model_projection", None)
         if isinstance(front, Leaf):
             self._is_ours[front] = self._can_multiply([front])
@@ -207,9 +201,7 @@ class FusedStep:
         return not any(matvec.why_not(leaf.packed(), leaf.dtype, leaf.device) for leaf in group)
 
     def _can_multiply_many(self, group: Sequence[Leaf]) -> bool:
-        return self.kernels.rows is not None and all(
-            many_rows.why_not(leaf.packed(), leaf.dtype) is None for leaf in group
-        )
+        return self.kernels.rows is not None and all(many_rows.why_not(leaf.packed(), leaf.dtype) is None for leaf in group)
 
     def _wrong_pages(self) -> str | None:
         """Return the error of the kernels of layers in pages; compiles them, which a capture forbids."""
@@ -471,12 +463,7 @@ class FusedStep:
         many = not own and count >= self.least_many and self._is_many.get(leaves[0], False)
         table, selection = store.table, store.selection
         # Adapters that no table holds are added by their own modules' way, to the plain products.
-        is_apart = (
-            (own or many)
-            and table is None
-            and (selection.name or selection.rows)
-            and any(leaf.adapters for leaf in leaves)
-        )
+        is_apart = (own or many) and table is None and (selection.name or selection.rows) and any(leaf.adapters for leaf in leaves)
         out = self.buffer("out" if gate is None else "gated", (count, width), x.dtype)
         if own and not is_apart:
             args = None if table is None else table.args(leaves, count, is_empty=True)

@@ -38,9 +38,7 @@ def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
     return dequantize_rows(packed, 0, packed.shape[0], packed.parts["weight"].device, dtype)
 
 
-def dequantize_rows(
-    packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
-) -> Tensor:
+def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return rows of the weight as `weights.dequantize_rows`, or then cast to another type."""
     columns = packed.shape[1]
     high, wide = stored_format(packed.kind).block

@@ -43,9 +43,7 @@ def _head_rows(packed: Packed, start: int, stop: int, device: torch.device) -> T
     return head8.dense(q, scale, packed.dtype)
 
 
-_BITSANDBYTES = WeightFormat(
-    bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read
-)
+_BITSANDBYTES = WeightFormat(bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read)
 FORMATS: Mapping[Family, WeightFormat] = {
     "none": WeightFormat(
         lambda packed: packed.parts["weight"],

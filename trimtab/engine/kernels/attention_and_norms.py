@@ -84,9 +84,7 @@ def attention_options(
 def load_attention(module: nvrtc.Module, options: tuple[str, ...]) -> nvrtc.Module:
     """Return the module of one kind of layer, compiled where this is the first use. Errors: DeviceError."""
     if options not in module.attention:
-        module.attention[options] = nvrtc.Module(
-            source("attend.cu"), device=module.device, options=options, name="attend.cu"
-        )
+        module.attention[options] = nvrtc.Module(source("attend.cu"), device=module.device, options=options, name="attend.cu")
     return module.attention[options]
 
 
@@ -213,17 +211,13 @@ def rope_write(
     assert (keys is not None and values is not None and places is not None and k_weight is not None) or not own
     assert qkv.shape[1] == (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
     v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
-    cache_fits = not own or (
-        keys is not None and values is not None and keys.is_contiguous() and values.is_contiguous()
-    )
+    cache_fits = not own or (keys is not None and values is not None and keys.is_contiguous() and values.is_contiguous())
     tensors = (qkv, q_weight, k_weight, cos, sin, keys, values, q_out)
     if (
         module is None or not _runs(module, qkv) or why_not(heads, kv_heads, dim, qkv.dtype) or not cache_fits
         or not q_out.is_contiguous() or not all(_fits(x, qkv, v) for x in tensors)
     ):  # fmt: skip
-        _rope_write_torch(
-            qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out, mode
-        )
+        _rope_write_torch(qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out, mode)
         return
     own_queries, own_keys, own_values = _parts(qkv, heads, kv_heads, dim, mode)
     _launch_rope(

@@ -78,9 +78,7 @@ def check(
         matvec.matvec4(x, weights, out, module=module, cut=cut)
         if (error := relative_error(out, base[:n])) > LARGEST_ERROR:
             return f"{n} rows over {counts} x {columns}: relative error {error:.1e}"
-        lora = matvec.lora_args(
-            slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank
-        )
+        lora = matvec.lora_args(slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank)
         out.fill_(math.nan)
         lora.low.fill_(math.nan)
         matvec.matvec4(x, weights, out, lora=lora, module=module, cut=cut)
@@ -134,9 +132,7 @@ def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
 class _Product:
     """One product of random inputs over real or random weights, without and with adapters, to compare and time its cuts."""
 
-    def __init__(
-        self, weights: Sequence[Packed], n: int, module: nvrtc.Module, dtype: torch.dtype, gate: str | None
-    ) -> None:
+    def __init__(self, weights: Sequence[Packed], n: int, module: nvrtc.Module, dtype: torch.dtype, gate: str | None) -> None:
         self.weights, self.module, self.pair = weights, module, gate is not None
         rows, columns, device = [packed.shape[0] for packed in weights], weights[0].shape[1], module.device
         generator = torch.Generator(device=device).manual_seed(2)
@@ -155,9 +151,7 @@ class _Product:
         """Return the outputs without and with adapters; cut None: that of `matvec.choose`."""
         results = []
         for lora in (None, self.lora):
-            matvec.matvec4(
-                self.x, self.weights, self.out.fill_(math.nan), lora=lora, gate=self.gate, module=self.module, cut=cut
-            )
+            matvec.matvec4(self.x, self.weights, self.out.fill_(math.nan), lora=lora, gate=self.gate, module=self.module, cut=cut)
             results.append(self.out.clone())
         return results
 
@@ -229,17 +223,13 @@ def tune(
 
         def run(cut: LaunchConfig = cut) -> None:
             for group in groups:
-                matvec.matvec4(
-                    product.x, group, product.out, gate=product.gate, module=module, cut=cut, dependent=overlap
-                )
+                matvec.matvec4(product.x, group, product.out, gate=product.gate, module=module, cut=cut, dependent=overlap)
 
         times[cut] = graph_us(run, device, repeat=repeat) / len(groups)
     if times:
         best = min(times, key=lambda cut: times[cut])
         if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
-            pays = _norm_pays(
-                groups, product.x, product.out, best, product.gate, module, small, overlap=overlap, repeat=repeat
-            )
+            pays = _norm_pays(groups, product.x, product.out, best, product.gate, module, small, overlap=overlap, repeat=repeat)
             if pays is not None:
                 best = replace(best, normed=pays)
         key = matvec.cut_key(weights, n, pair=product.pair)
@@ -326,9 +316,7 @@ def releases() -> dict[str, str]:
     return {"torch": str(torch.__version__), "driver": str(nvrtc.driver_version())}
 
 
-def graph_us(
-    run: Callable[[], object], device: torch.device | None = None, *, repeat: int = 3, calls: int = 1
-) -> float:
+def graph_us(run: Callable[[], object], device: torch.device | None = None, *, repeat: int = 3, calls: int = 1) -> float:
     """Return the microseconds of the work that `run` queues, inside a CUDA graph, where launching costs next to nothing: the
     shortest of a few replays of this many calls. device: None takes the current one."""
     device = torch.device("cuda", torch.cuda.current_device()) if device is None else device

@@ -284,11 +284,7 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
         leaves = four_bit(hf_model)
         leaf = tried_leaf(leaves)
         width = hf_model.config.get_text_config().hidden_size
-        form = (
-            None
-            if leaf is None
-            else (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts))
-        )
+        form = None if leaf is None else (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts))
         checks, key = KeptChecks.of(device), ("kernels of a prompt", str(dtype), form, width)
         before = checks.find(*key)
         if before is not None:
@@ -331,9 +327,7 @@ def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
         return leaf.out_features * leaf.in_features
 
     fitting = sorted((leaf for leaf in leaves if can_unpack(leaf.packed())), key=values)
-    return max(
-        (leaf for leaf in fitting if values(leaf) <= TRIED_VALUES), key=values, default=next(iter(fitting), None)
-    )
+    return max((leaf for leaf in fitting if values(leaf) <= TRIED_VALUES), key=values, default=next(iter(fitting), None))
 
 
 def has_adapters(model: EngineContext) -> bool:
@@ -417,9 +411,7 @@ def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence
                 A, B = pairs[slot]
                 expected[part] += (0.5, 2.0)[slot] * (x[part].double() @ A.double().T @ B.double().T)
         row_slots = torch.tensor(slots, dtype=torch.int32, device=module.device)
-        actual = add_rows(
-            columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2)
-        )
+        actual = add_rows(columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2))
         error = float((actual.double() - expected).norm() / expected.norm())
         if not error < LARGEST_ERROR:
             return f"{len(slots)} rows of {count} tokens: relative error {error:.1e}"

@@ -148,9 +148,7 @@ class DeviceKernels:
         progress: called with (done, of) while they are measured.
         """
         leaf = groups[0][0][0]
-        shapes = [
-            (one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups
-        ]
+        shapes = [(one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups]
         known = of_this_process().for_layers
         key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes)
         if key not in known:
@@ -161,9 +159,7 @@ class DeviceKernels:
         chosen.checks.save()
         return chosen
 
-    def products(
-        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int]
-    ) -> list[Product]:
+    def products(self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int]) -> list[Product]:
         """Return the products that our kernels compute, for every number of rows."""
         products = []
         for one in groups:
@@ -265,9 +261,7 @@ class DeviceKernels:
         tuning.compile_ahead(products, self.matvec, dtype, limit=TRIED)  # about half of the time
         for number, one in enumerate(wanted):
             report(len(wanted) + number, 2 * len(wanted))
-            tuning.tune(
-                one.groups, one.n, self.matvec, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small
-            )
+            tuning.tune(one.groups, one.n, self.matvec, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small)
         if wanted:
             for group in groups:
                 self.measure(group[0], dtype)
@@ -345,15 +339,11 @@ def instead_of(cut: LaunchConfig, ways: Sequence[LaunchConfig]) -> list[LaunchCo
     """Return which configurations are tried where this one cannot run: those of the same blocks that hold fewer weights in
     registers, then the best estimates."""
     blocks = (cut.units, cut.k_warps, cut.groups, cut.splits)
-    smaller = [
-        one for one in ways if 0 < one.held < cut.held and (one.units, one.k_warps, one.groups, one.splits) == blocks
-    ]
+    smaller = [one for one in ways if 0 < one.held < cut.held and (one.units, one.k_warps, one.groups, one.splits) == blocks]
     smaller.sort(key=lambda one: -one.held)
     others = [one for one in cuts.unlike(ways, MOST_INSTEAD) if one.held]
     tried = {replace(cut, estimated_us=0.0)}
-    return [one for one in dict.fromkeys((*smaller, *others)) if replace(one, estimated_us=0.0) not in tried][
-        :MOST_INSTEAD
-    ]
+    return [one for one in dict.fromkeys((*smaller, *others)) if replace(one, estimated_us=0.0) not in tried][:MOST_INSTEAD]
 
 
 def shape_of(group: Sequence[Leaf]) -> str:

@@ -197,9 +197,7 @@ def argmax_logits(
         out = torch.empty(n, width, device=logits.device), torch.empty(n, dtype=torch.int64, device=logits.device)
     scores, tokens = out
     assert scores.is_contiguous() and tokens.is_contiguous() and scores.dtype == torch.float32
-    aligned = (
-        width % 8 == 0 and logits.stride(0) % 8 == 0 and logits.data_ptr() % 16 == 0 and scores.data_ptr() % 16 == 0
-    )
+    aligned = width % 8 == 0 and logits.stride(0) % 8 == 0 and logits.data_ptr() % 16 == 0 and scores.data_ptr() % 16 == 0
     v = 8 if aligned else 1
     cap = 0.0 if softcap is None else float(softcap)
     inverse = float(torch.tensor(1.0) / torch.tensor(cap)) if cap else 0.0

@@ -135,12 +135,7 @@ def linear(
     rows = [packed.shape[0] for packed in weights]
     assert len({(packed.kind, "nested_absmax" in packed.parts) for packed in weights}) == 1
     assert n <= MOST_TOKENS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    assert (
-        out.shape == (n, sum(rows))
-        and out.stride(1) == 1
-        and out.dtype == x.dtype
-        and len(weights) <= matvec.MAX_MEMBERS
-    )
+    assert out.shape == (n, sum(rows)) and out.stride(1) == 1 and out.dtype == x.dtype and len(weights) <= matvec.MAX_MEMBERS
     fork = None if lora is None else beside
     if lora is not None and fork is not None:
         fork.wait_stream(torch.cuda.current_stream(x.device))
@@ -218,9 +213,7 @@ def shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module, *, dependent: bool |
     )  # fmt: skip
 
 
-def add(
-    y: Tensor, lora: LoraArgs, module: nvrtc.Module, *, x: Tensor | None = None, round_change: bool = False
-) -> None:
+def add(y: Tensor, lora: LoraArgs, module: nvrtc.Module, *, x: Tensor | None = None, round_change: bool = False) -> None:
     """Do what `matvec.lora_add` does, for any number of rows: add scale * (B low) to y [n, D_out] of a group's first layer in
     place. x [n, D_in]: the group's input; `low` is then made first, for all members."""
     if x is not None:

@@ -71,9 +71,7 @@ class Norm:
     scalar: Tensor | None
     out_h: Tensor
 
-    def apply(
-        self, y: Tensor, out_x: Tensor | None, module: nvrtc.Module | None, *, dependent: bool | None = None
-    ) -> Tensor:
+    def apply(self, y: Tensor, out_x: Tensor | None, module: nvrtc.Module | None, *, dependent: bool | None = None) -> Tensor:
         """Do it by itself (`fused.add_norm`) and return the product's input: out_x, or out_h where there is no next."""
         fused.add_norm(
             y, self.residual, self.post, self.next, self.eps, self.scalar, self.out_h, None if self.next is None else out_x,
@@ -159,9 +157,7 @@ def decoded(packed: Packed, dtype: torch.dtype = torch.float32, *, rows: slice =
     absmax = packed.parts["absmax"].reshape(-1)[blocks]
     if "nested_absmax" in packed.parts:
         outer = packed.parts["nested_absmax"][blocks // packed.nested_blocksize]
-        absmax = torch.addcmul(
-            packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer
-        )
+        absmax = torch.addcmul(packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer)
     scaled = pairs.view(-1, packed.blocksize).to(dtype) * absmax[:, None].to(dtype)
     return scaled.view(stop - start, D_in)
 
@@ -258,9 +254,7 @@ def target_of(module: nvrtc.Module) -> launch_configs.Target:
     )  # fmt: skip
 
 
-def config_of(
-    weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False
-) -> tuple[LaunchConfig, str] | None:
+def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> tuple[LaunchConfig, str] | None:
     """Return the launch configuration of a product that is known without measuring, and how it is known: tuned on this card,
     shipped for such cards, or the best estimate. None if nothing fits the card."""
     key = cut_key(weights, n, pair=pair)
@@ -555,9 +549,7 @@ def lora_add(
 # Tables ----------------------------------------------------------------------------------------------------------------
 
 
-def lora_args(
-    adapters: Sequence[Sequence[tuple[Tensor, Tensor, float] | None]], row_slots: Tensor, width: int
-) -> LoraArgs:
+def lora_args(adapters: Sequence[Sequence[tuple[Tensor, Tensor, float] | None]], row_slots: Tensor, width: int) -> LoraArgs:
     """Return the tables of adapters given as tensors, [M][S] of (A, B, scale) or None. The tensors must outlive it."""
     device = row_slots.device
 

@@ -50,9 +50,7 @@ def relative_error(actual: Tensor, wanted: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def attend_exact(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None
-) -> Tensor:
+def attend_exact(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """Return the exact result of `attend`, [n, Hq * D] in float64."""
     n, heads, dim = q.shape
     kv_heads = keys.shape[1]
@@ -138,9 +136,7 @@ def _wrong_attention(
             return reason
         # As a prompt's chunk has them: products apart, keys and values by head.
         own_keys, own_values = (random(n, kv_heads * dim) if parts > part else None for part in range(2))
-        outs = [
-            [poisoned(n, heads, dim), *(poisoned(kv_heads, n, dim) for _ in range(2 * (parts > 0)))] for _ in range(2)
-        ]
+        outs = [[poisoned(n, heads, dim), *(poisoned(kv_heads, n, dim) for _ in range(2 * (parts > 0)))] for _ in range(2)]
         for (q_out, *rest), one in zip(outs, (module, None), strict=True):
             k_out, v_out = rest or (None, None)
             turn(
@@ -154,9 +150,7 @@ def _wrong_attention(
         positions = torch.tensor([max(0, position - 37 * i) for i in range(n)], device=module.device)
         for i in range(n):  # places that a row does not read are NaN
             keys[i, :, int(positions[i]) + 1 :] = values[i, :, int(positions[i]) + 1 :] = math.nan
-        if reason := _wrong_turn(
-            module, heads, cos, sin, q_weight, k_weight, keys, values, positions, random, poisoned, wrong
-        ):
+        if reason := _wrong_turn(module, heads, cos, sin, q_weight, k_weight, keys, values, positions, random, poisoned, wrong):
             return f"{reason} {what} over {length} places at {position}"
         q, out = random(n, heads, dim), poisoned(n, heads * dim)
         for scaling, softcap in ((dim**-0.5, None), (0.1, 3.0)):
@@ -219,9 +213,7 @@ def check_pages(
     at = pool.table.written(torch.arange(length, device=module.device).expand(n, -1), pool.table.table).flatten()
     for heads, kv_heads, dim in attention:
         whole = [random(n, kv_heads, length, dim) for _ in range(2)]
-        paged = [
-            torch.full((kv_heads, pool.places, dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)
-        ]
+        paged = [torch.full((kv_heads, pool.places, dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
         for to, source in zip(paged, whole, strict=True):
             to[:, at] = source.transpose(0, 1).flatten(1, 2)
         cos, sin, weight, scale = random(n, dim), random(n, dim), random(dim), dim**-0.5
@@ -235,9 +227,7 @@ def check_pages(
                     module, mode=mode, pages=table,
                 )  # fmt: skip
             same = [(outs[0], outs[1])]
-            same += [
-                (a, b[:, at].view(kv_heads, n, length, dim).transpose(0, 1)) for a, b in zip(whole, paged, strict=True)
-            ]
+            same += [(a, b[:, at].view(kv_heads, n, length, dim).transpose(0, 1)) for a, b in zip(whole, paged, strict=True)]
             if not all(torch.equal(a, b) for a, b in same):
                 return f"attention over pages ({mode}), {heads} heads over {kv_heads}, {dim} each: other bits"
     return None

@@ -85,9 +85,7 @@ FORMS = {"full": FullForm(), "int8": Int8Form()}
 class Int8Layer(DynamicLayer):  # type: ignore[misc]
     """A growing full layer in 8 bits."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Keep new keys and values. Return those that attention reads, in their dtype."""
         keys, values = super().update(round_states(key_states), round_states(value_states), *args, **kwargs)
         return read_states(keys, key_states.dtype), read_states(values, value_states.dtype)
@@ -100,9 +98,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]
 class Int8SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A growing sliding layer in 8 bits."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Keep new keys and values of the window. Return those that attention reads, in their dtype."""
         keys, values = super().update(round_states(key_states), round_states(value_states), *args, **kwargs)
         return read_states(keys, key_states.dtype), read_states(values, value_states.dtype)

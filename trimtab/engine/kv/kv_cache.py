@@ -59,9 +59,7 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         self.values = self.shared.zeros(value_states, rows, value_states.shape[1], self.places, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write one position of each row of the step, and return the places that the step reads."""
         places = self.shared.ring_places[self.places] if self.is_ring else self.shared.positions
         return self.written(key_states, value_states, places[self.shared.rows_of_step(key_states.shape[0])])
@@ -127,9 +125,7 @@ class PagedLayer(LayerCache):
         self.values = self.shared.zeros(value_states, value_states.shape[1], places, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write one position of each row of the step, and return a copy of the places that the step reads."""
         places = self.shared.step_places[self.shared.rows_of_step(key_states.shape[0])]
         return self._written(key_states, value_states, places)
@@ -425,10 +421,7 @@ def _prompt_layer(kind: str, config: Any) -> DynamicLayer:
 def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's state cannot be kept by rows, None if it can."""
     for number, layer in enumerate(prompt_cache(hf_model).layers):
-        if (
-            type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS)
-            and type(layer).__name__ != "DummyLayer"
-        ):
+        if type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS) and type(layer).__name__ != "DummyLayer":
             return _unsupported(number, layer)
     return None
 

@@ -140,9 +140,7 @@ class RowPages:
     def __init__(self, cache: BatchedKVCache, context_tokens: int) -> None:
         self.cache, self.context_tokens = cache, context_tokens
         # Gives pages back when it is called, or when the request is garbage-collected.
-        self._given: weakref.WeakKeyDictionary[TokenSequence, weakref.finalize[..., TokenSequence]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._given: weakref.WeakKeyDictionary[TokenSequence, weakref.finalize[..., TokenSequence]] = weakref.WeakKeyDictionary()
 
     def has_room(self, row: TokenSequence) -> bool:
         """Whether keys and values of a prompt and the longest answer to it find room now."""

@@ -77,9 +77,7 @@ def _head_path(
     head = model.get_output_embeddings()
     path = next((path for path, module in model.named_modules() if head is not None and module is head), None)
     if path is None:
-        raise RequestError(
-            f"{type(model).__name__} has no language head", field="head", value="int8", allowed=("full",)
-        )
+        raise RequestError(f"{type(model).__name__} has no language head", field="head", value="int8", allowed=("full",))
     if type(head) is not nn.Linear:
         raise RequestError(
             f"the head {path} is a {type(head).__name__}, not a plain Linear",
@@ -109,9 +107,7 @@ def _untied_head(path: str, ties: Mapping[str, str]) -> tuple[dict[str, str], di
     heirs = [name for name, owner in remaining.items() if owner == weight]
     if heirs:  # the head was the owner: the first of the others takes its place
         copies[weight] = heirs[0]
-        remaining = {
-            name: heirs[0] if owner == weight else owner for name, owner in remaining.items() if name != heirs[0]
-        }
+        remaining = {name: heirs[0] if owner == weight else owner for name, owner in remaining.items() if name != heirs[0]}
     return copies, remaining
 
 
@@ -173,9 +169,7 @@ def _narrowed(
     stored = {}
     for row in rows:
         weight = row.weight
-        owns = (row.kind == "linear" and not row.quantized) or (
-            row.kind == "embedding" and places.is_looked_up(row.module_path)
-        )
+        owns = (row.kind == "linear" and not row.quantized) or (row.kind == "embedding" and places.is_looked_up(row.module_path))
         if weight is None or not owns or row.is_head8:
             continue
         expression = sources.get(weight.tensor_path)
@@ -194,9 +188,7 @@ def _narrowed(
     return tuple(
         replace(
             row,
-            tensors=tuple(
-                replace(tensor, dtype=stored.get(tensor.tensor_path, tensor.dtype)) for tensor in row.tensors
-            ),
+            tensors=tuple(replace(tensor, dtype=stored.get(tensor.tensor_path, tensor.dtype)) for tensor in row.tensors),
         )
         for row in rows
     )
@@ -292,11 +284,7 @@ class _Places:
         if not isinstance(module, nn.Embedding) or str(config.model_type).startswith(READS_WHOLE_TABLE):
             return False
         known = type(module) is nn.Embedding or hasattr(module, "embed_scale")
-        sizes = {
-            getattr(holder, name, None)
-            for holder in (config, text)
-            for name in ("vocab_size", "vocab_size_per_layer_input")
-        }
+        sizes = {getattr(holder, name, None) for holder in (config, text) for name in ("vocab_size", "vocab_size_per_layer_input")}
         return known and module.max_norm is None and module.num_embeddings in sizes and "position" not in path
 
     def part(self, path: str) -> Part:
@@ -425,9 +413,7 @@ class _Caches:
 
     def _attention(self, path: str) -> nn.Module | None:
         names = ("self_attn", "attn", "attention", "self_attention")
-        return next(
-            (self.places.modules[f"{path}.{name}"] for name in names if f"{path}.{name}" in self.places.modules), None
-        )
+        return next((self.places.modules[f"{path}.{name}"] for name in names if f"{path}.{name}" in self.places.modules), None)
 
     def _state_values(self) -> int:
         """Return the state of gated linear attention: the convolution's window and one matrix a value head."""

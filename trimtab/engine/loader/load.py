@@ -354,9 +354,7 @@ class _Filler:
         if writer is not None and writer.group.nbytes:
             if tier == "disk" and self.spill is None:
                 self.spill = Spill(spill_folder(self.plan.request.offload_dir))
-            self.groups.append(
-                writer.finish(pinned=self.device.type == "cuda", spill=self.spill if tier == "disk" else None)
-            )
+            self.groups.append(writer.finish(pinned=self.device.type == "cuda", spill=self.spill if tier == "disk" else None))
 
     def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None) -> None:
         weight = row.weight
@@ -401,9 +399,7 @@ class _Filler:
         assert self.reader is not None
         is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts["weight"], parts["scale"])
         if not is_finite:
-            raise CheckpointError(
-                "holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path
-            )
+            raise CheckpointError("holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
         bias = module.bias if isinstance(module.bias, Tensor) else None
         common: dict[str, Any] = {
@@ -455,9 +451,7 @@ class _Filler:
         facts, piece = packed.with_parts({}, packed.codes), len(writer.group.piece_starts)
         return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)
 
-    def _stage_linear(
-        self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]
-    ) -> None:
+    def _stage_linear(self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]) -> None:
         def put(streamer: tiers.Streamer) -> None:
             leaf = leaves.StagedLinear(row.module_path, staged(streamer), **common)
             self.probe.model.set_submodule(row.module_path, leaf.eval())
@@ -505,9 +499,7 @@ class _Filler:
         else:
             assert source is not None
             first_rows = int(getattr(module, "padding_idx", None) or 0) + 1
-            table = tables.GatheredTable(
-                row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common
-            )
+            table = tables.GatheredTable(row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common)
         self.probe.model.set_submodule(row.module_path, table.eval())
 
     def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tables.FileRows:

@@ -23,9 +23,7 @@ Fetch = Callable[[str], Tensor]
 UNREPEATABLE = frozenset(
     ("empty_like", "new_empty", "new_empty_strided", "rand_like", "randn_like", "randint_like", "bernoulli", "dropout")
 )
-IN_PLACE_DUNDERS = frozenset(
-    f"__{name}__" for name in ("setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ipow")
-)
+IN_PLACE_DUNDERS = frozenset(f"__{name}__" for name in ("setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ipow"))
 
 
 class Expression:
@@ -216,9 +214,7 @@ def _traced_result(func: object, args: Any, kwargs: object, result: object, trac
         same = _is_same_values(func, args)
         return _wrap(result, args[0].expression if same else Expression(**inputs), trace)
     if isinstance(result, (list, tuple)) and result and all(isinstance(item, Tensor) for item in result):
-        return type(result)(
-            [_wrap(item, Expression(**inputs, output=place), trace) for place, item in enumerate(result)]
-        )
+        return type(result)([_wrap(item, Expression(**inputs, output=place), trace) for place, item in enumerate(result)])
     return result
 
 

@@ -84,9 +84,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     """
     check_declared(checkpoint.config, _declared_fields(checkpoint.config), checkpoint.folder / CONFIG)
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            checkpoint.folder, trust_remote_code=False, local_files_only=True
-        )
+        config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
     except Exception as exc:  # strict config classes raise validation errors of several libraries
         if checkpoint.config.get("model_type") in transformers.CONFIG_MAPPING:
             raise CheckpointError(
@@ -225,9 +223,7 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
     return replace(_result(checkpoint, model.eval(), info, dtype), compares_values=bool(compared))
 
 
-def _trace(
-    trace: Trace, plain: dict[str, TensorEntry], packed: dict[str, PackedEntry], dtype: torch.dtype
-) -> dict[str, Traced]:
+def _trace(trace: Trace, plain: dict[str, TensorEntry], packed: dict[str, PackedEntry], dtype: torch.dtype) -> dict[str, Traced]:
     tensors = {name: trace.tensor(name, entry.shape, getattr(torch, entry.dtype)) for name, entry in plain.items()}
     # In the model's own dtype, so that no cast is recorded on a weight that stays packed.
     return tensors | {name: trace.tensor(name, entry.shape, dtype) for name, entry in packed.items()}
@@ -284,9 +280,7 @@ def _result(checkpoint: Checkpoint, model: HFModel, info: dict[str, Any], dtype:
     sources = {name: value.expression for name, value in (*parameters, *buffers) if isinstance(value, Traced)}
     persistent = set(model.state_dict())
     missing = sorted(name for name, _ in buffers if name in persistent and name not in sources)
-    return Probe(
-        model, model.config, sources, tuple(missing), tuple(sorted(info["unexpected_keys"])), _ties(model), dtype
-    )
+    return Probe(model, model.config, sources, tuple(missing), tuple(sorted(info["unexpected_keys"])), _ties(model), dtype)
 
 
 def _ties(model: HFModel) -> dict[str, str]:
@@ -296,9 +290,7 @@ def _ties(model: HFModel) -> dict[str, str]:
 
 
 def _check_shapes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
-    wrong = [
-        f"{name} is {list(have)}, the model's is {list(want)}" for name, have, want in sorted(info["mismatched_keys"])
-    ]
+    wrong = [f"{name} is {list(have)}, the model's is {list(want)}" for name, have, want in sorted(info["mismatched_keys"])]
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors have another shape than the model: {_shortened(wrong)}", path=checkpoint.folder,
@@ -306,13 +298,9 @@ def _check_shapes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _check_complete(
-    checkpoint: Checkpoint, model: HFModel, parameters: Iterable[tuple[str, Tensor]], info: dict[str, Any]
-) -> None:
+def _check_complete(checkpoint: Checkpoint, model: HFModel, parameters: Iterable[tuple[str, Tensor]], info: dict[str, Any]) -> None:
     absent = set(info["missing_keys"])
-    lost = [
-        name for name, value in parameters if not isinstance(value, Traced) and (name in absent or not value.is_meta)
-    ]
+    lost = [name for name, value in parameters if not isinstance(value, Traced) and (name in absent or not value.is_meta)]
     if lost:
         others = sorted(info["unexpected_keys"])
         raise CheckpointError(

@@ -166,9 +166,7 @@ class _Builder:
         entry = target.tensors.get(role)
         return None if entry is None else self.tensor(entry, self.dtype)
 
-    def linear(
-        self, path: str, leaf: LinearLayer, lora: AdapterTarget | None, saved: AdapterTarget | None
-    ) -> LinearAdapter | None:
+    def linear(self, path: str, leaf: LinearLayer, lora: AdapterTarget | None, saved: AdapterTarget | None) -> LinearAdapter | None:
         target = lora or saved
         assert target is not None
         adapter = LinearAdapter(target.part)
@@ -325,9 +323,7 @@ def attach_fitted(
             for one in fitting.plain:
                 wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
                 A = piece.as_strided((rank, wide), (wide, 1), one.A_start)
-                plain.append(
-                    LinearAdapter(one.part, one.scale, A, piece.as_strided((high, rank), (rank, 1), one.B_start))
-                )
+                plain.append(LinearAdapter(one.part, one.scale, A, piece.as_strided((high, rank), (rank, 1), one.B_start)))
     for one, linear in zip(fitting.plain, plain, strict=True):
         one.leaf.adapters[name] = linear
     holders = Holders(fitting, [], 0 if piece is None else piece.data_ptr(), about)
@@ -352,9 +348,7 @@ def _check_modules(
         if kind != wanted:
             problems.append(f"{path} is a {type(module).__name__}, which takes no LoRA for a module of kind {wanted}")
         if isinstance(module, RouterModule) and "saved" in targets:
-            problems.append(
-                f"{path}: another attached adapter has LoRA on this router; it cannot have a replaced weight too"
-            )
+            problems.append(f"{path}: another attached adapter has LoRA on this router; it cannot have a replaced weight too")
         if kind == "router" and "lora" not in targets:
             kind = "other"
         if "saved" in targets:
@@ -428,6 +422,4 @@ def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) ->
 
 
 def _store_of(model: nn.Module) -> AdapterStore | None:
-    return next(
-        (module.__dict__["adapter_store"] for module in model.modules() if "adapter_store" in module.__dict__), None
-    )
+    return next((module.__dict__["adapter_store"] for module in model.modules() if "adapter_store" in module.__dict__), None)

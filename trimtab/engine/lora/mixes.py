@@ -204,9 +204,7 @@ class Mixes:
             self._added.discard(name)
             lora.detach(self._model.hf_model, name, store=self._model.adapter_store)
 
-    def _attach(
-        self, name: str, weights: Mapping[str, float], in_use: Collection[str | None], content: str = ""
-    ) -> None:
+    def _attach(self, name: str, weights: Mapping[str, float], in_use: Collection[str | None], content: str = "") -> None:
         self._attach_parts(name, _parts_of(self._model.adapter_store, weights), in_use, content)
 
     def _attach_parts(
@@ -283,8 +281,7 @@ def _no_sum(name: str, path: str, what: str = "replaces the weights of") -> Requ
 
 def _is_plain(module: nn.Module, parts: _Parts) -> bool:
     return hasattr(module, "dense_weight") and all(
-        isinstance(one, LinearAdapter) and one.A is not None and one.B_bias is None and one.magnitude is None
-        for _, one in parts
+        isinstance(one, LinearAdapter) and one.A is not None and one.B_bias is None and one.magnitude is None for _, one in parts
     )
 
 

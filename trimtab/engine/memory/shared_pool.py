@@ -57,15 +57,11 @@ class PrefillMemoryPool:
     rest of it; 0 where it holds `nbytes`. dtype: of the model. owners: of its graphs.
     """
 
-    def __init__(
-        self, device: torch.device, nbytes: int, *, torch_bytes: int = 0, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, device: torch.device, nbytes: int, *, torch_bytes: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.nbytes, self.torch_bytes = device, nbytes, torch_bytes
         self.owners: WeakSet[Owner] = WeakSet()
         self.segment_bytes = 0
-        self._left: frozenset[tuple[int, int]] = (
-            frozenset()
-        )  # (address, bytes) of blocks that earlier passes have left in the pool
+        self._left: frozenset[tuple[int, int]] = frozenset()  # (address, bytes) of blocks that earlier passes have left in the pool
         self._dtype = dtype
         self._pool: Any = None
         self._mark: Any = None

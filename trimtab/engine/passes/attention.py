@@ -60,9 +60,7 @@ def attention(
     Shapes: query [B, H, T, D], key and value [B, KV, S, D], attention_mask [B or 1, 1 or H, T, S] or None.
     """
     if dropout == 0.0 and not any(kwargs.get(name) is not None for name in _UNKNOWN):
-        is_masked_causally = attention_mask is None and (
-            is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        )
+        is_masked_causally = attention_mask is None and (is_causal if is_causal is not None else getattr(module, "is_causal", True))
         attended = grouped(query, key, value, attention_mask, scaling=scaling, is_causal=bool(is_masked_causally))
         if attended is not None:
             return attended, None
@@ -176,9 +174,7 @@ def why_other(group: int, width: int, device: torch.device, dtype: torch.dtype) 
             expected, _ = sdpa_attention_forward(SimpleNamespace(is_causal=True), query, *copies, mask)
             if not torch.equal(found, expected):
                 most = float((found.float() - expected.float()).abs().max())
-                return (
-                    f"{group} query heads of width {width} on {places} places: up to {most:.2g} away from repeated keys"
-                )
+                return f"{group} query heads of width {width} on {places} places: up to {most:.2g} away from repeated keys"
     return None
 
 

@@ -151,9 +151,7 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.target.lazy_initialization(key_states, value_states)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write the chunk's keys and values. Return those that its tokens attend to: their own and the earlier ones."""
         form, dtype = self.target.shared.form, key_states.dtype
         key_states, value_states = form.hold(key_states), form.hold(value_states)
@@ -345,9 +343,7 @@ class ChunkForward:
             places = min(places, self.cache.context_tokens)
         if media is None:
             return Form(chunk.size, places, chunk.is_last)
-        return Form(
-            chunk.size, places, chunk.is_last, has_embeddings=True, deep=len(media.deep), has_own_mask=bool(media.masks)
-        )
+        return Form(chunk.size, places, chunk.is_last, has_embeddings=True, deep=len(media.deep), has_own_mask=bool(media.masks))
 
     def load(self, chunk: Chunk, ids: Sequence[int], media: Media | None = None) -> None:
         """Copy the tokens of a chunk, and the embeddings of images and audio among them, to where its pass reads them."""
@@ -407,9 +403,7 @@ class ChunkForward:
             else:
                 end = buffers.start + buffers.last
                 newest = end - torch.remainder(end - numbers, places)
-                self._ring_sources[places] = torch.where(
-                    newest >= buffers.start, places + newest - buffers.start, numbers
-                )
+                self._ring_sources[places] = torch.where(newest >= buffers.start, places + newest - buffers.start, numbers)
         return self._ring_sources[places]
 
     def paged_places(self) -> Tensor:

@@ -148,8 +148,7 @@ class _Tower:
 
     def _each(self, split: Sequence[tuple[tuple[object, ...], dict[str, object]]]) -> object:
         keys = [
-            scope_of(self.scope, "one", _form(*arguments), digest)
-            for arguments, digest in zip(split, self.digests, strict=True)
+            scope_of(self.scope, "one", _form(*arguments), digest) for arguments, digest in zip(split, self.digests, strict=True)
         ]
         outputs: dict[bytes, Any] = {key: self._find(key) for key in dict.fromkeys(keys)}
         if any(kept is not None and _WHOLE in kept for kept in outputs.values()):
@@ -196,9 +195,7 @@ def _each_of(
 
 
 def _joined(several: Sequence[Sequence[Any]]) -> tuple[object, ...]:
-    return tuple(
-        torch.cat(values) if isinstance(values[0], Tensor) else values[0] for values in zip(*several, strict=True)
-    )
+    return tuple(torch.cat(values) if isinstance(values[0], Tensor) else values[0] for values in zip(*several, strict=True))
 
 
 def _joined_named(several: Sequence[dict[str, object]]) -> dict[str, object]:
@@ -228,9 +225,7 @@ def _assembled(parts: Sequence[dict[str, Any]]) -> object:
     deep = None
     if parts[0]["deepstack_features"] is not None:
         deep = [tuple(layers) for layers in zip(*(part["deepstack_features"] for part in parts), strict=True)]
-    return SimpleNamespace(
-        pooler_output=torch.stack(pooled) if parts[0]["is_stacked"] else tuple(pooled), deepstack_features=deep
-    )
+    return SimpleNamespace(pooler_output=torch.stack(pooled) if parts[0]["is_stacked"] else tuple(pooled), deepstack_features=deep)
 
 
 # Values as bytes -----------------------------------------------------------------------------------------------------

@@ -170,9 +170,7 @@ class PackedPrefill:
         """Whether the few tokens that pass the last layers are multiplied without unpacking weights."""
         prompts = self.prompts
         prompts.kernels()
-        return (
-            not prompts.four_bit or prompts.batch.steps.kernels.rows is not None or prompts.model.unpacked is not None
-        )
+        return not prompts.four_bit or prompts.batch.steps.kernels.rows is not None or prompts.model.unpacked is not None
 
     # Which -------------------------------------------------------------------------------------------------------------
 

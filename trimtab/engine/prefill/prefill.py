@@ -226,9 +226,7 @@ class PrefillRunner:
         """Return the forward of chunks, made at first use."""
         if self._forward is None:
             self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
-            if (
-                not self.may_be_cut
-            ):  # every number of places is a graph: with few graphs all later chunks read the whole context
+            if not self.may_be_cut:  # every number of places is a graph: with few graphs all later chunks read the whole context
                 self._forward.least_places = self.batch.cache.context_tokens
         return self._forward
 

@@ -287,9 +287,7 @@ class Prefixes:
         row.reuse, row.cached_tokens = None, 0
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
             return Match()
-        piece = (
-            company.piece_tokens(self.batch.prompts.sizes, self.model.prefill_tokens) if self.batch.is_invariant else 0
-        )
+        piece = company.piece_tokens(self.batch.prompts.sizes, self.model.prefill_tokens) if self.batch.is_invariant else 0
         if piece and inputs.has_media:
             return Match()
         serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
@@ -345,9 +343,7 @@ class Prefixes:
         assert cache is not None and reuse is not None
         match = Match()
         if cache.store is not None:
-            match = cache.store.find(
-                reuse.key, limit=row.prompt_tokens - 1, may_end_at=lambda place: place % piece == 0
-            )
+            match = cache.store.find(reuse.key, limit=row.prompt_tokens - 1, may_end_at=lambda place: place % piece == 0)
         row.cached_tokens, reuse.offset = match.tokens, match.offset
         whole = row.prompt_tokens // piece * piece
         reuse.border = whole if whole > match.tokens else None
@@ -443,13 +439,7 @@ class Prefixes:
         """Return a context in which the towers return the kept outputs for a prompt's images and audio. is_counted: False where
         their look-ups have been counted."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
-        if (
-            cache is None
-            or row.client is None
-            or not inputs.marks
-            or self._is_gone(row.adapter)
-            or self.batch.is_invariant
-        ):
+        if cache is None or row.client is None or not inputs.marks or self._is_gone(row.adapter) or self.batch.is_invariant:
             return nullcontext()
         cache.learn(self.batch.cache)
         scope = cache.scope(row.client, self.model.tower_content(row.adapter))

@@ -48,9 +48,7 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     hf_slots.reset_offset(model.hf_model)
 
     def compute() -> Any:
-        return model.hf_model(
-            **tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True
-        )
+        return model.hf_model(**tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True)
 
     with torch.no_grad():
         try:

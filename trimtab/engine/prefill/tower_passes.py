@@ -159,9 +159,7 @@ class TowerPasses:
 
         try:
             with (
-                self.prompts.towers.running(
-                    None, pieces.serial, is_busy=bool(self.prompts.batch.active), pieces=pieces
-                ),
+                self.prompts.towers.running(None, pieces.serial, is_busy=bool(self.prompts.batch.active), pieces=pieces),
                 self.prompts.batch.prefixes.encoders(prompt, is_counted=is_counted),
                 covered({decoder: decode}),
             ):

@@ -86,9 +86,7 @@ class _Generator(CodeGenerator):
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         if node.test is not None:  # the loop that tests is not a block
-            node.test = nodes.Call(
-                nodes.EnvironmentAttribute("tested"), [node.test], [], None, None, lineno=node.lineno
-            )
+            node.test = nodes.Call(nodes.EnvironmentAttribute("tested"), [node.test], [], None, None, lineno=node.lineno)
         self._repeats = True
         super().visit_For(node, frame)
 
@@ -149,9 +147,7 @@ class _Generator(CodeGenerator):
         self._weighed(node.expr, frame, "weighed")
         for op in node.ops:
             self.write(f" {_OPERATORS[op.op]} ")
-            self._weighed(
-                op.expr, frame, "searched" if op.op in ("in", "notin") and _is_const(node.expr) else "weighed"
-            )
+            self._weighed(op.expr, frame, "searched" if op.op in ("in", "notin") and _is_const(node.expr) else "weighed")
         self.write(")")
 
     def _weighed(self, node: nodes.Expr, frame: Frame, how: str) -> None:
@@ -201,9 +197,7 @@ def _block_cost(block: Iterable[nodes.Node]) -> tuple[int, int]:
             chars += sum(len(one.value) for one in node.find_all(nodes.Const) if isinstance(one.value, str))
         elif isinstance(node, nodes.If):
             branches = [node.body, *(one.body for one in node.elif_), node.else_]
-        elif isinstance(
-            node, (nodes.With, nodes.FilterBlock, nodes.AssignBlock, nodes.Scope, nodes.ScopedEvalContextModifier)
-        ):
+        elif isinstance(node, (nodes.With, nodes.FilterBlock, nodes.AssignBlock, nodes.Scope, nodes.ScopedEvalContextModifier)):
             branches = [node.body]
         elif isinstance(node, nodes.For):
             branches = [node.else_]
@@ -217,9 +211,7 @@ def _is_text(node: nodes.Node) -> bool:
     """Whether an expression surely is a text that was counted."""
     if isinstance(node, nodes.Add):
         sides = (node.left, node.right)
-        return any(isinstance(side, nodes.Const) and isinstance(side.value, str) for side in sides) or any(
-            map(_is_text, sides)
-        )
+        return any(isinstance(side, nodes.Const) and isinstance(side.value, str) for side in sides) or any(map(_is_text, sides))
     return isinstance(node, nodes.Concat)
 
 
@@ -280,9 +272,7 @@ class _Metered(SandboxedEnvironment):
         with self.meter.fresh({}):
             return super().compile(source, name, filename, raw, defer_init)  # type: ignore[call-overload]
 
-    def _tokenize(
-        self, source: str, name: str | None, filename: str | None = None, state: str | None = None
-    ) -> TokenStream:
+    def _tokenize(self, source: str, name: str | None, filename: str | None = None, state: str | None = None) -> TokenStream:
         return TokenStream(_few(super()._tokenize(source, name, filename, state)), name, filename)
 
     def call_binop(self, context: object, operator: str, left: object, right: object) -> object:
@@ -320,18 +310,14 @@ class _Metered(SandboxedEnvironment):
         finally:
             meter.depth -= 1
 
-    def _count_method(
-        self, method: MethodType | BuiltinMethodType, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> None:
+    def _count_method(self, method: MethodType | BuiltinMethodType, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         owner, name, meter = method.__self__, method.__name__, self.meter
         costs = KINDS.get(type(owner))
         cost = costs.get(name) if costs is not None else method_cost(method)
         if cost is None:
             raise SecurityError(f"a chat template may not call {name!r} of {type(owner).__name__!r}")
         meter.steps -= 1
-        meter.chars -= cost(
-            meter, owner, *args, **{key: kwargs[key] for key in kwargs if key[0] != "_"} if kwargs else kwargs
-        )
+        meter.chars -= cost(meter, owner, *args, **{key: kwargs[key] for key in kwargs if key[0] != "_"} if kwargs else kwargs)
         if meter.steps < 0 or meter.chars < 0:
             meter.check()
 

@@ -250,9 +250,7 @@ def _indented(meter: Meter, text: object, width: object = 4, *args: object, **kw
 
 def _batched(meter: Meter, value: object, count: object = 1, *args: object, **kwargs: object) -> int:
     """Also of `slice`: both make up to `count` elements that the value does not have."""
-    return length(value) + ITEM * sum(
-        abs(_number(number)) for number in (count, *kwargs.values()) if not isinstance(number, str)
-    )
+    return length(value) + ITEM * sum(abs(_number(number)) for number in (count, *kwargs.values()) if not isinstance(number, str))
 
 
 def _rounded(meter: Meter, value: object, precision: object = 0, *args: object, **kwargs: object) -> int:
@@ -283,11 +281,7 @@ def _sorted_keys(meter: Meter, value: object, *args: object, **kwargs: object) -
 
 
 def _summed(meter: Meter, value: object, attribute: object = None, start: object = 0, **kwargs: object) -> int:
-    count = (
-        1
-        if isinstance(kwargs.get("start", start), (int, float)) and attribute is None
-        else max(length(value) // ITEM, 1)
-    )
+    count = 1 if isinstance(kwargs.get("start", start), (int, float)) and attribute is None else max(length(value) // ITEM, 1)
     return meter.size(value) * count
 
 
@@ -330,9 +324,7 @@ FILTERS: Mapping[str, Cost] = {
 # Filters that read an iterator to its end, where the cost is that of a list.
 READ_WHOLE = frozenset(("groupby", "join", "list", "max", "min", "sort", "sum"))
 # Filters that return an iterator.
-LAZY = frozenset(
-    ("batch", "items", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "unique")
-)
+LAZY = frozenset(("batch", "items", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "unique"))
 # Tests that read their arguments; all others look at a type or a number.
 TESTS = ("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "filter", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower",
          "lt", "ne", "test", "upper")  # fmt: skip

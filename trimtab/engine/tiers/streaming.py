@@ -171,9 +171,7 @@ class Streamer:
     stream before the overwrite has run.
     """
 
-    def __init__(
-        self, device: torch.device, groups: Sequence[Group], *, slot_count: int = 2, spill: Spill | None = None
-    ):
+    def __init__(self, device: torch.device, groups: Sequence[Group], *, slot_count: int = 2, spill: Spill | None = None):
         self.device, self.groups, self.spill = device, list(groups), spill
         self.poison = False  # tests fill a slot with 0xAB before each copy, so that a stale read cannot pass
         self.copied_bytes = 0
@@ -187,9 +185,7 @@ class Streamer:
         self._worker: ThreadPoolExecutor | None = None
         on_disk = [group.nbytes for group in groups if group.host is None]
         if on_disk:
-            self._disk_buffers = [
-                _HostBuffer(HostMemory(max(on_disk), pinned=cuda)) for _ in range(min(2, len(on_disk)))
-            ]
+            self._disk_buffers = [_HostBuffer(HostMemory(max(on_disk), pinned=cuda)) for _ in range(min(2, len(on_disk)))]
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="trimtab-disk")
         self._clock = 0
         self._current: Slot | None = None
@@ -333,9 +329,7 @@ class Streamer:
                 slot, group = self.slots[self._order.slot_of[copy.block]], copy.block
                 free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
                 slot.owner = None
-                slot.ready = self._copied[copy] = self._copy(
-                    group.host.tensor[copy.start : copy.end], slot, free, copy.start
-                )
+                slot.ready = self._copied[copy] = self._copy(group.host.tensor[copy.start : copy.end], slot, free, copy.start)
                 if copy is self._order.steps[self._order.last[group]]:
                     slot.owner = group
         self._used = max(self._used, count)
@@ -378,9 +372,7 @@ class Streamer:
         slot.last_used = self._clock
         return slot
 
-    def _copy(
-        self, source: Tensor, slot: Slot, free: torch.cuda.Event | None, start: int = 0
-    ) -> torch.cuda.Event | None:
+    def _copy(self, source: Tensor, slot: Slot, free: torch.cuda.Event | None, start: int = 0) -> torch.cuda.Event | None:
         self.copied_bytes += source.numel()
         target = slot.buffer[start : start + source.numel()]
         if self._stream is None:

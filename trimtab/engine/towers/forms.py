@@ -33,9 +33,7 @@ class _Slot:
     values: tuple[int, ...] | None = None
 
 
-def form_of(
-    value: Any, tensors: list[Tensor], lengths: Callable[[Tensor], tuple[int, ...]], name: str = ""
-) -> Hashable:
+def form_of(value: Any, tensors: list[Tensor], lengths: Callable[[Tensor], tuple[int, ...]], name: str = "") -> Hashable:
     """Return the part of a layer's arguments or output that belongs to a graph; other tensors are put into `tensors`.
 
     lengths: the values of a tensor in HOST_LENGTHS. Errors: UnknownFormError.

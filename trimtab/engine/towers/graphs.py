@@ -331,9 +331,7 @@ class Towers:
         for target, source in zip(outputs, parts, strict=True):
             target.copy_(source)
 
-    def _graph(
-        self, inner: Callable[..., object], buffers: _Buffers, outputs: Sequence[Tensor]
-    ) -> torch.cuda.CUDAGraph | None:
+    def _graph(self, inner: Callable[..., object], buffers: _Buffers, outputs: Sequence[Tensor]) -> torch.cuda.CUDAGraph | None:
         """Return a graph whose first replay gave the values of `outputs`; None if that is impossible, and then nothing is
         captured any more."""
         expected = [one.clone() for one in outputs]

@@ -64,9 +64,7 @@ class _NotKept(Tensor):
         if func in _OF_SHAPES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise NotKeptError(
-            f"{getattr(func, '__name__', func)} reads what a layer returned in an earlier piece of this pass"
-        )
+        raise NotKeptError(f"{getattr(func, '__name__', func)} reads what a layer returned in an earlier piece of this pass")
 
 
 _OF_SHAPES = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.dim, Tensor.numel, Tensor.size)  # type: ignore[attr-defined]

@@ -236,14 +236,10 @@ def _take_experts(
     file: AdapterFile, keys: Mapping[str, TensorEntry], probe: Probe, tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, StackPair], dict[str, TensorEntry]]:
     """Take the pairs that name one expert's linear layer as the files do. The other rules handle all other keys."""
-    leaves = {
-        leaf for path, expression in probe.sources.items() if not expression.is_leaf for leaf in expression.leaves
-    }
+    leaves = {leaf for path, expression in probe.sources.items() if not expression.is_leaf for leaf in expression.leaves}
     rest, pairs = dict(keys), {}
     matches = {key: _KEY.fullmatch(key) for key in keys}
-    rules = Rules(
-        file.folder, file.config, (own_path(match["path"]) for match in matches.values() if match is not None)
-    )
+    rules = Rules(file.folder, file.config, (own_path(match["path"]) for match in matches.values() if match is not None))
     for key, A in keys.items():
         match = matches[key]
         if match is None or match["role"] != "A" or match["wraps"]:

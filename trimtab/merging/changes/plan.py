@@ -113,9 +113,7 @@ class Adapters:
         return change
 
 
-def open_adapters(
-    parts: Sequence[Part], checkpoint: Checkpoint, anatomy: Anatomy, probe: Probe, stack: ExitStack
-) -> Adapters:
+def open_adapters(parts: Sequence[Part], checkpoint: Checkpoint, anatomy: Anatomy, probe: Probe, stack: ExitStack) -> Adapters:
     """Return the adapters, matched to the model and open; `stack` closes them.
 
     Errors: AdapterError with every problem of every adapter: mismatches, and values that are not finite.

@@ -148,9 +148,7 @@ def _shard(folder: Path, file: Path, outs: list[Out], entries: list[TensorEntry]
 class _Dtypes:
     """The dtype in which each tensor is written."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, probe: Probe, dtype: str | None, packed: Mapping[str, PackedEntry]
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, probe: Probe, dtype: str | None, packed: Mapping[str, PackedEntry]) -> None:
         self.asked, self.packed = dtype, packed
         self.model: dict[str, str] = {}
         tensors = dict(probe.model.named_parameters(remove_duplicate=False)) | dict(probe.model.named_buffers())

@@ -50,9 +50,7 @@ def check_place(out: Path, model: Path, adapters: Mapping[str, Path], *, overwri
             hint="Give the adapter as adapters= and another folder",
         )  # fmt: skip
     if here.is_dir() and any(here.iterdir()) and not overwrite:
-        raise RequestError(
-            "exists and is not empty", field="out", value=str(out), hint="Give overwrite=True to replace it"
-        )
+        raise RequestError("exists and is not empty", field="out", value=str(out), hint="Give overwrite=True to replace it")
 
 
 def check_room(out: Path, needed_bytes: int) -> None:
@@ -96,9 +94,7 @@ class Workplace:
             self._clear()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         _unlock(self._lock)
         is_resumable = self.finished and (not isinstance(exc, Exception) or isinstance(exc, (OSError, DoesNotFitError)))
         if not self._is_published and not is_resumable:

@@ -140,9 +140,7 @@ class _Behind:
     QUEUES = ("old", "new", "write", "flush")
 
     def __init__(self) -> None:
-        self._threads = {
-            queue: ThreadPoolExecutor(1, thread_name_prefix=f"trimtab-merge-{queue}") for queue in _Behind.QUEUES
-        }
+        self._threads = {queue: ThreadPoolExecutor(1, thread_name_prefix=f"trimtab-merge-{queue}") for queue in _Behind.QUEUES}
         self._pending: deque[tuple[int, list[Future[Any]]]] = deque()
         self._pending_bytes = 0
 
@@ -170,9 +168,7 @@ class _Behind:
     def __enter__(self) -> _Behind:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
         for thread in self._threads.values():
@@ -352,9 +348,7 @@ def _check_finite(out: Out, new: Tensor, old: Tensor | Callable[[], Tensor], pro
     base = old if isinstance(old, Tensor) else old()
     bad = int((~new.isfinite() & base.float().isfinite()).sum())
     if bad:
-        problems.append(
-            f"{out.tensor_name}: {bad} values would be NaN or infinite in {out.dtype} although the base's are finite"
-        )
+        problems.append(f"{out.tensor_name}: {bad} values would be NaN or infinite in {out.dtype} although the base's are finite")
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -338,9 +338,7 @@ def needs_of(
     pool, context, kv = use.pool_tokens, use.context_tokens, use.kv
     fixed = row_cache_bytes(layers, dtype, rows=rows, context_tokens=context, pool=pool, kv=kv) if has_rows else 0
     paged = paged_copy_bytes(layers, dtype, rows=1, context_tokens=context, kv=kv) if pool is not None else 0
-    prompt_copies = paged + copy_bytes(
-        layers, dtype, kv, rows=1, context_tokens=context, new_tokens=min(piece, context)
-    )
+    prompt_copies = paged + copy_bytes(layers, dtype, kv, rows=1, context_tokens=context, new_tokens=min(piece, context))
     # For captured steps they are permanently in the graphs' memory, and counted there (execution.step_bytes).
     step_copies = 0 if is_captured else step_copy_bytes(
         layers, dtype, kv, rows=use.batch, context_tokens=context, is_paged=pool is not None, is_fused=is_fused
@@ -452,11 +450,7 @@ class _Counter:
             # An adapter inside its layer's product (engine/batched_lora/columns.py) needs less: its extended input has
             # at most twice the values of the input, in bfloat16, which is no more than the float32 copy. Its float32
             # sums have fewer values than the update.
-            added += (
-                self.f("lora.input", in_features)
-                + self.f("lora.output", out_features)
-                + self.d("lora.sum", out_features)
-            )
+            added += self.f("lora.input", in_features) + self.f("lora.output", out_features) + self.d("lora.sum", out_features)
         if self.int8:
             added += COEFFICIENTS["int8.input"][0] * in_features + COEFFICIENTS["int8.output"][0] * out_features
         return added
@@ -474,9 +468,7 @@ class _Counter:
             max(
                 rows * (normed + self.d("attention.norm", query) + self.f("attention.norm_float", query)),
                 rows * (normed + self.d("attention.rope", query)),
-                rows * (normed + self.d("attention.output", query))
-                + self.d("attention.repeat", repeated * query)
-                + mask,
+                rows * (normed + self.d("attention.output", query)) + self.d("attention.repeat", repeated * query) + mask,
                 rows * (normed + query * self.dtype_bytes + self.extra(wide.hidden, query)) + weight,
                 rows * (normed + self.d("mlp.gemm", mlp)) + weight,
                 rows * (normed + self.d("mlp.product", mlp)),
@@ -498,9 +490,7 @@ class _Counter:
         fixed = rows * self.d("hidden.held", hidden) + COEFFICIENTS["attention.mask"][0] * pairs
         largest_kv = max((layer.kv_heads * layer.head_dim for layer in self.anatomy.kv_layers), default=0)
         repeats = many and largest_kv < wide.query
-        repeated = (
-            repeated_tokens(rows, rows // new_tokens * all_tokens, in_place=self.reads_in_place) if repeats else 0
-        )
+        repeated = repeated_tokens(rows, rows // new_tokens * all_tokens, in_place=self.reads_in_place) if repeats else 0
         layer = self.layer(wide, rows, pairs, masked=many, repeated=repeated) + rows * self.d("ple.held", self.ple)
         first = rows * max(
             self.d("ple.norm", self.ple) + self.f("ple.norm_float", self.ple),

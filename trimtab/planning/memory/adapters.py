@@ -29,12 +29,7 @@ def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:
     weights = {row.weight.tensor_path: row.weight for row in anatomy.rows if row.part == "head" and row.weight}
     owners = {weight.tied_to or weight.copy_of for weight in weights.values()}
     tied = {owner.removesuffix(".weight") for owner in owners if owner}
-    tied |= {
-        row.module_path
-        for row in anatomy.rows
-        for tensor in row.tensors
-        if tensor.tied_to and tensor.tied_to in weights
-    }
+    tied |= {row.module_path for row in anatomy.rows for tensor in row.tensors if tensor.tied_to and tensor.tied_to in weights}
     for name, spec in specs.items():
         for target in spec.targets:
             if target.module_path in heads or (target.module_path in tied and target.kind == "saved"):
@@ -83,8 +78,6 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
             )  # fmt: skip
             total += sum(counted.values())
         if plan.execution.prompt.mode in CAPTURED:
-            total += sum(
-                prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters, has_room=is_shared).values()
-            )
+            total += sum(prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters, has_room=is_shared).values())
         totals.append(total)
     return max(totals[0] - totals[1], 0)

@@ -93,9 +93,7 @@ def media_memory(request: LoadRequest, anatomy: Anatomy, served: ServedMedia | N
         return NO_MEDIA
     images = request.images if "image" in served.kinds and "vision" in anatomy.parts else 0
     pixels = served.request_pixels if images else 0
-    audio_s = (
-        min(served.request_audio_s, request.audio_s) if "audio" in served.kinds and "audio" in anatomy.parts else 0.0
-    )
+    audio_s = min(served.request_audio_s, request.audio_s) if "audio" in served.kinds and "audio" in anatomy.parts else 0.0
     if not pixels and not audio_s:
         return NO_MEDIA
     image_bytes = WEBP_PIXEL_BYTES * pixels + patch_bytes(images, anatomy.model_type)

@@ -60,16 +60,12 @@ def prefix_reason(request: LoadRequest, anatomy: Anatomy, capacity_bytes: int | 
     """
     capacity = request.prefix_cache_bytes if capacity_bytes is None else capacity_bytes
     layers = anatomy.kv_layers
-    if (not capacity and capacity_bytes is None) or any(
-        layer.state_values for layer in layers
-    ):  # loading reports such a family
+    if (not capacity and capacity_bytes is None) or any(layer.state_values for layer in layers):  # loading reports such a family
         return ""
     pages = pages_of(layers, anatomy.dtype, request.kv, context_tokens=request.context_tokens)
     least, whole = pages.bytes_of(BLOCK_TOKENS), pages.bytes_of(request.context_tokens)
     if capacity < least:
-        what = f"a block of {BLOCK_TOKENS} tokens" + " and a snapshot of the sliding layers" * bool(
-            pages.snapshot_pages
-        )
+        what = f"a block of {BLOCK_TOKENS} tokens" + " and a snapshot of the sliding layers" * bool(pages.snapshot_pages)
         raise RequestError(
             f"must be at least {least} bytes ({gib(least)}), {what} of this model: no prompt could resume from less",
             field="prefix_cache", value=capacity, hint="Give more, or leave it out for no prefix cache",

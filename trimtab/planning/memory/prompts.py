@@ -92,14 +92,10 @@ def prompt_bytes(
     if not has_room:
         piece = max(chunks)
         one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
-        needs = needs_of(
-            anatomy, one, quant=quant, has_adapters=has_adapters, chunk_tokens=piece, is_unpacked_elsewhere=True
-        )
+        needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, chunk_tokens=piece, is_unpacked_elsewhere=True)
         # For 8-bit keys and values: chunks that read more and more positions are captured one after the other. The
         # memory of a smaller copy is too small for a larger one, and each is half of the next.
-        copies = copy_bytes(
-            anatomy.kv_layers, anatomy.dtype, use.kv, rows=1, context_tokens=use.context_tokens, new_tokens=piece
-        )
+        copies = copy_bytes(anatomy.kv_layers, anatomy.dtype, use.kv, rows=1, context_tokens=use.context_tokens, new_tokens=piece)
         counted["prompt_buffers"] += needs.phases["prompt"][1] + copies
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
 
@@ -173,9 +169,7 @@ def _unpacked_bytes(anatomy: Anatomy, quant: str, *, has_adapters: bool) -> int:
 def _largest_weight(anatomy: Anatomy, columns: int) -> int:
     rows = [row for row in anatomy.rows if row.part in UNPACKED_PARTS and row.quantized and row.weight]
     added = {"language": columns}
-    return max(
-        (row.weight.numel + added.get(row.part, 0) * row.weight.shape[0] for row in rows if row.weight), default=0
-    )
+    return max((row.weight.numel + added.get(row.part, 0) * row.weight.shape[0] for row in rows if row.weight), default=0)
 
 
 def _input_bytes(anatomy: Anatomy, chunks: Sequence[int]) -> int:

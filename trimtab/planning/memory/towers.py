@@ -89,9 +89,7 @@ def with_towers(plan: Plan, anatomy: Anatomy) -> Plan:
     plan = replace(plan, execution=replace(plan.execution, towers=towers))
     if reason:
         return plan
-    return replace(
-        plan, gpu={**plan.gpu, **counted}, gpu_peak_bytes=plan.gpu_peak_bytes + counted[BUFFERS] + counted[POOL]
-    )
+    return replace(plan, gpu={**plan.gpu, **counted}, gpu_peak_bytes=plan.gpu_peak_bytes + counted[BUFFERS] + counted[POOL])
 
 
 def _why_not(plan: Plan, needed: int) -> str:
@@ -103,7 +101,5 @@ def _why_not(plan: Plan, needed: int) -> str:
         return f"{rows_elsewhere[0].block_path} is in tier {rows_elsewhere[0].tier}"
     left = int(MOST_SHARE * (plan.gpu_budget_bytes - plan.gpu_needed_bytes))
     if needed > left:
-        return (
-            f"captured towers need {needed / 2**20:.0f} MiB, {max(left, 0) / 2**20:.0f} MiB of the budget may be used"
-        )
+        return f"captured towers need {needed / 2**20:.0f} MiB, {max(left, 0) / 2**20:.0f} MiB of the budget may be used"
     return ""

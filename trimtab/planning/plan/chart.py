@@ -128,9 +128,7 @@ def _by_part_and_tier(plan: Plan, device: str) -> list[Segment]:
 
 def _items(named: Iterable[tuple[str, int]]) -> list[Segment]:
     return [
-        Segment(ITEM_NAMES.get(name, name.replace("_", " ")), count, ITEM_COLORS.get(name, QUIET))
-        for name, count in named
-        if count
+        Segment(ITEM_NAMES.get(name, name.replace("_", " ")), count, ITEM_COLORS.get(name, QUIET)) for name, count in named if count
     ]
 
 
@@ -167,10 +165,7 @@ def _execution_line(plan: Plan) -> str:
     head = ", 8-bit head" if execution.head == "int8" else ""
     head += ", 8-bit keys and values" if plan.request.kv == "int8" else ""
     towers = "" if execution.towers is None else f"towers {execution.towers.mode}, "
-    return (
-        f"prompts {execution.prompt.mode}, {towers}decode steps {execution.step.mode}{head}: "
-        f"{marked_rate(plan)} predicted"
-    )
+    return f"prompts {execution.prompt.mode}, {towers}decode steps {execution.step.mode}{head}: {marked_rate(plan)} predicted"
 
 
 def _bar(bar: Bar, top: float) -> tuple[list[Shape], float]:

@@ -205,9 +205,7 @@ class Plan:
             choices += [(f"placements[{place}].tier", row.tier, TIERS), (f"placements[{place}].home", row.home, HOMES)]
         for name, value, allowed in choices:
             if value not in allowed:
-                raise RequestError(
-                    "unknown choice", field=f"plan.{name}", value=value, allowed=tuple(map(str, allowed))
-                )
+                raise RequestError("unknown choice", field=f"plan.{name}", value=value, allowed=tuple(map(str, allowed)))
         if not re.fullmatch(r"cpu|cuda:\d{1,3}", self.execution_device):
             raise RequestError(
                 "unknown device", field="plan.execution_device", value=self.execution_device, allowed=("cpu", "cuda:N")

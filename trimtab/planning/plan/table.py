@@ -49,9 +49,7 @@ def table(plan: Plan) -> str:
         f"context {request.context_tokens}, answer {plan.answer_tokens}, batch {request.batch}, images {request.images}, "
         f"audio {request.audio_s:g} s"
     )
-    rows: list[tuple[str, ...]] = [
-        ("block", "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")
-    ]
+    rows: list[tuple[str, ...]] = [("block", "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")]
     rows += [_line(name, group) for name, group in grouped(plan.placements)]
     sections = [verdict(plan), "", head, "", *aligned(rows, right=range(4, 9)), "", *_devices(plan)]
     sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason)
@@ -68,10 +66,7 @@ def grouped(placements: Sequence[Placement]) -> list[tuple[str, list[Placement]]
         parent, _, last = row.block_path.rpartition(".")
         name = (parent, "#") if last.isdecimal() else (row.block_path, "")
         groups.setdefault((*name, row.part, row.tier, row.home, row.reason), []).append(row)
-    return [
-        (f"{key[0]}.{_ranges(row.block_path for row in rows)}" if key[1] else key[0], rows)
-        for key, rows in groups.items()
-    ]
+    return [(f"{key[0]}.{_ranges(row.block_path for row in rows)}" if key[1] else key[0], rows) for key, rows in groups.items()]
 
 
 def _ranges(paths: Iterable[str]) -> str:

@@ -91,9 +91,7 @@ def merged_budgets(
                 f"max_memory and {name} both set a budget", field=FIELD, value=dict(max_memory), hint="Give one of them"
             )
     if device not in ("auto", budgets.device) and not (device == "cuda" and budgets.device == "cuda:0"):
-        raise RequestError(
-            f"names {budgets.device}, device is {device}", field=FIELD, value=dict(max_memory), allowed=(device,)
-        )
+        raise RequestError(f"names {budgets.device}, device is {device}", field=FIELD, value=dict(max_memory), allowed=(device,))
     return {
         "gpu_memory_bytes": gpu_memory_bytes if budgets.gpu_memory_bytes is None else budgets.gpu_memory_bytes,
         "host_memory_bytes": host_memory_bytes if budgets.host_memory_bytes is None else budgets.host_memory_bytes,

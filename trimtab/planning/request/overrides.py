@@ -79,9 +79,7 @@ def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: An
     used = {pattern for pattern, _ in decided.values()}
     for pattern, tier in place.items():
         if pattern not in used:
-            later = sorted(
-                {decided[b.block_path][0] for b in _hit(pattern, blocks, anatomy) if b.block_path in decided}
-            )
+            later = sorted({decided[b.block_path][0] for b in _hit(pattern, blocks, anatomy) if b.block_path in decided})
             raise RequestError(
                 f"has no effect: a later pattern decides every block that it matches ({', '.join(later)})",
                 field=f"place[{pattern!r}]", value=tier, hint="The last matching pattern wins: remove or reorder patterns",
@@ -105,9 +103,7 @@ def _moves(pattern: str, tier: str, block: Block, anatomy: Anatomy) -> bool:
     if tier == "resident" or pattern == CATCH_ALL or pattern in PARTS or matches(pattern, block.block_path):
         return True
     return any(matches(pattern, leaf) for leaf in block.leaves) or any(
-        row.wraps in block.leaves
-        for row in anatomy.rows
-        if row.block == block.block_path and matches(pattern, row.module_path)
+        row.wraps in block.leaves for row in anatomy.rows if row.block == block.block_path and matches(pattern, row.module_path)
     )
 
 
@@ -190,9 +186,7 @@ def _device(key: str, value: Any, execution_device: str) -> str:
         raise RequestError("meta tensors hold no data to compute with", field=field, value=text, allowed=allowed)
     if re.fullmatch(r"cuda(:\d+)?", text):
         hint = NO_GPU if execution_device == "cpu" else ""
-        raise RequestError(
-            f"the model runs on one device, {index}", field=field, value=text, allowed=allowed, hint=hint
-        )
+        raise RequestError(f"the model runs on one device, {index}", field=field, value=text, allowed=allowed, hint=hint)
     raise RequestError("not a device of this machine", field=field, value=text, allowed=allowed)
 
 

@@ -251,9 +251,7 @@ def why_fixed(row: ModuleRow, anatomy: Anatomy, tied: Mapping[str, str] | None =
             reasons.append("Gemma4Model.forward reads its weight outside the module at every step")
         if partner is not None:
             reasons.append(f"the tied {partner.removesuffix('.weight')} needs the whole matrix for every token")
-        return f"{row.module_path} cannot move: " + (
-            " and ".join(reasons) or "code outside the module reads its weight"
-        )
+        return f"{row.module_path} cannot move: " + (" and ".join(reasons) or "code outside the module reads its weight")
     if partner is not None:
         owner = partner.removesuffix(".weight")
         return f"{row.module_path} cannot move: it is tied to {owner}, one matrix of {gib(_nbytes(weight))} read whole"

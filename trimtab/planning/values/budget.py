@@ -48,9 +48,7 @@ class Item:
     def leave(self, cap: int, *, far: bool) -> Choice | None:
         """Return the fastest choice off the device, to the host or to disk, within a staging buffer of cap."""
         fitting = [
-            choice
-            for choice in self.choices
-            if choice.tier != "resident" and choice.is_far == far and choice.staged_bytes <= cap
+            choice for choice in self.choices if choice.tier != "resident" and choice.is_far == far and choice.staged_bytes <= cap
         ]
         return min(fitting, key=lambda choice: choice.cost_s, default=None)
 
@@ -124,12 +122,7 @@ class Limits:
         return self.total_budget_bytes is None or self.total_need(totals) <= self.total_budget_bytes
 
     def allows(self, totals: Totals) -> bool:
-        return (
-            self.allows_device(totals)
-            and self.allows_host(totals)
-            and self.allows_disk(totals)
-            and self.allows_total(totals)
-        )
+        return self.allows_device(totals) and self.allows_host(totals) and self.allows_disk(totals) and self.allows_total(totals)
 
 
 def slots_of(chosen: Iterable[Choice], limits: Limits) -> int:

@@ -170,9 +170,7 @@ def _rows_s(tier: str, home: str, weights: Weights, rows: int, rates: Rates, cop
 
 
 def _pass_s(tier: str, weights: Weights, rows: int, rates: Rates, copy_Bps: float) -> float:
-    device_s = max(
-        (weights.nbytes + weights.widened_bytes) / rates.device_Bps, rows * weights.flops / rates.device_flops
-    )
+    device_s = max((weights.nbytes + weights.widened_bytes) / rates.device_Bps, rows * weights.flops / rates.device_flops)
     device_s += weights.leaves * rates.launch_s
     if tier == "resident" or not weights.nbytes:
         return device_s

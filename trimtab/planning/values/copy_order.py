@@ -115,9 +115,7 @@ class CopyOrder:
             chain = self.blocks[slot::slots]
             for here, following in zip(chain, [*chain[1:], chain[0]], strict=True):
                 if here is not following:
-                    self._queue(
-                        range(first[here], self.last[here] + 1), range(first[following], self.last[following] + 1)
-                    )
+                    self._queue(range(first[here], self.last[here] + 1), range(first[following], self.last[following] + 1))
 
     def _queue(self, used: range, coming: range) -> None:
         """Queue the copies of the next block of a buffer, each after all uses of the memory that it overwrites."""

@@ -146,9 +146,7 @@ class Execution:
 # Supported modes ------------------------------------------------------------------------------------------------------
 
 
-def unsupported_reason(
-    mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool, capability: tuple[int, int] | None
-) -> str | None:
+def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool, capability: tuple[int, int] | None) -> str | None:
     """Return why steps of this model cannot run in a mode on this device, None if they can."""
     if mode == "eager":
         return None
@@ -162,9 +160,7 @@ def unsupported_reason(
         return anatomy.fused_unsupported
     if capability is not None and capability < LEAST_CAPABILITY:
         need = ".".join(map(str, LEAST_CAPABILITY))
-        return (
-            f"compute capability {capability[0]}.{capability[1]}; trimtab's kernels need {need} and more shared memory"
-        )
+        return f"compute capability {capability[0]}.{capability[1]}; trimtab's kernels need {need} and more shared memory"
     if anatomy.dtype not in FUSED_DTYPES:
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
     if quant not in FUSED_QUANTS:
@@ -294,9 +290,7 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
             )
             for one in work.blocks
         ]  # fmt: skip
-        rest_s = (
-            read_s + overhead_s - sum(stage.seconds for stage in stages)
-        )  # the head if it is a table of another block
+        rest_s = read_s + overhead_s - sum(stage.seconds for stage in stages)  # the head if it is a table of another block
         stages.append(Stage(max(rest_s, 0.0)))
         return pipeline_s(stages, link_Bps=link_Bps * LINK_SHARE, slots=work.slots) + work.other_s
     link_s = work.link_bytes / (link_Bps * LINK_SHARE)

@@ -44,9 +44,7 @@ def position_bytes(layer: KVLayer, dtype: str, kv: str) -> int:
     return layer.kv_heads * each
 
 
-def copy_bytes(
-    layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, new_tokens: int
-) -> int:
+def copy_bytes(layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, new_tokens: int) -> int:
     """Return the temporary bytes of reading 8-bit keys and values: those of one layer in the model's dtype, those that
     later layers read too, and the rounding of `new_tokens` of each row; 0 for full ones.
     """

@@ -33,7 +33,5 @@ class Machine:
 
     def budget_bytes(self, requested: int | None) -> int:
         """Return the budget of the execution device: the requested one, else all free bytes."""
-        free = (
-            self.host_available_bytes + self.process_bytes if self.on_cpu else self.gpu_free_bytes + self.context_bytes
-        )
+        free = self.host_available_bytes + self.process_bytes if self.on_cpu else self.gpu_free_bytes + self.context_bytes
         return requested or free

@@ -79,9 +79,7 @@ def evened(
     allowed.
     """
     best, best_s = list(chosen), seconds_of(chosen)
-    places = [
-        place for place, block in enumerate(blocks) if block.part == "language" and _moves(items[place], block, is_free)
-    ]
+    places = [place for place, block in enumerate(blocks) if block.part == "language" and _moves(items[place], block, is_free)]
     layers = [place for place in places if blocks[place].is_decoder_layer]
     away = sum(chosen[place].tier == "stream" for place in layers)
     if not away or any(chosen[place].tier not in ("stream", "resident") for place in places):
@@ -89,9 +87,7 @@ def evened(
     all_stay = list(chosen)
     for place in places:
         all_stay[place] = items[place].stay() or chosen[place]
-    for cap in sorted(
-        {choice.staged_bytes for place in layers for choice in items[place].choices if choice.staged_bytes}
-    ):
+    for cap in sorted({choice.staged_bytes for place in layers for choice in items[place].choices if choice.staged_bytes}):
         leave = {place: choice for place in layers if (choice := items[place].leave(cap, far=False)) is not None}
         for leaving in _spread(list(leave), away):
             candidate = list(all_stay)

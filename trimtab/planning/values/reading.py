@@ -27,9 +27,7 @@ def read_fields(kind: type[Made], value: Any, where: str) -> dict[str, Any]:
         raise RequestError("must be an object", field=where, value=_short(value))
     known = set(_hints(kind))  # type: ignore[arg-type]
     for key in [*sorted(map(str, value.keys() - known)), *sorted(known - value.keys())]:
-        raise RequestError(
-            "is missing" if key in known else "unknown key", field=f"{where}.{key}", allowed=sorted(known)
-        )
+        raise RequestError("is missing" if key in known else "unknown key", field=f"{where}.{key}", allowed=sorted(known))
     hints = _hints(kind)  # type: ignore[arg-type]
     return {name: read_value(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
 

@@ -90,9 +90,7 @@ class AdapterCache:
         """
         for part in parts_of(name):
             if part in self.lost:
-                raise AdapterError(
-                    part, [self.lost[part]], hint="Unload it, and load it again when its files are complete"
-                )
+                raise AdapterError(part, [self.lost[part]], hint="Unload it, and load it again when its files are complete")
             if part not in self._held:
                 known = list(self._held)
                 raise RequestError(

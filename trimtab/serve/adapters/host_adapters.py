@@ -72,9 +72,7 @@ class HeldAdapters:
             check_beside(path, name or str(path))  # several folders can have the same two adapter files
             return known
         ends = None if files is None else _ends(path)
-        known = (
-            None if ends is None else next((one for one in self._by_ends.get(ends, ()) if _is_copy(path, one)), None)
-        )
+        known = None if ends is None else next((one for one in self._by_ends.get(ends, ()) if _is_copy(path, one)), None)
         if known is not None and files is not None and files == files_stamp(path):
             check_beside(path, name or str(path))  # several folders can have the same two adapter files
             self._by_files[files] = known

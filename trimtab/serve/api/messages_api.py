@@ -98,9 +98,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")],
-    Discriminator(
-        wire.kind_of, custom_error_type="block", custom_error_message=f"its type must be one of {', '.join(BLOCKS)}"
-    ),
+    Discriminator(wire.kind_of, custom_error_type="block", custom_error_message=f"its type must be one of {', '.join(BLOCKS)}"),
 ]
 
 
@@ -226,9 +224,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     if (choice.type == "tool") != (choice.name is not None):
         raise RequestError("is allowed with the type tool only", field="tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
-    fields: dict[str, Any] = {
-        "tool_choice": named if choice.name else {"any": "required"}.get(choice.type, choice.type)
-    }
+    fields: dict[str, Any] = {"tool_choice": named if choice.name else {"any": "required"}.get(choice.type, choice.type)}
     return fields | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
 
 
@@ -243,9 +239,7 @@ def _messages(body: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]
     for place, turn in enumerate(body.messages):
         field = f"messages[{place}]"
         if isinstance(turn.content, str):
-            turn_messages: list[tuple[dict[str, Any], dict[str, str]]] = [
-                ({"role": turn.role, "content": turn.content}, {})
-            ]
+            turn_messages: list[tuple[dict[str, Any], dict[str, str]]] = [({"role": turn.role, "content": turn.content}, {})]
         elif turn.role == "user":
             turn_messages = _user(turn.content, f"{field}.content")
         else:
@@ -280,9 +274,7 @@ def _user(blocks: Sequence[Any], field: str) -> list[tuple[dict[str, Any], dict[
                     f"{part}.image_url": f"{own}.source",
                     f"{part}.image_url.url": f"{own}.source.data",
                 }
-                parts.append(
-                    {"type": "image_url", "image_url": {"url": f"data:{source.media_type};base64,{source.data}"}}
-                )
+                parts.append({"type": "image_url", "image_url": {"url": f"data:{source.media_type};base64,{source.data}"}})
             case ImageBlock(source=UrlSource() as source):
                 places |= {
                     part: own,

@@ -31,9 +31,7 @@ def error_object(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
 def as_anthropics(response: Response) -> Response:
     """Return a response with an error of trimtab in Anthropic's form, including its headers."""
     body = error_object(response.status_code, json.loads(bytes(response.body)))
-    headers = {
-        name: value for name, value in response.headers.items() if name not in ("content-length", "content-type")
-    }
+    headers = {name: value for name, value in response.headers.items() if name not in ("content-length", "content-type")}
     return JSONResponse(body, response.status_code, headers=headers)
 
 

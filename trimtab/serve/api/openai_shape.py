@@ -153,8 +153,7 @@ class ChatShape(Shape):
 
     def opening(self, choices: int) -> list[dict[str, Any]]:
         return [
-            self._made(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None)
-            for index in range(choices)
+            self._made(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None) for index in range(choices)
         ]
 
     def aside(self, index: int, event: Event) -> dict[str, Any] | None:

@@ -62,9 +62,7 @@ InputPart = Annotated[
     | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[AudioPart, Tag("<input_audio>")]
     | Annotated[OutputText, Tag("<output_text>")],
-    Discriminator(
-        wire.kind_of, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PARTS)}"
-    ),
+    Discriminator(wire.kind_of, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PARTS)}"),
 ]
 Parts = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[InputPart], FIRST_ERROR, Tag("<list>")],
@@ -116,9 +114,7 @@ Item = Annotated[
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    Discriminator(
-        _item_kind, custom_error_type="item", custom_error_message=f"its type must be one of {', '.join(ITEMS)}"
-    ),
+    Discriminator(_item_kind, custom_error_type="item", custom_error_message=f"its type must be one of {', '.join(ITEMS)}"),
 ]
 
 
@@ -217,8 +213,7 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, Names]:
     }  # fmt: skip
     if body.tools:
         fields["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in body.tools
         ]
     if isinstance(body.tool_choice, ChosenTool):
         fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
@@ -292,16 +287,10 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
                 assert turn is not None
                 thoughts += [part.text for part in item.content or ()]
                 places[-1].setdefault("reasoning_content", f"{field}.content")
-        if (
-            turn is not None
-            and thoughts
-            and (place + 1 == len(items) or not isinstance(items[place + 1], ReasoningItem))
-        ):
+        if turn is not None and thoughts and (place + 1 == len(items) or not isinstance(items[place + 1], ReasoningItem)):
             turn["reasoning_content"] = "".join(thoughts)
     # Reasoning without a following item is no message.
-    kept = [
-        at for at, m in enumerate(messages) if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m
-    ]
+    kept = [at for at, m in enumerate(messages) if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m]
     names = {
         f"messages[{number}]{'.' if part else ''}{part}": field
         for number, at in enumerate(kept)

@@ -179,12 +179,8 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")]
-    | Annotated[ImagePart, Tag("<image_url>")]
-    | Annotated[AudioPart, Tag("<input_audio>")],
-    Discriminator(
-        _part_kind, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PART_TYPES)}"
-    ),
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")] | Annotated[AudioPart, Tag("<input_audio>")],
+    Discriminator(_part_kind, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PART_TYPES)}"),
 ]
 Content = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], FIRST_ERROR, Tag("<list>")],
@@ -200,9 +196,7 @@ Prompt = Annotated[
     | Annotated[list[Text], FIRST_ERROR, Tag("<texts>")]
     | Annotated[list[TokenId], FIRST_ERROR, Tag("<ids>")]
     | Annotated[list[Annotated[list[TokenId], FIRST_ERROR]], FIRST_ERROR, Tag("<id lists>")],
-    Discriminator(
-        _prompt_kind, custom_error_type="prompt", custom_error_message="must be a text, token ids, or a list of either"
-    ),
+    Discriminator(_prompt_kind, custom_error_type="prompt", custom_error_message="must be a text, token ids, or a list of either"),
 ]
 
 
@@ -254,9 +248,7 @@ def text_or_object(value: Any) -> str | None:
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[ToolChosen, Tag("<object>")],
-    Discriminator(
-        text_or_object, custom_error_type="choice", custom_error_message="must be none, auto, required or a function"
-    ),
+    Discriminator(text_or_object, custom_error_type="choice", custom_error_message="must be none, auto, required or a function"),
 ]
 
 
@@ -351,9 +343,7 @@ class ResponseFormat(Strict):
 # The adapter's name, or name -> weight for a weighted sum of several. OpenAI's clients send it as the model's name.
 Adapter = Annotated[
     Annotated[Name, Tag("<text>")] | Annotated[dict[Label, float], Field(max_length=64), Tag("<object>")],
-    Discriminator(
-        text_or_object, custom_error_type="adapter", custom_error_message="must be a name, or weights by name"
-    ),
+    Discriminator(text_or_object, custom_error_type="adapter", custom_error_message="must be a name, or weights by name"),
 ]
 
 

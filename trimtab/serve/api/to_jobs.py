@@ -46,9 +46,7 @@ def voice_of(pool: Names, body: Any) -> tuple[str, str | None]:
     if chosen is None:
         return model, adapter
     if adapter is not None:
-        raise RequestError(
-            "the model names an adapter already", field="adapter", hint="Name the model alone, or leave it out"
-        )
+        raise RequestError("the model names an adapter already", field="adapter", hint="Name the model alone, or leave it out")
     if not isinstance(chosen, str):
         check_mix(chosen, field="adapter")
         chosen = mix_name(chosen)
@@ -260,9 +258,7 @@ def urls_of(body: ChatRequest) -> dict[str, str]:
     return fields
 
 
-def messages_of(
-    body: ChatRequest, *, limits: Limits, fetched: Mapping[str, bytes], cut: Cut | None = None
-) -> list[dict[str, Any]]:
+def messages_of(body: ChatRequest, *, limits: Limits, fetched: Mapping[str, bytes], cut: Cut | None = None) -> list[dict[str, Any]]:
     """Return the messages in the worker's form, media as bytes. fetched: address -> bytes. cut: the base64 that was
     removed from the body.
 

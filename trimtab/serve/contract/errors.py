@@ -60,11 +60,7 @@ class UnknownModelError(RequestError):
     def __init__(self, name: str, known: Sequence[str], *, field: str = "model") -> None:
         near = near_names(name[:NEAR_CHARACTERS], _nearest(name, known))
         shown = list(dict.fromkeys([*near, *known]))[:MOST_NAMES]
-        hint = (
-            ""
-            if near or len(shown) == len(known)
-            else f"These are {len(shown)} of {len(known)}; GET /v1/models lists all"
-        )
+        hint = "" if near or len(shown) == len(known) else f"These are {len(shown)} of {len(known)}; GET /v1/models lists all"
         super().__init__("is not served here", field=field, value=name, allowed=shown, near=near, hint=hint)
 
 
@@ -81,9 +77,7 @@ def _nearest(name: str, known: Sequence[str]) -> list[str]:
     return sorted(known, key=lambda one: (-alike(one), one))[:NEAR_NAMES]
 
 
-def error_json(
-    name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = ()
-) -> tuple[int, dict[str, Any]]:
+def error_json(name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and OpenAI's error object of an error. folders: from `redact.own_folders`."""
     status, kind, code = ERRORS.get(name, BUG)
     if name not in ERRORS:

@@ -32,9 +32,7 @@ class KeyLimits:
         for item in fields(self)[1:]:
             value = getattr(self, item.name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise RequestError(
-                    "must be an integer of at least 1", field=f"keys.{self.name}.{item.name}", value=value
-                )
+                raise RequestError("must be an integer of at least 1", field=f"keys.{self.name}.{item.name}", value=value)
 
 
 class QuotaError(RequestError):

@@ -75,9 +75,7 @@ class Limits:
             value = getattr(self, item.name)
             if value is None and item.default is None:
                 continue
-            is_number = isinstance(
-                value, int if item.default is None or isinstance(item.default, int) else (int, float)
-            )
+            is_number = isinstance(value, int if item.default is None or isinstance(item.default, int) else (int, float))
             if not is_number or isinstance(value, bool) or not 0 < value < math.inf:
                 raise RequestError("must be above zero", field=item.name, value=value)
 
@@ -91,9 +89,7 @@ class Limits:
         values: dict[str, float] = {}
         for name, text in texts.items():
             if name not in known:
-                raise RequestError(
-                    "is not a limit", field="limit", value=name, allowed=tuple(known), near=near_names(name, known)
-                )
+                raise RequestError("is not a limit", field="limit", value=name, allowed=tuple(known), near=near_names(name, known))
             is_float = isinstance(known[name].default, float)
             try:
                 values[name] = float(text) if is_float else int(text)
@@ -113,9 +109,7 @@ class Limits:
         try:
             return cls(**values)  # type: ignore[arg-type]
         except RequestError as exc:
-            raise RequestError(
-                exc.reason, field="limit", value=f"{exc.field}={texts.get(exc.field, exc.value)}"
-            ) from exc
+            raise RequestError(exc.reason, field="limit", value=f"{exc.field}={texts.get(exc.field, exc.value)}") from exc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +173,7 @@ class Settings:
             )  # fmt: skip
         for origin in self.cors_origins:
             if not re.fullmatch(r"https?://[^/*\s]+", origin):
-                raise RequestError(
-                    "name each site in full, such as https://example.org", field="cors_origin", value=origin
-                )
+                raise RequestError("name each site in full, such as https://example.org", field="cors_origin", value=origin)
         for host in self.allow_fetch:
             if not _HOST.fullmatch(host):
                 raise RequestError("is not a host name", field="allow_fetch", value=host)

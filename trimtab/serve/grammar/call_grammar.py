@@ -243,6 +243,4 @@ def _literal(text: str) -> str:
 
 def _count(schema: Mapping[str, Any], name: str) -> int | None:
     value = schema.get(name)
-    return (
-        int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 10_000 else None
-    )
+    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 10_000 else None

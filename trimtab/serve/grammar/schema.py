@@ -116,9 +116,7 @@ class _Ends:
         kinds = [kinds] if isinstance(kinds, str) else kinds
         if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"object", "array"}:
             return True
-        return any(
-            self._is_finite_object(schema) if kind == "object" else self._is_finite_array(schema) for kind in kinds
-        )
+        return any(self._is_finite_object(schema) if kind == "object" else self._is_finite_array(schema) for kind in kinds)
 
     def _is_known(self, pointer: Any) -> bool:
         if not isinstance(pointer, str) or not pointer.startswith("#") or self._targets[pointer] is None:

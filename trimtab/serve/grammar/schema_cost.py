@@ -236,9 +236,7 @@ def _states(multiple: int) -> int:
     before_zeros, zeros = multiple, 0
     while before_zeros % 10 == 0:
         before_zeros, zeros = before_zeros // 10, zeros + 1
-    table = _STATES_A_REMAINDER[
-        "even" if before_zeros % 2 == 0 else "ends in 5" if before_zeros % 5 == 0 else "neither"
-    ]
+    table = _STATES_A_REMAINDER["even" if before_zeros % 2 == 0 else "ends in 5" if before_zeros % 5 == 0 else "neither"]
     is_of_twos_and_fives = _without(2, _without(5, multiple)) == 1
     most = -(-multiple // _TWOS_AND_FIVES_SHARE) if is_of_twos_and_fives else multiple
     return min(most, max(before_zeros * table[min(zeros, len(table) - 1)], zeros * _STATES_A_ZERO))

@@ -86,17 +86,13 @@ _MODEL = _object(
 )
 _FUNCTION = {"name": TEXT, "arguments": TEXT}
 _CALL = _object({"id": TEXT, "type": {"const": "function"}, "function": _object(_FUNCTION)})
-_CALL_PIECE = _object(
-    {"index": COUNT, "function": _object({}, maybe=_FUNCTION)}, maybe={"id": TEXT, "type": {"const": "function"}}
-)
+_CALL_PIECE = _object({"index": COUNT, "function": _object({}, maybe=_FUNCTION)}, maybe={"id": TEXT, "type": {"const": "function"}})
 _THOUGHT = {"reasoning_content": TEXT}
 _MESSAGE = _object(
     {"role": {"const": "assistant"}, "content": _or_null(TEXT), "refusal": {"type": "null"}},
     maybe={**_THOUGHT, "tool_calls": _list(_CALL)},
 )
-_DELTA = _object(
-    {}, maybe={"role": {"const": "assistant"}, "content": TEXT, **_THOUGHT, "tool_calls": _list(_CALL_PIECE)}
-)
+_DELTA = _object({}, maybe={"role": {"const": "assistant"}, "content": TEXT, **_THOUGHT, "tool_calls": _list(_CALL_PIECE)})
 _ERROR = {
     "message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT), "class": TEXT, "fields": {"type": "object"},
 }  # fmt: skip
@@ -142,9 +138,7 @@ SCHEMAS: Mapping[str, Schema] = {
             "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
             "stop_sequence": _or_null(TEXT),
             "usage": _object(
-                dict.fromkeys(
-                    ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"), COUNT
-                )
+                dict.fromkeys(("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"), COUNT)
             ),
         }
     ),
@@ -155,15 +149,11 @@ SCHEMAS: Mapping[str, Schema] = {
             "model": TEXT,
             "usage": _object({"prompt_tokens": COUNT, "total_tokens": COUNT}),
             "data": _list(
-                _object(
-                    {"object": {"const": "embedding"}, "index": COUNT, "embedding": {"anyOf": [TEXT, _list(NUMBER)]}}
-                )
+                _object({"object": {"const": "embedding"}, "index": COUNT, "embedding": {"anyOf": [TEXT, _list(NUMBER)]}})
             ),
         }
     ),
-    "Tokens": _object(
-        {"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT), "token_strs": _or_null(_list(TEXT))}
-    ),
+    "Tokens": _object({"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT), "token_strs": _or_null(_list(TEXT))}),
     "TokensText": _object({"prompt": TEXT}),
     "Error": _object({"error": _object(_ERROR)}),
     "Usage": _object(

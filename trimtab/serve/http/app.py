@@ -86,9 +86,7 @@ class Pool(Protocol):
     def takes(self, model: str) -> tuple[str, ...]:
         """Return which of "text", "image", "audio" a model takes."""
 
-    def submit(
-        self, model: str, job: Job, on_dropped: Callable[[Mapping[str, Any]], None] | None = None
-    ) -> AsyncIterator[Event]:
+    def submit(self, model: str, job: Job, on_dropped: Callable[[Mapping[str, Any]], None] | None = None) -> AsyncIterator[Event]:
         """Yield the events of a job. Closing the iterator cancels the job; `on_dropped` receives the tokens computed for it.
         Errors: TrimtabError."""
 
@@ -356,9 +354,7 @@ class _Api:
         body = body.model_copy(update={"messages": []})
         return await self._answer(request, body, model, adapter, [messages], shape(body), may_be_shorter=may_be_shorter)
 
-    async def _read_messages(
-        self, request: Request, body: wire.ChatRequest, size: int, model: str
-    ) -> list[dict[str, Any]]:
+    async def _read_messages(self, request: Request, body: wire.ChatRequest, size: int, model: str) -> list[dict[str, Any]]:
         limits = self.settings.limits
         asking.check_media(body, takes=self.pool.takes(model), limits=limits)
         if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
@@ -464,9 +460,7 @@ class _Api:
         address = "" if request.client is None else request.client.host
         return sender_of(request.state.credential, address, self.settings)
 
-    async def _result(
-        self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape
-    ) -> Response:
+    async def _result(self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape) -> Response:
         seen = self._begin(request, model, adapter, choices=1)
         stream = beside.in_turn(self.pool, model, self._from_sender(request, jobs), seen.dropped)
         merged = Merged([stream], names=_names_of(request))

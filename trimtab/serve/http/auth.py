@@ -86,9 +86,7 @@ class AccessMiddleware:
             )  # fmt: skip
         if scope["path"] in ADMIN_PATHS:
             if not self._allows_admin:
-                words = (
-                    "This server is not administered over HTTP: it was started with API keys and without --admin-key"
-                )
+                words = "This server is not administered over HTTP: it was started with API keys and without --admin-key"
                 return http_error(403, words, kind="permission_error", code="admin_off")
             if self._admin_keys and not _is_one_of(credential, self._admin_keys):
                 words = "An admin key is required: Authorization: Bearer KEY"

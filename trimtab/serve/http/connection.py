@@ -64,9 +64,7 @@ VERSIONS = (b"1.0", b"1.1")
 # Complete requests that may wait at one time behind the one that is answered. With more of them, the answer ends the connection.
 # RFC 9112 section 9.3.2.
 MOST_PIPELINED = 8
-_BODY = re.compile(
-    rb"\r\n(?:content-length:[ \t]*([0-9]{1,18})|transfer-encoding:[ \t]*(chunked))[ \t]*\r\n", re.IGNORECASE
-)
+_BODY = re.compile(rb"\r\n(?:content-length:[ \t]*([0-9]{1,18})|transfer-encoding:[ \t]*(chunked))[ \t]*\r\n", re.IGNORECASE)
 _LENGTHS = re.compile(rb"^content-length[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 # h11's types of its events.
 _READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
@@ -134,9 +132,7 @@ class Guard:
         self.make_room()
         if time.monotonic() - self._logged_at >= SILENT_S:
             self._logged_at = time.monotonic()
-            log.error(
-                "no file descriptor for a new connection (%s); raise the limit (ulimit -n, LimitNOFILE)", exc.strerror
-            )
+            log.error("no file descriptor for a new connection (%s); raise the limit (ulimit -n, LimitNOFILE)", exc.strerror)
 
 
 class GuardedProtocol(H11Protocol):

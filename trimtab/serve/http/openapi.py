@@ -71,9 +71,7 @@ def _path(path: str, words: str, kind: type[Any] | None, has_key: bool) -> dict[
         "responses": {"200": {"description": "The answer", "content": _content(path)}, **_refusals(path, kind, has_key)},
     }  # fmt: skip
     if "{name}" in path:
-        operation["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        ]
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
     if kind is not None:
         content = {"application/json": {"schema": reference(kind.__name__)}}
         operation["requestBody"] = {"required": path != RELOAD, "content": content}

@@ -80,9 +80,7 @@ class Fetcher:
 
     def _check(self, url: str, field: str) -> SplitResult:
         if not self._hosts:
-            raise RequestError(
-                "this server does not fetch URLs", field=field, hint="Send the image itself as a data URL"
-            )
+            raise RequestError("this server does not fetch URLs", field=field, hint="Send the image itself as a data URL")
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port
@@ -91,9 +89,7 @@ class Fetcher:
         if host not in self._hosts:
             raise RequestError("is not a host that this server may fetch from", field=field, value=host[:256])
         if parts.username is not None or parts.password is not None or port not in (None, 80, 443):
-            raise RequestError(
-                "an address with a user name, or with another port than 80 or 443, is not allowed", field=field
-            )
+            raise RequestError("an address with a user name, or with another port than 80 or 443, is not allowed", field=field)
         return parts
 
     def _read(self, parts: SplitResult, field: str) -> bytes:
@@ -153,9 +149,7 @@ class Fetcher:
         connection.sock = raw
         if parts.scheme == "https":
             # The TLS handshake follows later, under the deadline.
-            connection.sock = ssl.create_default_context().wrap_socket(
-                raw, server_hostname=host, do_handshake_on_connect=False
-            )
+            connection.sock = ssl.create_default_context().wrap_socket(raw, server_hostname=host, do_handshake_on_connect=False)
         return connection
 
     @staticmethod

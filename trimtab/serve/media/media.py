@@ -115,9 +115,7 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> float:
     than a request may have, or than its plan counted.
     """
     if kind not in AUDIO_FORMATS:
-        raise RequestError(
-            "is not an audio format of this server", field=f"{field}.format", value=kind, allowed=AUDIO_FORMATS
-        )
+        raise RequestError("is not an audio format of this server", field=f"{field}.format", value=kind, allowed=AUDIO_FORMATS)
     field = f"{field}.data"
     if kind in _BEGINNINGS:
         if not _BEGINNINGS[kind].match(data):

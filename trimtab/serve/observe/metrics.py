@@ -82,12 +82,8 @@ class Metrics:
             **options,
         )
         self.key_requests = Counter("trimtab_key_requests", "Requests of each named key", ["key", "ended"], **options)
-        self.key_tokens = Counter(
-            "trimtab_key_tokens", "Tokens of prompts and answers of each named key", ["key"], **options
-        )
-        self.responses = Counter(
-            "trimtab_http_responses", "HTTP responses, by route and status", ["path", "status"], **options
-        )
+        self.key_tokens = Counter("trimtab_key_tokens", "Tokens of prompts and answers of each named key", ["key"], **options)
+        self.responses = Counter("trimtab_http_responses", "HTTP responses, by route and status", ["path", "status"], **options)
         self.grown = {
             name: _Grown(Counter(f"trimtab_{name}", text, ["model"], **options))
             for name, text in (
@@ -165,9 +161,7 @@ class Metrics:
         """Count one HTTP response. path: of its route, from `log.named`."""
         self.responses.labels(path, str(status)).inc()
 
-    def ended(
-        self, labels: tuple[str, str], how: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0
-    ) -> None:
+    def ended(self, labels: tuple[str, str], how: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> None:
         """Count one request. cached_tokens: those of its prompt whose keys and values were cached."""
         self._endings.setdefault(labels, set()).add(how)
         self.requests.labels(*labels, how).inc()

@@ -51,9 +51,7 @@ class Spans:
         parent, state = value_of(headers, "traceparent"), list_of(headers, "tracestate")
         carrier = {"traceparent": parent.decode("latin-1"), "tracestate": state.decode("latin-1")} if parent else {}
         context = self._propagator.extract(carrier)
-        attributes = {
-            ATTRIBUTES[name]: value for name, value in fields.items() if name in ATTRIBUTES and value is not None
-        }
+        attributes = {ATTRIBUTES[name]: value for name, value in fields.items() if name in ATTRIBUTES and value is not None}
         method = fields["method"] if fields["method"] in METHODS else "HTTP"
         span = self._tracer.start_span(
             f"{method} {route}", context=context, kind=self._trace.SpanKind.SERVER, start_time=start_ns,

@@ -80,9 +80,7 @@ def _check(model: ServedModel, gpus: float | None) -> None:
         raise RequestError("has no effect on Ray, which stops copies itself", field="idle_unload", value=model.name)
     if model.weights:
         name, weight = next(iter(model.weights.items()))
-        raise RequestError(
-            "not supported: the weight of an adapter with --ray", field="--adapter", value=f"{name}:{weight:g}"
-        )
+        raise RequestError("not supported: the weight of an adapter with --ray", field="--adapter", value=f"{name}:{weight:g}")
     if device.startswith("cuda:"):
         raise RequestError("Ray gives each copy a separate GPU; use cuda", field="device", value=device)
     if device == "cpu" and gpus:

@@ -137,9 +137,7 @@ def _begin(ray: Any, address: str | None, settings: Settings) -> bool:
             except (ConnectionError, ValueError, RuntimeError) as exc:
                 raise RequestError(f"Ray refuses: {exc}", field=field or "--ray-address", value=where) from exc
         if field is not None:
-            raise RequestError(
-                "no Ray cluster answers at this address", field=field, value=address or os.environ["RAY_ADDRESS"]
-            )
+            raise RequestError("no Ray cluster answers at this address", field=field, value=address or os.environ["RAY_ADDRESS"])
     listen(settings.host, settings.port).close()  # reports the process that uses the port, as the single server does
     ray.init(address="local", include_dashboard=False, **quiet)
     return True

@@ -91,9 +91,7 @@ class Replicas:
         self._handle, self._retry, self._on_change = handle, retry, on_change
         self._kept = set(worker_settings["kept"])
         # Client's name of an adapter -> the copies' name, and its folder. A reused name is a new adapter.
-        self._adapters: dict[str, tuple[str, Place]] = {
-            name: (name, path) for name, path in worker_settings["adapters"].items()
-        }
+        self._adapters: dict[str, tuple[str, Place]] = {name: (name, path) for name, path in worker_settings["adapters"].items()}
         self.state, self.restarts, self.loading = "stopped", 0, (0, 0)
         self.failure: Mapping[str, Any] | None = None
         self.numbers: dict[str, Any] = {}
@@ -198,9 +196,7 @@ class Replicas:
         finally:
             # `cancel` removes it first; any other cancellation is an end like others.
             if self._running.pop(job.id, None) is not None:
-                ended = (
-                    StoppingError() if self._is_stopping else WorkerDiedError(None, "the copy of the model was lost")
-                )
+                ended = StoppingError() if self._is_stopping else WorkerDiedError(None, "the copy of the model was lost")
                 emit(error_event(job.id, error or ended))
 
     async def _emit_all(self, job: Job, emit: Emit) -> tuple[TrimtabError | None, bool]:
@@ -269,9 +265,7 @@ class Replicas:
     async def _unload(self, name: str) -> None:
         """Unload an adapter: running requests finish with it, and each copy drops it after its last one."""
         key, _ = self._adapters.pop(name)
-        with suppress(
-            Exception
-        ):  # an unreachable copy keeps some memory until it ends, but no request names the adapter
+        with suppress(Exception):  # an unreachable copy keeps some memory until it ends, but no request names the adapter
             await self._handle.broadcast("forget", key).results_async(timeout_s=ASK_S, return_exceptions=True)
 
 

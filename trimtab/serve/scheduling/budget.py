@@ -108,9 +108,7 @@ class Budget:
         known = self._chunks.get(size, ())
         if size == TOWERS or len(known) >= (TRIES if self._tries else 1):
             return of(known) if known else None
-        return min(
-            (one for one in (of(known) if known else None, self._between(size, of)) if one is not None), default=None
-        )
+        return min((one for one in (of(known) if known else None, self._between(size, of)) if one is not None), default=None)
 
     def _between(self, size: int, of: Callable[[Sequence[float]], float]) -> float | None:
         """Return the seconds of a chunk of this size estimated from the nearest sizes; None if none has run."""

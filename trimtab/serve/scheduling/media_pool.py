@@ -149,9 +149,7 @@ class MediaPool:
         if self._turns.running(client) < max(1, self._count - 1):
             return True
         since = self._clock() - LATELY_S
-        return not self._turns.has_other_than(client) and all(
-            came < since for other, came in self._came.items() if other != client
-        )
+        return not self._turns.has_other_than(client) and all(came < since for other, came in self._came.items() if other != client)
 
     def _run(self) -> None:
         while True:

@@ -42,9 +42,7 @@ class QueueFullError(RequestError):
 
     def __init__(self, length: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
-        super().__init__(
-            f"{length} requests are waiting", field="queue", hint=f"Try again in {retry_after_s:.0f} seconds"
-        )
+        super().__init__(f"{length} requests are waiting", field="queue", hint=f"Try again in {retry_after_s:.0f} seconds")
 
 
 class DeadlineError(RequestError):

@@ -41,14 +41,8 @@ def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
     if job.tools and "tools" not in form.reads:
         raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
     if job.tools and form.calls is None:
-        raise RequestError(
-            "not supported: tools (the checkpoint writes calls in a form that is not known)", field="tools"
-        )
-    if (
-        "reasoning_effort" in kwargs
-        and not {"reasoning_effort", *kwargs} & {*form.reads}
-        and "enable_thinking" in form.reads
-    ):
+        raise RequestError("not supported: tools (the checkpoint writes calls in a form that is not known)", field="tools")
+    if "reasoning_effort" in kwargs and not {"reasoning_effort", *kwargs} & {*form.reads} and "enable_thinking" in form.reads:
         kwargs["enable_thinking"] = kwargs.pop("reasoning_effort") not in NO_EFFORT
     for name in kwargs:
         if name not in form.reads:

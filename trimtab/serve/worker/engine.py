@@ -239,9 +239,7 @@ class LoadedEngine:
 
     def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:
         """Return the answer of a job that needs only the tokenizer: it ends without a row."""
-        answer = Answer(
-            job, None, empty_row(self.model, job.adapter, job.request), None, time.monotonic(), is_over=True
-        )
+        answer = Answer(job, None, empty_row(self.model, job.adapter, job.request), None, time.monotonic(), is_over=True)
         ids = list(inputs.token_ids)
         if job.kind == "text":
             result: dict[str, Any] = {"prompt": str(self._tokenizer.decode(ids))}
@@ -393,9 +391,7 @@ class LoadedEngine:
         by_prompt = {id(answer.prompt): answer for answer in able}
         with self._named("reading prompts"), self.pulse.work("prompts", most_tokens):
             self._times.begin()
-            through, tokens = self.batch.place_together(
-                [one.prompt for one in able if one.prompt is not None], most_tokens
-            )
+            through, tokens = self.batch.place_together([one.prompt for one in able if one.prompt is not None], most_tokens)
             if through and self.batch.prompts.is_steady:
                 self._times.end(tokens)
         complete = [by_prompt[id(prompt)] for prompt in through]

@@ -61,9 +61,7 @@ class _Work:
             pulse.send({"say": "busy", "what": self._kind, "most_s": most_s})
         self._start = pulse.now()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         if exc is None:
             unit_s = self._pulse.unit_s
             took_s = (self._pulse.now() - self._start) / self._units

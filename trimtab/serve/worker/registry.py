@@ -171,9 +171,7 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
         raise CheckpointError(str(exc), path=path) from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
-    problems = [
-        f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config
-    ]
+    problems = [f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config]
     tables = document.get("models")
     models = []
     if not isinstance(tables, dict) or not tables:
@@ -187,8 +185,7 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
     problems += _shared_names(models)
     if problems:
         raise CheckpointError(
-            f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n"
-            + "\n".join(f"  - {text}" for text in problems),
+            f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n" + "\n".join(f"  - {text}" for text in problems),
             path=path,
         )
     return tuple(models)
@@ -210,9 +207,7 @@ def check_present(models: Sequence[ServedModel]) -> None:
             for name, path in model.adapters.items() if not os.path.isdir(path)
         ]  # fmt: skip
     if problems:
-        raise CheckpointError(
-            "nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve"
-        )
+        raise CheckpointError("nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve")
     first_uses = {path: (name, model.name) for model in reversed(models) for name, path in model.adapters.items()}
     for path, (name, model_name) in first_uses.items():
         try:
@@ -247,9 +242,7 @@ def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
         elif key in ("keep", "keep_unquantized") and not all(isinstance(item, str) for item in value):
             problems.append(f"{key}: must be a list of texts")
         elif key == "adapters":
-            problems += [
-                f"adapters.{item}: {why}" for item, path in value.items() if (why := _folder_problem(path, folder))
-            ]
+            problems += [f"adapters.{item}: {why}" for item, path in value.items() if (why := _folder_problem(path, folder))]
     if ("path" in table) == ("plan" in table):
         problems.append("path: give either path or plan")
     if "plan" in table:

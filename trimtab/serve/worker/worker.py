@@ -383,9 +383,7 @@ class _Worker:
             while True:
                 name, adapter = self.watcher.read_again.get_nowait()
                 pieces, change = self.model.adapter_pieces(adapter), partial(self._change, name, adapter)
-                self._unprepared.add(
-                    Unprepared(pieces, partial(self._changed, name), change, Urgency.CHANGED, replaces=name)
-                )
+                self._unprepared.add(Unprepared(pieces, partial(self._changed, name), change, Urgency.CHANGED, replaces=name))
 
     def _change(self, name: str, adapter: Any) -> None:
         if self.engine.reload(name, adapter):
@@ -536,6 +534,4 @@ def _split_adapters(
         first = [name for name in planned_before if name in adapters]
     planned = {name: adapters[name] for name in first}
     decode = settings.get("decode", "auto")
-    return replace(request, adapters=planned, decode=decode), {
-        name: path for name, path in adapters.items() if name not in planned
-    }
+    return replace(request, adapters=planned, decode=decode), {name: path for name, path in adapters.items() if name not in planned}

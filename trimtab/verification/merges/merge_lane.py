@@ -11,9 +11,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     from trimtab.engine.memory.rates import peak_host_bytes
     from trimtab.merging import merge
 
-    merged = merge(
-        request["folder"], request["out"], adapters={"adapter": request["adapter"]}, requantize=request["requantize"]
-    )
+    merged = merge(request["folder"], request["out"], adapters={"adapter": request["adapter"]}, requantize=request["requantize"])
     emit(
         {"event": "merge", "seconds": merged.seconds,
          "memory": {"host_peak_bytes": peak_host_bytes(), "gpu_peak_bytes": 0}}

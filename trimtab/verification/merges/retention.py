@@ -61,9 +61,7 @@ def survival(module_path: str, base: Tensor, merged: Tensor, delta: Tensor) -> S
     return Survival(module_path, along / squared, math.sqrt(rest) / length, length, length / size if size else math.inf)
 
 
-def lora_delta(
-    weight: Tensor, A: Tensor, B: Tensor, scale: float, magnitude: Tensor | None = None, *, dora_dim: int = 1
-) -> Tensor:
+def lora_delta(weight: Tensor, A: Tensor, B: Tensor, scale: float, magnitude: Tensor | None = None, *, dora_dim: int = 1) -> Tensor:
     """Return the exact change of a weight by a LoRA, in float32: scale x B A, and the rescaling of DoRA.
 
     Shapes: weight [D_out, D_in], A [R, D_in], B [D_out, R], magnitude [D_out] (dora_dim 1: one per row) or [D_in]

@@ -277,6 +277,4 @@ def run_lanes(
             say(f"lane: {lane.name}")
         with phases.within(f"lane {lane.name}"):
             runs.append(runner.run(lane))
-    return LaneReport(
-        model=str(model), adapter=str(adapter), device=runner.device, lanes=tuple(runs), versions=runner.versions
-    )
+    return LaneReport(model=str(model), adapter=str(adapter), device=runner.device, lanes=tuple(runs), versions=runner.versions)

@@ -46,9 +46,7 @@ def _run(request: Mapping[str, Any], emit: Emit) -> None:
         model, notes = stock_route.with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))
     _stage(emit, "adapter", device, notes=notes, warnings=dict(loading))
     tokenizer = stock_route.read_tokenizer(request["folder"])
-    answers = _answers(
-        model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], emit
-    )
+    answers = _answers(model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], emit)
     _answers(model, tokenizer, "base", None, request, answers, emit)
     _stage(emit, "merge", device)
     merged, counts, seconds = _merged(model, request["dequantize"] == "adapted", emit)

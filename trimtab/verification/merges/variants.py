@@ -206,7 +206,5 @@ def check_names(names: Sequence[str] | None) -> tuple[Lane, ...]:
         return LANES
     for name in names:
         if name not in BY_NAME:
-            raise RequestError(
-                "no such lane", field="lanes", value=name, allowed=tuple(BY_NAME), near=near_names(name, BY_NAME)
-            )
+            raise RequestError("no such lane", field="lanes", value=name, allowed=tuple(BY_NAME), near=near_names(name, BY_NAME))
     return tuple(lane for lane in LANES if lane.name in names or lane.name == FIRST)

@@ -167,13 +167,7 @@ def module_weight(
     is_packed = form in PACKED_FORMS
     step = max(1, _PIECE_VALUES // max(1, base.shape[-1]))
     step = max(step, grid.rows_a_piece) if grid is not None else step
-    tests = (
-        [_Plain(form)]
-        if not is_packed
-        else [_Coarse()]
-        if grid is None
-        else [_Packed(grid, own) for own in (True, False)]
-    )
+    tests = [_Plain(form)] if not is_packed else [_Coarse()] if grid is None else [_Packed(grid, own) for own in (True, False)]
     error = size = 0.0
     for start in range(0, base.shape[0], step):
         rows = slice(start, min(start + step, base.shape[0]))
@@ -193,9 +187,7 @@ def module_weight(
 
 def _bound(w: Tensor, d: Tensor, terms: Tensor | None, form: str) -> Tensor:
     """Return the largest error of each value in a merge that computes in bfloat16 and rounds change and sum to `form`."""
-    steps = (STEPS if terms is not None else STEPS_DORA) * ulp(
-        torch.maximum(w.abs(), (w + d).abs()), getattr(torch, form)
-    )
+    steps = (STEPS if terms is not None else STEPS_DORA) * ulp(torch.maximum(w.abs(), (w + d).abs()), getattr(torch, form))
     return steps + (TERM_SHARE * d.abs() + NORM_SHARE * w.abs() if terms is None else TERM_SHARE * terms)
 
 
@@ -255,9 +247,7 @@ class _Packed(_Test):
         # The values of the file are a product in float32.
         off = torch.where((m - expected).abs() <= SAME_VALUE * scale.abs(), torch.zeros_like(m), m - expected)
         ends = [exact - bound, exact + bound]
-        scales = (
-            [scale] if self.own else [grid.largest_of((exact.abs() + sign * bound).clamp_min(0)) for sign in (-1, 1)]
-        )
+        scales = [scale] if self.own else [grid.largest_of((exact.abs() + sign * bound).clamp_min(0)) for sign in (-1, 1)]
         reached = torch.stack([grid.nearest(end, one) * scale for end in ends for one in scales])
         slack = SAME_VALUE * scale.abs()
         beyond = ~((m >= reached.amin(0) - slack) & (m <= reached.amax(0) + slack))

@@ -105,9 +105,7 @@ def _survival(report: ParityReport) -> list[str]:
     names = [row.module_path for row in report.survival]
     return [
         *[f'<p class="soft">{escape(line)}</p>' for line in words.survival_words(report)],
-        plots.bars(
-            [row.survived for row in report.survival], names, label="survival by module", logarithmic=False, line=1.0
-        ),
+        plots.bars([row.survived for row in report.survival], names, label="survival by module", logarithmic=False, line=1.0),
         '<p class="soft">other changes, relative to the norm of the adapter\'s</p>',
         plots.bars([row.noise for row in report.survival], names, label="noise by module", logarithmic=True),
     ]
@@ -137,7 +135,5 @@ def _document(title: str, parts: Sequence[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )

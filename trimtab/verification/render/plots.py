@@ -30,9 +30,7 @@ def lines(
         x = LEFT + step * mark
         parts.append(f'<line class="mark" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>')
         marked_right = x < (LEFT + WIDTH) / 2  # its label stands on the side with more room
-        parts.append(
-            text(x + 4 if marked_right else x - 4, TOP + 10, mark_label, anchor="start" if marked_right else "end")
-        )
+        parts.append(text(x + 4 if marked_right else x - 4, TOP + 10, mark_label, anchor="start" if marked_right else "end"))
     if dashed:
         y = scale.y(dashed)
         parts.append(_across("floor", y))
@@ -47,9 +45,7 @@ def lines(
     return inline_svg(parts, WIDTH, HEIGHT, label)
 
 
-def bars(
-    values: Sequence[float], names: Sequence[str], *, label: str, logarithmic: bool, line: float | None = None
-) -> str:
+def bars(values: Sequence[float], names: Sequence[str], *, label: str, logarithmic: bool, line: float | None = None) -> str:
     """Return a bar for every value, its name in a tooltip. line: a level to draw across."""
     scale = _Log(values) if logarithmic else _Linear([*values, line or 0.0])
     step = (WIDTH - LEFT - 8) / max(1, len(values))

@@ -84,9 +84,7 @@ def changes_words(report: ParityReport) -> list[str]:
     changes = report.changes
     if changes is None:
         return []
-    same = (
-        f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
-    )
+    same = f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
     return [f"adapters as loaded: {same}; a scale wrong by 1 % would be detected"]
 
 

@@ -67,9 +67,7 @@ def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> li
             continue
         file = out / f"inputs-{place}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in inputs.tensors.items()}, str(file))
-        rows.append(
-            {"id": prompt.id, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media}
-        )
+        rows.append({"id": prompt.id, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media})
     if problems:
         raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")
     return rows

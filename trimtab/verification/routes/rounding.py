@@ -48,9 +48,7 @@ def rounded_draws(
         yield name, lambda seed=seed: _answer(model, adapter, inputs, seed, packed)  # type: ignore[misc]
 
 
-def _answer(
-    model: Any, adapter: str, inputs: Mapping[str, Tensor], seed: int | None, packed: Mapping[str, str]
-) -> Tensor:
+def _answer(model: Any, adapter: str, inputs: Mapping[str, Tensor], seed: int | None, packed: Mapping[str, str]) -> Tensor:
     model.lend_prompt_room()
     with merged_in_memory(model, adapter, seed, packed):
         if seed is None:
@@ -60,9 +58,7 @@ def _answer(
 
 
 @contextmanager
-def merged_in_memory(
-    model: Any, adapter: str, seed: int | None, packed: Mapping[str, str] | None = None
-) -> Iterator[None]:
+def merged_in_memory(model: Any, adapter: str, seed: int | None, packed: Mapping[str, str] | None = None) -> Iterator[None]:
     """Make every layer that a merge changes compute with its new weight, rounded once to its dtype or to 4 bits."""
     store = model.adapter_store
     before = store.selection.name

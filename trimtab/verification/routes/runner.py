@@ -114,9 +114,7 @@ class Ran:
         }  # fmt: skip
 
 
-def prepare(
-    model: str | Path, dtype: str, prompts: Sequence[Any], out: Path, *, isolated: bool = True
-) -> list[dict[str, Any]]:
+def prepare(model: str | Path, dtype: str, prompts: Sequence[Any], out: Path, *, isolated: bool = True) -> list[dict[str, Any]]:
     """Return one row per prompt (see `inputs.prepare`), made in a separate process."""
     request = {"model": str(model), "dtype": dtype, "prompts": [p.to_json() for p in prompts], "out": str(out)}
     lines, _ = run_module(PREPARE, request, "the prompts", isolated=isolated)
@@ -144,9 +142,7 @@ def run_route(
         "batched": route.batched, "rounding": rounding, "packed": dict(packed or {}),
     }  # fmt: skip
     module = OWN if route.engine == "trimtab" else STOCK
-    lines, outcome = run_module(
-        module, request, route.label, isolated=isolated, python=route.python, timeout_s=timeout_s
-    )
+    lines, outcome = run_module(module, request, route.label, isolated=isolated, python=route.python, timeout_s=timeout_s)
     answers, pairs, skipped = [], [], []
     memory = {"host_peak_bytes": outcome.peak_host_bytes if outcome else 0, "gpu_peak_bytes": 0}
     for line in lines:
@@ -178,8 +174,7 @@ def with_continuations(items: Sequence[Item], reference: Ran) -> tuple[Item, ...
     them.
     """
     return tuple(
-        replace(item, continuation=answer.continuation)
-        for item, answer in zip(items, reference.said[: len(items)], strict=True)
+        replace(item, continuation=answer.continuation) for item, answer in zip(items, reference.said[: len(items)], strict=True)
     )
 
 

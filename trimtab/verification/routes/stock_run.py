@@ -112,9 +112,7 @@ def _method(folder: str) -> str | None:
     """Return the quant_method of a folder's config, at the top or in its text part; None for plain weights."""
     config = read_object(Path(folder) / "config.json", "config.json")
     text = config.get("text_config")
-    settings = config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, dict) else None
-    )
+    settings = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     return str(settings.get("quant_method", "bitsandbytes")) if isinstance(settings, dict) else None
 
 
@@ -177,9 +175,7 @@ def with_adapters(model: Any, adapters: Mapping[str, str], work: Path) -> tuple[
 
     notes = []
     for place, (name, folder) in enumerate(adapters.items()):
-        loadable, note = loadable_adapter(
-            model if place == 0 else model.get_base_model(), Path(folder), work / f"adapter-{place}"
-        )
+        loadable, note = loadable_adapter(model if place == 0 else model.get_base_model(), Path(folder), work / f"adapter-{place}")
         notes += [f"{name}: {note}"] if note else []
         if place == 0:
             model = peft.PeftModel.from_pretrained(model, str(loadable), adapter_name=name)
@@ -196,10 +192,7 @@ def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
         if not isinstance(scaling, dict):
             continue
         for name, scale in scaling.items():
-            pairs = [
-                (getattr(module, f"lora_{kind}A", {}), getattr(module, f"lora_{kind}B", {}))
-                for kind in ("", "embedding_")
-            ]
+            pairs = [(getattr(module, f"lora_{kind}A", {}), getattr(module, f"lora_{kind}B", {})) for kind in ("", "embedding_")]
             for A, B in pairs:
                 if name not in A or name not in B:
                     continue

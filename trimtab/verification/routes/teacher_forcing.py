@@ -120,9 +120,7 @@ def _in_pieces(hf_model: Any, inputs: Mapping[str, Tensor], cut: int) -> Tensor:
     with torch.no_grad():
         first = hf_model(**{name: tensor[:, :cut] for name, tensor in rows.items()}, use_cache=True)
         rest = {name: tensor[:, cut:] for name, tensor in rows.items() if name != "attention_mask"}
-        second = hf_model(
-            **rest, attention_mask=rows["attention_mask"], past_key_values=first.past_key_values, use_cache=True
-        )
+        second = hf_model(**rest, attention_mask=rows["attention_mask"], past_key_values=first.past_key_values, use_cache=True)
     return torch.cat([first.logits[0], second.logits[0]])
 
 

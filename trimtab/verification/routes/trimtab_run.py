@@ -144,9 +144,7 @@ def _using(model: Any, adapter: str | None) -> Iterator[None]:
         model.adapter_store.set(None)
 
 
-def _emit_noise(
-    model: Any, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], emit: Emit
-) -> None:
+def _emit_noise(model: Any, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], emit: Emit) -> None:
     whole = forced.extended(forced.read_inputs(item["file"], model.device), continuation)
     with _using(model, item["adapter"]):
         once = forced.forward(model.hf_model, whole)[0][0]

@@ -120,9 +120,7 @@ def ollama_channels(start: str) -> list[Channel]:
     forms: list[tuple[str, Make]] = [("raw generation", _raw_generate)]
     if start:
         forms.insert(0, ("raw generation, start token left to the server", _raw_without_start(start)))
-    return [
-        Channel(name, "/api/generate", top, make, read_ollama) for top in (TOP, TOP_SMALL, 0) for name, make in forms
-    ]
+    return [Channel(name, "/api/generate", top, make, read_ollama) for top in (TOP, TOP_SMALL, 0) for name, make in forms]
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,7 @@ def check_url(url: str, field: str = "against") -> str:
             hint="Name the variable that holds a key: api_key_env",
         )
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise RequestError(
-            "is not the address of a server", field=field, value=plain(url), allowed=("http://HOST:PORT/v1",)
-        )
+        raise RequestError("is not the address of a server", field=field, value=plain(url), allowed=("http://HOST:PORT/v1",))
     return url.rstrip("/")
 
 

@@ -101,9 +101,7 @@ class _Writer:
     # Configurations ---------------------------------------------------------------------------------------------------
 
     def _scale_words(self) -> str:
-        right, wrong = (
-            ("alpha / sqrt(r)", "alpha / r") if self.config.get("use_rslora") else ("alpha / r", "alpha / sqrt(r)")
-        )
+        right, wrong = ("alpha / sqrt(r)", "alpha / r") if self.config.get("use_rslora") else ("alpha / r", "alpha / sqrt(r)")
         return f"the scale is {wrong} where {right} is right"
 
     def _other_scale(self) -> tuple[Config, Tensors] | None:
@@ -150,9 +148,7 @@ class _Writer:
             return None  # none or all: the same as an ignored adapter
         names = {entry.tensor_name for target in dropped for entry in target.tensors.values()}
         kept = self._but(names)
-        saved = {
-            name for target in dropped if target.kind == "saved" for name in (target.module_path.rsplit(".", 1)[-1],)
-        }
+        saved = {name for target in dropped if target.kind == "saved" for name in (target.module_path.rsplit(".", 1)[-1],)}
         config = self.config
         if saved:
             config = {**config, "modules_to_save": [n for n in config.get("modules_to_save") or () if n not in saved]}

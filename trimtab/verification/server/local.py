@@ -139,8 +139,7 @@ class Reference:
         for batch in self._batches(rows):
             inputs = self.inputs(rows[batch[0]].question)
             whole = [
-                forced.extended(dict(self.inputs(rows[place].question).tensors), list(rows[place].tokens[:-1]))
-                for place in batch
+                forced.extended(dict(self.inputs(rows[place].question).tensors), list(rows[place].tokens[:-1])) for place in batch
             ]
             together = {key: torch.cat([one[key] for one in whole]) for key in whole[0]}
             with self.using(name):
@@ -160,9 +159,7 @@ class Reference:
         for place, row in enumerate(rows):
             inputs = self.inputs(row.question)
             is_text = row.question.kind == "text"
-            alike.setdefault((inputs.prompt_tokens, len(row.tokens), *inputs.tensors) if is_text else place, []).append(
-                place
-            )
+            alike.setdefault((inputs.prompt_tokens, len(row.tokens), *inputs.tensors) if is_text else place, []).append(place)
         batches = []
         for places in alike.values():
             first = rows[places[0]]

@@ -43,9 +43,7 @@ class Measured:
 
     def take(self, name: str, logprobs: Sequence[Tensor]) -> None:
         """Record the logits of a hypothesis for all rows."""
-        self.values[name] = [
-            _values(row, ids, one) for row, ids, one in zip(self.rows, self.ids, logprobs, strict=True)
-        ]
+        self.values[name] = [_values(row, ids, one) for row, ids, one in zip(self.rows, self.ids, logprobs, strict=True)]
 
     def distance(self, name: str, place: int) -> float:
         return self.values[name][place].distance

@@ -138,9 +138,7 @@ class MergedReference(Reference):
 
 
 @contextmanager
-def open_merged(
-    placed: LoadRequest, quant: str, adapter: str, spec: AdapterSpec, work: Path
-) -> Iterator[MergedReference]:
+def open_merged(placed: LoadRequest, quant: str, adapter: str, spec: AdapterSpec, work: Path) -> Iterator[MergedReference]:
     """Load the base in one precision; the adapter's merged checkpoint is made and loaded on demand.
 
     work: folder of the merged checkpoint. Errors: those of planning, merging and loading.

@@ -159,23 +159,17 @@ def facts(report: RemoteReport) -> list[str]:
         lines.append(f"noise      {verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not detected")
     smallest = verdict.smallest_seen
     if smallest is not None and verdict.word in (ALIVE, CANNOT_TELL):
-        lines.append(
-            f"detected   {smallest.name} ({smallest.size:.3g}) is the smallest fault that would have been detected"
-        )
+        lines.append(f"detected   {smallest.name} ({smallest.size:.3g}) is the smallest fault that would have been detected")
     nearest = ", ".join(f"{name} {value:.3g}" for name, value in report.residuals.items())
     of = "server's base" if report.remote_base else "server (no request went to its base)"
-    lines.append(
-        f"precision  {PRECISION_WORDS.get(report.precision, report.precision)}, the nearest to the {of}: {nearest}"
-    )
+    lines.append(f"precision  {PRECISION_WORDS.get(report.precision, report.precision)}, the nearest to the {of}: {nearest}")
     for kind, channel in report.channels.items():
         count = sum(one.kind == kind for one in report.answered)
         how = f"top {channel.top} logprobs" if channel.top else "texts alone: the server gives no logprobs"
         lines.append(f"questions  {count} {kind} questions by {channel.name} ({how})")
     lines += [f"note       {plain(note, 400)}" for note in report.notes]
     lines += [f"not tried  {plain(one, 400)}" for one in report.not_tried]
-    lines.append(
-        f"time       {report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all"
-    )
+    lines.append(f"time       {report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all")
     return lines
 
 
@@ -216,11 +210,7 @@ def report_markdown(report: RemoteReport) -> str:
 
 def _cell(text: str) -> str:
     return (
-        escape(" ".join(text.split()), quote=False)
-        .replace("|", "\\|")
-        .replace("`", "\\`")
-        .replace("[", "\\[")
-        .replace("]", "\\]")
+        escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("`", "\\`").replace("[", "\\[").replace("]", "\\]")
     )
 
 

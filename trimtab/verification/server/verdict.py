@@ -164,9 +164,7 @@ def judge(
         best = min(seen, key=lambda one: _mean([row.distance[one.name] for row in questions]))
         rate = min(1.0, count * best.alarm)
         word: Word = IGNORED if best.name == faults[0][0] else WRONG
-        reason = (
-            f"{best.nearer} of {best.nearer + best.farther} answers are nearer to this fault than to the right adapter"
-        )
+        reason = f"{best.nearer} of {best.nearer + best.farther} answers are nearer to this fault than to the right adapter"
         if word == IGNORED and is_same_as_base:
             reason = f"all {len(questions)} answers are exactly those of the server's own base"
         return _made(word, best.name, reason, 1 - rate, rate, weighed, count, best.distance)
@@ -187,9 +185,7 @@ def judge(
         reason = "every fault that was tried is farther from the answers than the right adapter"
         return _made(ALIVE, "", reason, 1 - overlooked, FALSE_ALARM, weighed, count, noise, is_whole=True)
     if is_whole:
-        reason = "every fault of the whole adapter is excluded, but a small one may hide in the noise: " + ", ".join(
-            possible
-        )
+        reason = "every fault of the whole adapter is excluded, but a small one may hide in the noise: " + ", ".join(possible)
     elif is_whole_open:
         reason = "with these answers, the following remain possible: " + ", ".join(possible)
     else:
@@ -208,9 +204,7 @@ def _chance_of_unlike(questions: Sequence[Asked], ignored: str) -> float:
     base; 1 if they are not.
     """
     known = [one for one in questions if one.base_noise is not None]
-    far = [
-        one.distance[RIGHT] > max(TIMES_NOISE * (one.base_noise or 0.0), NOT_RIGHT * one.size[ignored]) for one in known
-    ]
+    far = [one.distance[RIGHT] > max(TIMES_NOISE * (one.base_noise or 0.0), NOT_RIGHT * one.size[ignored]) for one in known]
     return sign_test(sum(far), len(far) - sum(far)) if far else 1.0
 
 

@@ -123,12 +123,8 @@ def verify_remote(
                 return open_merged(own, precision, name, stacked, folder)
             return open_reference(own, precision, name, adapters[name], others=others)
 
-        verdict, precision = _examine(
-            work, opened, precisions, checkpoint, own_prompts, others, folder, new_tokens, is_ollama
-        )
-    return _report(
-        work, verdict, precision, model=checkpoint.folder, adapter=name, path=adapters[name], started=started
-    )
+        verdict, precision = _examine(work, opened, precisions, checkpoint, own_prompts, others, folder, new_tokens, is_ollama)
+    return _report(work, verdict, precision, model=checkpoint.folder, adapter=name, path=adapters[name], started=started)
 
 
 # Questions ------------------------------------------------------------------------------------------------------------
@@ -138,9 +134,7 @@ def _server(against: str, remote_model: str | None) -> tuple[str, str, bool]:
     if against.startswith(OLLAMA):
         name = against.removeprefix(OLLAMA) or remote_model
         if not name or (remote_model and name != remote_model):
-            raise RequestError(
-                "names the model of Ollama once", field="against", value=against, allowed=("ollama:NAME",)
-            )
+            raise RequestError("names the model of Ollama once", field="against", value=against, allowed=("ollama:NAME",))
         return _ollama_url(os.environ.get("OLLAMA_HOST", "")), name, True
     if not remote_model:
         raise RequestError(
@@ -183,9 +177,7 @@ def _adapter_name(adapters: Mapping[str, Any], adapter: str | None) -> str:
         raise RequestError("which one should the server answer with?", field="adapter", allowed=tuple(adapters))
     if adapter is not None and adapter not in adapters:
         near = near_names(adapter, adapters)
-        raise RequestError(
-            "no adapter of this name is given", field="adapter", value=adapter, allowed=tuple(adapters), near=near
-        )
+        raise RequestError("no adapter of this name is given", field="adapter", value=adapter, allowed=tuple(adapters), near=near)
     return adapter or next(iter(adapters))
 
 
@@ -226,9 +218,7 @@ def _examine(
                         reason = "adapter and base give the same answers to every question that was tried"
                         return nothing_to_tell(reason, words), precision
                     if not work.rows:
-                        return nothing_to_tell(
-                            "the server's answers contain no token of this tokenizer", words
-                        ), precision
+                        return nothing_to_tell("the server's answers contain no token of this tokenizer", words), precision
                 work.residuals[precision] = _residual(work, reference, precision)
                 if len(precisions) == 1 or work.residuals[precision] <= SAME_PRECISION:
                     return _weigh(work, reference, precision), precision
@@ -433,8 +423,7 @@ def _report(
 ) -> RemoteReport:
     kls = {one.question.id: one for one in work.chosen}
     answered = tuple(
-        Answered(row.question.id, row.question.kind, kls[row.question.id].kl, work.said[row.question.id])
-        for row in work.rows
+        Answered(row.question.id, row.question.kind, kls[row.question.id].kl, work.said[row.question.id]) for row in work.rows
     )
     return RemoteReport(
         url=work.client.url, remote_model=work.remote_model, remote_base=work.remote_base, model=str(model), adapter=adapter,
