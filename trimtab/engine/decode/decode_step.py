@@ -198,6 +198,7 @@ class DecodeStep:
         if (table := self.model.adapter_store.table) is not None:
             table.empty(count)
         cache.begin()
+        cache.step_count = count
         masks = hf_slots.step_masks(self.model.hf_model, cache, count)
         step = cache.rows_of_step(count)
         if added_masks:
