@@ -41,6 +41,17 @@ __device__ __forceinline__ float from_half(u16 h) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
   return f;
 }
+// Two halves at once: a b + c, rounded once, and a + b.
+__device__ __forceinline__ u32 halves_fma(u32 a, u32 b, u32 c) {
+  u32 v;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
+__device__ __forceinline__ u32 halves_add(u32 a, u32 b) {
+  u32 v;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ u16 to_bf16(float f) {
   u16 v;
