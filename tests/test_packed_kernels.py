@@ -1,4 +1,4 @@
-"""Kernels over the formats of publishers, run on the CPU: products and unpacked weights against float64 and each format's own bits."""
+"""Kernels over publishers' formats, run on the CPU: products and unpacked weights against float64 and each format's own bits."""
 
 import math
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.cuda_on_cpu import run
+from trimtab.engine.batched_lora import columns as extended
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
 from trimtab.formats.record import stored_format
@@ -99,3 +101,30 @@ def test_what_no_kernel_reads_is_said(form, words):
     packed = tuning.RandomWeights(CPU, quant="int4-g32").make(8, 192)
     packed = type(packed)(form, packed.shape, packed.dtype, packed.parts, {})
     assert words in matvec.why_not(packed, BF16, "cpu")
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    module = run.CpuModule(prompt_kernels.source(), prompt_kernels.NAMES, order=1)
+    module.variant_names = ("unpack_plain", "unpack_columns_plain")
+    return module
+
+
+@pytest.mark.parametrize("form, columns, dtype", [
+    ("int4-g32", 320, BF16), ("int4-g128-zp", 256, BF16), ("int4-g32-zp", 96, HALF), ("int4-row", 40, BF16), ("int4-g64-f32", 64, BF16),
+])  # fmt: skip
+def test_unpacked_weights_have_the_bits_of_the_format(prompts, form, columns, dtype):
+    (packed,) = weights_of(form, [50], columns, dtype)
+    assert prompt_kernels.can_unpack(packed) and prompt_kernels.wrong_unpack(packed, prompts) is None
+    if dtype == BF16 and columns % 16 == 0:
+        B, wide = torch.randn(50, 4), columns + 64
+        out = extended.unpack_extended(packed, B, 0, wide, torch.empty(50 * wide, dtype=BF16), prompts)
+        assert torch.equal(out[:, :columns], dequantize(packed)) and torch.equal(out[:, columns], B[:, 0].bfloat16())
+
+
+def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
+    (packed,) = weights_of("int4-g128", [8], 320)
+    assert not prompt_kernels.can_unpack(packed)

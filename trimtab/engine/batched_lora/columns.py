@@ -106,9 +106,9 @@ def unpack_extended(packed: Packed, B: Tensor, before: int, wide: int, out: Tens
     weight = out.view(-1)[: high * wide].view(high, wide)
     assert prompt_kernels.can_unpack(packed) and packed.dtype == out.dtype == torch.bfloat16
     assert width % 8 == 0 and wide % 8 == 0 and wide >= width + PARTS * (before + B.shape[1]) and B.is_contiguous()
-    module.launch(
-        "unpack_columns_nested" if "nested_absmax" in packed.parts else "unpack_columns_plain",
-        (-(-values // _UNPACKED) + -(-high * (wide - width) // _WRITTEN),), (_THREADS,),
+    own, name = prompt_kernels.unpacking(packed, module)
+    own.launch(
+        f"unpack_columns_{name}", (-(-values // _UNPACKED) + -(-high * (wide - width) // _WRITTEN),), (_THREADS,),
         [*prompt_kernels.unpack_arguments(packed, weight), B, B.shape[1], before, width, wide],
     )  # fmt: skip
     return weight
@@ -121,7 +121,7 @@ def fits(adapter: Any, leaf: Leaf) -> bool:
     A, B = adapter.A, adapter.B
     return bool(
         A.shape[0] <= MOST_RANK and B.dtype == torch.float32 and A.is_contiguous() and B.is_contiguous()
-        and A.data_ptr() % 16 == 0 and leaf.in_features % 16 == 0 and leaf.quant_kind in ("nf4", "fp4")
+        and A.data_ptr() % 16 == 0 and leaf.in_features % 16 == 0 and prompt_kernels.is_read(leaf)
     )  # fmt: skip
 
 

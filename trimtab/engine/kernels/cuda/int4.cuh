@@ -7,6 +7,11 @@
 #ifndef WIDE_SCALE
 #define WIDE_SCALE 0
 #endif
+__device__ __forceinline__ u32 scale_bits(const void* scale, size_t at) {
+  return WIDE_SCALE ? __float_as_uint(__ldg((const float*)scale + at)) : (u32)__ldg((const u16*)scale + at);
+}
+__device__ __forceinline__ float scale_value(u32 bits) { return WIDE_SCALE ? __uint_as_float(bits) : value((u16)bits, SCALE_HALF); }
+#ifdef WHOLE
 struct Format : FourBits {
   static constexpr int SCALES = GROUP == 32 ? 2 : 1;
   static constexpr bool HAS_TABLE = false, HAS_ZERO = ZERO, IS_CROSSED = true, ROUNDS_CHANGE = false;
@@ -25,13 +30,9 @@ struct Format : FourBits {
     __device__ __forceinline__ void ask(Stored) {}
     __device__ __forceinline__ void keep() {}
   };
-  static __device__ __forceinline__ u32 scale_bits(const void* scale, size_t at) {
-    return WIDE_SCALE ? __float_as_uint(__ldg((const float*)scale + at)) : (u32)__ldg((const u16*)scale + at);
-  }
-  static __device__ __forceinline__ float as_float(u32 bits) { return WIDE_SCALE ? __uint_as_float(bits) : value((u16)bits, SCALE_HALF); }
   // A scale whose lowest byte, which 16 bits leave empty, is the zero point.
   static __device__ __forceinline__ float with_zero(u32 bits, u32 zero) {
-    return ZERO ? __uint_as_float(__float_as_uint(as_float(bits)) | zero) : as_float(bits);
+    return ZERO ? __uint_as_float(__float_as_uint(scale_value(bits)) | zero) : scale_value(bits);
   }
   struct Four {
     u32 bits[FOUR], zeros;  // zeros: a byte each
@@ -80,6 +81,30 @@ struct Format : FourBits {
   static __device__ __forceinline__ float zero_of(float scale) { return (float)((int)(__float_as_uint(scale) & 255u) - 8); }
   static __device__ __forceinline__ float scale_of(float scale) {
     return ZERO ? __uint_as_float(__float_as_uint(scale) & ~255u) : scale;
+  }
+};
+#endif
+// Weights as they are unpacked into memory, eight neighbours a thread: exact in float32, rounded where they are stored. width: of a row,
+// whole groups. The parameters are those of bitsandbytes' formats.
+template <bool>
+struct Unpacked {
+  typedef u32 Word;
+  const void* scale;
+  const u8* zero;
+  u32 each;
+  __device__ __forceinline__ Unpacked(const void* scale, const void* second, const float*, const float*, const float*, int width, int)
+      : scale(scale), zero((const u8*)second), each((GROUP ? GROUP : width) / 8) {}
+  struct Scale {
+    float scale, bias;
+  };
+  __device__ __forceinline__ Scale scale_at(i64 at) const {
+    const u32 group = (u32)(at >> 3) / each;
+    return {scale_value(scale_bits(scale, group)), 8388608.f + (ZERO ? (float)__ldg(zero + group) : 8.f)};
+  }
+  // 2^23 + q is an exponent and these bits.
+  __device__ __forceinline__ void values(float* v, Word word, Scale scale) const {
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = (__uint_as_float(0x4b000000u | (word >> (4 * (i ^ 1)) & 15)) - scale.bias) * scale.scale;
   }
 };
 #endif

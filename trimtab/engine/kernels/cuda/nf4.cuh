@@ -105,4 +105,38 @@ struct Format : FourBits {
   };
 #endif
 };
+// Weights as they are unpacked into memory, eight neighbours a thread, rounded as bitsandbytes rounds: code * scale once, and with
+// SCALES_OF_SCALES the scale after each of its two operations. shift: of values that share a scale.
+template <bool SCALES_OF_SCALES>
+struct Unpacked {
+  typedef u32 Word;  // of eight values
+  const void* scale;
+  const float *outer, *offset, *code2;
+  int shift, outer_shift;
+  const float* own;  // of each lane's own: no two lanes meet in a bank
+  __device__ __forceinline__ Unpacked(const void* scale, const void* second, const float* offset, const float* code2, const float* code,
+                                      int shift, int outer_shift)
+      : scale(scale), outer((const float*)second), offset(offset), code2(code2), shift(shift), outer_shift(outer_shift) {
+    __shared__ float table[16 * 32];
+    for (int i = threadIdx.x; i < 16 * 32; i += blockDim.x) table[i] = code[i >> 5];
+    __syncthreads();
+    own = table + (threadIdx.x & 31);
+  }
+  struct Scale {
+    float scale;
+  };
+  __device__ __forceinline__ Scale scale_at(i64 at) const {
+    const i64 block = at >> shift;
+    if (!SCALES_OF_SCALES) return {__ldg((const float*)scale + block)};
+    return {__fadd_rn(__fmul_rn(__ldg(code2 + ((const u8*)scale)[block]), __ldg(outer + (block >> outer_shift))), __ldg(offset))};
+  }
+  __device__ __forceinline__ void values(float* v, Word word, Scale scale) const {
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      const u32 byte = word >> (8 * b) & 255;
+      v[2 * b] = own[(byte >> 4) * 32] * scale.scale;
+      v[2 * b + 1] = own[(byte & 15) * 32] * scale.scale;
+    }
+  }
+};
 #endif
