@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,13 @@ def empty_model(config: Any, size: str = "e4b") -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
-    """Write the checkpoint as shards with an index, made tensor by tensor on the device."""
+def write_checkpoint(
+    size: str, folder: Path, *, device: str = "cuda", config: Any = None, packed: Callable[[str, Any], dict[str, Any]] | None = None
+) -> Path:
+    """Write the checkpoint as shards with an index, made tensor by tensor on the device. config: a changed one of this size. packed:
+    the tensors of a weight in another format by name, none for one that is not packed."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(size)
+    config = config_of(size) if config is None else config
     config.dtype, config.architectures = torch.bfloat16, [CLASSES[size]]
     model = empty_model(config, size)
     depth = config.get_text_config().num_hidden_layers
@@ -107,14 +111,16 @@ def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
     for name, empty in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        tensor = _value(name, empty, depth, generator, device)
-        if held + tensor.nbytes > SHARD_BYTES and shards[-1]:
+        made = {} if packed is None else packed(name, empty)
+        made = made or {name: _value(name, empty, depth, generator, device)}
+        nbytes = sum(tensor.nbytes for tensor in made.values())
+        if held + nbytes > SHARD_BYTES and shards[-1]:
             _save(shards[-1], folder, len(shards))
             shards[-1] = dict.fromkeys(shards[-1], torch.empty(0))
             shards.append({})
             held = 0
-        shards[-1][name] = tensor.cpu()
-        held += tensor.nbytes
+        shards[-1] |= {part: tensor.cpu() for part, tensor in made.items()}
+        held += nbytes
     _save(shards[-1], folder, len(shards))
     weight_map = {name: f"model-{i:05d}.safetensors" for i, shard in enumerate(shards, 1) for name in shard}
     index = {"metadata": {}, "weight_map": weight_map}

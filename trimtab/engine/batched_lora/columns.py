@@ -104,7 +104,7 @@ def unpack_extended(packed: Packed, B: Tensor, before: int, wide: int, out: Tens
     high, width = packed.shape
     values = high * width
     weight = out.view(-1)[: high * wide].view(high, wide)
-    assert prompt_kernels.can_unpack(packed) and packed.dtype == out.dtype == torch.bfloat16
+    assert prompt_kernels.can_unpack(packed) and prompt_kernels.fits_type(packed, out.dtype) and out.dtype == torch.bfloat16
     assert width % 8 == 0 and wide % 8 == 0 and wide >= width + PARTS * (before + B.shape[1]) and B.is_contiguous()
     own, name = prompt_kernels.unpacking(packed, module)
     own.launch(
@@ -197,7 +197,7 @@ class AdapterColumns:
         # The plan counts an extended input that is at most twice x (planning/memory/activations.py).
         if wide > 2 * leaf.in_features or room is None or room.numel() < leaf.out_features * wide:
             return None
-        if packed.dtype != x.dtype or not prompt_kernels.can_unpack(packed):
+        if not prompt_kernels.fits_type(packed, x.dtype) or not prompt_kernels.can_unpack(packed):
             return None
         extended = self._extended(x, flat, adapters, is_last=place == len(members) - 1)
         B = adapters[place].B

@@ -84,6 +84,11 @@ def can_unpack(packed: Packed) -> bool:
     return values % 32 == 0 and all(size >= 32 and size & (size - 1) == 0 for size in sizes)
 
 
+def fits_type(packed: Packed, dtype: torch.dtype) -> bool:
+    """Whether a weight may be unpacked in this type: bitsandbytes' only in its own, others are cast afterwards."""
+    return packed.dtype == dtype or "scale" in packed.parts
+
+
 def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> Tensor:
     """Return the dequantized weight [D_out, D_in] in the memory of `out` (as many values or more, of its dtype)."""
     values = packed.shape[0] * packed.shape[1]
@@ -109,7 +114,7 @@ def unpack_arguments(packed: Packed, weight: Tensor) -> list[nvrtc.Argument]:
     sizes = [packed.blocksize.bit_length() - 1, packed.nested_blocksize.bit_length() - 1] if codes else [packed.shape[1], 0]
     return [
         *layouts.tensors(packed), codes.get("nested_code"), codes.get("code"), nvrtc.Long(packed.shape[0] * packed.shape[1]),
-        *sizes, weight, int(packed.dtype == torch.float16),
+        *sizes, weight, int(weight.dtype == torch.float16),
     ]  # fmt: skip
 
 
@@ -255,9 +260,9 @@ class PromptKernels:
             if x.numel() // x.shape[-1] < LEAST_TOKENS or x.dtype not in _TYPES:
                 return original(x)
             packed = leaf.packed()
-            if packed.dtype != x.dtype or not can_unpack(packed):
+            if not fits_type(packed, x.dtype) or not can_unpack(packed):
                 return original(x)
-            return functional.linear(x, unpack(packed, self._weight(packed), self.module), leaf.bias)
+            return functional.linear(x, unpack(packed, self._weights[x.dtype], self.module), leaf.bias)
 
         return base
 
@@ -267,9 +272,6 @@ class PromptKernels:
             dtype, values = leaf.dtype, leaf.out_features * (leaf.in_features + columns)
             if self.unpacks and (dtype not in self._weights or self._weights[dtype].numel() < values):
                 self._weights[dtype] = torch.empty(values, dtype=dtype, device=leaf.device)
-
-    def _weight(self, packed: Packed) -> Tensor:
-        return self._weights[packed.dtype]
 
     def room(self, dtype: torch.dtype) -> Tensor | None:
         """Return the memory that weights of a type are unpacked into, None if there is none."""
@@ -312,12 +314,12 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
             return chosen
         with torch.no_grad():
             if leaves:
-                why = "no layer is in a form that it reads" if leaf is None else wrong_unpack(leaf.packed(), module)
+                why = "no layer is in a form that it reads" if leaf is None else wrong_unpack(leaf.packed(), module, dtype)
                 chosen.unpacks = _passed(chosen, "unpacked 4-bit weights", why)
             why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
             chosen.adds = _passed(chosen, "adapters of a prompt", why)
             if chosen.unpacks and leaf is not None:
-                chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module), device)
+                chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module, dtype), device)
             if chosen.adds:
                 chosen.adds = _pays(chosen, "adapters of a prompt", *_add_runs(width, dtype, module), device)
         if chosen.adds and (chosen.unpacks or not leaves):
@@ -372,9 +374,9 @@ def chosen_with_short_ops(
     return kernels, short
 
 
-def wrong_unpack(packed: Packed, module: nvrtc.Module) -> str | None:
-    """Return why the kernel's weight is not bitsandbytes' own, bit for bit, None if it is."""
-    expected = dequantize(packed)
+def wrong_unpack(packed: Packed, module: nvrtc.Module, dtype: torch.dtype | None = None) -> str | None:
+    """Return why the kernel's weight is not that of its format's own library, bit for bit, None if it is. dtype: as `fits_type`."""
+    expected = dequantize(packed).to(dtype if dtype is not None and fits_type(packed, dtype) else packed.dtype)
     actual = unpack(packed, torch.full_like(expected, float("nan")), module)
     if torch.equal(actual, expected):
         return None
@@ -436,8 +438,9 @@ def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence
     return None
 
 
-def _unpack_runs(packed: Packed, module: nvrtc.Module) -> tuple[Callable[[], object], Callable[[], object]]:
-    out = torch.empty(packed.shape[0] * packed.shape[1], dtype=packed.dtype, device=module.device)
+def _unpack_runs(packed: Packed, module: nvrtc.Module, dtype: torch.dtype) -> tuple[Callable[[], object], Callable[[], object]]:
+    dtype = dtype if fits_type(packed, dtype) else packed.dtype
+    out = torch.empty(packed.shape[0] * packed.shape[1], dtype=dtype, device=module.device)
     return lambda: unpack(packed, out, module), lambda: dequantize(packed)
 
 

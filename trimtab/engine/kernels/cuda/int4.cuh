@@ -11,6 +11,8 @@ __device__ __forceinline__ u32 scale_bits(const void* scale, size_t at) {
   return WIDE_SCALE ? __float_as_uint(__ldg((const float*)scale + at)) : (u32)__ldg((const u16*)scale + at);
 }
 __device__ __forceinline__ float scale_value(u32 bits) { return WIDE_SCALE ? __uint_as_float(bits) : value((u16)bits, SCALE_HALF); }
+// A value in the type of 16-bit scales, which is the weight's own, where the model computes in another.
+__device__ __forceinline__ float as_weight(float v, int half) { return WIDE_SCALE || SCALE_HALF == half ? v : rounded(v, SCALE_HALF); }
 #ifdef WHOLE
 struct Format : FourBits {
   static constexpr int SCALES = GROUP == 32 ? 2 : 1;
@@ -102,9 +104,9 @@ struct Unpacked {
     return {scale_value(scale_bits(scale, group)), 8388608.f + (ZERO ? (float)__ldg(zero + group) : 8.f)};
   }
   // 2^23 + q is an exponent and these bits.
-  __device__ __forceinline__ void values(float* v, Word word, Scale scale) const {
+  __device__ __forceinline__ void values(float* v, Word word, Scale scale, int half) const {
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = (__uint_as_float(0x4b000000u | (word >> (4 * (i ^ 1)) & 15)) - scale.bias) * scale.scale;
+    for (int i = 0; i < 8; i++) v[i] = as_weight((__uint_as_float(0x4b000000u | (word >> (4 * (i ^ 1)) & 15)) - scale.bias) * scale.scale, half);
   }
 };
 #endif

@@ -130,7 +130,7 @@ struct Unpacked {
     if (!SCALES_OF_SCALES) return {__ldg((const float*)scale + block)};
     return {__fadd_rn(__fmul_rn(__ldg(code2 + ((const u8*)scale)[block]), __ldg(outer + (block >> outer_shift))), __ldg(offset))};
   }
-  __device__ __forceinline__ void values(float* v, Word word, Scale scale) const {
+  __device__ __forceinline__ void values(float* v, Word word, Scale scale, int) const {
 #pragma unroll
     for (int b = 0; b < 4; b++) {
       const u32 byte = word >> (8 * b) & 255;

@@ -30,7 +30,7 @@ __device__ __forceinline__ void unpack_values(
     const i64 at = first + k * 2048;
     if (at >= values) break;
     float v[8];
-    own.values(v, words[k], scales[k]);
+    own.values(v, words[k], scales[k], half);
     i64 to = at;
     if (APART) {
       const u32 piece = (u32)(at >> 3), each = (u32)width >> 3, row = piece / each;
