@@ -1,8 +1,8 @@
-"""How fast do the formats of publishers decode and read prompts, against bitsandbytes' NF4 of the same model, in one run on one GPU?
+"""How fast are the formats of publishers against bitsandbytes' NF4 of the same model, in one run on one GPU?
 
-    python -m bench.formats --work FOLDER --save bench/results/formats.json [--models e4b,qwen3-8b] [--cases e4b:ct-g32,...] [--layers N]
+    python -m bench.formats --work FOLDER --save bench/results/formats.json [--models e4b,...] [--cases e4b:ct-g32,...] [--layers N]
 
-Checkpoints have random weights and real sizes; only the decoder's linear layers are packed. An adapter of rank 8 is on. Each case is a
+Checkpoints have random weights and real sizes; the decoder's linear layers are packed. An adapter of rank 8 is on. Each case is a
 process, and one that has a row in the file is not run again (`--again`). A row: `tok_s` of an answer behind a prompt of 512 tokens,
 `first_ms` of its first token, `weights_gib`, `mode` of the planned step. A short table is printed last.
 """
@@ -10,6 +10,7 @@ process, and one that has a row in the file is not run again (`--again`). A row:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT, DEVICE = 512, 256, 5, 1024, "cuda"
-DECODER = re.compile(r"(model\.language_model\.|model\.)(layers\.\d+\.|per_layer_model).*(_proj|_gate|_projection)\.weight")
 # Standard deviation of 4-bit values that are drawn evenly, less 8; with a zero point drawn evenly too.
 _SPREAD, _SPREAD_ZERO = 4.6, 6.5
+_SEVENS = 0x77777777  # zero points of 8, each stored less one
 Tensors = dict[str, Any]
 
 
@@ -62,7 +63,8 @@ def _gptq(stem: str, rows: int, columns: int, group: int) -> Tensors:
     import torch
 
     return {
-        f"{stem}qweight": _words(columns // 8, rows), f"{stem}qzeros": torch.full((columns // group, rows // 8), 0x77777777, dtype=torch.int32),
+        f"{stem}qweight": _words(columns // 8, rows),
+        f"{stem}qzeros": torch.full((columns // group, rows // 8), _SEVENS, dtype=torch.int32),
         f"{stem}scales": _scales(columns // group, rows, columns, _SPREAD, "float16"),
         f"{stem}g_idx": torch.arange(columns, dtype=torch.int32) // group,
     }  # fmt: skip
@@ -118,27 +120,27 @@ def config_of(size: str, layers: int | None) -> Any:
 
 
 def write(size: str, form: str, folder: Path, layers: int | None) -> Path:
-    """Write a checkpoint of this form, the unquantized one for NF4, which is made while it is loaded."""
+    """Write a checkpoint of this form, and its adapter."""
     from bench import checkpoints
 
     if (folder / "done").exists():
         return folder
     config = config_of(size, layers)
     if form == "nf4-dq":
-        checkpoints.write_checkpoint(size, folder, config=config, device=DEVICE)
+        checkpoints.write_checkpoint(size, folder, config=config, device=DEVICE, packed=True)
     else:
         settings, make, group, dtype = FORMS[form]
 
         def packed(name: str, empty: Any) -> Tensors:
-            if empty.dim() != 2 or not DECODER.fullmatch(name):
+            if empty.dim() != 2 or not re.search(checkpoints.PACKED, name):
                 return {}
             return make(name.removesuffix("weight"), *empty.shape, group)
 
-        checkpoints.write_checkpoint(size, folder, config=config, packed=packed, device=DEVICE)
+        checkpoints.write_checkpoint(size, folder, config=config, made_of=packed, device=DEVICE)
         file = folder / "config.json"
         whole = json.loads(file.read_text(encoding="utf-8")) | {"quantization_config": settings, "dtype": dtype}
         file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
-    checkpoints.write_adapter(folder, folder / "r8", 8)
+    checkpoints.write_adapter(folder, folder / "r8", 8, size=size)
     (folder / "done").touch()
     return folder
 
@@ -154,9 +156,8 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
 
     folder = write(size, form, work / f"{size}-{form}-{layers or 'all'}", layers)
     torch.cuda.empty_cache()
-    quant = {"quant": form} if form == "nf4-dq" else {}
     start = time.perf_counter()
-    plan = trimtab.plan(folder, adapters={"r8": folder / "r8"}, context=CONTEXT, place={"*": "resident"}, **quant)
+    plan = trimtab.plan(folder, adapters={"r8": folder / "r8"}, context=CONTEXT, place={"*": "resident"})
     row: dict[str, Any] = {"model": size, "form": form, "layers": layers, "quant": plan.request.quant}
     row |= {
         "mode": plan.execution.step.mode,
@@ -167,9 +168,12 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
         row["load_s"] = round(time.perf_counter() - start, 1)
         if tunes:
             row["tuned"] = _tuned(model)
-        prompt = text_inputs(model.hf_model.config, PROMPT_TOKENS, device=DEVICE)["input_ids"][0].tolist()
+        numbers = itertools.count(3)
 
         def answer(count: int) -> float:
+            # No prompt comes twice: its keys and values might be kept.
+            inputs = text_inputs(model.hf_model.config, PROMPT_TOKENS, device=DEVICE, seed=next(numbers))
+            prompt = inputs["input_ids"][0].tolist()
             torch.cuda.synchronize()
             began = time.perf_counter()
             given = model.answer_inputs(model.prepare(prompt), trimtab.GenerateRequest(max_new_tokens=count), adapter="r8")

@@ -23,7 +23,7 @@ MOST_PARTS = 2**21
 _FIXED_BYTES = 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
 # A batch is four blocks of 64; a row of sums has four places more than it needs.
 _BATCH, _STRIDE = 4, 20
-# "cut" or, of other formats than bitsandbytes', its layout, outputs of each member, columns, rows of x, whether two members are multiplied.
+# "cut" or another layout than bitsandbytes'; outputs of each member, columns, rows of x, whether two members are multiplied.
 CutKey = tuple[str, tuple[int, ...], int, int, bool]
 
 
@@ -46,7 +46,8 @@ class Layout:
 
 # By name: `StoredFormat.layout`.
 LAYOUTS = {
-    "nf4": Layout(), "int4": Layout(first_bytes=32768, value_bytes=0.53), "int4-zp": Layout(has_zero=True, first_bytes=32768, value_bytes=0.54),
+    "nf4": Layout(),
+    "int4": Layout(first_bytes=32768, value_bytes=0.53), "int4-zp": Layout(has_zero=True, first_bytes=32768, value_bytes=0.54),
     "int4-2": Layout(scales=2, first_bytes=32768, value_bytes=0.5625),
     "int4-2-zp": Layout(scales=2, has_zero=True, first_bytes=32768, value_bytes=0.594),
 }  # fmt: skip

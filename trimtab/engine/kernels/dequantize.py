@@ -101,8 +101,8 @@ def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> T
 
 
 def unpacking(packed: Packed, module: nvrtc.Module) -> tuple[nvrtc.Module, str]:
-    """Return the module with the unpacking kernels of a weight's layout, and the end of their names. Outside a capture where it is the
-    first of its layout."""
+    """Return the module with the kernels that unpack a weight's layout, and the end of their names. Where it is the first of its
+    layout they are compiled: not within a capture."""
     if "absmax" in packed.parts:
         return module, "nested" if "nested_absmax" in packed.parts else "plain"
     return module.variant(layouts.options(packed)), "plain"
