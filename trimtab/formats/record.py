@@ -84,6 +84,8 @@ class StoredFormat:
         """Its name to trimtab's kernels (`LAYOUTS` in engine/cuda/launch_config.py), None if they do not read it."""
         if self.family == "codebook":
             return "nf4"
+        if self.family == "float8":
+            return "fp8" if self.block[1] in (0, 64, 128) or self.block[1] % 256 == 0 else None
         is_known = self.group in (32, 64, 128) or self.group % 256 == 0
         if self.family != "grouped" or self.bits != 4 or self.has_index or not is_known:
             return None

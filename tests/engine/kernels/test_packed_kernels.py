@@ -11,9 +11,9 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
-from trimtab.formats.record import stored_format
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 CPU = torch.device("cpu")
@@ -25,6 +25,9 @@ FORMS = {
     "int4-g128-zp": BF16,
     "int4-row": BF16,
     "int4-g64-f32": torch.float32,
+    "fp8-128x128": BF16,
+    "fp8-row": BF16,
+    "fp8-tensor": BF16,
 }
 
 
@@ -49,13 +52,13 @@ def test_exact_weights_round_to_those_of_the_format(form):
     (packed,) = weights_of(form, [40], 320)
     ours = layouts.decoded(packed, range(40), torch.float64)
     assert torch.equal(ours[8:24], layouts.decoded(packed, range(8, 24), torch.float64))
-    rounded = ours.float() if stored_format(form).scale_bytes == 4 else ours.to(FORMS[form])
+    rounded = ours.float() if form.endswith("f32") or form.startswith("fp8") else ours.to(FORMS[form])
     assert torch.equal(rounded.to(BF16), dequantize(packed))
 
 
 @pytest.mark.parametrize("form, columns, n", [
     ("int4-g32", 192, 3), ("int4-g32", 256, 8), ("int4-g128", 256, 1), ("int4-g32-zp", 256, 2), ("int4-g128-zp", 320, 6),
-    ("int4-row", 256, 1), ("int4-g64-f32", 256, 4),
+    ("int4-row", 256, 1), ("int4-g64-f32", 256, 4), ("fp8-128x128", 512, 1), ("fp8-row", 256, 5), ("fp8-tensor", 256, 3),
 ])  # fmt: skip
 def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, n):
     """x has a mean, which zero points of a group multiply; rows are no multiple of 16, groups end within a row."""
@@ -75,7 +78,7 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
         assert (out != own).float().mean() < 0.02
 
 
-@pytest.mark.parametrize("form, n", [("int4-g32", 1), ("int4-g32", 4), ("int4-g32-zp", 8), ("int4-g128", 1)])
+@pytest.mark.parametrize("form, n", [("int4-g32", 1), ("int4-g32", 4), ("int4-g32-zp", 8), ("int4-g128", 1), ("fp8-128x128", 1)])
 def test_weights_held_in_registers_give_the_same_product(products, form, n):
     group, x = weights_of(form, [64], 512), torch.randn(n, 512).bfloat16()
     cut = next(one for one in matvec.ways(group, n, products) if one.held and one.splits == 2)
@@ -115,7 +118,7 @@ def prompts():
 
 @pytest.mark.parametrize("form, columns, dtype", [
     ("int4-g32", 320, BF16), ("int4-g128-zp", 256, BF16), ("int4-g32-zp", 96, BF16), ("int4-g32", 64, HALF), ("int4-row", 40, BF16),
-    ("int4-g64-f32", 64, BF16),
+    ("int4-g64-f32", 64, BF16), ("fp8-128x128", 200, BF16), ("fp8-row", 64, BF16), ("fp8-tensor", 64, BF16),
 ])  # fmt: skip
 def test_unpacked_weights_have_the_bits_of_the_format(prompts, form, columns, dtype):
     (packed,) = weights_of(form, [50], columns, dtype if form.endswith("f32") else FORMS[form])
@@ -129,3 +132,21 @@ def test_unpacked_weights_have_the_bits_of_the_format(prompts, form, columns, dt
 def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
     (packed,) = weights_of("int4-g128", [8], 320)
     assert not prompt_kernels.can_unpack(packed)
+
+
+# Many rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form, n, dtype", [
+    ("int4-g32", 9, BF16), ("int4-g128-zp", 33, BF16), ("int4-g32-zp", 17, BF16), ("int4-row", 9, BF16), ("int4-g64-f32", 9, HALF),
+])  # fmt: skip
+def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
+    module = run.CpuModule(many_rows.source(), many_rows.NAMES, order=7)
+    module.variant_names = ("rows_product_16", "rows_product_32", "rows_product_64")
+    own = dtype if form.endswith("f32") else FORMS[form]
+    group = weights_of(form, [130, 24], 512, own)
+    assert not any(many_rows.why_not(one, dtype) for one in group)
+    x, out = torch.randn(n, 512).to(dtype), torch.full((n, 154), math.nan, dtype=dtype)
+    many_rows.linear(x, group, out, module=module)
+    wanted = x.double() @ torch.cat([dequantize(one).to(dtype) for one in group]).double().T
+    assert tuning.relative_error(out, wanted) < torch.finfo(dtype).eps / 2

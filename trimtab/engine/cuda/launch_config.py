@@ -32,8 +32,8 @@ class Layout:
     """What the kernels' shared memory and registers depend on in a format (cuda/nf4.cuh and the headers beside it).
 
     block_bytes: of 64 values of a row. scales: of 64 values. has_zero: whether groups have zero points. first_bytes: of a table of
-    codes, or of room for A x. pads: behind each row of a stage, up to 4 rows of x and beyond. value_bytes: of one value with its
-    scale, about.
+    codes, or of room for A x. pads: behind each row of a stage, up to few_rows rows of x and beyond. value_bytes: of one value with
+    its scale, about. whole: values of which rows must be a multiple.
     """
 
     block_bytes: int = 32
@@ -41,6 +41,8 @@ class Layout:
     has_zero: bool = False
     first_bytes: int = 65536
     pads: tuple[int, int] = (64, 32)
+    few_rows: int = 4
+    whole: int = BLOCK
     value_bytes: float = 0.516
 
 
@@ -50,6 +52,7 @@ LAYOUTS = {
     "int4": Layout(first_bytes=32768, value_bytes=0.53), "int4-zp": Layout(has_zero=True, first_bytes=32768, value_bytes=0.54),
     "int4-2": Layout(scales=2, first_bytes=32768, value_bytes=0.5625),
     "int4-2-zp": Layout(scales=2, has_zero=True, first_bytes=32768, value_bytes=0.594),
+    "fp8": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, whole=256, value_bytes=1.0),
 }  # fmt: skip
 
 
@@ -89,13 +92,13 @@ class LaunchConfig:
     @property
     def stage_bytes(self) -> int:
         layout = LAYOUTS[self.layout]
-        return 16 * (-(-self.piece * layout.block_bytes // 128) * 128 + layout.pads[self.n > 4])
+        return 16 * (-(-self.piece * layout.block_bytes // 128) * 128 + layout.pads[self.n > layout.few_rows])
 
     def needed_bytes(self, n: int) -> int:
         """Return the shared memory that the kernel uses with n rows of x (its layout is in matvec4.cu)."""
         layout = LAYOUTS[self.layout]
         scales = self.units * 16 * ((self.chunk // _BATCH * layout.scales) | 1) * 16
-        factors = self.chunk * 4 * (n if n <= 4 else MAX_ROWS) * (1 + layout.scales * layout.has_zero)
+        factors = self.chunk * 4 * (n if n <= layout.few_rows else MAX_ROWS) * (1 + layout.scales * layout.has_zero)
         sums = self.units * self.k_warps * n * _STRIDE * 4
         x = n * (self.chunk // 2 * 288 + 16)
         return layout.first_bytes + _FIXED_BYTES + self.stages * self.stage_bytes + scales + x + factors + sums

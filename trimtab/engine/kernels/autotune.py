@@ -115,6 +115,12 @@ class RandomWeights:
         return Packed(self.kind, (rows, columns), dtype, parts, self.codes)
 
     def _grouped(self, rows: int, columns: int, form: StoredFormat) -> dict[str, Tensor]:
+        if form.family == "float8":
+            high, wide = form.block
+            count = (-(-rows // high) if high else 1, -(-columns // wide) if wide else 1)
+            values = torch.randn(rows, columns, device=self.device, generator=self.generator) * 100
+            scale = torch.rand(count, device=self.device, generator=self.generator) * 0.001
+            return {"weight": values.clamp(-448, 448).to(torch.float8_e4m3fn), "scale": scale}
         groups = form.groups(columns)
         scale = torch.rand(rows, groups, device=self.device, generator=self.generator) * 0.01
         parts = {"weight": self._bytes(rows * columns * form.bits // 8).view(rows, -1), "scale": scale.to(self.scale_dtype)}

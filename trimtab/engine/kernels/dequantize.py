@@ -77,7 +77,10 @@ def can_unpack(packed: Packed) -> bool:
     if layouts.layout(packed) is None or packed.dtype not in _TYPES:
         return False
     if "scale" in packed.parts:
-        group = stored_format(packed.kind).group
+        form = stored_format(packed.kind)
+        if form.family == "float8":
+            return packed.shape[1] % 8 == 0
+        group = form.group
         return packed.shape[1] % 8 == 0 and packed.shape[1] % (group or 1) == 0
     sizes = [packed.blocksize] + ([packed.nested_blocksize] if "nested_absmax" in packed.parts else [])
     values = packed.shape[0] * packed.shape[1]
@@ -302,7 +305,17 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
         leaves = four_bit(hf_model)
         leaf = tried_leaf(leaves)
         width = hf_model.config.get_text_config().hidden_size
-        form = None if leaf is None else (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts))
+        form = (
+            None
+            if leaf is None
+            else (
+                leaf.quant_kind,
+                leaf.out_features,
+                leaf.in_features,
+                sorted(leaf.packed().parts),
+                *layouts.scale_type(leaf.packed()),
+            )
+        )
         checks, key = KeptChecks.of(device), ("kernels of a prompt", str(dtype), form, width)
         for one in {other.quant_kind: other for other in leaves}.values():
             unpacking(one.packed(), module)  # a capture finds it compiled

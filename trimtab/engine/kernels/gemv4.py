@@ -306,8 +306,9 @@ def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n
         return layouts.why_not(packed)
     if dtype not in layouts.TYPES:
         return f"the activation is {dtype}, not bfloat16 or float16"
-    if len(packed.shape) != 2 or packed.shape[1] % BLOCK:
-        return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {BLOCK}"
+    size = cuts.LAYOUTS[layouts.layout(packed) or ""].whole
+    if len(packed.shape) != 2 or packed.shape[1] % size:
+        return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {size}"
     if not 1 <= n <= MAX_ROWS:
         return f"{n} rows, not 1 to {MAX_ROWS}"
     if "code" in packed.codes and float(packed.codes["code"].abs().max()) > 2:

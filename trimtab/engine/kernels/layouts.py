@@ -16,8 +16,8 @@ from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, stored_format
 
 TYPES = (torch.bfloat16, torch.float16)
 # One header a family of formats, each compiled where FORMAT names it.
-HEADERS = ("nf4.cuh", "int4.cuh")
-_FORMATS = {"codebook": 0, "grouped": 1}
+HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh")
+_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2}
 
 
 def source(name: str) -> str:
@@ -36,12 +36,19 @@ def options(packed: Packed) -> tuple[str, ...]:
     number = _FORMATS[form.family]
     if form.family == "codebook":
         return (f"-DNESTED={'nested_absmax' in packed.parts:d}",)
-    scale = packed.parts["scale"].dtype
-    facts = {
-        "FORMAT": number, "GROUP": form.group, "SCALE_HALF": scale == torch.float16, "WIDE_SCALE": scale == torch.float32,
-        "ZERO": form.has_zero,
-    }  # fmt: skip
+    facts: dict[str, int] = {"FORMAT": number}
+    if form.family == "float8":
+        facts |= {"HIGH": form.block[0], "GROUP": form.block[1], "SCALE_HALF": packed.dtype == torch.float16}
+    else:
+        scale = packed.parts["scale"].dtype
+        facts |= {"GROUP": form.group, "SCALE_HALF": scale == torch.float16, "WIDE_SCALE": scale == torch.float32}
+        facts |= {"ZERO": form.has_zero}
     return tuple(f"-D{name}={value:d}" for name, value in facts.items())
+
+
+def scale_type(packed: Packed) -> tuple[str, ...]:
+    """Return the type of a weight's scales, nothing where its format names it."""
+    return (str(packed.parts["scale"].dtype),) if "scale" in packed.parts else ()
 
 
 def tensors(packed: Packed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -82,6 +89,11 @@ def decoded(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
         return _codes(packed, rows, dtype)
     parts, form, columns = packed.parts, stored_format(packed.kind), packed.shape[1]
     part = slice(rows.start, rows.stop)
+    if form.family == "float8":
+        high, wide = form.block
+        of_row = torch.arange(rows.start, rows.stop, device=parts["scale"].device) // (high or packed.shape[0])
+        of_column = torch.arange(columns, device=parts["scale"].device) // (wide or columns)
+        return parts["weight"][part].to(torch.float32).to(dtype) * parts["scale"].to(dtype)[of_row][:, of_column]
     data = parts["weight"][part]
     values = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)[:, :columns].to(dtype)
     group = torch.arange(columns, device=data.device) // (form.group or columns)

@@ -109,4 +109,33 @@ struct Unpacked {
     for (int i = 0; i < 8; i++) v[i] = as_weight((__uint_as_float(0x4b000000u | (word >> (4 * (i ^ 1)) & 15)) - scale.bias) * scale.scale, half);
   }
 };
+// As in nf4.cuh: in a stage the scales of 128 rows, then their zero points.
+struct Many {
+  static constexpr int COUNT = GROUP == 32 || GROUP == 64 || GROUP == 128 ? 256 / (GROUP ? GROUP : 1) : 1;  // of 256 columns
+  static constexpr int EACH = COUNT * (WIDE_SCALE ? 4 : 2), ROW_BYTES = EACH + (ZERO ? COUNT : 0), FRONT = 16 * 32 + 256;
+  struct Scale {
+    float scale, bias;
+  };
+  __device__ __forceinline__ Many(const Member&, float*) {}
+  __device__ __forceinline__ void prepare(const float*, const float*) const {}
+  __device__ __forceinline__ void begin(Member) const {}
+  __device__ __forceinline__ float outer(Member, int, int, int, int) const { return 0.f; }
+  __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int blocks, int chunk) const {
+    const int groups = GROUP ? (blocks * 64 + GROUP - 1) / (GROUP ? GROUP : 1) : 1;
+    const size_t at = (size_t)row * groups + (GROUP ? chunk * 256 / (GROUP ? GROUP : 1) : 0);
+    copy_few<EACH>(to + place * EACH, (const u8*)own.scale + at * (WIDE_SCALE ? 4 : 2));
+    if constexpr (ZERO) copy_few<COUNT>(to + 128 * EACH + place * COUNT, (const u8*)own.second + at);
+  }
+  __device__ __forceinline__ Scale scale(const u8* scales, int place, int piece, float) const {
+    const int which = piece * COUNT / 8;
+    const u8* own = scales + place * EACH;
+    const u32 bits = WIDE_SCALE ? *((const u32*)own + which) : (u32) * ((const u16*)own + which);
+    return {scale_value(bits), 8388608.f + (ZERO ? (float)scales[128 * EACH + place * COUNT + which] : 8.f)};
+  }
+  __device__ __forceinline__ void values(float& v0, float& v1, u32 word, int k, Scale scale, int half) const {
+    const u32 byte = word >> (8 * k);
+    v0 = as_weight((__uint_as_float(0x4b000000u | (byte >> 4 & 15)) - scale.bias) * scale.scale, half);
+    v1 = as_weight((__uint_as_float(0x4b000000u | (byte & 15)) - scale.bias) * scale.scale, half);
+  }
+};
 #endif

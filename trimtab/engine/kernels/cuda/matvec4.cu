@@ -694,7 +694,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
         float c[PASSES][4] = {}, d[PASSES][4] = {};
 #pragma unroll
         for (int q = 0; q < 4; q++) {
-          const u32 w0 = Format::word(v0, q), w1 = Format::word(v1, q);
+          const auto w0 = Format::word(v0, q), w1 = Format::word(v1, q);
 #pragma unroll
           for (int p = 0; p < PASSES; p++) {
             if (has_x[p]) xa[p] = *(const uint4*)(x + q * 16);
@@ -721,7 +721,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
           float c[PASSES][4] = {};
 #pragma unroll
           for (int q = 0; q < 2; q++) {
-            const u32 w0 = Format::word(v0, 2 * k + q), w1 = Format::word(v1, 2 * k + q);
+            const auto w0 = Format::word(v0, 2 * k + q), w1 = Format::word(v1, 2 * k + q);
 #pragma unroll
             for (int p = 0; p < PASSES; p++) {
               mma_m16n8k16(c[p], TWO(w0, 0), TWO(w1, 0), TWO(w0, 1), TWO(w1, 1), q ? xb[p].x : xa[p].x, q ? xb[p].y : xa[p].y);
@@ -764,7 +764,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #pragma unroll 1
       for (int own_batch = kw; own_batch < batches; own_batch += a.k_warps) {
         const int batch = chunk * batches + own_batch;  // of the unit
-        if (batch >= a.chunk_blocks / UB) break;
+        if (batch * UB >= blocks) break;  // what no copy has filled may be NaN
         const u8 *from0 = ring_lane + stage * stage_bytes + own_batch * UB * BYTES, *from1 = from0 + 8 * stage_stride;
         const float* scale = scales + (u * 16 + g) * scale_stride + batch * UB * SCALES;
 #pragma unroll
@@ -931,7 +931,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2) matvec_held(PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
   GATHER
-  matvec<(Format::SCALES == 2 && ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1)>(a, shared);
+  matvec<(ROWS > Format::FEW_ROWS ? 1 : Format::SCALES == 2 && ROWS <= 2 ? 4 : 2)>(a, shared);
 }
 #else
 extern "C" __global__ void __launch_bounds__(768, 1) matvec_4(PARAMETERS) {
@@ -939,7 +939,7 @@ extern "C" __global__ void __launch_bounds__(768, 1) matvec_4(PARAMETERS) {
   GATHER
   if constexpr (Format::SCALES == 2)
     if (a.n <= 2) return matvec<4>(a, shared);
-  matvec<2>(a, shared);
+  matvec<(Format::FEW_ROWS ? 2 : 1)>(a, shared);
 }
 extern "C" __global__ void __launch_bounds__(768, 1) matvec_8(PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];

@@ -19,10 +19,19 @@ template <typename T>
 __device__ __forceinline__ T of(const T* member, int m) {
   return m == 0 ? member[0] : m == 1 ? member[1] : member[2];
 }
+// One weight to a product of many rows (rows.cu). second: scales of scales, or zero points.
+struct Member {
+  const u8* weight;
+  const void *scale, *second;
+  const float* offset;
+  const u16* bias;
+  int rows;
+};
 // What a lane has of a pair of blocks of 64 values in a row, four times 8 values. FEW: 32 neighbours, lanes 0 and 1 of the even block; else
 // 16 of each block. From memory that is read once, or from shared memory.
 struct FourBits {
   static constexpr int BYTES = 32, PAD_FEW = 64, PAD = 32;  // of 64 values; behind each row of a stage, against meeting in a bank
+  static constexpr int FEW_ROWS = 4;                        // of x, up to which a row of it has several columns
   typedef uint4 Lane;
   template <bool FEW>
   static __device__ __forceinline__ Lane streamed(const u8* p) { return FEW ? streamed_16(p) : streamed_8_8(p); }
@@ -137,6 +146,63 @@ struct Unpacked {
       v[2 * b] = own[(byte >> 4) * 32] * scale.scale;
       v[2 * b + 1] = own[(byte & 15) * 32] * scale.scale;
     }
+  }
+};
+// What a block of rows.cu needs to make weights of bytes: of 256 columns of a row at a time, as a stage has them. A lane has 32
+// neighbours, piece `piece` of 8. shared: from a multiple of 2048 on, codes of each lane's own so that no two lanes meet in a bank,
+// then codes of scales.
+struct Many {
+  static constexpr int ROW_BYTES = 16, FRONT = 16 * 32 + 256;  // bytes of scales of a row in a stage; floats in front of the stages
+  typedef float Scale;
+  float *table, *codes;
+  bool nested;
+  u32 mine;
+  float offset;
+  __device__ __forceinline__ Many(const Member& first, float* shared)
+      : table(shared), codes(shared + 16 * 32), nested(first.second != nullptr), mine(0), offset(0.f) {
+#ifndef TRIMTAB_CPU
+    mine = shared_address(table) + (threadIdx.x & 31) * 4;
+#endif
+  }
+  __device__ __forceinline__ void prepare(const float* code, const float* nested_code) {
+    for (int i = threadIdx.x; i < 16 * 32; i += blockDim.x) table[i] = __ldg(code + (i >> 5));
+    if (nested)
+      for (int i = threadIdx.x; i < 256; i += blockDim.x) codes[i] = __ldg(nested_code + i);
+  }
+  __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int blocks, int chunk) const {
+    const size_t at = (size_t)row * blocks + chunk * 4;
+    if (nested)
+      copy_async<4>(to + place * 4, (const u8*)own.scale + at);
+    else
+      copy_async<16>(to + place * 16, (const u8*)own.scale + at * 4);
+  }
+  // The member of the next pieces.
+  __device__ __forceinline__ void begin(Member own) { offset = nested ? __ldg(own.offset) : 0.f; }
+  // Of a scale: asked for before the stage is there.
+  __device__ __forceinline__ float outer(Member own, int row, int blocks, int chunk, int piece) const {
+    const int block = piece >> 1;
+    return nested ? __ldg((const float*)own.second + (int)(((i64)row * blocks + chunk * 4 + block) >> 8)) : 0.f;
+  }
+  __device__ __forceinline__ Scale scale(const u8* scales, int place, int piece, float outer) const {
+    const int block = piece >> 1;
+    const u8* own = scales + place * (nested ? 4 : 16);
+    return nested ? __fadd_rn(__fmul_rn(codes[own[block]], outer), offset) : *(const float*)(own + block * 4);
+  }
+  // The code of a nibble, from the lane's own copy: nibble times 128 bytes, then the lane's 4. The table begins at a multiple of 2048, so
+  // that nothing is added.
+  __device__ __forceinline__ float code_of(u32 shifted) const {
+#ifndef TRIMTAB_CPU
+    float v;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"((shifted & 0x780u) | mine));
+    return v;
+#else
+    return table[(threadIdx.x & 31) + (shifted & 0x780u) / 4];
+#endif
+  }
+  // The two values of byte k of a word. Byte 0 comes with what is above it: shifting it left then is another unit's work than masking it.
+  __device__ __forceinline__ void values(float& v0, float& v1, u32 word, int k, Scale scale, int) const {
+    const u32 byte = k ? __byte_perm(word, 0, 0x4440 + k) : word;
+    v0 = code_of(byte << 3) * scale, v1 = code_of(byte << 7) * scale;
   }
 };
 #endif
