@@ -38,6 +38,7 @@ FAMILIES = (
     "gemma4_dense",
     "qwen3",
     "gemma3",
+    "qwen3_5",
     pytest.param("qwen3_vl", marks=pytest.mark.slow),
     pytest.param("llama", marks=pytest.mark.slow),
 )

@@ -83,6 +83,7 @@ class DecodeStep:
         # The count of module exchanges at the last check whether a fused step is right for them, and the result.
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
+        self._live = -1  # rows that `cache.live` says
         self._tables = [
             module for module in self.model.hf_model.modules()
             if isinstance(module, tables.GatheredTable) and module.seen is None
@@ -99,6 +100,11 @@ class DecodeStep:
     def kernels(self) -> DeviceKernels:
         """The kernels of trimtab in the steps."""
         return self._choice.kernels
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether steps are made of a few kernels, or of their plain counterpart."""
+        return self._choice.is_fusable
 
     @property
     def is_captured(self) -> bool:
@@ -253,6 +259,8 @@ class DecodeStep:
         bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
         if self.is_invariant:
             bucket = self.rows
+        elif self.cache.has_recurrent and (self.mode == "graph" or self.fused_step() is None):
+            bucket = count  # modules advance the state of padding rows too, which may be placed ones
         padded = [*names, *[None] * (bucket - count)]
         step: Step = self._short
         kind = "modules"
@@ -381,6 +389,9 @@ class DecodeStep:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def _stage(self, state: BatchState, bucket: int) -> None:
+        if self.cache.has_recurrent and state.count != self._live:
+            self._live = state.count
+            self.cache.live.fill_(state.count)
         if self._tables:
             ids = torch.tensor(state.last_tokens)
             for table in self._tables:
@@ -401,6 +412,9 @@ class DecodeStep:
             store.none()
         for table in self._tables:
             table.reads_staged = True
+        # Passes in front of a capture compute the step too: states of recurrent layers stay as they are until it is replayed.
+        states = self.cache.rings(range(count)) if self.cache.has_recurrent and step is not self._fused else []
+        self.cache.live.zero_()
         try:
             is_ours = step is self._fused or slots is not None
             with store.applying(slots):
@@ -423,6 +437,8 @@ class DecodeStep:
             self._choice.capture_failed(is_fused=is_fused)
             return None
         finally:
+            hf_slots.restore(states)
+            self.cache.live.fill_(max(self._live, 0))
             for table in self._tables:
                 table.reads_staged = False
         self._graphs[key] = graph

@@ -206,6 +206,8 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         self.step_places = torch.zeros_like(self.positions)  # in the pool
         # The first row of the step: 0, but where rows are computed one by one; and how many rows it is of.
         self.first_row, self.step_count = 0, rows
+        # How many rows a step advances: states of padding rows, which may be placed ones, stay as they are.
+        self.live = torch.full((1,), rows, dtype=torch.int32, device=device)
 
     def rows_of_step(self, count: int) -> slice:
         """Return which rows a step of `count` rows is of."""
@@ -405,9 +407,12 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         self.offsets[target] = self.offsets[source]
 
     def rings(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return (a sliding layer's states in a row, a copy in host memory): a second pass of a chunk would find its own there."""
+        """Return (a sliding or recurrent layer's states in a row, a copy in host memory): a second pass of a chunk would find its
+        own there."""
         rings = [layer for layer in self._own() if layer.is_ring]
-        states = [tensor[row] for layer in rings for tensor in (layer.keys, layer.values) for row in rows]
+        tensors = [tensor for layer in rings for tensor in (layer.keys, layer.values)]
+        tensors += [tensor for layer in self._recurrent() for tensor in layer.tensors]
+        states = [tensor[row] for tensor in tensors for row in rows]
         return [(state, state.to("cpu", copy=True)) for state in states]
 
     def nbytes(self) -> int:
@@ -448,11 +453,14 @@ def why_not(hf_model: HFModel) -> str | None:
     return None
 
 
+def keeps_states(hf_model: HFModel) -> bool:
+    """Whether layers keep a state of exactly the tokens that were read, which cannot be cut back."""
+    return any(is_recurrent(layer) for layer in prompt_cache(hf_model).layers)
+
+
 def why_no_prefix(hf_model: HFModel) -> str | None:
     """Return why a row's state cannot be cut back to a prefix of its tokens, None if it can."""
-    layers = enumerate(prompt_cache(hf_model).layers)
-    recurrent = next((f"layer {number} keeps a state of all tokens" for number, layer in layers if is_recurrent(layer)), None)
-    return why_not(hf_model) or recurrent
+    return why_not(hf_model) or ("layers keep a state of all tokens" if keeps_states(hf_model) else None)
 
 
 def windows(hf_model: HFModel, context_tokens: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The state of layers that keep no keys and values: a convolution's window and one matrix a head for each row, whatever its length.
 
-A state has no positions: a row's is that of exactly the tokens that it has read. It cannot be cut back, and no prefix of it is left.
+A state has no positions: a row's is that of exactly the tokens that it has read. It cannot be cut back to a prefix of them.
 Modules of transformers find it by its cache interface, the kernels of a step by the tensors. Source: transformers 5.23.0,
 cache_utils.LinearAttentionLayer and models/qwen3_5/modeling_qwen3_5.py.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers import cache_utils
 
@@ -49,6 +50,11 @@ class RecurrentLayer(_Base):  # type: ignore[misc]
         self.conv = self.shared.zeros(conv_states, rows, *conv_states.shape[1:])
         self.recurrent = self.shared.zeros(recurrent_states, rows, *recurrent_states.shape[1:])
 
+    def make(self, shape: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate states of all rows. shape: `kernels.delta_rule.DeltaShape`."""
+        conv = torch.zeros(1, shape.channels, shape.taps, dtype=dtype, device=device)
+        self.lazy_initialization(conv, torch.zeros(1, shape.value_heads, shape.key_dim, shape.value_dim, device=device))
+
     def like(self, theirs: Any) -> None:
         """Allocate memory for the states that a layer of transformers' cache has of one row, if there is none."""
         if self.conv is None:
@@ -64,6 +70,12 @@ class RecurrentLayer(_Base):  # type: ignore[misc]
         """Copy one row over another."""
         for tensor in self.tensors:
             tensor[target].copy_(tensor[source])
+
+    def states(self, row: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return both states, of all rows or of one [1, ...]. They must have memory."""
+        assert self.conv is not None and self.recurrent is not None
+        rows = slice(None) if row is None else slice(row, row + 1)
+        return self.conv[rows], self.recurrent[rows]
 
     @property
     def tensors(self) -> list[Tensor]:
