@@ -139,6 +139,7 @@ def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
 
 @pytest.mark.parametrize("form, n, dtype", [
     ("int4-g32", 9, BF16), ("int4-g128-zp", 33, BF16), ("int4-g32-zp", 17, BF16), ("int4-row", 9, BF16), ("int4-g64-f32", 9, HALF),
+    ("fp8-128x128", 9, BF16),
 ])  # fmt: skip
 def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
     module = run.CpuModule(many_rows.source(), many_rows.NAMES, order=7)

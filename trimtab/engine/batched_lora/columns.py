@@ -291,7 +291,7 @@ def wrong(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator)
 
-    expected_weight = dequantize(packed)
+    expected_weight = dequantize(packed).to(room.dtype)
     counts = torch.zeros(-(-max(tokens) // TOKENS), dtype=torch.int32, device=device)
     for number, n in enumerate(tokens):
         for layers in range(1, MOST_LAYERS + 1):

@@ -24,11 +24,10 @@ from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import delta_rule
+from trimtab.engine.kernels import delta_rule, layouts
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kernels.compile_ahead import compile_ahead
 from trimtab.engine.kernels.delta_rule import DeltaShape

@@ -70,9 +70,14 @@ def why_not(packed: Packed, dtype: torch.dtype) -> str | None:
         return layouts.why_not(packed)
     if dtype not in _TYPES or not fits_type(packed, dtype):
         return f"the activation is {dtype}, the weight is {packed.dtype}"
-    if len(packed.shape) != 2 or packed.shape[1] % _CHUNK:
-        return f"the rows of a weight of shape {list(packed.shape)} are not whole chunks of {_CHUNK}"
+    if len(packed.shape) != 2 or packed.shape[1] % (chunk := chunk_of(packed)):
+        return f"the rows of a weight of shape {list(packed.shape)} are not whole chunks of {chunk}"
     return layouts.why_not(packed)
+
+
+def chunk_of(packed: Packed) -> int:
+    """Return the columns that a block has at a time: 128 bytes of a row."""
+    return 1024 // stored_format(packed.kind).bits
 
 
 def scale_bytes(packed: Packed) -> int:
@@ -80,6 +85,8 @@ def scale_bytes(packed: Packed) -> int:
     form = stored_format(packed.kind)
     if form.family == "codebook":
         return _SCALE_BYTES
+    if form.family == "float8":
+        return 0
     return (_CHUNK // form.group if form.group in (32, 64, 128) else 1) * (packed.parts["scale"].element_size() + form.has_zero)
 
 
@@ -91,7 +98,7 @@ def own_module(packed: Packed, module: nvrtc.Module) -> nvrtc.Module:
 
 def shared_bytes(tile: int, scales: int = _SCALE_BYTES) -> int:
     """Return the shared memory of a block that multiplies `tile` rows. scales: `scale_bytes`."""
-    return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * (_CHUNK // 2) + _UNIT * scales)
+    return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * 128 + _UNIT * scales)
 
 
 def why_no_room(module: nvrtc.Module, scales: int = _SCALE_BYTES) -> str | None:
@@ -108,10 +115,12 @@ def _tile(n: int, module: nvrtc.Module, scales: int) -> int:
     return next((size for size in fitting if size >= n), fitting[-1])
 
 
-def each_of(rows: Sequence[int], columns: int, multiprocessors: int, pieces: int = 1) -> tuple[int, int, int]:
+def each_of(
+    rows: Sequence[int], columns: int, multiprocessors: int, pieces: int = 1, *, chunk: int = _CHUNK
+) -> tuple[int, int, int]:  # fmt: skip
     """Return (items of a block, all items, the most blocks that share a unit): an item is a chunk of the columns of a unit of
     outputs. rows: outputs of each member. pieces: of the rows of x."""
-    units, chunks = sum(-(-count // _UNIT) for count in rows), columns // _CHUNK
+    units, chunks = sum(-(-count // _UNIT) for count in rows), columns // chunk
     items = units * chunks
     each = -(-items * pieces // (_BLOCKS * multiprocessors))
     shared = max(((unit + 1) * chunks - 1) // each - unit * chunks // each + 1 for unit in range(units))
@@ -164,7 +173,7 @@ def linear(
     scales = scale_bytes(weights[0])
     tile = _tile(n, module, scales)
     pieces = -(-n // tile)
-    each, items, shared = each_of(rows, columns, module.multiprocessors, pieces)
+    each, items, shared = each_of(rows, columns, module.multiprocessors, pieces, chunk=chunk_of(weights[0]))
     parts = torch.empty(shared, n, sum(rows), device=x.device) if shared > 1 else None
     half = int(x.dtype == torch.float16)
     members: list[nvrtc.Argument] = []
@@ -191,7 +200,7 @@ def linear(
             round_change=round_change,
             parts=parts,
             bias=biases,
-            chunks=columns // _CHUNK,
+            chunks=columns // chunk_of(weights[0]),
             each=each,
             dependent=None if fork is None else False,
         )

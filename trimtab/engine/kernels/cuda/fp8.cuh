@@ -89,4 +89,26 @@ struct Unpacked {
     }
   }
 };
+// As in nf4.cuh, of 128 columns. Scales of a block are few: they are read as they are needed.
+struct Many {
+  static constexpr int COLUMNS = 128, FRONT = 16 * 32 + 256, ROW_BYTES = 0;
+  typedef uint2 Word;
+  typedef float Scale;
+  __device__ __forceinline__ Many(const Member&, float*) {}
+  __device__ __forceinline__ void prepare(const float*, const float*) const {}
+  __device__ __forceinline__ void begin(Member) const {}
+  static __device__ __forceinline__ void words(Word* to, uint4 v, int high) {
+    to[0] = high ? make_uint2(v.z, v.w) : make_uint2(v.x, v.y), to[1] = high ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
+  }
+  __device__ __forceinline__ void copy_scales(u8*, int, Member, int, int, int) const {}
+  __device__ __forceinline__ float outer(Member own, int row, int columns, int chunk, int piece) const {
+    const int at = chunk * 128 + piece * 16;
+    return __ldg((const float*)own.scale + scale_row(row, columns / 64) + (GROUP ? at / (GROUP ? GROUP : 1) : 0)) * SMALLER;
+  }
+  __device__ __forceinline__ Scale scale(const u8*, int, int, float outer) const { return outer; }
+  __device__ __forceinline__ void values(float& v0, float& v1, Word word, int k, Scale scale, int half) const {
+    const u32 two = two_float8(k < 2 ? word.x : word.y, k & 1);
+    v0 = as_weight(from_half((u16)two) * scale, half), v1 = as_weight(from_half((u16)(two >> 16)) * scale, half);
+  }
+};
 #endif

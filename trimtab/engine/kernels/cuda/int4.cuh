@@ -110,9 +110,9 @@ struct Unpacked {
   }
 };
 // As in nf4.cuh: in a stage the scales of 128 rows, then their zero points.
-struct Many {
+struct Many : FourBitWords {
   static constexpr int COUNT = GROUP == 32 || GROUP == 64 || GROUP == 128 ? 256 / (GROUP ? GROUP : 1) : 1;  // of 256 columns
-  static constexpr int EACH = COUNT * (WIDE_SCALE ? 4 : 2), ROW_BYTES = EACH + (ZERO ? COUNT : 0), FRONT = 16 * 32 + 256;
+  static constexpr int EACH = COUNT * (WIDE_SCALE ? 4 : 2), ROW_BYTES = EACH + (ZERO ? COUNT : 0);
   struct Scale {
     float scale, bias;
   };
@@ -120,8 +120,8 @@ struct Many {
   __device__ __forceinline__ void prepare(const float*, const float*) const {}
   __device__ __forceinline__ void begin(Member) const {}
   __device__ __forceinline__ float outer(Member, int, int, int, int) const { return 0.f; }
-  __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int blocks, int chunk) const {
-    const int groups = GROUP ? (blocks * 64 + GROUP - 1) / (GROUP ? GROUP : 1) : 1;
+  __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int columns, int chunk) const {
+    const int groups = GROUP ? (columns + GROUP - 1) / (GROUP ? GROUP : 1) : 1;
     const size_t at = (size_t)row * groups + (GROUP ? chunk * 256 / (GROUP ? GROUP : 1) : 0);
     copy_few<EACH>(to + place * EACH, (const u8*)own.scale + at * (WIDE_SCALE ? 4 : 2));
     if constexpr (ZERO) copy_few<COUNT>(to + 128 * EACH + place * COUNT, (const u8*)own.second + at);

@@ -27,6 +27,14 @@ struct Member {
   const u16* bias;
   int rows;
 };
+// A lane's part of 256 columns of a row (rows.cu), as the banks of x want it.
+struct FourBitWords {
+  static constexpr int COLUMNS = 256, FRONT = 16 * 32 + 256;  // floats in front of the stages
+  typedef u32 Word;                                           // of eight values
+  static __device__ __forceinline__ void words(Word* to, uint4 v, int high) {
+    to[0] = high ? v.y : v.x, to[1] = high ? v.x : v.y, to[2] = high ? v.w : v.z, to[3] = high ? v.z : v.w;
+  }
+};
 // What a lane has of a pair of blocks of 64 values in a row, four times 8 values. FEW: 32 neighbours, lanes 0 and 1 of the even block; else
 // 16 of each block. From memory that is read once, or from shared memory.
 struct FourBits {
@@ -151,8 +159,8 @@ struct Unpacked {
 // What a block of rows.cu needs to make weights of bytes: of 256 columns of a row at a time, as a stage has them. A lane has 32
 // neighbours, piece `piece` of 8. shared: from a multiple of 2048 on, codes of each lane's own so that no two lanes meet in a bank,
 // then codes of scales.
-struct Many {
-  static constexpr int ROW_BYTES = 16, FRONT = 16 * 32 + 256;  // bytes of scales of a row in a stage; floats in front of the stages
+struct Many : FourBitWords {
+  static constexpr int ROW_BYTES = 16;  // of scales of a row in a stage
   typedef float Scale;
   float *table, *codes;
   bool nested;
@@ -169,8 +177,8 @@ struct Many {
     if (nested)
       for (int i = threadIdx.x; i < 256; i += blockDim.x) codes[i] = __ldg(nested_code + i);
   }
-  __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int blocks, int chunk) const {
-    const size_t at = (size_t)row * blocks + chunk * 4;
+  __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int columns, int chunk) const {
+    const size_t at = (size_t)row * (columns / 64) + chunk * 4;
     if (nested)
       copy_async<4>(to + place * 4, (const u8*)own.scale + at);
     else
@@ -179,9 +187,9 @@ struct Many {
   // The member of the next pieces.
   __device__ __forceinline__ void begin(Member own) { offset = nested ? __ldg(own.offset) : 0.f; }
   // Of a scale: asked for before the stage is there.
-  __device__ __forceinline__ float outer(Member own, int row, int blocks, int chunk, int piece) const {
+  __device__ __forceinline__ float outer(Member own, int row, int columns, int chunk, int piece) const {
     const int block = piece >> 1;
-    return nested ? __ldg((const float*)own.second + (int)(((i64)row * blocks + chunk * 4 + block) >> 8)) : 0.f;
+    return nested ? __ldg((const float*)own.second + (int)(((i64)row * (columns / 64) + chunk * 4 + block) >> 8)) : 0.f;
   }
   __device__ __forceinline__ Scale scale(const u8* scales, int place, int piece, float outer) const {
     const int block = piece >> 1;

@@ -2,7 +2,7 @@
 // engine/kernels/gemm4.py first: it says what each kernel computes and in which shapes. values.cuh and the headers of the formats
 // stand in front of this.
 
-#define CHUNK 256  // columns of x that a block holds at a time
+#define CHUNK Many::COLUMNS  // of x that a block holds at a time: 128 bytes of a row of weights
 #define UNIT 128   // outputs of a block
 #define THREADS 256
 
@@ -35,16 +35,17 @@ template <int TILES>
 __device__ __forceinline__ void rows_product(
     const u16* x, int x_stride, int n, int columns, const Member* members, const float* code, const float* nested_code, u16* out,
     int out_stride, float* parts, int total, int each, int items, int half, u8* shared) {
-  constexpr int X_BYTES = TILES * 8 * CHUNK * 2, W_BYTES = UNIT * CHUNK / 2, STAGE = X_BYTES + W_BYTES + UNIT * Many::ROW_BYTES;
+  constexpr int X_BYTES = TILES * 8 * CHUNK * 2, W_BYTES = UNIT * 128, STAGE = X_BYTES + W_BYTES + UNIT * Many::ROW_BYTES;
   float* made = (float*)shared + Many::FRONT;
-  constexpr int UNROLLED = TILES == 8 ? 1 : 4;  // registers of the largest do not suffice for more
+  constexpr int HS = CHUNK / 64;  // eights of neighbours that a lane has
+  constexpr int UNROLLED = TILES == 8 ? 1 : HS;  // registers of the largest do not suffice for more
   u8* stages = (u8*)(made + 8 * (UNIT + 1));
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   let_next_start();
   const int row_first = blockIdx.z * (TILES * 8), here = min(n - row_first, TILES * 8);
   x += (size_t)row_first * x_stride;
   Many many(members[0], (float*)shared);
-  const int blocks = columns / 64, chunks = columns / CHUNK;
+  const int chunks = columns / CHUNK;
   const int from = blockIdx.x * each, count = min(each, items - from);
 
   // Of the item that is copied next: its unit and chunk. Rows beyond the member's last are the last again. Pieces of 16 bytes lie where
@@ -56,9 +57,9 @@ __device__ __forceinline__ void rows_product(
 #pragma unroll
     for (int i = tid; i < UNIT * 8; i += THREADS) {
       const int r = i >> 3, piece = i & 7, row = min(unit.first + r, unit.own.rows - 1);
-      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), unit.own.weight + (size_t)row * (columns / 2) + next_chunk * 128 + piece * 16);
+      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), unit.own.weight + (size_t)row * (columns / CHUNK * 128) + next_chunk * 128 + piece * 16);
     }
-    if (tid < UNIT) many.copy_scales(to + W_BYTES, tid, unit.own, min(unit.first + tid, unit.own.rows - 1), blocks, next_chunk);
+    if (tid < UNIT) many.copy_scales(to + W_BYTES, tid, unit.own, min(unit.first + tid, unit.own.rows - 1), columns, next_chunk);
   };
   const auto copy_x = [&](int stage) {
     u8* to = stages + stage * STAGE;
@@ -85,9 +86,9 @@ __device__ __forceinline__ void rows_product(
 
   float sums[2][TILES][4] = {};
   const int r0 = (warp & 3) * 32 + g, step = warp >> 2, high = t >> 1;
-  // The 32 neighbours of a row that a lane has.
+  // The neighbours of a row that a lane has.
   const int w_at = r0 * 128 + (((step * 4 + t) ^ ((g & 1) << 2)) << 4);
-  const int x_at = g * (CHUNK * 2), x_piece = step * 16 + t * 4, piece = step * 4 + t;
+  const int x_at = g * (CHUNK * 2), x_piece = (step * 4 + t) * HS, piece = step * 4 + t;
   int chunk = next_chunk, number = next_unit;
   Unit unit = unit_of(members, number);
   many.begin(unit.own);
@@ -95,7 +96,7 @@ __device__ __forceinline__ void rows_product(
   for (int item = 0; item < count; item++) {
     float outer[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) outer[r] = many.outer(unit.own, min(unit.first + r0 + 8 * r, unit.own.rows - 1), blocks, chunk, piece);
+    for (int r = 0; r < 4; r++) outer[r] = many.outer(unit.own, min(unit.first + r0 + 8 * r, unit.own.rows - 1), columns, chunk, piece);
     wait_for_copies<0>();
     __syncthreads();
     advance();
@@ -106,22 +107,24 @@ __device__ __forceinline__ void rows_product(
     commit_copies();
     const u8* stage = stages + (item & 1) * STAGE;
     const u8 *w = stage + X_BYTES, *scales = w + W_BYTES;
-    // 32 neighbours of each of four rows; lanes 2 and 3 take theirs in another order, as the banks of x want it.
-    u32 words[4][4];
+    // The neighbours that a lane has of each of four rows; lanes 2 and 3 take theirs in another order, as the banks of x want it.
+    Many::Word words[4][HS];
     Many::Scale scale[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const uint4 a = *(const uint4*)(w + w_at + r * (8 * 128));
-      words[r][0] = high ? a.y : a.x, words[r][1] = high ? a.x : a.y, words[r][2] = high ? a.w : a.z, words[r][3] = high ? a.z : a.w;
+      Many::words(words[r], a, high);
       scale[r] = many.scale(scales, r0 + 8 * r, piece, outer[r]);
     }
 #pragma unroll UNROLLED
-    for (int h = 0; h < 4; h++) {
-      u32 pairs[4][4], now[4];
+    for (int h = 0; h < HS; h++) {
+      u32 pairs[4][4];
+      Many::Word now[4];
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         now[r] = words[r][0];
-        words[r][0] = words[r][1], words[r][1] = words[r][2], words[r][2] = words[r][3];
+#pragma unroll
+        for (int i = 0; i < HS - 1; i++) words[r][i] = words[r][i + 1];
       }
 #pragma unroll
       for (int k = 0; k < 4; k++) {
