@@ -38,8 +38,6 @@ def jobs(
     wanted.append(Job(prompt_kernels.source(), (), "prompt.cu"))
     own = [packed for group, _ in weights for packed in group if "scale" in packed.parts]
     others = {layouts.options(packed) for packed in own if layouts.layout(packed) is not None}
-        layouts.options(packed) for group, _ in weights for packed in group if "scale" in packed.parts and layouts.layout(packed)
-    }
     wanted += [Job(prompt_kernels.source(), options, "prompt.cu") for options in others]
     if has_many:
         wanted += [Job(many_rows.source(), options, "rows.cu") for options in ((), *others)]
