@@ -45,6 +45,11 @@ class Layout:
     whole: int = BLOCK
     value_bytes: float = 0.516
 
+    @property
+    def has_table(self) -> bool:
+        """Whether values are looked up; else they are made of their bits."""
+        return self.first_bytes == 65536
+
 
 # By name: `StoredFormat.layout`.
 LAYOUTS = {
@@ -290,9 +295,11 @@ def _estimate_held(cut: LaunchConfig, nbytes: float, multiprocessors: int, bandw
     steps = cut.chunk // 2 // cut.k_warps
     pairs = each * warps * steps
     # As for a ring; a lane asks the table 32 times a pair, and a warp's share of it comes once in about 0.25 µs.
-    shared_us = (pairs * (40 if cut.n <= 4 else 48) + each * (600 + cut.units * cut.chunk // 2)) / 1750
+    layout = LAYOUTS[cut.layout]
+    asked, table = (32, 400) if layout.has_table else (0, 0)
+    shared_us = (pairs * (8 + asked if cut.n <= 4 else 16 + asked) + each * (200 + table + cut.units * cut.chunk // 2)) / 1750
     prepared_us = (0.4 + cut.n * cut.chunk * 1.5 / (warps * 32)) * 0.7
-    under_way = min(each, cut.resident) * warps * min(2 * cut.held, steps) * 1024
+    under_way = min(each, cut.resident) * warps * min(2 * cut.held, steps) * 32 * layout.block_bytes
     memory_us = nbytes / (bandwidth * min(1.0, 1.1 * count / multiprocessors) * min(1.0, under_way / 60e3)) * 1e6
     alone_us = waves * (1.6 + prepared_us + steps * 0.25)
     return max(alone_us, 1.6 + max(shared_us, memory_us)) + 0.2 * (shared_us + memory_us) + (0.8 if cut.splits > 1 else 0.0)

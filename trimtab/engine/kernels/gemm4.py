@@ -155,7 +155,7 @@ def linear(
         return
     n, columns = x.shape
     rows = [packed.shape[0] for packed in weights]
-    assert layouts.is_same(weights)
+    assert len({layouts.options(packed) for packed in weights}) == 1
     assert n <= MOST_TOKENS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     assert out.shape == (n, sum(rows)) and out.stride(1) == 1 and out.dtype == x.dtype and len(weights) <= matvec.MAX_MEMBERS
     fork = None if lora is None else beside
