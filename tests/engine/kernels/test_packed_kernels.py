@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
+import trimtab
+from tests import pico, quantized_files
 from tests.cuda_on_cpu import run
+from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
+from tests.engine.kernels.test_fused_kernels import STEP_TOLERANCE, on_cpu  # noqa: F401 - on_cpu is a fixture
 from trimtab.engine.batched_lora import columns as extended
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats.weights import dequantize
@@ -151,3 +155,20 @@ def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
     many_rows.linear(x, group, out, module=module)
     wanted = x.double() @ torch.cat([dequantize(one).to(dtype) for one in group]).double().T
     assert tuning.relative_error(out, wanted) < torch.finfo(dtype).eps / 2
+
+
+# A whole step ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ct-int4", "awq"])
+def test_a_step_over_packed_weights_is_the_modules(on_cpu, replayed, tmp_path, form):  # noqa: F811
+    """A tiny Llama from a publisher's file, rows with an adapter and without."""
+    small, _ = quantized_files.write(pico.built("llama"), tmp_path, form)
+    adapters = {"a": pico.adapter(pico.built("llama"), tmp_path / "a", seed=1, rank=6)}
+    with trimtab.load(trimtab.plan(small, adapters=adapters, context=64, device="cpu")) as model:
+        asked = [("a", [5, 6, 7], {}), (None, [9, 8], {})]
+        expected, batch = (joined(model, way, asked, rows=2) for way in ("eager", "fused"))
+        wanted, found = expected.logits(), batch.logits()
+        assert (found - wanted).abs().max() <= STEP_TOLERANCE * wanted.abs().max()
+        assert "matvec_4" in on_cpu.matvec.launches and batch.steps.fallbacks == []
