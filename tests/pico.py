@@ -199,7 +199,7 @@ _CONFIGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
 }
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 # With tests of their own; not in those of every family.
-_ALL = {**_CONFIGS, "qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5)}
+_OTHERS = {"qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5)}
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def make_model(family: str, *, seed: int = 0, dtype: str = "bfloat16") -> Any:
     """Return the family's real model on the CPU with tame random weights, in eval mode."""
     import transformers
 
-    class_name, make_config = _ALL[family]
+    class_name, make_config = _CONFIGS.get(family) or _OTHERS[family]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
