@@ -192,7 +192,7 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
         row |= {
             "tok_s": round(ANSWER_TOKENS / (whole - first), 1), "first_ms": round(first * 1000, 1),
             "weights_gib": round(plan.gpu["weights"] / 2**30, 2), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-            "notes": sorted({str(one) for one in getattr(model, "fallbacks", ())}),
+            "notes": sorted({f"{one.what}: {one.why}" for one in model.fallbacks}),
         }  # fmt: skip
     return row
 
