@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 BLOCK = 64
 MAX_ROWS = 8
@@ -135,8 +136,8 @@ class LaunchConfig:
 
     def is_like(self, other: LaunchConfig) -> bool:
         """Whether it cuts the product as a configuration of another layout does."""
-        mine, its = (replace(one, shared_bytes=0, estimated_us=0.0, normed=False, layout="nf4") for one in (self, other))
-        return mine == its
+        plain: dict[str, Any] = {"shared_bytes": 0, "estimated_us": 0.0, "normed": False, "layout": "nf4"}
+        return replace(self, **plain) == replace(other, **plain)
 
     def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:
         """Return the compiler options of a kernel for rows of this many blocks of 64."""
