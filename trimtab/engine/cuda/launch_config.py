@@ -30,7 +30,7 @@ CutKey = tuple[str, tuple[int, ...], int, int, bool]
 
 @dataclass(frozen=True)
 class Layout:
-    """What the kernels' shared memory and registers depend on in a format (cuda/nf4.cuh and the headers beside it).
+    """What the kernels' shared memory and registers depend on in a format (cuda/nf4.cuh and the other headers of formats).
 
     block_bytes: of 64 values of a row. scales: of 64 values. has_zero: whether groups have zero points. first_bytes: of a table of
     codes, or of room for A x. pads: behind each row of a stage, up to few_rows rows of x and beyond. value_bytes: of one value with
