@@ -13,7 +13,7 @@ from trimtab.engine import tune as tune_model
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.nvrtc import ProductCuts
-from trimtab.engine.families import step as hf_gemma4
+from trimtab.engine.families import families
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.device_kernels import DeviceKernels
@@ -54,8 +54,8 @@ def model(monkeypatch, tmp_path):
 
     batch = SimpleNamespace(steps=SimpleNamespace(kernels=Tuned(matvec=module)))
     monkeypatch.setattr(tune_model, "Batch", lambda model, rows: batch)
-    monkeypatch.setattr(hf_gemma4, "why_not", lambda model: None)
-    monkeypatch.setattr(hf_gemma4, "product_groups", lambda model: [])
+    monkeypatch.setattr(families, "why_not", lambda model: None)
+    monkeypatch.setattr(families, "describe", lambda model: SimpleNamespace(groups=list))
     monkeypatch.setattr(matvec, "target_of", lambda module: TARGET)
     monkeypatch.setattr(tuning, "releases", lambda: {"torch": "2.9"})
     monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
@@ -83,6 +83,6 @@ def test_a_card_whose_kernels_are_not_used_says_why(model):
 
 
 def test_a_model_without_such_kernels_has_nothing_to_tune(model, monkeypatch):
-    monkeypatch.setattr(hf_gemma4, "why_not", lambda model: "there are no fused kernels for Llama")
+    monkeypatch.setattr(families, "why_not", lambda model: "there are no fused kernels for Llama")
     with pytest.raises(RequestError, match="nothing to tune: there are no fused kernels for Llama"):
         tune_model.tune_model(model)

@@ -19,7 +19,6 @@ from tests.engine.prefill.test_prefill import ON_GPU, answered, differ, eager, i
 from tests.planning.values.test_execution import E4B, plan
 from trimtab.engine.batched_lora import unpacked_columns
 from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns, wrong
-from trimtab.engine.families import step as hf_gemma4
 from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.layers.unpacked import UnpackedWeights
@@ -84,7 +83,7 @@ def columned(on_cpu):  # noqa: F811
         answered(batch, model.prepare(ids(5)))  # the cache's layers are known from here on
         step = batch.steps.fused_step()
         first = batch.prompts.firsts.first_shared
-        groups = [group for layer in step.text.layers[:first] for group in hf_gemma4.products_of(layer)]
+        groups = [group for layer in step.layers[:first] for group in layer.products]
         module = cpu_module()
         batch.prompts.firsts = ChunkLayers(step, first, UnpackedColumns(model.unpacked, groups, module, model.device))
         yield model, batch, module

@@ -80,7 +80,7 @@ def test_every_kernel_compiles(module, target, tmp_path):
     ],
 )  # fmt: skip
 def test_attention_compiles(dim, dtype, target, tmp_path):
-    options = fused.attention_options(8, 2, dim, dtype, turn=True)
+    options = fused.attention_options(fused.AttentionShape(8, 2, dim), dtype, turn=True)
     assert compiled(fused.source("attend.cu"), options, tmp_path, target)
 
 

@@ -1,5 +1,6 @@
 """The small kernels of a decode step: torch paths equal transformers' modules, kernels equal both, and a wrong one is found."""
 
+import importlib
 import math
 
 import pytest
@@ -76,7 +77,8 @@ def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
     keys, values = (random(n, kv_heads, places, dim, dtype=dtype, seed=s) for s in (4, 5))
     before = keys.clone(), values.clone()
     at, q_out = torch.tensor([6, 0, 3]), poisoned(n, heads, dim, dtype=dtype)
-    fused.rope_write(qkv, heads, kv_heads, dim, q_weight, k_weight, EPS, cos, sin, keys, values, at, q_out, mode=mode)
+    norms = fused.HeadNorms(q_weight, k_weight, EPS)
+    fused.rope_write(qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, at, q_out, mode=mode)
     assert torch.equal(q_out, turned(shaped[:, :, :heads], q_weight)[:, 0])
     if mode != "shared":
         own = shaped[:, :, heads : heads + kv_heads]
@@ -110,8 +112,8 @@ def test_turn_is_what_attention_does_before_it_looks_for_every_token(dtype, mode
         q_out = poisoned(n, heads, dim, dtype=dtype)
         k_out, v_out = (poisoned(kv_heads, n, dim, dtype=dtype) if parts else None for _ in range(2))
         queries, keys, values = [*given, None, None][:3]
-        k_weight = weights[1] if parts else None
-        fused.turn(queries, keys, values, dim, weights[0], k_weight, EPS, cos, sin, q_out, k_out, v_out, module=module)
+        norms = fused.HeadNorms(weights[0], weights[1] if parts else None, EPS)
+        fused.turn(queries, keys, values, dim, norms, cos, sin, q_out, k_out, v_out, module=module)
         same = close if kernel else torch.equal
         assert same(q_out, turned(shaped[:, :heads], weights[0]))
         if parts:
@@ -185,6 +187,41 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
 
 
 @on_cpu
+@pytest.mark.parametrize(
+    "shape, norm",
+    [
+        (fused.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
+        *(
+            pytest.param(fused.AttentionShape(*shape), norm, marks=pytest.mark.slow)
+            for shape, norm in (
+                ((4, 2, 32, None, False), ("after", False)), ((4, 1, 256, "plus_one", False), ("plus_one", True)),
+                ((2, 2, 32, "after", False, 0), ("after", False)), ((4, 2, 256, "plus_one", False, 64), ("plus_one", False)),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_the_check_at_load_passes_for_every_form_of_norms_and_heads(shape, norm):
+    """Norms that round in front of their weight, none at all, and heads of which a part turns."""
+    assert fused_check.check(cpu_module(1), widths=(64,), attention=(shape,), norm=norm, dtype=torch.float16, rows=(2,)) is None
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "form, name", [("after", "llama.modeling_llama.LlamaRMSNorm"), ("plus_one", "gemma3.modeling_gemma3.Gemma3RMSNorm")]
+)
+def test_norms_of_other_forms_are_the_modules_own(form, name, dtype):
+    path, _, cls = name.rpartition(".")
+    module = getattr(importlib.import_module(f"transformers.models.{path}"), cls)(96, eps=EPS).to(dtype).requires_grad_(False)
+    module.weight.copy_(random(96, dtype=dtype, seed=2))
+    y, residual = random(3, 96, dtype=dtype, seed=1), random(3, 96, dtype=dtype)
+    h, x = poisoned(3, 96, dtype=dtype), poisoned(3, 96, dtype=dtype)
+    fused.add_norm(y, residual, None, module.weight, EPS, None, h, x, form=form)
+    assert torch.equal(h, residual + y) and torch.equal(x, module(residual + y))
+    fused.add_norm(y, residual, module.weight, None, EPS, None, h, None, form=form)
+    assert torch.equal(h, residual + module(y))
+
+
+@on_cpu
 @pytest.mark.parametrize("n, width", [(1, 2560), (2, 1536), (3, 3840), (8, 8), (1, 8192), (2, 264)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernel_of_norms_equals_torch_but_for_the_order_of_its_sums(n, width, dtype):
@@ -231,10 +268,10 @@ def test_the_kernel_of_rotation_equals_torch_and_touches_only_its_places(heads, 
     qkv = random(n, (heads + parts * kv_heads) * dim + 8)[:, :-8]  # rows apart in memory
     q_weight, k_weight, cos, sin = (random(*shape, seed=s) for s, shape in enumerate([(dim,), (dim,), (n, dim), (n, dim)]))
     found, wanted = ([random(n + 1, kv_heads, places, dim, seed=s) for s in (4, 5)] for _ in range(2))
-    outs = [poisoned(n, heads, dim) for _ in range(2)]
+    outs, norms = [poisoned(n, heads, dim) for _ in range(2)], fused.HeadNorms(q_weight, k_weight, EPS)
     for (keys, values), q_out, one in ((found, outs[0], module), (wanted, outs[1], None)):
         fused.rope_write(
-            qkv, heads, kv_heads, dim, q_weight, k_weight, EPS, cos, sin, keys, values, torch.tensor([4, 0, 2]), q_out,
+            qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, torch.tensor([4, 0, 2]), q_out,
             module=one, mode=mode,
         )  # fmt: skip
     assert close(outs[0], outs[1]) and close(found[0], wanted[0]) and close(found[1], wanted[1])
@@ -246,7 +283,7 @@ def test_a_place_that_the_cache_has_not_is_not_written():
     module = cpu_module()
     keys, values = random(2, 1, 3, 16), random(2, 1, 3, 16, seed=1)
     before = keys.clone(), values.clone()
-    args = [random(2, 48), 1, 1, 16, random(16), random(16), EPS, random(2, 16), random(2, 16), keys, values]
+    args = [random(2, 48), 1, 1, 16, fused.HeadNorms(random(16), random(16), EPS), random(2, 16), random(2, 16), keys, values]
     fused.rope_write(*args, torch.tensor([3, -1]), poisoned(2, 1, 16), module=module)
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1]) and module.launches == ["rope_write_1"]
 
@@ -451,7 +488,7 @@ def test_the_sources_compile_for_a_gpu(target):
     assert compiler.compile(fused.source(), target, name="fused.cu")
     for heads, kv_heads, dim, dtype in ((8, 2, 256, torch.bfloat16), (16, 1, 512, torch.float16)):
         for turn in (False, True):
-            options = fused.attention_options(heads, kv_heads, dim, dtype, turn=turn)
+            options = fused.attention_options(fused.AttentionShape(heads, kv_heads, dim), dtype, turn=turn)
             assert compiler.compile(fused.source("attend.cu"), target, options, name="attend.cu")
     with pytest.raises(DeviceError, match="DIM"):
         compiler.compile(fused.source("attend.cu"), target, name="attend.cu")

@@ -751,15 +751,16 @@ def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
 
 @needs_gxx
 @pytest.mark.parametrize(
-    "rows, cut, paired, scaled, followed",
+    "rows, cut, paired, scaled, followed, form",
     [
-        ((80, 33), held(1, 3, 4, 1, 16, 1, 8), False, True, True),
-        ((48, 48), held(2, 4, 2, 2, 16, 1, 6), True, False, True),
-        slow_on_cpu((32,), held(3, 2, 4, 1, 16, 1, 2), False, False, False),
-        ((32,), held(5, 2, 8, 1, 16, 1, 2), False, True, True),  # a warp has two pieces of a row, the last one
+        ((80, 33), held(1, 3, 4, 1, 16, 1, 8), False, True, True, matvec.PLAIN),
+        ((48, 48), held(2, 4, 2, 2, 16, 1, 6), True, False, True, matvec.NormForm("after", False)),
+        slow_on_cpu((32,), held(3, 2, 4, 1, 16, 1, 2), False, False, False, matvec.PLAIN),
+        slow_on_cpu((32,), held(3, 2, 4, 1, 16, 1, 2), False, False, True, matvec.NormForm("plus_one", True)),
+        ((32,), held(5, 2, 8, 1, 16, 1, 2), False, True, True, matvec.PLAIN),  # a warp has two pieces of a row, the last one
     ],
 )
-def test_the_norm_in_front_may_be_a_part_of_a_product(modules, rows, cut, paired, scaled, followed):
+def test_the_norm_in_front_may_be_a_part_of_a_product(modules, rows, cut, paired, scaled, followed, form, monkeypatch):
     """Equal, bit for bit but for the order of the norms' sums, to `add_norm` and then the product."""
     torch.manual_seed(15)
     columns, n = 1024, cut.n
@@ -773,7 +774,16 @@ def test_the_norm_in_front_may_be_a_part_of_a_product(modules, rows, cut, paired
     for given in (None, lora):
         outs = []
         for module in [None, *modules]:
-            norm = matvec.Norm(residual, post, following if followed else None, 1e-6, scalar, torch.full_like(y, math.nan))
+            if module is not None and form != matvec.PLAIN:
+                monkeypatch.setattr(
+                    module, "common", (f"-DNORM_FORM={fused.FORMS.index(form.form)}", f"-DHAS_POST={form.has_post:d}")
+                )
+                monkeypatch.setattr(module.products, "norm", form)
+                monkeypatch.setattr(module, "variants", {})
+            norm = matvec.Norm(
+                residual, post if form.has_post else None, following if followed else None, 1e-6, scalar,
+                torch.full_like(y, math.nan), form.form,
+            )  # fmt: skip
             out = torch.full((n, width), math.nan, dtype=torch.bfloat16)
             lora.low.fill_(math.nan)
             matvec.matvec4(y, group, out, lora=given, gate=gate, norm=norm, module=module, cut=None if module is None else cut)

@@ -165,7 +165,7 @@ def test_a_step_writes_its_place_to_its_page_and_nothing_else(heads, kv_heads, d
     before = [one.clone() for one in found[:2]]
     outs = [torch.full((n, heads * dim), math.nan, dtype=torch.bfloat16) for _ in range(2)]
     queries = torch.empty(n, heads, dim, dtype=torch.bfloat16)
-    given = [qkv, heads, q_weight, k_weight, 1e-6, cos, sin]
+    given = [qkv, heads, fused.HeadNorms(q_weight, k_weight, 1e-6), cos, sin]
     rest = [positions, positions, dim**-0.5, None]
     fused.rope_and_attention(*given, keys, values, *rest, outs[0], queries, None, module, mode=mode)
     fused.rope_and_attention(*given, *found[:2], *rest, outs[1], queries, None, module, mode=mode, pages=pool.table)
