@@ -32,7 +32,16 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 # On both sides of a chunk of 8 and 16 tokens and of the window of 8; several chunks, the last one nearly empty and full.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)
 # gemma4: keys and values shared by the last layers, an input of each layer's own. dense: neither, and keys that are the values.
-FAMILIES = ("gemma4", "gemma4_dense")
+# qwen3, gemma3: one norm and one rotation, and two of each. qwen3_vl: positions along three axes.
+FAMILIES = (
+    "gemma4",
+    "gemma4_dense",
+    "qwen3",
+    "gemma3",
+    "qwen3_5",
+    pytest.param("qwen3_vl", marks=pytest.mark.slow),
+    pytest.param("llama", marks=pytest.mark.slow),
+)
 
 
 def load(family, folder, **options):

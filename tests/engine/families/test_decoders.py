@@ -15,12 +15,14 @@ import torch
 
 import trimtab
 from tests import pico
+from tests.cuda_on_cpu import run
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from trimtab.engine.families import check, families
 from trimtab.engine.families.decoder import Decoder, UndescribedError
+from trimtab.engine.kernels import delta_rule
 
-DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3"]
+DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5"]
 ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]
 # bfloat16 logits: sums in another order, and adapters rounded once instead of twice.
 TOLERANCE = 2**-5
@@ -87,8 +89,11 @@ def test_a_step_of_mixed_rows_is_the_modules(family, kv, tmp_path):
 def test_a_step_from_the_kernels_is_the_modules(family, on_cpu, replayed, tmp_path):  # noqa: F811
     """The CUDA sources themselves, adapters by table."""
     with loaded(family, tmp_path) as model:
+        for shape in {one.shape for one in families.describe(model.hf_model).deltas.values()}:
+            given = delta_rule.options(shape, torch.bfloat16)
+            on_cpu.delta = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=given)
         expected, batch = (joined(model, way, ASKED, rows=4) for way in ("eager", "fused"))
-        compare(expected, batch, 2, TOLERANCE)
+        compare(expected, batch, 2, 2 * TOLERANCE)
         assert batch.steps.captures == 1 and not batch.steps.fallbacks
         assert {name.partition("_")[0] for name in on_cpu.small.launches} >= {"turns"}
 
@@ -103,7 +108,7 @@ def changed(decoder: Decoder, number: int, **fields: Any) -> Decoder:
 
 
 def with_attention(decoder: Decoder, number: int, **fields: Any) -> Decoder:
-    return changed(decoder, number, attention=replace(decoder.layers[number].attention, **fields))
+    return changed(decoder, number, mixer=replace(decoder.attentions[number], **fields))
 
 
 def norm_form(decoder: Decoder) -> Decoder:
@@ -113,13 +118,13 @@ def norm_form(decoder: Decoder) -> Decoder:
 
 FAULTS = {
     "norm": (norm_form, "layer 1's norm before the MLP has other bits"),
-    "window": (lambda d: with_attention(d, 0, window=(d.layers[0].attention.window or 0) + 1), "layer 0 has a window of"),
+    "window": (lambda d: with_attention(d, 0, window=(d.attentions[0].window or 0) + 1), "layer 0 has a window of"),
     "post norm": (
         lambda d: changed(d, 1, after_mlp=d.layers[1].before_mlp if d.layers[1].after_mlp is None else None),
         "layer 1 differs",
     ),
-    "scale": (lambda d: with_attention(d, 1, scale=d.layers[1].attention.scale * 4), "layer 1's attention differs"),
-    "values": (lambda d: with_attention(d, 1, v=d.layers[1].attention.k), "layer 1's attention differs"),
+    "scale": (lambda d: with_attention(d, 1, scale=d.attentions[1].scale * 4), "layer 1's attention differs"),
+    "values": (lambda d: with_attention(d, 1, v=d.attentions[1].k), "layer 1's attention differs"),
     "gate": (lambda d: changed(d, 1, gate=d.layers[1].up, up=d.layers[1].gate), "layer 1 differs"),
     "softcap": (lambda d: with_attention(d, 1, softcap=0.05), "layer 1's attention differs"),
     "norms of heads": (lambda d: with_attention(d, 1, q_norm=None, k_norm=None), "layer 1's attention differs"),
@@ -139,7 +144,7 @@ def test_a_swapped_rotation_is_found():
     decoder = families.describe(hf("gemma3", torch.float32))
     first, second = decoder.ropes
     swapped = replace(decoder, ropes={first: replace(decoder.ropes[first], kind=second), second: decoder.ropes[second]})
-    layers = tuple(replace(one, attention=replace(one.attention, rope=second)) for one in decoder.layers)
+    layers = tuple(replace(one, mixer=replace(one.mixer, rope=second)) for one in decoder.layers)
     for wrong in (swapped, replace(decoder, layers=layers)):
         assert "layer" in str(check.wrong(wrong, torch.device("cpu"), torch.float32, 512))
 

@@ -83,6 +83,7 @@ class DecodeStep:
         # The count of module exchanges at the last check whether a fused step is right for them, and the result.
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
+        self._live = -1  # rows that `cache.live` says
         self._tables = [
             module for module in self.model.hf_model.modules()
             if isinstance(module, tables.GatheredTable) and module.seen is None
@@ -99,6 +100,11 @@ class DecodeStep:
     def kernels(self) -> DeviceKernels:
         """The kernels of trimtab in the steps."""
         return self._choice.kernels
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether steps are made of a few kernels, or of their plain counterpart."""
+        return self._choice.is_fusable
 
     @property
     def is_captured(self) -> bool:
@@ -168,6 +174,7 @@ class DecodeStep:
 
     def _eager(self, state: BatchState, step: Step) -> tuple[Tensor, Tensor]:
         self.cache.seen_places = self._places(state)
+        self._advance(state.count)
         self.model.adapter_store.set_rows(state.adapters)
         return self._finish(step, state.count)
 
@@ -198,6 +205,7 @@ class DecodeStep:
         if (table := self.model.adapter_store.table) is not None:
             table.empty(count)
         cache.begin()
+        cache.step_count = count
         masks = hf_slots.step_masks(self.model.hf_model, cache, count)
         step = cache.rows_of_step(count)
         if added_masks:
@@ -252,6 +260,10 @@ class DecodeStep:
         bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
         if self.is_invariant:
             bucket = self.rows
+        elif self.cache.has_recurrent and (self.mode == "graph" or self.fused_step() is None):
+            # A capture computes a step several times, and padding rows may be placed ones: modules would advance their states.
+            self._choice.fall_back("graph", "states of recurrent layers need the kernels of a step", requested=self.mode == "graph")
+            return None
         padded = [*names, *[None] * (bucket - count)]
         step: Step = self._short
         kind = "modules"
@@ -379,7 +391,14 @@ class DecodeStep:
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
+    def _advance(self, count: int) -> None:
+        """Let the next step write the states of `count` rows: those of padding rows, which may be placed ones, stay as they are."""
+        if self.cache.has_recurrent and count != self._live:
+            self._live = count
+            self.cache.live.fill_(count)
+
     def _stage(self, state: BatchState, bucket: int) -> None:
+        self._advance(state.count)
         if self._tables:
             ids = torch.tensor(state.last_tokens)
             for table in self._tables:
@@ -400,6 +419,8 @@ class DecodeStep:
             store.none()
         for table in self._tables:
             table.reads_staged = True
+        # Passes in front of a capture compute the step too: states of recurrent layers stay as they are until it is replayed.
+        self.cache.live.zero_()
         try:
             is_ours = step is self._fused or slots is not None
             with store.applying(slots):
@@ -422,6 +443,7 @@ class DecodeStep:
             self._choice.capture_failed(is_fused=is_fused)
             return None
         finally:
+            self.cache.live.fill_(max(self._live, 0))
             for table in self._tables:
                 table.reads_staged = False
         self._graphs[key] = graph

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.families.decoder import Attention, Decoder, Layer, Norm
+from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm
+from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.attention_and_norms import norm_torch, turned_torch
 from trimtab.engine.layers.linear import staged_in
 
@@ -37,13 +38,13 @@ def wrong(decoder: Decoder, device: torch.device, dtype: torch.dtype, context_to
 def _norms(decoder: Decoder) -> dict[str, Norm]:
     found: dict[str, Norm | None] = {"the last norm": decoder.final_norm}
     for number, layer in enumerate(decoder.layers):
-        own = layer.attention
+        own = decoder.attentions.get(number)
         found |= {
             f"layer {number}'s {name}": norm for name, norm in (
                 ("norm before attention", layer.before_attention), ("norm after attention", layer.after_attention),
                 ("norm before the MLP", layer.before_mlp), ("norm after the MLP", layer.after_mlp),
                 ("norm of its own input", None if layer.per_layer is None else layer.per_layer.norm),
-                ("norm of queries", own.q_norm), ("norm of keys", own.k_norm),
+                ("norm of queries", None if own is None else own.q_norm), ("norm of keys", None if own is None else own.k_norm),
             )
         }  # fmt: skip
     return {name: norm for name, norm in found.items() if norm is not None}
@@ -75,12 +76,13 @@ def _wrong_ropes(decoder: Decoder, device: torch.device, dtype: torch.dtype, con
 
 
 def _wrong_attention(decoder: Decoder) -> str | None:
-    for number, layer in enumerate(decoder.layers):
-        own, module = layer.attention, layer.attention.module
+    for number, own in decoder.attentions.items():
+        module = own.module
         window = getattr(module, "sliding_window", own.window)
         if own.window != window:
             return f"layer {number} has a window of {window}, its description {own.window}"
-        if own.rope is not None and decoder.ropes[own.rope].inv_freq.numel() * 2 != (own.shape.rotary or own.shape.dim):
+        rotary = own.shape.dim if own.shape.rotary is None else own.shape.rotary
+        if own.rope is not None and decoder.ropes[own.rope].inv_freq.numel() * 2 != rotary:
             return f"layer {number} turns {decoder.ropes[own.rope].inv_freq.numel() * 2} values of a head"
     return None
 
@@ -102,7 +104,7 @@ def _wrong_layers(decoder: Decoder, device: torch.device) -> str | None:
 
     for layer in decoder.layers:
         handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(layer.attention.module.register_forward_hook(behind))
+        handles.append(layer.mixer.module.register_forward_hook(behind))
     try:
         last = decoder.text(input_ids=ids, use_cache=False).last_hidden_state
     finally:
@@ -121,7 +123,9 @@ def _wrong_layers(decoder: Decoder, device: torch.device) -> str | None:
     kept: dict[int, tuple[Tensor, Tensor]] = {}
     for number, layer in enumerate(decoder.layers):
         given = inputs[number]
-        attended = layer.attention.o(_attended(layer.attention, _normed(given, layer.before_attention), turns, kept, number))
+        x = _normed(given, layer.before_attention)
+        mixed = _delta(layer.mixer, x) if isinstance(layer.mixer, DeltaNet) else _attended(layer.mixer, x, turns, kept, number)
+        attended = layer.mixer.o(mixed)
         out = _behind(decoder, layer, given, attended, None if extra is None else extra[:, :, number])
         for staged in staged_in(layer.module):  # its module, which would report it, was not called
             staged.leave()
@@ -168,14 +172,20 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
 
 
 def _attended(own: Attention, x: Tensor, turns: Any, kept: dict[int, tuple[Tensor, Tensor]], number: int) -> Tensor:
-    def heads(linear: Any, norm: Norm | None, *, turns_too: bool) -> Tensor:
-        y = _normed(linear(x).view(*x.shape[:2], -1, own.shape.dim), norm)
+    gates = None
+
+    def heads(linear: Any, norm: Norm | None, *, turns_too: bool, step: int = 1) -> Tensor:
+        nonlocal gates
+        y = linear(x).view(*x.shape[:2], -1, step * own.shape.dim)
+        if step > 1:
+            gates = torch.sigmoid(y[..., own.shape.dim :]).flatten(2)
+        y = _normed(y[..., : own.shape.dim], norm)
         if turns_too and own.rope is not None:
             cos, sin = turns[own.rope]
             y = turned_torch(y[0], cos[0], sin[0])[None]
         return y.transpose(1, 2)
 
-    queries = heads(own.q, own.q_norm, turns_too=True)
+    queries = heads(own.q, own.q_norm, turns_too=True, step=2 if own.shape.is_gated else 1)
     if own.source is None:
         values = heads(own.v if own.v is not None else own.k, None, turns_too=False)
         if own.shape.norms_values:
@@ -192,4 +202,15 @@ def _attended(own: Attention, x: Tensor, turns: Any, kept: dict[int, tuple[Tenso
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         weights = torch.softmax(scores.masked_fill(mask, float("-inf")), dim=-1, dtype=torch.float32).to(x.dtype)
         attended = weights @ values
-    return attended.transpose(1, 2).reshape(*x.shape[:2], -1)
+    attended = attended.transpose(1, 2).reshape(*x.shape[:2], -1)
+    return attended if gates is None else attended * gates
+
+
+def _delta(own: DeltaNet, x: Tensor) -> Tensor:
+    shape, tokens = own.shape, x.shape[1]
+    conv = x.new_zeros(1, shape.channels, shape.taps)
+    state = torch.zeros(1, shape.value_heads, shape.key_dim, shape.value_dim, device=x.device)
+    out = x.new_empty(tokens, own.o.in_features)
+    products = own.qkv(x)[0], own.z(x)[0], own.b(x)[0], own.a(x)[0]
+    delta_rule.delta_net(products, shape, own.weights(), conv, state, (out, out), out, tokens=tokens)
+    return out[None]

@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trimtab.engine.families.step import FusedStep
+from trimtab.engine.families.decoder import DeltaNet
+from trimtab.engine.families.step import FusedStep, gated_heads
 from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import delta_rule
 from trimtab.engine.layers.linear import Leaf
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns
     from trimtab.engine.families.decoder import Attention, Layer, Norm
     from trimtab.engine.layers.unpacked import UnpackedWeights
+    from trimtab.engine.passes.chunk_forward import ChunkState
 
 
 class ChunkLayers:
@@ -57,8 +60,11 @@ class ChunkLayers:
             rows, width = hidden_states.shape[0], hidden_states.shape[-1]
             h = hidden_states.reshape(-1, width)
             x = self._input(hidden_states, h, layer.before_attention)
-            attended = self._attend(layer.attention, x, rows, mask, shared_kv_states, position_embeddings, past_key_values)
-            (y,) = self._products([layer.attention.o], attended, rows)
+            if isinstance(layer.mixer, DeltaNet):
+                attended = self._delta(layer.mixer, x, past_key_values.layers[number])
+            else:
+                attended = self._attend(layer.mixer, x, rows, mask, shared_kv_states, position_embeddings, past_key_values)
+            (y,) = self._products([layer.mixer.o], attended, rows)
             middle, x = torch.empty_like(h), torch.empty_like(h)
             self._add(y, h, layer.after_attention, layer.before_mlp, None, middle, x)
             y = self._mlp(layer, x, rows)
@@ -119,7 +125,17 @@ class ChunkLayers:
             module, queries.view(rows, tokens, -1, dim).transpose(1, 2), *seen, mask, dropout=0.0, scaling=own.scale,
             sliding_window=own.window,
         )  # fmt: skip
-        return attended.reshape(n, -1)
+        return gated_heads(own, made[0], attended.reshape(n, -1))
+
+    def _delta(self, own: DeltaNet, x: Tensor, held: ChunkState) -> Tensor:
+        """Return the gated delta rule of a prompt's tokens [n, Hv Dv]; the row's states are those behind them then."""
+        (qkv, z), (b, a) = (self._products(linears, x, 1) for linears in ([own.qkv, own.z], [own.b, own.a]))
+        out, mixed = x.new_empty(x.shape[0], own.o.in_features), x.new_empty(x.shape[0], own.shape.channels)
+        delta_rule.delta_net(
+            (qkv, z, b, a), own.shape, own.weights(), *held.states(own.shape, x), (mixed, torch.empty_like(out)), out,
+            tokens=x.shape[0], count=held.count, module=self.step.kernels.delta,
+        )  # fmt: skip
+        return out
 
     def _mlp(self, layer: Layer, x: Tensor, rows: int) -> Tensor:
         gate, up = self._products([layer.gate, layer.up], x, rows)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
+from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.gemv4 import NormForm
+
+if TYPE_CHECKING:
+    from trimtab.engine.lora.store import AdapterStore
 
 
 class UndescribedError(Exception):
@@ -102,9 +106,28 @@ class Attention:
         """Return the norms of heads as kernels take them."""
         q, k = self.q_norm, self.k_norm
         if q is None:
-            return HeadNorms(None, None, 0.0, values=self.shape.norms_values)
+            return HeadNorms(None, None, 0.0, values=self.shape.norms_values, is_gated=self.shape.is_gated)
         weight = None if k is None or self.source is not None else k.weight
-        return HeadNorms(q.weight, weight, q.eps, q.form, self.shape.norms_values)
+        return HeadNorms(q.weight, weight, q.eps, q.form, self.shape.norms_values, self.shape.is_gated)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaNet:
+    """A layer's gated delta rule, in attention's place. qkv, z, b, a: linears over the layer's input: what is convolved, the gate
+    of the output, and of each head how much it takes and forgets; o: the last one. module: transformers' own."""
+
+    module: Any
+    qkv: Any
+    z: Any
+    b: Any
+    a: Any
+    o: Any
+    shape: DeltaShape
+
+    def weights(self) -> DeltaWeights:
+        """Return its own tensors as kernels take them."""
+        own, norm = self.module, self.module.norm
+        return DeltaWeights(own.conv1d.weight[:, 0], own.A_log, own.dt_bias, norm.weight, norm.variance_epsilon)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,11 +141,12 @@ class PerLayerInput:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer. after_attention, after_mlp: norms of what is added to the residual, None without. scale: of the layer's output."""
+    """One layer. mixer: what mixes tokens. after_attention, after_mlp: norms of what is added to the residual, None without. scale:
+    of the layer's output."""
 
     module: Any
     before_attention: Norm
-    attention: Attention
+    mixer: Attention | DeltaNet
     after_attention: Norm | None
     before_mlp: Norm
     gate: Any
@@ -135,7 +159,9 @@ class Layer:
     @property
     def products(self) -> list[list[Any]]:
         """The layer's linears, those that read one input together, in the order in which they run."""
-        groups = [self.attention.projections, [self.attention.o], [self.gate, self.up], [self.down]]
+        mixer = self.mixer
+        inputs = [mixer.projections] if isinstance(mixer, Attention) else [[mixer.qkv, mixer.z], [mixer.b, mixer.a]]
+        groups = [*inputs, [mixer.o], [self.gate, self.up], [self.down]]
         return groups + ([[self.per_layer.gate], [self.per_layer.projection]] if self.per_layer is not None else [])
 
 
@@ -163,13 +189,29 @@ class Decoder:
         """The linear that makes all layers' own inputs, None without."""
         return getattr(self.text, "per_layer_model_projection", None) if self.per_layer else None
 
+    @property
+    def attentions(self) -> dict[int, Attention]:
+        """The attention of each layer that has one, by number."""
+        return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
+
+    @property
+    def deltas(self) -> dict[int, DeltaNet]:
+        """The gated delta rule of each layer that has one, by number."""
+        return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet)}
+
+    @property
+    def adapter_store(self) -> AdapterStore:
+        """The store that all linears share."""
+        store: AdapterStore = self.layers[0].down.adapter_store
+        return store
+
     def following(self, number: int) -> Norm:
         """Return the norm behind a layer: of the next one's input, or the last."""
         return self.layers[number + 1].before_attention if number + 1 < len(self.layers) else self.final_norm
 
     def shapes(self, *, full_only: bool = False) -> list[AttentionShape]:
         """Return each kind of attention once. full_only: of layers without a window."""
-        kinds = (layer.attention for layer in self.layers)
+        kinds = self.attentions.values()
         return list(dict.fromkeys(one.shape for one in kinds if not (full_only and one.window is not None)))
 
     def groups(self) -> list[list[list[Any]]]:

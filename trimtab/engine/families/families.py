@@ -9,11 +9,13 @@ model's own modules compute its steps. Source: transformers 5.6.2 to 5.23.0, mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trimtab.engine.families.decoder import Attention, Decoder, Layer, Norm, PerLayerInput, Rope, UndescribedError
+from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm, PerLayerInput, Rope, UndescribedError
 from trimtab.engine.kernels.attention_and_norms import AttentionShape
+from trimtab.engine.kernels.delta_rule import DeltaShape
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 # Kinds of rotation whose angles depend on the length of the text: a captured step has one set of them.
 _GROWING_ROPES = ("dynamic", "longrope")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def describe(hf_model: HFModel) -> Decoder:
@@ -47,12 +49,12 @@ def why_not(hf_model: HFModel) -> str | None:
 # What families have in common -----------------------------------------------------------------------------------------
 
 
-def _kinds(text: Any) -> list[str]:
+def _kinds(text: Any, *more: str) -> list[str]:
     config = text.config
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         kinds = [_SLIDING if getattr(config, "sliding_window", None) is not None else _FULL] * len(text.layers)
-    if strange := sorted(set(kinds) - {_FULL, _SLIDING}):
+    if strange := sorted(set(kinds) - {_FULL, _SLIDING, *more}):
         raise UndescribedError(f"its layers are of kinds {strange}")
     return list(kinds)
 
@@ -69,7 +71,8 @@ def _ropes(text: Any, kinds: list[str], *, by_kind: bool = False) -> dict[str, R
         if name in _GROWING_ROPES:
             raise UndescribedError(f"its rotation is {name}")
     has_axes = hasattr(text.rotary_emb, "mrope_section")
-    return {kind: Rope(text.rotary_emb, kind if by_kind else None, has_axes) for kind in dict.fromkeys(kinds)}
+    turning = [kind for kind in dict.fromkeys(kinds) if kind != _LINEAR]
+    return {kind: Rope(text.rotary_emb, kind if by_kind else None, has_axes) for kind in turning}
 
 
 def _attention(module: Any, kind: str, config: Any, *, form: str | None, norms_values: bool = False, **more: Any) -> Attention:
@@ -89,7 +92,7 @@ def _attention(module: Any, kind: str, config: Any, *, form: str | None, norms_v
     )  # fmt: skip
 
 
-def _layer(module: Any, attention: Attention, form: str, *, is_sandwich: bool, **more: Any) -> Layer:
+def _layer(module: Any, mixer: Attention | DeltaNet, form: str, *, is_sandwich: bool, **more: Any) -> Layer:
     """Return a layer. is_sandwich: whether there are norms behind attention and MLP too."""
     mlp = module.mlp
     behind = module.post_attention_layernorm
@@ -97,7 +100,7 @@ def _layer(module: Any, attention: Attention, form: str, *, is_sandwich: bool, *
     before_mlp, *after = (None if one is None else Norm(one, form) for one in names)
     assert before_mlp is not None
     return Layer(
-        module, Norm(module.input_layernorm, form), attention, after[0], before_mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj,
+        module, Norm(module.input_layernorm, form), mixer, after[0], before_mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj,
         after[1], **more,
     )  # fmt: skip
 
@@ -114,6 +117,29 @@ def _llama(text: Any, *, qk_norms: bool = False) -> Decoder:
     )
     return Decoder(
         text, text.embed_tokens, tuple(layers), Norm(text.norm, "after"), _ropes(text, kinds), _activation(config.hidden_act)
+    )
+
+
+def _qwen3_5(text: Any) -> Decoder:
+    """Qwen3.5: gated delta layers beside attention, whose queries have a gate each; norms as Gemma 3's, in front alone."""
+    config, kinds = text.config, _kinds(text, _LINEAR)
+    layers = []
+    for one, kind in zip(text.layers, kinds, strict=True):
+        if kind == _LINEAR:
+            own = one.linear_attn
+            shape = DeltaShape(own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim, own.conv_kernel_size)
+            mixer: Any = DeltaNet(own, own.in_proj_qkv, own.in_proj_z, own.in_proj_b, own.in_proj_a, own.out_proj, shape)
+            if own.conv1d.bias is not None or own.activation != "silu":
+                raise UndescribedError("its convolutions have a bias, or another activation than silu")
+        else:
+            plain, heads = _attention(one.self_attn, kind, config, form="plus_one"), one.self_attn.o_proj.in_features
+            rotary = int(plain.shape.dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+            heads //= plain.shape.dim
+            kv_heads = heads // one.self_attn.num_key_value_groups
+            mixer = replace(plain, shape=AttentionShape(heads, kv_heads, plain.shape.dim, "plus_one", False, rotary, True))
+        layers.append(_layer(one, mixer, "plus_one", is_sandwich=False))
+    return Decoder(
+        text, text.embed_tokens, tuple(layers), Norm(text.norm, "plus_one"), _ropes(text, kinds), _activation(config.hidden_act)
     )
 
 
@@ -164,5 +190,5 @@ def _gemma4(text: Any) -> Decoder:
 DESCRIBE: Mapping[str, Callable[[Any], Decoder]] = {
     "Gemma4TextModel": _gemma4, "Gemma3TextModel": _gemma3, "LlamaModel": _llama, "MistralModel": _llama, "Qwen2Model": _llama,
     "SmolLM3Model": _llama, "Qwen2_5_VLTextModel": _llama, "Qwen3Model": partial(_llama, qk_norms=True),
-    "Qwen3VLTextModel": partial(_llama, qk_norms=True),
+    "Qwen3VLTextModel": partial(_llama, qk_norms=True), "Qwen3_5TextModel": _qwen3_5,
 }  # fmt: skip

@@ -105,7 +105,7 @@ class LastLayers:
     def __init__(self, step: FusedStep, first: int, row: int) -> None:
         self.step, self.first, self.row = step, first, row
         self.layers = step.layers
-        self.adapter_store = self.layers[0].attention.q.adapter_store
+        self.adapter_store = step.decoder.adapter_store
         self._groups = [group for layer in self.layers[first:] for group in layer.products]
         # The tables of each adapter, None where there are none; the key is the adapter's part of a graph's key.
         self._tables: dict[Hashable, OneAdapter | None] = {}
@@ -113,7 +113,7 @@ class LastLayers:
         self._multiplies = step.multiplies(self._groups)
         device = step.cache.device
         self._position, self._ring = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-        self._sources = sorted({layer.attention.source for layer in self.layers[first:] if layer.attention.source is not None})
+        self._sources = sorted({own.source for own in step.decoder.attentions.values() if own.source is not None})
         self._pass: _Pass | None = None
         self._allocate()
 
@@ -200,7 +200,7 @@ class LastLayers:
         h.zero_()
         states = {}
         for number in self._sources:
-            shape = self.layers[number].attention.shape
+            shape = self.step.decoder.attentions[number].shape
             sizes = (1, shape.kv_heads, step.ring, shape.dim)
             states[number] = torch.zeros(sizes, dtype=dtype, device=device), torch.zeros(sizes, dtype=dtype, device=device)
         width = step.decoder.per_layer

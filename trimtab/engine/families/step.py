@@ -17,14 +17,16 @@ from torch import Tensor
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families import check
-from trimtab.engine.families.decoder import Attention, Layer, Norm
+from trimtab.engine.families.decoder import Attention, DeltaNet, Layer, Norm
 from trimtab.engine.families.families import describe
 from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kv.kv_cache import BatchedKVCache
+from trimtab.engine.kv.recurrent import RecurrentLayer
 from trimtab.engine.layers.embedding import Table
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf, packed_together, staged_in
 from trimtab.engine.lora.layers import SavedModule
@@ -46,7 +48,10 @@ def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) 
     decoder = describe(hf_model)
     groups = decoder.groups()
     progress = phases.counting("measuring kernels on this GPU (once),")
-    kernels = DeviceKernels.choose(groups, decoder.shapes(), rows=rows, sizes=decoder.sizes(), norm=decoder.norm, progress=progress)
+    kernels = DeviceKernels.choose(
+        groups, decoder.shapes(), rows=rows, sizes=decoder.sizes(), norm=decoder.norm, progress=progress,
+        deltas=list(dict.fromkeys(one.shape for one in decoder.deltas.values())),
+    )  # fmt: skip
     if is_invariant and rows <= cuts.MAX_ROWS:
         kernels.compile_fixed(groups, groups[0][0][0].dtype, rows)
     return kernels
@@ -56,11 +61,20 @@ def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
     """Return the packed weights and scales of layers that stay on the device (a streamed one is not there yet), none if they are
     more than its L2 cache holds."""
     packed = [leaf.packed() for leaf in leaves if isinstance(leaf, ResidentLeaf)]
-    tensors = [one.parts[name] for one in packed for name in ("weight", "absmax") if name in one.parts]
+    tensors = [one.parts[name] for one in packed for name in ("weight", "absmax", "scale") if name in one.parts]
     if tensors and tensors[0].device.type == "cuda":
         near = getattr(torch.cuda.get_device_properties(tensors[0].device), "L2_cache_size", 0)
         return tensors if sum(one.nbytes for one in tensors) <= near else []
     return tensors
+
+
+def gated_heads(own: Attention, joined: Tensor, attended: Tensor) -> Tensor:
+    """Return attention's output [n, Hq D] times its gates, which lie behind each head of queries in `joined`."""
+    if not own.shape.is_gated:
+        return attended
+    heads, _, dim, *_ = own.shape
+    gates = joined[:, : 2 * heads * dim].view(-1, heads, 2, dim)[:, :, 1]
+    return attended.mul_(torch.sigmoid(gates).view(attended.shape))
 
 
 def _scale(table: Table) -> float:
@@ -106,10 +120,18 @@ class FusedStep:
         tables = (self.decoder.embedding, getattr(self.text, "embed_tokens_per_layer", None))
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
         self._staged = [next(iter(staged_in(layer.module)), None) for layer in self.layers]
+        self._make_states()
         self._why_no_pages = self._wrong_pages()
         self._difference: str | None = None
         self._is_checked = False
         self._zeros = torch.zeros_like(cache.positions)
+
+    def _make_states(self) -> None:
+        """Give recurrent layers memory, where none of a prompt's did: a capture allocates nothing that lasts."""
+        for number, own in self.decoder.deltas.items():
+            held = self.cache.layers[number] if self.cache.layers else None
+            if isinstance(held, RecurrentLayer) and not held.is_initialized:
+                held.make(own.shape, self.dtype, self.cache.device)
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -129,7 +151,7 @@ class FusedStep:
         """Return what of the description differs from the modules, None if nothing does; compared once."""
         if not self._is_checked:
             self._is_checked = True
-            store = self.layers[0].attention.q.adapter_store
+            store = self.decoder.adapter_store
             selection = store.selection
             try:
                 store.none()
@@ -152,7 +174,9 @@ class FusedStep:
         """Return why a step cannot be made of kernels now, None if it can."""
         if self._why_no_pages is not None:
             return self._why_no_pages
-        if not self.cache.has_rings and any(layer.attention.window is not None for layer in self.layers):
+        if self.decoder.deltas and self.kernels.delta is None and self.cache.device.type == "cuda":
+            return "the gated delta rule has no kernels here"
+        if not self.cache.has_rings and any(own.window is not None for own in self.decoder.attentions.values()):
             return "this transformers release keeps the full cache of sliding layers"
         if len(self.cache.ring_places) > 1:
             return f"its layers have windows of {len(self.cache.ring_places)} lengths"
@@ -222,7 +246,7 @@ class FusedStep:
 
     def empty(self, count: int) -> None:
         """Prepare the scratch of the adapters for the products of a pass of this many rows; the first call of a pass."""
-        if (table := self.layers[0].attention.q.adapter_store.table) is not None:
+        if (table := self.decoder.adapter_store.table) is not None:
             table.empty(count)
 
     def _turning(self, positions: Tensor) -> Tensor:
@@ -291,8 +315,11 @@ class FusedStep:
         self, layer: Layer, number: int, turns: dict[str, tuple[Tensor, Tensor]], shared: dict[int, tuple[Tensor, Tensor]],
         where: TokenPositions, h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: Norm | None,
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
-        attended = self._attend(layer, number, turns, shared, where, x, norm)
-        y = self._products([layer.attention.o], attended)
+        if isinstance(layer.mixer, DeltaNet):
+            attended = self._delta(layer.mixer, number, self.normed(x, norm))
+        else:
+            attended = self._attend(layer, layer.mixer, number, turns, shared, where, x, norm)
+        y = self._products([layer.mixer.o], attended)
         middle = self.buffer("middle", h.shape, h.dtype)
         norm = self.norm(h, layer.after_attention, layer.before_mlp, None, middle)
         gated = self._products([layer.gate, layer.up], y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
@@ -302,8 +329,8 @@ class FusedStep:
         after = self.buffer("after", h.shape, h.dtype)
         norm = self.norm(middle, layer.after_mlp, None, None, after)
         # The first weights of the next layer: the memory bus is nearly idle until then.
-        after_this = [one.attention for one in self.layers[number + 1 : number + 2]]
-        ahead = _ahead([leaf for one in after_this for leaf in (one.q, one.o)])
+        after_this = [one.mixer for one in self.layers[number + 1 : number + 2]]
+        ahead = _ahead([leaf for one in after_this if isinstance(one, Attention) for leaf in (one.q, one.o)])
         mixed = self._products([layer.per_layer.gate], y, matvec.Gate(self.kind, extra), norm, ahead)
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
@@ -317,10 +344,9 @@ class FusedStep:
         )  # fmt: skip
 
     def _attend(
-        self, layer: Layer, number: int, turns: dict[str, tuple[Tensor, Tensor]], shared: dict[int, tuple[Tensor, Tensor]],
-        where: TokenPositions, x: Tensor, norm: matvec.Norm | None,
+        self, layer: Layer, own: Attention, number: int, turns: dict[str, tuple[Tensor, Tensor]],
+        shared: dict[int, tuple[Tensor, Tensor]], where: TokenPositions, x: Tensor, norm: matvec.Norm | None,
     ) -> Tensor:  # fmt: skip
-        own = layer.attention
         count, (heads, _, dim, *_) = x.shape[0], own.shape
         turn = turns[own.rope] if own.rope is not None else (x[:, :0], x[:, :0])
         joined = self._products(own.projections, x, None, norm)
@@ -343,7 +369,7 @@ class FusedStep:
             joined, heads, own.norms(), *turn, keys, values, places, where.positions, own.scale, own.softcap, attended, queries,
             self._scratch(count, heads, dim), self.kernels.small, mode=own.mode, ahead=_ahead([layer.gate, layer.up]), pages=pages,
         )  # fmt: skip
-        return attended
+        return gated_heads(own, joined, attended)
 
     def _attend_int8(
         self, own: Attention, number: int, joined: Tensor, queries: Tensor, turn: tuple[Tensor, Tensor],
@@ -371,7 +397,22 @@ class FusedStep:
             queries, keys, values, self.cache.positions[:count], own.scale, own.softcap, attended,
             self._scratch(count, heads, dim), self.kernels.small, dependent=False,
         )  # fmt: skip
-        return attended
+        return gated_heads(own, joined, attended)
+
+    def _delta(self, own: DeltaNet, number: int, x: Tensor) -> Tensor:
+        """Return the gated delta rule of the rows' next tokens [n, Hv Dv]; their states are written."""
+        count, held = x.shape[0], self.cache.layers[number]
+        assert isinstance(held, RecurrentLayer)
+        joined, heads = self._products([own.qkv, own.z], x), self._products([own.b, own.a], x)
+        width, channels = own.o.in_features, own.shape.channels
+        buffers = self.buffer("mixed", (count, channels), x.dtype), self.buffer("core", (count, width), x.dtype)
+        out = self.buffer("looked", (count, width), x.dtype)
+        b, a = heads.split(own.shape.value_heads, dim=1)
+        delta_rule.delta_net(
+            (joined[:, :channels], joined[:, channels:], b, a), own.shape, own.weights(), *held.states(), buffers, out,
+            live=self.cache.live, module=self.kernels.delta,
+        )  # fmt: skip
+        return out
 
     def _products(
         self,

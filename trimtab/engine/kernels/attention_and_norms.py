@@ -54,7 +54,8 @@ ATTEND_NAMES = ("attend", "attend_combine")
 
 class AttentionShape(NamedTuple):
     """One kind of attention. norm: the form of the norms of queries and keys, None without; norms_values: whether values are
-    normed, without a weight. rotary: the first values of a head, which turn, None for all."""
+    normed, without a weight. rotary: the first values of a head, which turn, None for all. is_gated: a gate of its
+    size lies behind each head of queries, and is not read here."""
 
     heads: int
     kv_heads: int
@@ -62,18 +63,25 @@ class AttentionShape(NamedTuple):
     norm: str | None = "inside"
     norms_values: bool = True
     rotary: int | None = None
+    is_gated: bool = False
 
 
 @dataclass(frozen=True)
 class HeadNorms:
     """The norms of a layer's heads. q, k: weights [D], None for those without a norm; values: whether they are normed, without a
-    weight; form: one of FORMS."""
+    weight; form: one of FORMS. is_gated: as in `AttentionShape`."""
 
     q: Tensor | None
     k: Tensor | None
     eps: float
     form: str = "inside"
     values: bool = True
+    is_gated: bool = False
+
+    @property
+    def q_step(self) -> int:
+        """How many heads' sizes lie from one head of queries to the next."""
+        return 2 if self.is_gated else 1
 
     @property
     def number(self) -> int:
@@ -105,7 +113,7 @@ def prepare(module: nvrtc.Module) -> None:
 def attention_options(shape: AttentionShape, dtype: torch.dtype, *, turn: bool = False, is_paged: bool = False) -> tuple[str, ...]:
     """Return the compiler options of attend.cu for this kind of layer. turn: norms and rotation are a part of it. is_paged: keys
     and values lie in pages."""
-    heads, kv_heads, dim, norm, norms_values, rotary = shape
+    heads, kv_heads, dim, norm, norms_values, rotary, is_gated = shape
     size = next(size for size in (128, 256, 512) if size >= dim)
     paged: tuple[str, ...] = (f"-DPAGE={PAGE_TOKENS}",) if is_paged else ()
     if turn and (norm, norms_values, dim if rotary is None else rotary) != ("inside", True, dim):
@@ -113,7 +121,7 @@ def attention_options(shape: AttentionShape, dtype: torch.dtype, *, turn: bool =
         paged += (f"-DNORMS={number}", f"-DVALUES={norms_values:d}", f"-DROTARY={dim if rotary is None else rotary}")
     return (
         f"-DDIM={size}", f"-DHEAD={dim}", f"-DGROUP={heads // kv_heads}", f"-DHALF={int(dtype == torch.float16)}",
-        f"-DROTATES={int(turn)}", *paged,
+        f"-DROTATES={int(turn)}", *(("-DQ_STEP=2",) if turn and is_gated else ()), *paged,
     )  # fmt: skip
 
 
@@ -256,7 +264,7 @@ def rope_write(
     assert mode in MODES, mode
     own = mode != "shared"
     assert (keys is not None and values is not None and places is not None) or not own
-    assert qkv.shape[1] == (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
+    assert qkv.shape[1] == (heads * norms.q_step + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
     v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
     cache_fits = not own or (keys is not None and values is not None and keys.is_contiguous() and values.is_contiguous())
     tensors = (qkv, norms.q, norms.k, cos, sin, keys, values, q_out)
@@ -266,7 +274,7 @@ def rope_write(
     ):  # fmt: skip
         _rope_write_torch(qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, places, q_out, mode)
         return
-    own_queries, own_keys, own_values = _parts(qkv, heads, kv_heads, dim, mode)
+    own_queries, own_keys, own_values = _parts(qkv, heads * norms.q_step, kv_heads, dim, mode)
     _launch_rope(module, v, own_queries, own_keys, own_values, dim, norms, cos, sin, keys, values, places, q_out, mode, dependent)
 
 
@@ -283,7 +291,7 @@ def _launch_rope(
     q_out: Tensor, mode: str, dependent: bool | None,
 ) -> None:  # fmt: skip
     """keys, values [rows, Hkv, L, D]; places None: the first place of each row."""
-    n, heads = own_queries.shape[0], own_queries.shape[1] // dim
+    n, heads = own_queries.shape[0], own_queries.shape[1] // dim // norms.q_step
     kv_heads = 1 if own_keys is None else own_keys.shape[1] // dim
     steps = (0, 0, 0) if keys is None else (keys.stride(0), keys.stride(1), keys.shape[2])
     module.launch(
@@ -292,7 +300,7 @@ def _launch_rope(
             own_queries, own_queries.stride(0), own_keys, own_values, 0 if own_keys is None else own_keys.stride(0), heads,
             kv_heads, dim, norms.q, norms.k, float(norms.eps), cos, cos.stride(0), sin, sin.stride(0), keys, values,
             nvrtc.Long(steps[0]), nvrtc.Long(steps[1]), steps[2], places, q_out, int(mode == "k_is_v"), cos.shape[1],
-            norms.number, int(norms.values), _half(own_queries),
+            norms.number, int(norms.values), norms.q_step * dim, _half(own_queries),
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -309,7 +317,7 @@ def turn(
     alone), cos and sin [n, R], q_out [n, Hq, D], k_out and v_out [Hkv, n, D]. Rows of inputs may be strided.
     """
     mode = "shared" if keys is None else "k_is_v" if values is None else "own"
-    heads = queries.shape[1] // dim
+    heads = queries.shape[1] // dim // norms.q_step
     kv_heads = heads if keys is None else keys.shape[1] // dim
     v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
     # A place of a token is a row of the cache here: [n, Hkv, 1, D].
@@ -336,12 +344,14 @@ def _rope_write_torch(
         return x if norms.q is None else norm_torch(x, weight, norms.eps, norms.form)
 
     n = qkv.shape[0]
-    queries = qkv[:, : heads * dim].view(n, heads, dim)
+    step = norms.q_step
+    queries = qkv[:, : heads * dim * step].view(n, heads, step * dim)[..., :dim]
     q_out.copy_(turned_torch(normed(queries, norms.q), cos, sin))
     if mode == "shared" or keys is None or values is None:
         return
-    own = qkv[:, heads * dim : (heads + kv_heads) * dim].view(n, kv_heads, dim)
-    other = own if mode == "k_is_v" else qkv[:, (heads + kv_heads) * dim :].view(n, kv_heads, dim)
+    own, *more = qkv[:, heads * dim * step :].split(kv_heads * dim, dim=1)
+    own = own.view(n, kv_heads, dim)
+    other = own if mode == "k_is_v" else more[0].view(n, kv_heads, dim)
     rows = torch.arange(n, device=qkv.device)
     keys[rows, :, places] = turned_torch(normed(own, norms.k), cos, sin)
     values[rows, :, places] = norm_torch(other, None, norms.eps) if norms.values else other
@@ -376,10 +386,14 @@ def scratch_values(count: int, heads: int, dim: int, places: int) -> int:
     return count * heads * splits * (dim + 2) if splits > 1 else 0
 
 
-def _splits(count: int, kv_heads: int, dim: int, places: int, multiprocessors: int) -> int:
-    """Return over how many blocks the places of a row and head are split: about as many as the card runs at once."""
+def _splits(count: int, heads: int, kv_heads: int, dim: int, places: int, multiprocessors: int) -> int:
+    """Return over how many blocks the places of a row and head are split: about as many as the card runs at once, or up to a
+    quarter fewer where one block can then combine their parts without a second launch."""
     resident = multiprocessors * (1 if dim > 256 else 3 if dim > 128 else 4)  # as their registers allow
-    return max(1, min(-(-places // _TILE), _MAX_SPLITS, resident // (count * kv_heads)))
+    wanted = max(1, min(-(-places // _TILE), _MAX_SPLITS, resident // (count * kv_heads)))
+    group = heads // kv_heads
+    combined = min(_COMBINE_BYTES // (group * dim * 4), _MAX_SHARES // group)
+    return combined if wanted > combined >= wanted * 3 // 4 else wanted
 
 
 def attend(
@@ -448,9 +462,10 @@ def rope_and_attention(
         {"shared": 0, "own": 1, "k_is_v": 2}[mode],
     ]  # fmt: skip
     norm, rotary = None if norms.q is None else norms.form, None if cos.shape[1] == dim else cos.shape[1]
+    shape = AttentionShape(heads, kv_heads, dim, norm, norms.values, rotary, norms.is_gated)
     _launch_attend(
-        given, AttentionShape(heads, kv_heads, dim, norm, norms.values, rotary), keys, values, positions, scaling, softcap, out,
-        scratch, module, dependent, turn=True, ahead=ahead, pages=pages,
+        given, shape, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=True, ahead=ahead,
+        pages=pages,
     )  # fmt: skip
 
 
@@ -473,7 +488,7 @@ def _launch_attend(
     assert module is not None
     heads, kv_heads, dim, *_ = shape
     n, places = out.shape[0], keys.shape[-2] if pages is None else pages.places
-    splits = _splits(n, kv_heads, dim, places, module.multiprocessors)
+    splits = _splits(n, heads, kv_heads, dim, places, module.multiprocessors)
     needed = n * heads * splits * (dim + 2) if splits > 1 else 0
     if needed and (scratch is None or scratch.numel() < needed):
         scratch = torch.empty(needed, dtype=torch.float32, device=out.device)

@@ -24,11 +24,13 @@ from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import delta_rule, layouts
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kernels.compile_ahead import compile_ahead
+from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -48,6 +50,7 @@ TRIED = 9  # ways to cut a product that are timed
 MOST_INSTEAD = 6  # ways that are tried where a configuration cannot run
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
+DELTA = "gated delta rule"
 ROWS = "4-bit products of many rows"
 
 
@@ -68,7 +71,8 @@ class Product:
 @dataclass(eq=False)
 class DeviceKernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
-    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). ends: tables in front of the layers, scores behind
+    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). delta: the gated delta rule.
+    ends: tables in front of the layers, scores behind
     the head. left_out: name -> reason.
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
     configs: how each product's launch configuration is known (shipped_configs.py); rejected: those that were not used here, and
@@ -83,6 +87,7 @@ class DeviceKernels:
     overlap_pays: bool | None = None
     ends: Any = None
     rows: Any = None
+    delta: Any = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
     checks: KeptChecks = field(default_factory=KeptChecks)
@@ -90,7 +95,7 @@ class DeviceKernels:
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
         """Let launches overlap, or not, while the block runs: for a capture."""
-        modules = [module for module in (self.small, self.matvec, self.ends, self.rows) if module is not None]
+        modules = [one for one in (self.small, self.matvec, self.ends, self.rows, self.delta) if one is not None]
         for module in modules:
             module.overlap = wanted
         try:
@@ -102,7 +107,7 @@ class DeviceKernels:
     @property
     def made_of(self) -> str:
         """Which modules and launch configurations there are, as text."""
-        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows)]
+        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows, self.delta)]
         return repr([modules, sorted((key, str(self.matvec.products.chosen[key])) for key in self.configs)])
 
     @staticmethod
@@ -141,6 +146,7 @@ class DeviceKernels:
     def choose(
         groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], *, rows: int,
         sizes: ends.Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
+        deltas: Sequence[DeltaShape] = (),
     ) -> DeviceKernels:  # fmt: skip
         """Return the kernels that work and are faster for layers like these on their device, for steps of up to `rows` rows.
 
@@ -151,9 +157,9 @@ class DeviceKernels:
         leaf = groups[0][0][0]
         shapes = [(one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups]
         known = of_this_process().for_layers
-        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm)
+        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, tuple(deltas))
         if key not in known:
-            known[key] = _choose(groups, attention, sizes, rows, norm)
+            known[key] = _choose(groups, attention, sizes, rows, norm, deltas)
         chosen = known[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
@@ -290,6 +296,8 @@ class DeviceKernels:
             lambda module, measured: _wrong_rows(module, list(shapes.values()), dtype, measured),
             self.checks, [_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype), measured=self.measured_us,
         )  # fmt: skip
+        for leaf in {leaf.quant_kind: leaf for leaf in leaves}.values() if self.rows is not None else ():
+            many_rows.own_module(leaf.packed(), self.rows)  # a capture finds it compiled
         self.checks.save()
         return self
 
@@ -374,6 +382,7 @@ class LayerShapes:
     linear: tuple[tuple[object, ...], ...]
     step_ends: ends.Sizes | None
     norm: NormForm
+    deltas: tuple[DeltaShape, ...]
 
 
 @dataclass(eq=False)
@@ -392,7 +401,7 @@ def of_this_process() -> ChosenKernels:
 
 def _choose(
     groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: ends.Sizes | None,
-    rows: int = 1, norm: NormForm = PLAIN,
+    rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (),
 ) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
@@ -416,6 +425,12 @@ def _choose(
         checks, str(dtype), forms, norm, measured=measured,
     )  # fmt: skip
     chosen = DeviceKernels(small, products, left_out, measured, checks=checks)
+    if len(deltas) == 1:  # of one shape in all families
+        chosen.delta = _tried(
+            DELTA, left_out, lambda: delta_rule.load(device, deltas[0], dtype),
+            lambda module, _: delta_rule.why_not(deltas[0], dtype) or delta_rule.check(module, deltas[0], dtype),
+            checks, str(dtype), deltas[0], measured=measured,
+        )  # fmt: skip
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
@@ -426,7 +441,7 @@ def _choose(
 
 def _form_of(weights: Sequence[Packed]) -> tuple[object, ...]:
     """Return the properties of packed weights that select their kernel, as values that print the same in every process."""
-    return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts)) for one in weights)
+    return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts), *layouts.scale_type(one)) for one in weights)
 
 
 def _tried(
@@ -524,7 +539,7 @@ def _wrong_rows(
         packed = leaf.packed()
         if many_rows.why_not(packed, dtype) is not None:
             continue  # this layer stays with its own product
-        why = many_rows.why_no_room(module) or many_rows.wrong([packed], module, dtype)
+        why = many_rows.why_no_room(module, many_rows.scale_bytes(packed)) or many_rows.wrong([packed], module, dtype)
         if why is not None:
             return why
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)

@@ -122,14 +122,14 @@ def check(
 def _wrong_attention(
     module: nvrtc.Module, n: int, shape: AttentionShape, random: _Make, poisoned: _Make, wrong: _Wrong
 ) -> str | None:  # fmt: skip
-    heads, kv_heads, dim, norm, norms_values, rotary = shape
+    heads, kv_heads, dim, norm, norms_values, rotary, is_gated = shape
     what = f"of {n} rows, {heads} heads over {kv_heads}, {dim} each"
     cos, sin = random(n, dim if rotary is None else rotary), random(n, dim if rotary is None else rotary)
     q_weight, k_weight = (None if norm is None else random(dim) for _ in range(2))
-    norms = HeadNorms(q_weight, k_weight, 1e-6, norm or "inside", norms_values)
+    norms = HeadNorms(q_weight, k_weight, 1e-6, norm or "inside", norms_values, is_gated)
     places = torch.arange(n, device=module.device) * 3 % 70
     for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
-        qkv = random(n, (heads + parts * kv_heads) * dim)
+        qkv = random(n, (heads * norms.q_step + parts * kv_heads) * dim)
         written, wanted = ((poisoned(n, kv_heads, 70, dim), poisoned(n, kv_heads, 70, dim)) for _ in range(2))
         turned = [poisoned(n, heads, dim) for _ in range(2)]
         for (keys, values), q_out, one in ((written, turned[0], module), (wanted, turned[1], None)):
@@ -145,7 +145,7 @@ def _wrong_attention(
         for (q_out, *rest), one in zip(outs, (module, None), strict=True):
             k_out, v_out = rest or (None, None)
             turn(
-                qkv[:, : heads * dim], own_keys, own_values, dim, norms, cos, sin, q_out, k_out, v_out, module=one,
+                qkv[:, : heads * norms.q_step * dim], own_keys, own_values, dim, norms, cos, sin, q_out, k_out, v_out, module=one,
             )  # fmt: skip
         if reason := wrong(f"turn ({mode}) {what}", *outs):
             return reason
@@ -174,7 +174,7 @@ def _wrong_turn(
     n, kv_heads, length, dim = keys.shape
     places, each = positions.remainder(length), torch.arange(n, device=keys.device)
     for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
-        qkv, out, q = random(n, (heads + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
+        qkv, out, q = random(n, (heads * norms.q_step + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
         if mode != "shared":  # the old content must not be read
             keys[each, :, places] = values[each, :, places] = math.nan
         written = keys.clone(), values.clone()
@@ -214,17 +214,17 @@ def check_pages(
     for row in range(n):
         pool.bind(row, pages[row])
     at = pool.table.written(torch.arange(length, device=module.device).expand(n, -1), pool.table.table).flatten()
-    for heads, kv_heads, dim, norm, norms_values, rotary in (AttentionShape(*one) for one in attention):
+    for heads, kv_heads, dim, norm, norms_values, rotary, is_gated in (AttentionShape(*one) for one in attention):
         whole = [random(n, kv_heads, length, dim) for _ in range(2)]
         paged = [torch.full((kv_heads, pool.places, dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
         for to, source in zip(paged, whole, strict=True):
             to[:, at] = source.transpose(0, 1).flatten(1, 2)
         cos, sin, scale = random(n, dim if rotary is None else rotary), random(n, dim if rotary is None else rotary), dim**-0.5
         weight = None if norm is None else random(dim)
-        norms = HeadNorms(weight, weight, 1e-6, norm or "inside", norms_values)
+        norms = HeadNorms(weight, weight, 1e-6, norm or "inside", norms_values, is_gated)
         positions = torch.tensor([length - 1, 2 * PAGE_TOKENS], device=module.device)
         for mode, parts in (("own", 2), ("shared", 0)):
-            qkv, q = random(n, (heads + parts * kv_heads) * dim), random(n, heads, dim)
+            qkv, q = random(n, (heads * norms.q_step + parts * kv_heads) * dim), random(n, heads, dim)
             outs = [torch.full((n, heads * dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
             for (keys, values), out, table in ((whole, outs[0], None), (paged, outs[1], pool.table)):
                 rope_and_attention(
@@ -261,14 +261,14 @@ def measure(
     pair("add_norm", partial(add_norm, y, h, weight, weight, 1e-6, None, h, x))
     pair("gated", partial(gated, both[:, :mlp], both[:, mlp:], out, "gelu_tanh"))
     positions = torch.full((n,), places - 1, device=module.device)
-    for heads, kv_heads, dim, norm, norms_values, rotary in (AttentionShape(*one) for one in attention):
+    for heads, kv_heads, dim, norm, norms_values, rotary, is_gated in (AttentionShape(*one) for one in attention):
         shape = f"{heads}/{kv_heads} x {dim}"
         keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
-        qkv, q, attended = random(n, (heads + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
+        qkv, q, attended = random(n, (heads * (1 + is_gated) + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
         turn = random(n, dim if rotary is None else rotary)
         scratch = torch.empty(scratch_values(n, heads, dim, places), device=module.device)
         scale = None if norm is None else random(dim)
-        norms = HeadNorms(scale, scale, 1e-6, norm or "inside", norms_values)
+        norms = HeadNorms(scale, scale, 1e-6, norm or "inside", norms_values, is_gated)
         rope = partial(rope_write, qkv, heads, kv_heads, dim, norms, turn, turn, keys, values, positions, q)
         both_at_once = partial(
             rope_and_attention, qkv, heads, norms, turn, turn, keys, values, positions, positions, dim**-0.5, None, attended, q,

@@ -21,7 +21,7 @@ def layers_of(
     step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
     if step is None or not pays(step, prompts.device):
         return None
-    if any(layer.attention.source is not None for layer in step.layers[: forward.first_shared]):
+    if any(own.source is not None for number, own in step.decoder.attentions.items() if number < forward.first_shared):
         return None
     if prompts.firsts is None or prompts.firsts.step is not step:
         groups = [group for layer in step.layers[: forward.first_shared] for group in layer.products]

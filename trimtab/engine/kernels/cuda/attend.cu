@@ -32,6 +32,9 @@
 #ifndef VALUES
 #define VALUES 1
 #endif
+#ifndef Q_STEP
+#define Q_STEP 1  // heads' sizes from one head of queries to the next: 2 where each has a gate behind it
+#endif
 #ifndef ROTARY
 #define ROTARY HEAD
 #endif
@@ -255,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   Part x[EACH], weight[EACH];
 #define TAKE_JOBS(from)                                                                                                      \
   _Pragma("unroll") for (int i = 0; i < EACH; i++) {                                                                         \
-    const int job = (from) + i * WARPS, head = job < GROUP ? kv * GROUP + job : kv_heads * GROUP + kv + (job - GROUP) * kv_heads; \
+    const int job = (from) + i * WARPS, behind = kv_heads * GROUP * Q_STEP + kv + (job - GROUP) * kv_heads;                  \
+    const int head = job < GROUP ? (kv * GROUP + job) * Q_STEP : behind;                                                     \
     head_at[i] = job < jobs ? q + (size_t)row * q_stride + head * HEAD : nullptr;                                            \
     weight[i] = part(job < GROUP ? q_weight : job == GROUP && writes ? k_weight : nullptr);                                  \
   }

@@ -81,13 +81,14 @@ GATED(gated_1, 1)
 // A warp is a head of a row: queries first, then keys, then (own_values) values. Lane l holds V values from l V on in the
 // lower half of the head and their partners in the upper half. Keys and values go to place_of[row] of the row and head, 0 without
 // place_of; row_step, head_step: values from one to the next. The first `rotary` values of a head turn: a lane has partners among
-// them, or values behind them. form: where a norm rounds (values.cuh), 3: there is none. Grid: [heads of all kinds, n].
+// them, or values behind them. form: where a norm rounds (values.cuh), 3: there is none. q_step: from one head of
+// queries to the next. Grid: [heads of all kinds, n].
 template <int V>
 __device__ __forceinline__ void rope_write(
     const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim, const u16* q_weight,
     const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride, u16* keys, u16* values,
     i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v, int rotary, int form,
-    int norms_values, int half) {
+    int norms_values, int q_step, int half) {
   const int head = blockIdx.x, row = blockIdx.y, h = dim / 2, turning = rotary / 2, at = threadIdx.x * V;
   const bool turns = at < turning;
   const int at0 = turns ? at : at + turning, at1 = turns ? at + turning : at + h;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void rope_write(
   float a[V] = {}, b[V] = {}, c0[V] = {}, c1[V] = {}, s0[V] = {}, s1[V] = {}, sum = 0.f;
   if (live) {
     const u16* from = (is_q ? q : is_v ? v : k) + (size_t)row * (is_q ? q_stride : kv_stride);
-    from += (is_q ? head : (head - heads) % kv_heads) * dim;
+    from += is_q ? head * q_step : (head - heads) % kv_heads * dim;
     load<V>(a, from + at0, half);
     load<V>(b, from + at1, half);
     if (!is_v && turns) {
@@ -149,10 +150,10 @@ __device__ __forceinline__ void rope_write(
       const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim,                \
       const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride,    \
       u16* keys, u16* values, i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v,           \
-      int rotary, int form, int norms_values, int half) {                                                                     \
+      int rotary, int form, int norms_values, int q_step, int half) {                                                         \
     rope_write<V>(q, q_stride, k, v, kv_stride, heads, kv_heads, dim, q_weight, k_weight, eps, cos, cos_stride, sin,          \
                   sin_stride, keys, values, row_step, head_step, places, place_of, q_out, k_is_v, rotary, form, norms_values, \
-                  half);                                                                                                      \
+                  q_step, half);                                                                                              \
   }
 ROPE(rope_write_1, 1)
 ROPE(rope_write_2, 2)
