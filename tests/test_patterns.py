@@ -11,7 +11,7 @@ import pytest
 
 from tests.adapters import TEXT, match, problems_of, q_proj
 from trimtab.adapters import patterns
-from trimtab.adapters.patterns import MAX_PATTERNS, Matcher, PatternError, is_quick, parse, shown
+from trimtab.checkpoint.patterns import MAX_PATTERNS, Matcher, PatternError, is_quick, parse, shown
 
 # As in adapters that others published, and as LLaMA-Factory, Unsloth, ms-swift, axolotl and PEFT's documentation write them.
 PUBLIC = (

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapters.patterns import MAX_CHARS, Matcher, PatternError, is_plain, shown
+from trimtab.checkpoint.patterns import MAX_CHARS, Matcher, PatternError, is_plain, shown
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError
 

@@ -63,8 +63,8 @@ class ModuleRow:
     for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
     Gemma4ClippableLinear. gather_only: an embedding whose table is only indexed, so rows can be fetched on demand.
     is_head8: the output head in 8 bits (`--head int8`). is_router: a router of experts that multiplies with its weight
-    like a Linear; before transformers 5 it was one. stored: the format in which the checkpoint's files hold its quantized weight
-    (`formats/record.py`); None if the files hold it unquantized.
+    like a Linear; before transformers 5 it was one. stored: the format in which the checkpoint's files hold its quantized weight, or
+    its quantized table (`formats/record.py`); None if the files hold it unquantized.
     """
 
     module_path: str

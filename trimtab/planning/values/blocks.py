@@ -136,7 +136,7 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
     else:
         return ()
     own = row.stored or quant
-    kind = HEAD8 if row.is_head8 else own if row.quantized and row.kind != "embedding" else "none"
+    kind = HEAD8 if row.is_head8 else own if row.quantized or (row.stored and row.kind == "embedding") else "none"
     return tuple(
         Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,

@@ -1,4 +1,4 @@
-"""Regular expressions from adapter files, matched over many names at once in bounded time and memory, without
+"""Regular expressions from files, matched over many names at once in bounded time and memory, without
 backtracking.
 
 Python's parser reads a pattern. Its tree is evaluated with one set of positions in the text of all names, stored as the
