@@ -8,13 +8,12 @@ cache are left out, as transformers does. Source: transformers 5.23, integration
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.patterns import PatternError, check_count, is_quick, shown
+from trimtab.checkpoint.patterns import Matcher, PatternError, shown
 from trimtab.errors import CheckpointError
 from trimtab.formats.record import PackedEntry, refuse
 
@@ -23,24 +22,21 @@ LINEAR = ("weight", "weight_scale")
 ACTIVATIONS = ("input_activation_scale", "output_activation_scale")
 CACHE = (".k_cache_scale", ".v_cache_scale")
 BITS = (2, 4, 8)
-MOST_PATTERNS = 200
 HINT = "Get config.json of the same release of the model again"
 
 
 def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
     """Return (plain tensors, packed weights by name). Errors: CheckpointError with every wrong weight."""
-    bits_of = _bits(checkpoint)
+    stems = {name: name.rpartition(".") for name in checkpoint.tensors if name.endswith((f".{TABLE[0]}", f".{LINEAR[1]}"))}
+    bits_of = _bits(checkpoint, (stem for stem, _, _ in stems.values()))
     problems: list[tuple[str, str]] = []
     packed: dict[str, PackedEntry] = {}
     used = {name for name in checkpoint.tensors if name.endswith(CACHE)}
-    for name in checkpoint.tensors:
-        stem, dot, last = name.rpartition(".")
-        if last not in (TABLE[0], LINEAR[1]):
-            continue
+    for stem, dot, last in stems.values():
         names = (*TABLE,) if last == TABLE[0] else (*LINEAR, *ACTIVATIONS)
         parts = {part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in names if f"{stem}{dot}{part}" in checkpoint.tensors}
         used |= {f"{stem}{dot}{part}" for part in parts}
-        found = _weight(f"{stem}{dot}weight", parts, bits_of(stem), is_table=last == TABLE[0])
+        found = _weight(f"{stem}{dot}weight", parts, bits_of[stem], is_table=last == TABLE[0])
         if isinstance(found, str):
             problems.append((f"{stem}{dot}weight", found))
         else:
@@ -49,31 +45,22 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pack
     return {name: entry for name, entry in checkpoint.tensors.items() if name not in used}, packed
 
 
-def _bits(checkpoint: Checkpoint) -> Callable[[str], object]:
-    """Return what gives the bits of a module by its name: of the pattern that is found first in it, as transformers joins them.
+def _bits(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, object]:
+    """Return the bits of modules: those of the pattern that is found leftmost in a name, as transformers joins the patterns.
 
-    Errors: CheckpointError for patterns that are none, or slow to match.
+    Errors: CheckpointError for patterns that are none, or too much work to match.
     """
     settings = checkpoint.quantization or {}
     default, listed = settings.get("num_bits", 4), settings.get("module_quant_configs") or {}
-    if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()) or len(listed) > MOST_PATTERNS:
-        raise CheckpointError(
-            f"module_quant_configs is no object of at most {MOST_PATTERNS} objects", path=checkpoint.folder, hint=HINT
-        )
+    if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
+        raise CheckpointError("module_quant_configs is no object of objects", path=checkpoint.folder, hint=HINT)
+    names = list(modules)
     try:
-        check_count(listed)
-        slow = [pattern for pattern in listed if not is_quick(pattern)]
+        patterns = Matcher(names).leftmost(listed)
     except PatternError as exc:
-        raise CheckpointError(f"module_quant_configs {exc}", path=checkpoint.folder, hint=HINT) from exc
-    if slow:
-        raise CheckpointError(f"module_quant_configs has {shown(slow[0])}, slow to match", path=checkpoint.folder, hint=HINT)
-    expressions = [(re.compile(pattern), one.get("num_bits", default)) for pattern, one in listed.items()]
-
-    def bits_of(module: str) -> object:
-        found = ((match.start(), bits) for expression, bits in expressions if (match := expression.search(module)) is not None)
-        return min(found, key=lambda one: one[0], default=(0, default))[1]
-
-    return bits_of
+        which = "" if exc.pattern is None else f": {shown(exc.pattern)}"
+        raise CheckpointError(f"module_quant_configs{which} {exc}", path=checkpoint.folder, hint=HINT) from exc
+    return {name: listed[patterns[name]].get("num_bits", default) if name in patterns else default for name in names}
 
 
 def _weight(name: str, parts: Mapping[str, TensorEntry], bits: object, *, is_table: bool) -> PackedEntry | str:

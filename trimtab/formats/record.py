@@ -45,11 +45,12 @@ MOBILE_VALUES, MOBILE_PIECE_VALUES = 2**22, 2**25
 # Types of scales that are read.
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
-Family = Literal["none", "codebook", "int8", "head8", "grouped", "float8", "mobile"]
+Family = Literal["none", "codebook", "int8", "head8", "grouped", "float8", "mobile", "float4"]
 # Families that only torch's operations read.
-OWN = ("grouped", "float8", "mobile")
+OWN = ("grouped", "float8", "mobile", "float4")
 _PLAIN: dict[str, Family] = {
     "none": "none", "int8": "int8", HEAD8: "head8", "fp4": "codebook", "nf4": "codebook", "nf4-dq": "codebook",
+    "nvfp4-g16": "float4", "mxfp4-g32": "float4",
 }  # fmt: skip
 _GROUPED = re.compile(r"int([48])-(?:g([1-9]\d{0,5})|row)((?:-zp|-idx|-f32)*)\Z", re.ASCII)
 _MOBILE = re.compile(r"mobile([248])-(?:g([1-9]\d{0,5})|row)(-a8)?\Z", re.ASCII)
@@ -119,6 +120,9 @@ class StoredFormat:
             high, wide = self.block
             scales = (ceil(rows / high) if high else 1) * (ceil(shape[-1] / wide) if wide else 1)
             return {"weight": numel, "scale": 4 * scales}
+        if self.family == "float4":
+            whole = {"global": 8} if self.group == 16 else {}
+            return {"weight": rows * ceil(shape[-1] / 2), "scale": rows * self.groups(shape[-1])} | whole
         if self.family == "mobile":
             scales = 4 * rows * self.groups(shape[-1])
             return {"weight": rows * ceil(shape[-1] * self.bits / 8), "scale": scales} | ({"activation": 8} if self.has_rounding else {})
@@ -139,7 +143,8 @@ def stored_format(name: str) -> StoredFormat:
     """Return the record of a format. Errors: ValueError for a name that is none."""
     if name in _PLAIN:
         family = _PLAIN[name]
-        return StoredFormat(name=name, family=family, bits={"none": 16, "codebook": 4}.get(family, 8))
+        bits = {"none": 16, "codebook": 4, "float4": 4}.get(family, 8)
+        return StoredFormat(name=name, family=family, bits=bits, group=int(name[-2:]) if family == "float4" else 0)
     if (found := _GROUPED.match(name)) is not None:
         bits, group, marks = int(found[1]), int(found[2] or 0), found[3].split("-")[1:]
         if len(set(marks)) == len(marks):
