@@ -127,6 +127,8 @@ def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+TIERS = ("resident", "stream", "disk", "host")
+FAMILIES = ("llama", "qwen3_vl", "gemma4", "qwen3_moe", "gemma3n")
 # name -> (quantization_config, what packs a weight [D_out, D_in], the format's name in plans)
 FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
     "ct-int4": (ct_config(4, "int", strategy="group", group_size=32), ct, "int4-g32"),

@@ -166,3 +166,9 @@ def test_scales_that_are_not_finite_are_refused(golden, case, name, tmp_path):
     stored[name] = stored[name].fill_(255) if stored[name].dtype == torch.uint8 else torch.full_like(stored[name].float(), math.nan).to(stored[name].dtype)
     with pytest.raises(CheckpointError, match="not finite"):
         read(written(tmp_path, stored, CONFIGS[case]))
+
+
+def test_the_page_has_the_table_of_formats_that_the_records_make():
+    from tools.which_files import PAGE, filled
+
+    assert (text := PAGE.read_text(encoding="utf-8")) == filled(text), "run python tools/which_files.py"

@@ -10,7 +10,7 @@ from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 from trimtab.formats import bitsandbytes, compressed_tensors, float4, float8, mobile, transposed
-from trimtab.formats.record import PackedEntry, refuse
+from trimtab.formats.record import PackedEntry, packed_bytes, refuse
 
 Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
 # quant_method of config.json -> what reads that layout of files.
@@ -81,3 +81,14 @@ def format_names(packed: Mapping[str, PackedEntry]) -> list[str]:
     for entry in packed.values():
         values[entry.format_name] = values.get(entry.format_name, 0) + prod(entry.shape)
     return sorted(values, key=lambda name: (name not in linear, -values[name], name))
+
+
+def formats_of(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
+    """Return the formats of packed weights in the order of `format_names`: name, number of weights, bits per value; JSON-ready."""
+    found = []
+    for name in format_names(packed):
+        entries = [entry for entry in packed.values() if entry.format_name == name]
+        nbytes = sum(packed_bytes(entry.shape, name, entry.dtype) for entry in entries)
+        bits = 8 * nbytes / sum(prod(entry.shape) for entry in entries)
+        found.append({"name": name, "weights": len(entries), "bits_per_value": round(bits, 3)})
+    return found

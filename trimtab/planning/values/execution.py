@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
-from trimtab.formats.record import HEAD8, packed_bytes
+from trimtab.formats.record import HEAD8, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
 from trimtab.planning.values.pipeline import Stage, pipeline_s
+from trimtab.planning.values.rows import StoredWeights
 
 MIB = 2**20
 MODES = ("eager", "graph", "fused")
@@ -166,6 +167,18 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
     if quant not in FUSED_QUANTS:
         return f"trimtab's kernels read {', '.join(FUSED_QUANTS)}, the weights are {quant}"
     return None
+
+
+def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool) -> str:
+    """Return how products with the weights of a file's format are computed. is_kept: the decoder's are kept unpacked on a CPU."""
+    form = stored_format(stored.format_name)
+    if stored.are_tables:
+        return "the rows of the tokens are dequantized"
+    rounded = "; inputs and outputs rounded to 8 bits" if form.has_rounding else ""
+    if step_mode == "fused" and stored.format_name in FUSED_QUANTS:
+        return "steps by trimtab's kernels, packed"
+    rest = "dequantized for each product" if form.is_own else "by bitsandbytes' layers"
+    return (f"the decoder's kept unpacked, others {rest}" if is_kept and form.is_dequantized else rest) + rounded
 
 
 # Bytes -----------------------------------------------------------------------------------------------------------------
