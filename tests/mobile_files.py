@@ -33,7 +33,7 @@ PLE = "embed_tokens_per_layer.weight"
 
 
 def packed(weight: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor]:
-    """Return (stored [D_out, D_in bits / 8], scale [D_out, groups]) of a weight [D_out, D_in]; the first value in the lowest bits."""
+    """Return (stored [D_out, D_in bits / 8], scale [D_out, groups]); the first value is in the lowest bits."""
     blocks = weight.float().view(weight.shape[0], groups, -1)
     half = 1 << (bits - 1)
     scale = (blocks.abs().amax(-1, keepdim=True) / (half - 0.5)).clamp(min=1e-6)

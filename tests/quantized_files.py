@@ -92,7 +92,7 @@ def fp8(weight: Tensor, *, block: tuple[int, int], name: str = "weight_scale_inv
 
 def float4(weight: Tensor, *, group: int, layout: str) -> Packed:
     """NVFP4 (group 16, layout ct or modelopt) and MXFP4 (group 32)."""
-    rows, columns = weight.shape
+    rows = weight.shape[0]
     blocks = weight.float().view(rows, -1, group)
     largest = blocks.abs().amax(-1).clamp(min=1e-6) / 6
     if group == 32:
@@ -118,7 +118,13 @@ def float4(weight: Tensor, *, group: int, layout: str) -> Packed:
 
 def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
     scheme = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
-    form = "pack-quantized" if kind == "int" else "float-quantized" if bits == 8 else f"{'nv' if weights['group_size'] == 16 else 'mx'}fp4-pack-quantized"
+    form = (
+        "pack-quantized"
+        if kind == "int"
+        else "float-quantized"
+        if bits == 8
+        else f"{'nv' if weights['group_size'] == 16 else 'mx'}fp4-pack-quantized"
+    )
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -150,10 +156,12 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
     ),
     "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, lambda weight: fp8(weight, block=(0, 0)), "fp8-tensor"),
     "nvfp4-ct": (
-        ct_config(4, "float", strategy="tensor_group", group_size=16), lambda weight: float4(weight, group=16, layout="ct"), "nvfp4-g16"
+        ct_config(4, "float", strategy="tensor_group", group_size=16),
+        lambda weight: float4(weight, group=16, layout="ct"), "nvfp4-g16",
     ),
     "nvfp4-modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda weight: float4(weight, group=16, layout="modelopt"), "nvfp4-g16",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        lambda weight: float4(weight, group=16, layout="modelopt"), "nvfp4-g16",
     ),
     "mxfp4": (
         ct_config(4, "float", strategy="group", group_size=32), lambda weight: float4(weight, group=32, layout="ct"), "mxfp4-g32"

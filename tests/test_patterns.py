@@ -176,7 +176,9 @@ def test_quick_patterns_are_those_that_adapters_have() -> None:
     assert [one for one in (r"((a{0,8}){0,8}){0,8}!", "(a|a)" * 13, "(a?){30}", "(ab*)+") if is_quick(one)] == []
 
 
-@pytest.mark.parametrize("patterns", [("layers", "model"), (r"\d+$", "mlp", "^x"), ("^lm_head$", r"layers\.\d\.", ".*q_proj"), ("b*", "a")])
+@pytest.mark.parametrize(
+    "patterns", [("layers", "model"), (r"\d+$", "mlp", "^x"), ("^lm_head$", r"layers\.\d\.", ".*q_proj"), ("b*", "a")]
+)
 def test_the_leftmost_pattern_is_found_as_python_finds_alternatives(patterns: tuple[str, ...]) -> None:
     joined = re.compile("|".join(f"(?P<g{place}>{one})" for place, one in enumerate(patterns)))
     expected = {name: patterns[int(found.lastgroup[1:])] for name in NAMES if (found := joined.search(name)) is not None}

@@ -102,7 +102,7 @@ def parse(pattern: str) -> Any:
 
 
 def is_quick(pattern: str) -> bool:
-    """Return whether Python's `re` certainly matches a pattern quickly on names: at most 4 long repeats, and few other ways to match."""
+    """Return whether Python's `re` certainly matches a pattern quickly on names: few long repeats and other ways to match."""
     if is_plain(pattern):
         return True
     repeats, ways = _effort(parse(pattern))
@@ -197,8 +197,8 @@ class Matcher:
         return [pattern for pattern in listed if pattern not in used]
 
     def leftmost(self, patterns: Iterable[str]) -> dict[str, str]:
-        """Return name -> the pattern that is found in it, as `re.search` finds the patterns as alternatives: the leftmost place wins,
-        there the first pattern; other names have none.
+        """Return name -> the pattern that `re.search` of all as alternatives finds in it: the leftmost, of several the first; other
+        names have none.
         """
         listed = list(patterns)
         check_count(listed)

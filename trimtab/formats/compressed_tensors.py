@@ -3,8 +3,8 @@
 `pack-quantized`: `X.weight_packed` int32 [D_out, D_in bits / 32], the first value in the lowest bits, each plus half the range;
 `X.weight_scale` [D_out, groups] (or [D_out]), `X.weight_shape` int64 [2], and where zero points are not 0 `X.weight_zero_point`
 int32, packed along D_out. `float-quantized`, `naive-quantized`: `X.weight` float8 with `X.weight_scale` (float8.py).
-`nvfp4-pack-quantized`,
-`mxfp4-pack-quantized`: float4.py. Source: compressed-tensors 0.20.0, compressors/pack_quantized and naive_quantized. Of the weights only `weight_shape` is read.
+`nvfp4-pack-quantized`, `mxfp4-pack-quantized`: float4.py. Source: compressed-tensors 0.20.0, compressors/pack_quantized and
+naive_quantized. Of the weights only `weight_shape` is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from trimtab.formats.record import SCALE_DTYPES, PackedEntry, refuse
 PACKED = "weight_packed"
 # Formats of weights that are not read, with what they are, for the message.
 NOT_READ = {
-    "mxfp6-pack-quantized": "6-bit floats (MXFP6)", "int-quantized": "8-bit integers with rounded activations", "marlin-24": "2:4 sparse weights",
+    "mxfp6-pack-quantized": "6-bit floats (MXFP6)", "int-quantized": "8-bit integers with rounded activations",
+    "marlin-24": "2:4 sparse weights",
     "sparse-24-bitmask": "2:4 sparse weights", "sparse-bitmask": "sparse weights",
 }  # fmt: skip
 BITS = (4, 8)

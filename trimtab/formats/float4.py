@@ -29,8 +29,8 @@ ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "FP8", "MIXED_PRECISION"
 
 
 def read_modelopt(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
-    """Return (plain tensors, packed weights by name) of ModelOpt's files. Errors: CheckpointError for what is not read, and with every
-    wrong weight."""
+    """Return (plain tensors, packed weights by name) of ModelOpt's files. Errors: CheckpointError for what is not
+    read, and with every wrong weight."""
     algorithm = (checkpoint.quantization or {}).get("quant_algo")
     if algorithm not in ALGORITHMS:
         raise CheckpointError(
@@ -42,7 +42,9 @@ def read_modelopt(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[
     used |= {name for name, entry in checkpoint.tensors.items() if name.endswith(CACHE) and prod(entry.shape) == 1}
     left = {name: entry for name, entry in checkpoint.tensors.items() if name not in used}
     others, more = float8.weights(left, problems, None)
-    problems += [(name, "its inputs are scaled (pre_quant_scale), which is not read") for name in left if name.endswith("pre_quant_scale")]
+    problems += [
+        (name, "its inputs are scaled (pre_quant_scale), which is not read") for name in left if name.endswith("pre_quant_scale")
+    ]
     refuse(checkpoint, problems)
     return {name: entry for name, entry in left.items() if name not in more}, packed | others
 

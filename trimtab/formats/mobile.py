@@ -1,9 +1,9 @@
 """Gemma 4 mobile checkpoints: 2, 4 and 8 bits a channel, packed tables, and static scales of each layer's activations.
 
 `X.weight` uint8 [D_out, D_in bits / 8], 2 or 4 bits plus half the range, the first value in the lowest bits, or int8 [D_out, D_in];
-`X.weight_scale` float32 [D_out, 1]; `X.input_activation_scale`, `X.output_activation_scale` float32, 0 where not calibrated. A table:
-`X.embedding_quantized`, `X.embedding_scale` float32 [V, groups]. config.json gives the bits by patterns of names. Scales of the KV
-cache are left out, as transformers does. Source: transformers 5.23, integrations/gemma_quant.py. Only headers are read.
+`X.weight_scale` float32 [D_out, 1]; `X.input_activation_scale`, `X.output_activation_scale` float32, 0 where not calibrated. A
+table: `X.embedding_quantized`, `X.embedding_scale` float32 [V, groups]. config.json gives the bits by patterns of names. Scales of
+the KV cache are left out, as transformers does. Source: transformers 5.23, integrations/gemma_quant.py. Only headers are read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], bits: object, *, is_tab
     rows, columns = weight.shape[0], weight.shape[1] * (8 // bits)
     groups = scale.shape[1] if len(scale.shape) == 2 else 0
     if scale.dtype != "float32" or scale.shape[:1] != (rows,) or not groups or columns % groups or (groups > 1 and not is_table):
-        return f"{side} is {scale.dtype} {list(scale.shape)}, float32 [{rows}, {'groups of ' + str(columns) if is_table else 1}] is needed"
+        needed = f"float32 [{rows}, {f'groups of {columns}' if is_table else 1}]"
+        return f"{side} is {scale.dtype} {list(scale.shape)}, {needed} is needed"
     rounding = {part: parts[part] for part in ACTIVATIONS if part in parts}
     wrong = next((part for part, entry in rounding.items() if entry.dtype != "float32" or prod(entry.shape) != 1), None)
     if wrong is not None:

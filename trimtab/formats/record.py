@@ -125,7 +125,9 @@ class StoredFormat:
             return {"weight": rows * ceil(shape[-1] / 2), "scale": rows * self.groups(shape[-1])} | whole
         if self.family == "mobile":
             scales = 4 * rows * self.groups(shape[-1])
-            return {"weight": rows * ceil(shape[-1] * self.bits / 8), "scale": scales} | ({"activation": 8} if self.has_rounding else {})
+            return {"weight": rows * ceil(shape[-1] * self.bits / 8), "scale": scales} | (
+                {"activation": 8} if self.has_rounding else {}
+            )
         if self.family == "grouped":
             groups = rows * self.groups(shape[-1])
             parts = {"weight": rows * ceil(shape[-1] * self.bits / 8), "scale": self.scale_bytes * groups}

@@ -3,8 +3,8 @@
     python -m tests.golden.formats.make_small    (with transformers 5.23 and compressed-tensors 0.20.0 without its dependencies)
 
 small.safetensors has, for each case of `small.json`, `CASE/part` and what the format's own library makes of it: of mobile files
-transformers' layers in three types, of NVFP4, MXFP4 and MXFP8 compressed-tensors. Of ModelOpt's layout it is the
-formula of its nvfp4_tensor.py in float64, with the roundings of float32 and bfloat16: the package itself did not run. No line of trimtab runs.
+transformers' layers in three types, of NVFP4, MXFP4 and MXFP8 compressed-tensors. Of ModelOpt's layout it is the formula of its
+nvfp4_tensor.py in float64, with the roundings of float32 and bfloat16: the package itself did not run. No line of trimtab runs.
 """
 
 from __future__ import annotations
@@ -100,9 +100,19 @@ CASES = {
     "mobile2-table": lambda: mobile(14, 32, 2, groups=1),
     "mobile4-table": lambda: mobile(11, 48, 4, groups=3),
     "nvfp4": lambda: compressed(24, 96, "nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **FLOAT4),
-    "mxfp4": lambda: compressed(20, 96, "mxfp4-pack-quantized", strategy="group", group_size=32, scale_dtype="torch.uint8", **FLOAT4),
+    "mxfp4": lambda: compressed(
+        20, 96, "mxfp4-pack-quantized", strategy="group", group_size=32, scale_dtype="torch.uint8", **FLOAT4
+    ),
     "mxfp8": lambda: compressed(
-        16, 64, "mxfp8-quantized", strategy="group", group_size=32, num_bits=8, type="float", symmetric=True, scale_dtype="torch.uint8"
+        16,
+        64,
+        "mxfp8-quantized",
+        strategy="group",
+        group_size=32,
+        num_bits=8,
+        type="float",
+        symmetric=True,
+        scale_dtype="torch.uint8",
     ),
     "modelopt": lambda: modelopt(18, 64),
 }

@@ -1,7 +1,8 @@
 """NVFP4 and MXFP4 weights: 4-bit floats (e2m1), a scale for 16 or 32 values of a row, and perhaps one for the weight.
 
 weight uint8 [D_out, D_in / 2] as in the file, the first value in the low half; scale float8_e4m3fn [D_out, D_in / 16] or exponents
-uint8 [D_out, D_in / 32]; global float32 [2], by which scales are divided and multiplied, one of them 1. A value is q * scale in float32, rounded once to the weight's type.
+uint8 [D_out, D_in / 32]; global float32 [2], by which scales are divided and multiplied, one of them 1. A value is q * scale in
+float32, rounded once to the weight's type.
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ class GatheredTable(Table):
     memory as the device itself reads it, None where that is unavailable: then the host has to fetch the rows of every step.
     """
 
-    def __init__(self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows | PackedRows, first_rows: int, **kwargs: Any):
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows | PackedRows, first_rows: int, **kwargs: Any
+    ):
         super().__init__(module_path, shape, **kwargs)
         self.source = source
         self.seen: Tensor | None

@@ -18,7 +18,12 @@ from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
 from trimtab.formats.record import (
-    DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, MOBILE_PIECE_VALUES, MOBILE_VALUES, is_dequantized, stored_format,
+    DEQUANTIZED_BYTES,
+    DEQUANTIZED_VALUES,
+    MOBILE_PIECE_VALUES,
+    MOBILE_VALUES,
+    is_dequantized,
+    stored_format,
 )  # fmt: skip
 from trimtab.planning.values.blocks import quant_of, widened_bytes
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES

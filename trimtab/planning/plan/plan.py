@@ -52,8 +52,8 @@ class Plan:
     dtype_reason: why the dtype was chosen, or the cost of a requested one; "" for a usual one. media_reason: the limits
     behind the host memory of a server's images and audio; "" if none is counted. prefix_reason: the capacity in tokens
     of a prefix cache that is smaller than one prompt of the context; "" for others. version: of the file format.
-    stored: the formats of the checkpoint's files, for the table; module_tree: from planning to the first load. Neither is part of the
-    plan's value: not compared, not saved.
+    stored: the formats of the checkpoint's files, for the table; module_tree: from planning to the first load. Neither is
+    part of the plan's value: not compared, not saved.
     """
 
     request: LoadRequest

@@ -115,8 +115,8 @@ def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
 def _mobile_model(model_class: Any, config: Any, folder: Path, dtype: str, device: str) -> Any:
     """Return transformers' own model of Gemma's mobile files.
 
-    transformers 5.23 refuses a table with more than one scale a row, as official files have it, although its forward takes them: they
-    are set after it has loaded the first of each row.
+    transformers 5.23 refuses a table with more than one scale a row, as official files have it, although its forward takes them:
+    they are set after it has loaded the first of each row.
     """
     from trimtab.checkpoint.folder import read_checkpoint
     from trimtab.engine.tiers.reader import read_small
@@ -128,7 +128,7 @@ def _mobile_model(model_class: Any, config: Any, folder: Path, dtype: str, devic
     model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
     for name, scale in wide.items():
         stem = name.removesuffix(".embedding_scale")
-        table = next(module for path, module in model.named_modules() if path == stem or stem.endswith(f".{path}") and path)
+        table = next(module for path, module in model.named_modules() if path and f".{stem}".endswith(f".{path}"))
         table.embedding_scale = torch.nn.Parameter(scale.to(device), requires_grad=False)
     return model.eval()
 
