@@ -440,5 +440,5 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
     from trimtab.engine.loader import transformers_model as hf
 
     anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
-    report |= {"model_formats": formats_of(split_packed(checkpoint)[1])}
-    return describe(file, match_adapter(file, anatomy)) | report
+    formats = {"model_formats": formats_of(split_packed(checkpoint)[1])}
+    return describe(file, match_adapter(file, anatomy)) | report | formats

@@ -41,7 +41,7 @@ from trimtab.planning.values.execution import BUCKETS, KERNEL_ROWS
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.table import AdapterSlots
-    from trimtab.engine.families import step as hf_gemma4
+    from trimtab.engine.families.step import FusedStep
     from trimtab.engine.layers.context import EngineContext
     from trimtab.engine.lora import layers as lora
 
@@ -79,7 +79,7 @@ class DecodeStep:
         self._graphs: GraphCache[CapturedStep] = GraphCache()
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
-        self._fused: hf_gemma4.FusedStep | None = None
+        self._fused: FusedStep | None = None
         # The count of module exchanges at the last check whether a fused step is right for them, and the result.
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
@@ -198,6 +198,7 @@ class DecodeStep:
         if (table := self.model.adapter_store.table) is not None:
             table.empty(count)
         cache.begin()
+        cache.step_count = count
         masks = hf_slots.step_masks(self.model.hf_model, cache, count)
         step = cache.rows_of_step(count)
         if added_masks:
@@ -229,14 +230,14 @@ class DecodeStep:
 
     # Graphs ------------------------------------------------------------------------------------------------------------
 
-    def fused_step(self) -> hf_gemma4.FusedStep | None:
+    def fused_step(self) -> FusedStep | None:
         """Return the fused step, None where steps are not fused; the cache's layers have to be known."""
         if not self._choice.is_fusable:
             return None
-        from trimtab.engine.families import step as hf_gemma4
+        from trimtab.engine.families.step import FusedStep
 
         if self._fused is None:  # not before a prompt was computed: the cache's layers are known from then on
-            self._fused = hf_gemma4.FusedStep(self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked)
+            self._fused = FusedStep(self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked)
         exchanges = self.model.adapter_store.exchanges
         if self._examined is None or self._examined[0] != exchanges:
             self._examined = exchanges, self._fused.why_not_rows()

@@ -29,6 +29,7 @@ from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kernels.compile_ahead import compile_ahead
+from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
@@ -138,21 +139,21 @@ class DeviceKernels:
 
     @staticmethod
     def choose(
-        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int,
-        sizes: ends.Sizes | None = None, progress: Progress | None = None,
+        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], *, rows: int,
+        sizes: ends.Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
     ) -> DeviceKernels:  # fmt: skip
         """Return the kernels that work and are faster for layers like these on their device, for steps of up to `rows` rows.
 
-        groups: for every shape the groups of linear layers that have it; a group reads one input. attention: (heads, kv
-        heads, head size) of each kind of layer. sizes: of the step's two ends, which stay with torch without them.
+        groups: for every shape the groups of linear layers that have it; a group reads one input. attention: of each
+        kind of layer. norm: of the model. sizes: of the step's two ends, which stay with torch without them.
         progress: called with (done, of) while they are measured.
         """
         leaf = groups[0][0][0]
         shapes = [(one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups]
         known = of_this_process().for_layers
-        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes)
+        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm)
         if key not in known:
-            known[key] = _choose(groups, attention, sizes, rows)
+            known[key] = _choose(groups, attention, sizes, rows, norm)
         chosen = known[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
@@ -218,7 +219,15 @@ class DeviceKernels:
         return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
-        return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
+        return (
+            "configuration",
+            one.key,
+            _form_of(one.groups[0]),
+            str(dtype),
+            one.gate,
+            self.small is not None,
+            self.matvec.products.norm,
+        )
 
     def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
         """Take a product's configuration, or the next one that this card can run, and record for later processes that it can."""
@@ -325,7 +334,7 @@ class DeviceKernels:
         return ours <= theirs * 1.1 + 2.0
 
 
-def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
+def check_bytes(attention: Sequence[fused.AttentionShape], dtype: torch.dtype) -> int:
     """Return how many bytes of the device choosing kernels takes for a while. attention: as for `DeviceKernels.choose`."""
     return max(CHECK_BYTES, fused_check.check_bytes(attention, dtype, rows=MOST_ROWS))
 
@@ -355,15 +364,16 @@ def shape_of(group: Sequence[Leaf]) -> str:
 class LayerShapes:
     """The key of the choice of kernels: the device, and the shapes of everything that a step computes there.
 
-    attention: (heads, kv heads, head size) of each kind of layer. linear: for each group of layers its input, its outputs and its
+    attention: of each kind of layer. linear: for each group of layers its input, its outputs and its
     format. step_ends: of both ends of a step, None where they stay with torch.
     """
 
     device: str
     dtype: torch.dtype
-    attention: tuple[tuple[int, int, int], ...]
+    attention: tuple[fused.AttentionShape, ...]
     linear: tuple[tuple[object, ...], ...]
     step_ends: ends.Sizes | None
+    norm: NormForm
 
 
 @dataclass(eq=False)
@@ -381,8 +391,8 @@ def of_this_process() -> ChosenKernels:
 
 
 def _choose(
-    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], sizes: ends.Sizes | None,
-    rows: int = 1,
+    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: ends.Sizes | None,
+    rows: int = 1, norm: NormForm = PLAIN,
 ) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
@@ -394,15 +404,16 @@ def _choose(
         compile_ahead(
             [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
             checked=_ROWS, counts=[n for n in PRODUCT_ROWS if n <= rows], has_many=rows > KERNEL_ROWS,
+            norm=norm,
         )  # fmt: skip
     small = _tried(
         SMALL, left_out, lambda: fused.load(device),
-        lambda module, times: _wrong_small(module, first, attention, dtype, times),
-        checks, str(dtype), forms, list(attention), measured=measured,
+        lambda module, times: _wrong_small(module, first, attention, norm, dtype, times),
+        checks, str(dtype), forms, list(attention), norm, measured=measured,
     )  # fmt: skip
     products = _tried(
-        PRODUCTS, left_out, lambda: matvec.load(device), lambda module, times: _wrong_products(module, first, dtype, times),
-        checks, str(dtype), forms, measured=measured,
+        PRODUCTS, left_out, lambda: matvec.load(device, norm), lambda module, times: _wrong_products(module, first, dtype, times),
+        checks, str(dtype), forms, norm, measured=measured,
     )  # fmt: skip
     chosen = DeviceKernels(small, products, left_out, measured, checks=checks)
     if sizes is not None and not chosen.is_empty:
@@ -451,15 +462,15 @@ def _tried(
 
 
 def _wrong_small(
-    module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], attention: Sequence[tuple[int, int, int]], dtype: torch.dtype,
-    measured: dict[str, tuple[float, float]],
+    module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], attention: Sequence[fused.AttentionShape],
+    norm: NormForm, dtype: torch.dtype, measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return the error of the kernels between the products, or that torch is faster at all of them together."""
     widths = sorted({group[0].in_features for group in groups})
     for shape in attention:
-        if (why := fused.why_not(*shape, dtype)) is not None:
+        if (why := fused.why_not(*shape[:3], dtype)) is not None:
             return why
-    if (why := fused_check.check(module, widths=widths, attention=attention, dtype=dtype, rows=_ROWS)) is not None:
+    if (why := fused_check.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)) is not None:
         return why
     time_us = partial(tuning.graph_us, calls=_CALLS)
     times = fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)

@@ -208,7 +208,8 @@ def rate_text(tokens_per_s: float) -> str:
 def stored_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the formats of the checkpoint's files: modules, bytes, bits per value, and how each is computed."""
     is_kept = plan.execution_device == "cpu" and "unpacked_weights" in plan.gpu
-    return [("stored as", "modules", "bytes", "bits per value", "computed")] + [
+    rows: list[tuple[str, ...]] = [("stored as", "modules", "bytes", "bits per value", "computed")]
+    return rows + [
         (
             one.format_name, str(one.modules), gib(one.bytes), f"{one.bits_per_value:.2f}",
             how_computed(one, step_mode=plan.execution.step.mode, is_kept=is_kept),
