@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.quantized_files import FAMILIES, FORMS, TIERS  # noqa: E402
 from trimtab.formats.record import packed_bytes, stored_format  # noqa: E402
-from trimtab.planning.values.execution import FUSED_QUANTS, how_computed  # noqa: E402
+from trimtab.planning.values.execution import how_computed  # noqa: E402
 from trimtab.planning.values.rows import StoredWeights  # noqa: E402
 
 PAGE = ROOT / "docs" / "which-files.md"
@@ -23,7 +23,7 @@ SLOT = re.compile(r"(<!-- formats -->\n).*?(<!-- /formats -->)", re.DOTALL)
 NAMES = {"llama": "Llama", "qwen3_vl": "Qwen3-VL", "gemma4": "Gemma 4", "qwen3_moe": "Qwen3 MoE", "gemma3n": "Gemma 3n"}
 # Formats that other tests load in every tier: tests/engine/loader, tests/engine/formats/test_mobile.py. Format -> families.
 ELSEWHERE = {
-    **dict.fromkeys((*FUSED_QUANTS, "int8"), FAMILIES),
+    **dict.fromkeys(("nf4", "nf4-dq", "fp4", "int8"), FAMILIES),
     **dict.fromkeys(("mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8", "mobile2-row", "mobile4-g256"), ("gemma4",)),
 }
 # Sides of a large weight, for the bits per value.
