@@ -38,7 +38,7 @@ PSUTIL = (
 # What asks transformers for classes and functions; everything else gets its objects.
 TRANSFORMERS = tuple(
     f"trimtab/engine/{name}.py" for name in (
-        "batch/sampling", "families/chunk", "kv/int8", "kv/kv_cache", "loader/processor",
+        "batch/sampling", "families/chunk", "kv/int8", "kv/kv_cache", "kv/recurrent", "loader/processor",
         "loader/renames", "loader/transformers_model", "passes/attention", "passes/chunk_forward", "templates/render",
     )
 )  # fmt: skip
