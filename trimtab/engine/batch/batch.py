@@ -516,7 +516,7 @@ class Batch:
         try:
             return self.steps.run(self.state())
         except Exception as exc:
-            if self.cache.has_recurrent:  # some layers have advanced their states, and nobody knows which: no second try
+            if self.cache.has_recurrent:  # some layers have advanced their states, and which ones is unknown: no second try
                 for row in self.active:
                     row.error, row.finish = row.error or exc, row.finish or "error"
             raise
