@@ -8,14 +8,14 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
-from trimtab.formats import bitsandbytes, compressed_tensors, float8, transposed
+from trimtab.formats import bitsandbytes, compressed_tensors, float8, gguf, transposed
 from trimtab.formats.record import PackedEntry, refuse
 
 Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
 # quant_method of config.json -> what reads that layout of files.
 READERS: Mapping[str, Read] = {
     "bitsandbytes": bitsandbytes.read, "compressed-tensors": compressed_tensors.read, "fp8": float8.read,
-    "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq,
+    "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq, "gguf": gguf.read,
 }  # fmt: skip
 # Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
 MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")

@@ -43,11 +43,17 @@ DEQUANTIZED_TRAFFIC = 18
 # Types of scales that are read.
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
-Family = Literal["none", "codebook", "int8", "head8", "grouped", "float8"]
+Family = Literal["none", "codebook", "int8", "head8", "grouped", "float8", "ggml"]
 _PLAIN: dict[str, Family] = {
     "none": "none", "int8": "int8", HEAD8: "head8", "fp4": "codebook", "nf4": "codebook", "nf4-dq": "codebook",
 }  # fmt: skip
 _GROUPED = re.compile(r"int([48])-(?:g([1-9]\d{0,5})|row)((?:-zp|-idx|-f32)*)\Z", re.ASCII)
+# ggml's types of matrices -> (values, bytes) of a block along a row. Source: ggml-common.h.
+GGML_BLOCKS: dict[str, tuple[int, int]] = {
+    "q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
+    "f16": (1, 2), "bf16": (1, 2), "f32": (1, 4),
+}  # fmt: skip
+INDEXED = "-idx"
 _FLOAT8 = re.compile(r"fp8-(?:([1-9]\d{0,5})x([1-9]\d{0,5})|row|tensor)\Z", re.ASCII)
 
 
@@ -72,15 +78,17 @@ class StoredFormat:
     @property
     def is_dequantized(self) -> bool:
         """Whether a product without a separate kernel makes the whole weight in 16 bits."""
-        return self.family in ("codebook", "grouped", "float8")
+        return self.family in ("codebook", "grouped", "float8", "ggml")
 
     @property
     def is_own(self) -> bool:
         """Whether only torch's operations read it: every product dequantizes the weight, also of one row."""
-        return self.family in ("grouped", "float8")
+        return self.family in ("grouped", "float8", "ggml")
 
     def reading_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""
+        if self.family == "ggml":  # rows in another order
+            return sum(self.parts(shape, "").values())
         if self.family != "grouped":
             return 0
         return prod(shape) * (3 if self.has_zero else 2 if self.bits == 4 else 1)
@@ -112,6 +120,9 @@ class StoredFormat:
             high, wide = self.block
             scales = (ceil(rows / high) if high else 1) * (ceil(shape[-1] / wide) if wide else 1)
             return {"weight": numel, "scale": 4 * scales}
+        if self.family == "ggml":
+            values, nbytes = GGML_BLOCKS[self.name.removesuffix(INDEXED)]
+            return {"weight": numel // values * nbytes} | ({"index": 4 * shape[-1]} if self.has_index else {})
         if self.family == "grouped":
             groups = rows * self.groups(shape[-1])
             parts = {"weight": rows * ceil(shape[-1] * self.bits / 8), "scale": self.scale_bytes * groups}
@@ -140,6 +151,8 @@ def stored_format(name: str) -> StoredFormat:
     if (found := _FLOAT8.match(name)) is not None:
         block = (int(found[1]), int(found[2])) if found[1] else (1, 0) if name == "fp8-row" else (0, 0)
         return StoredFormat(name=name, family="float8", bits=8, block=block)
+    if (blocks := GGML_BLOCKS.get(name.removesuffix(INDEXED))) is not None:
+        return StoredFormat(name=name, family="ggml", bits=blocks[1] * 8 // blocks[0], has_index=name.endswith(INDEXED))
     raise ValueError(f"unknown weight format: {name!r}")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats import bitsandbytes, float8, grouped
+from trimtab.engine.formats import bitsandbytes, float8, ggml, grouped
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import Packed, PlainShell, Shell, WideShell, is_narrow
 from trimtab.formats.record import Family, PackedEntry, stored_format
@@ -59,6 +59,7 @@ FORMATS: Mapping[Family, WeightFormat] = {
     ),
     "grouped": WeightFormat(grouped.dequantize, grouped.dequantize_rows, grouped.shell, grouped.read),
     "float8": WeightFormat(float8.dequantize, float8.dequantize_rows, float8.shell, float8.read),
+    "ggml": WeightFormat(ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read),
 }
 
 
