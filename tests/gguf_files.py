@@ -197,6 +197,10 @@ def _same(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _plain(values: Tensor) -> Tensor:
+    return values
+
+
 def _config(class_name: str, **other: Any) -> Callable[[], Any]:
     def make() -> Any:
         import transformers
@@ -204,6 +208,79 @@ def _config(class_name: str, **other: Any) -> Callable[[], Any]:
         return getattr(transformers, class_name)(**(_TEXT | other))
 
     return make
+
+
+_SLIDING = [True, True, False, True, False]
+_GEMMA = {
+    "num_hidden_layers": 5, "layer_types": ["sliding_attention" if one else "full_attention" for one in _SLIDING],
+    "num_kv_shared_layers": 2, "global_head_dim": 64, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 320,
+    "use_double_wide_mlp": True, "sliding_window": 8, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA_KEYS = _keys(
+    "gemma4", block_count=5, feed_forward_length=[512, 512, 512, 1024, 1024],
+    **{
+        "attention.key_length": 64, "attention.value_length": 64, "attention.key_length_swa": 32, "attention.value_length_swa": 32,
+        "rope.dimension_count": 64, "rope.dimension_count_swa": 32, "rope.freq_base": 1_000_000.0, "rope.freq_base_swa": 10_000.0,
+        "attention.sliding_window": 8, "attention.sliding_window_pattern": _SLIDING, "attention.shared_kv_layers": 2,
+        "embedding_length_per_layer_input": 256, "final_logit_softcapping": 30.0,
+    },
+)  # fmt: skip
+_GEMMA_NAMES = NAMES | {
+    "embed_tokens_per_layer": "per_layer_token_embd", "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+    "layer_scalar": "layer_output_scale",
+}  # fmt: skip
+_QWEN35 = {
+    "num_hidden_layers": 4, "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_QWEN35_KEYS = _keys(
+    "qwen35", block_count=4,
+    **{
+        "attention.key_length": 32, "attention.value_length": 32, "full_attention_interval": 4, "ssm.conv_kernel": 4,
+        "ssm.state_size": 32, "ssm.group_count": 4, "ssm.time_step_rank": 8, "ssm.inner_size": 256,
+        "rope.dimension_sections": [3, 3, 2, 0], "rope.dimension_count": 16,
+    },
+)  # fmt: skip
+_QWEN35_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm", "in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate",
+    "in_proj_a": "ssm_alpha", "in_proj_b": "ssm_beta", "conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "out_proj": "ssm_out", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias",
+}  # fmt: skip
+
+
+def _tiled(values: Tensor, width: int, side: int) -> Tensor:
+    """llama.cpp's order of value heads: those of all key heads in turn, where the model has a key head's together."""
+    shape = values.shape
+    heads = values.reshape(*shape[:side], 4, 2, width, *shape[side + 1 :])
+    return heads.transpose(side, side + 1).reshape(shape)
+
+
+def _qwen35(name: str, tensor: Tensor) -> Tensor:
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    if last in ("in_proj_qkv", "conv1d"):
+        flat = tensor.reshape(tensor.shape[0], -1)
+        return torch.cat((flat[:256], _tiled(flat[256:], 32, 0)))
+    if last == "in_proj_z":
+        return _tiled(tensor, 32, 0)
+    if last == "out_proj":
+        return _tiled(tensor, 32, 1)
+    return _tiled(tensor, 1, 0) if last in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else tensor
+
+
+# family -> what the converter does to values, and the inverse
+VALUES = {
+    "qwen3_5": {
+        ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight"): (lambda x: x + 1, lambda x: x - 1),
+        ("A_log",): (lambda x: -torch.exp(x), lambda x: torch.log(-x)),
+    }
+}  # fmt: skip
 
 
 # family -> (class, config, keys, names, what the converter makes of a tensor)
@@ -220,6 +297,9 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any], dict[str, str]
         "Qwen3ForCausalLM", _config("Qwen3Config", tie_word_embeddings=True),
         _keys("qwen3", **{"attention.key_length": 32, "attention.value_length": 32}), DENSE, _same,
     ),
+    "qwen2": ("Qwen2ForCausalLM", _config("Qwen2Config", tie_word_embeddings=False), _keys("qwen2"), DENSE, _same),
+    "gemma4": ("Gemma4ForCausalLM", _config("Gemma4TextConfig", **_GEMMA), _GEMMA_KEYS, _GEMMA_NAMES, _same),
+    "qwen3_5": ("Qwen3_5ForCausalLM", _config("Qwen3_5TextConfig", **_QWEN35), _QWEN35_KEYS, _QWEN35_NAMES, _qwen35),
 }  # fmt: skip
 # form -> the type of a tensor by its name, as llama.cpp mixes them; the widest type for the rest
 FORMS: dict[str, tuple[str, str]] = {
@@ -230,11 +310,13 @@ FORMS: dict[str, tuple[str, str]] = {
 
 def own_name(name: str, names: Mapping[str, str]) -> str:
     """Return llama.cpp's name of a model's tensor."""
-    path, _, end = name.rpartition(".")
+    path, _, end = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
+    if name.endswith("layer_scalar"):
+        end = "weight"
     layer = re.search(r"\.layers\.(\d+)\.", name)
     stem = next((new for old, new in names.items() if path == old or path.endswith(f".{old}")), None)
     assert stem is not None, name
-    return f"blk.{layer[1]}.{stem}.{end}" if layer else f"{stem}.{end}"
+    return f"blk.{layer[1]}.{stem}.{end}".rstrip(".") if layer else f"{stem}.{end}"
 
 
 def model(family: str, form: str, folder: Path) -> tuple[Path, Path]:
@@ -252,12 +334,16 @@ def model(family: str, form: str, folder: Path) -> tuple[Path, Path]:
         for name, tensor in list(built.named_parameters()) + [one for one in built.named_buffers() if one[0] in built.state_dict()]:
             tensor.copy_(pico._value(name, tensor, 2, generator, unit_scores=not family.startswith("gemma4")))
             is_wide = any(part in name for part in ("embed", "lm_head", "v_proj", "down_proj"))
-            kind = "F32" if tensor.dim() < 2 else wide if is_wide else usual
-            stored = change(name, tensor.detach())
+            kind = "F32" if tensor.dim() != 2 else wide if is_wide else usual
+            there, back = next((pair for ends, pair in VALUES.get(family, {}).items() if name.endswith(ends)), (_plain, _plain))
+            stored = there(change(name, tensor.detach()))
             blocks, values = pack(kind, stored)
             tensors[own_name(name, names)] = (kind, blocks, tuple(stored.shape))
             # The converter's changes move rows and values of their own: the inverse of what it made of the model's tensor.
-            tensor.copy_(_undone(name, tensor, values, change))
+            tensor.copy_(_undone(name, tensor, back(values), change))
+    if family == "gemma4":  # the full layers turn a quarter of a head
+        frequencies = torch.tensor([1.0] * 8 + [1e30] * 24)
+        tensors["rope_freqs.weight"] = ("F32", frequencies, (32,))
     folder.mkdir(parents=True, exist_ok=True)
     file = write(folder / f"tiny-{form}.gguf", keys, tensors)
     built.to(torch.bfloat16).save_pretrained(folder / "dense")

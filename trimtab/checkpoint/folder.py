@@ -56,6 +56,11 @@ class Checkpoint:
     stamps: tuple[Stamp, ...]
     orders: Mapping[str, Mapping[str, companion.Order]] = field(default_factory=dict)
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether its matrices are in GGUF files."""
+        return bool(self.orders)
+
 
 @reading(checkpoint_refusal)
 def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
@@ -160,8 +165,7 @@ def _gguf_in(folder: Path) -> Path | None:
         names = os.listdir(folder)
         if CONFIG in names or any(name.endswith(".safetensors") for name in names):
             return None
-        packed = sorted(name for name in names if name.lower().endswith(".gguf") and not name.lower().startswith("mmproj"))
-        models = [name for name in packed if not companion.is_later_part(name)]
+        models = sorted(name for name in names if companion.is_model_file(folder / name))
         if len(models) > 1:
             raise CheckpointError(
                 f"has {len(models)} GGUF files: {', '.join(models[:SHOWN_NAMES])}", path=folder, hint="Give one of the files"

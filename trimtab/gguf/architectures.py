@@ -69,9 +69,16 @@ class _Keys:
         """Take a key that may be missing, and refuse any other value."""
         value = self.left.pop(name, None)
         if value is not None and value not in wanted:
-            refuse(
-                self.header.files[0], f"{self.prefix}{name} is {value!r:.60}, {' or '.join(map(repr, wanted))} is read", hint=HINT
-            )
+            known = " or ".join(map(repr, wanted))
+            refuse(self.header.files[0], f"{self.prefix}{name} is {value!r:.60}, {known} is read", hint=HINT)
+
+    def of_layers(self, name: str, layers: int) -> list[int]:
+        """Return a number of every layer, of a key with one for all or a list."""
+        value = self.take(name, (int, list))
+        values = value if isinstance(value, list) else [value] * layers
+        if len(values) != layers or not all(isinstance(one, int) and one > 0 for one in values):
+            refuse(self.header.files[0], f"{self.prefix}{name} has no number for each of {layers} layers", hint=HINT)
+        return values
 
 
 def _short(value: float) -> float:
@@ -116,6 +123,8 @@ def frequencies(tensor: GgufTensor) -> tuple[float, ...]:
 def _llama3(header: GgufHeader, found: tuple[float, ...], theta: float, original: int) -> dict[str, Any]:
     """Return Llama 3's scaling whose factors the file has. Errors: CheckpointError for factors of another scaling."""
     factor, low, high = max(found), 1.0, 4.0
+    if not 1 <= min(found) <= factor <= 1e6 or theta < 1 or not 0 < original < MOST_SIDE:
+        refuse(header.files[0], "its factors are those of no scaling that is known", "rope_freqs.weight", HINT)
     for place, value in enumerate(found):
         length = 2 * math.pi * theta ** (place / len(found))
         smooth = min(max((original / length - low) / (high - low), 0.0), 1.0)

@@ -24,7 +24,7 @@ from trimtab.gguf.header import SPLIT, GgufHeader, GgufTensor, read_gguf, refuse
 from trimtab.process.user_cache import hashed, own_folder
 
 FOLDER, TABLE, SMALL = "gguf", "gguf.json", "small.safetensors"
-FORM = 1
+FORM = 2
 PREFIX = "trimtab-gguf-"
 KEPT_S = 30 * 24 * 3600.0
 # What one file of vectors may hold: Qwen3.5's largest model has 20 MiB.
@@ -40,11 +40,12 @@ def folder_of(path: Path) -> Path:
     file = path.absolute()
     home = _home()
     key = json.dumps([FORM, [(str(one), *_stamp(one)) for one in _siblings(file)], _transformers()])
-    folder = home / hashed(key)
+    # Its last name is the file's, for messages.
+    folder = home / hashed(key) / file.name
     if not (folder / TABLE).is_file():
         _make(read_gguf(file), folder)
     with suppress(OSError):
-        os.utime(folder)
+        os.utime(folder.parent)
     return folder
 
 
@@ -59,13 +60,15 @@ def _siblings(file: Path) -> list[Path]:
 
 def is_made_here(folder: Path) -> bool:
     """Return whether a folder is one that `folder_of` made: no other folder can name files elsewhere."""
-    return folder.absolute().parent == _home() or folder.absolute().parent.name.startswith(PREFIX)
+    home = folder.absolute().parent.parent
+    return home == _home() or home.name.startswith(PREFIX)
 
 
-def is_later_part(name: str) -> bool:
-    """Return whether a file is another than the first of a set, by its name."""
-    named = SPLIT.fullmatch(name)
-    return named is not None and int(named[2]) != 1
+def is_model_file(file: Path) -> bool:
+    """Return whether a file is a model by its name: GGUF, no towers (mmproj), and the first of a set."""
+    named = SPLIT.fullmatch(file.name)
+    is_first = named is None or int(named[2]) == 1
+    return is_first and file.suffix.lower() == ".gguf" and not file.name.lower().startswith("mmproj")
 
 
 @cache
@@ -89,7 +92,8 @@ def _make(header: GgufHeader, folder: Path) -> None:
     mapped = tensors_of(header, config)
     _check_types(header, mapped)
     config |= _token_ids(header)
-    _prune(folder.parent)
+    _prune(folder.parent.parent)
+    folder.parent.mkdir(exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
         (made / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
