@@ -357,3 +357,26 @@ def _undone(name: str, tensor: Tensor, values: Tensor, change: Callable[[str, Te
     out = torch.empty(tensor.numel())
     out[went] = values.reshape(-1)
     return out.view(tensor.shape)
+
+
+def split(file: Path, folder: Path) -> list[Path]:
+    """Write a file again as a set of two, as llama.cpp's gguf-split does."""
+    from trimtab.gguf.header import read_gguf
+
+    header, raw = read_gguf(file), file.read_bytes()
+    names = list(header.tensors)
+    parts = []
+    for number, own in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        keys = header.keys if number == 0 else {"general.architecture": header.architecture}
+        tensors = {}
+        for name in own:
+            one = header.tensors[name]
+            data = torch.frombuffer(bytearray(raw[one.start : one.start + one.nbytes]), dtype=torch.uint8)
+            tensors[name] = (one.type_name, data, one.shape)
+        parts.append(
+            write(
+                folder / f"set-0000{number + 1}-of-00002.gguf",
+                {**keys, "split.no": number, "split.count": 2, "split.tensors.count": len(names)}, tensors,
+            )
+        )  # fmt: skip
+    return parts

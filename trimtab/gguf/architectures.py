@@ -314,6 +314,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         refuse(file, "has no token_embd.weight", hint=HINT)
     keys = _Keys(header)
     keys.expect("vocab_size", table.shape[0])
+    keys.expect("attention.causal", True)
     config: dict[str, Any] = {
         "model_type": made.model_type, "architectures": [made.class_name], "vocab_size": table.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors, "dtype": "bfloat16",
@@ -324,6 +325,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         if isinstance(value, int) and not 0 < value <= most:
             refuse(file, f"{keys.prefix}{name} is {value}, 1 to {most} is read", hint=HINT)
     made.config(keys, header, config)
+    keys.expect("rope.scaling.type", "none")
     keys.expect("tensor_data_layout", "Meta AI original pth")
     if keys.left:
         shown = ", ".join(f"{keys.prefix}{name} = {value!r:.40}" for name, value in list(keys.left.items())[:5])
