@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import trimtab
 from tests import gguf_files, pico, stock
 from tests.long_runs import slow_on_cpu
+from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.errors import RequestError
 from trimtab.verification.routes import stock_run
@@ -120,11 +121,32 @@ def test_a_plan_counts_the_bytes_of_each_type(root):
     file, _ = files("llama", "q4_k", root)
     plan = trimtab.plan(file, device="cpu", context=64, place={"*": "resident"})
     with trimtab.load(plan) as model:
-        layers = [one.stored for one in model.hf_model.modules() if isinstance(one, ResidentLeaf)]
-    assert len(layers) == 15 and {one.kind for one in layers} == {"q4_k", "q6_k"}
+        layers = [one.stored for one in model.hf_model.modules() if isinstance(one, (ResidentLeaf, PackedTable))]
+    assert len(layers) == 16 and {one.kind for one in layers} == {"q4_k", "q6_k"}
     for one in layers:
         assert one.nbytes == one.shape[0] * one.shape[1] // 256 * {"q4_k": 144, "q6_k": 210}[one.kind]
     assert plan.gpu["weights"] == sum(one.nbytes for one in layers)
+
+
+@pytest.mark.parametrize("home", ["device", "host", "file"])
+def test_a_table_stays_packed_in_every_home_and_takes_adapters(home, root, tmp_path):
+    table = "model.embed_tokens_per_layer"
+    file, dense = files("gemma4", "q4_k", root)
+    folder = pico.adapter(dense, tmp_path / "adapter", embeddings=True)
+    request = {"place": {table: "gather" if home == "host" else "resident"}}
+    if home == "file":
+        request = {"device_map": {table: "disk", "": "cpu"}}
+    plan = trimtab.plan(file, adapters={"one": folder}, device="cpu", context=64, **request)
+    row = next(one for one in plan.placements if one.block_path == table)
+    # 320 rows of 5 layers of 256 values in Q6_K; the scale is one value, and a gathered table has its first row on the device.
+    packed, scale, first = 320 * 5 * 210, 2, 2 * 5 * 256
+    at = {"device": (packed + scale, 0), "host": (first + scale, packed), "file": (first + scale, 0)}
+    assert (row.home, row.gpu_bytes, row.host_bytes) == (home, *at[home])
+    with trimtab.load(plan) as model:
+        model.adapter_store.set("one")
+        found = stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config))
+    truth = stock.with_adapter(stock.load_stock(dense), folder)
+    assert torch.equal(found, stock.logits(truth, pico.inputs("llama", truth.config)))
 
 
 def test_a_type_of_files_is_not_made_and_not_made_again(root):

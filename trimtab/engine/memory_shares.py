@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.memory.rates import peak_host_bytes, process_on_gpu
 from trimtab.engine.memory.step_memory import extra_bytes
@@ -139,7 +140,7 @@ def weight_bytes(model: LoadedModel) -> int:
                 tensor = module.__dict__.get(name)
                 if isinstance(tensor, Tensor):
                     yield tensor
-            if isinstance(module, ResidentLeaf):
+            if isinstance(module, (ResidentLeaf, PackedTable)):
                 yield from module.stored.parts.values()
                 yield from module.stored.codes.values()
 

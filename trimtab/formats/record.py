@@ -85,6 +85,11 @@ class StoredFormat:
         """Whether only torch's operations read it: every product dequantizes the weight, also of one row."""
         return self.family in ("grouped", "float8", "ggml")
 
+    @property
+    def has_packed_rows(self) -> bool:
+        """Whether a table stays packed: a row is looked up without the others."""
+        return self.family == "ggml" and not self.has_index
+
     def reading_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""
         if self.family == "ggml":  # rows in another order

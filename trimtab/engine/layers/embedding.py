@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.packed import is_narrow, widened
+from trimtab.engine.formats.packed import Packed, is_narrow, widened
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of, seen_by
@@ -64,15 +66,56 @@ class ResidentTable(Table):
         return self.weight, False
 
 
+class PackedTable(Table):
+    """The whole table is on the execution device, packed as in its file; rows that are looked up are dequantized. `weight` is its
+    first rows, as in GatheredTable."""
+
+    def __init__(self, module_path: str, stored: Packed, first_rows: int, **kwargs: Any) -> None:
+        super().__init__(module_path, (stored.shape[0], stored.shape[1]), **kwargs)
+        self.stored = stored
+        self.__dict__["weight"] = self.rows(torch.arange(min(first_rows, stored.shape[0]), device=self.device))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        data = self.stored.parts["weight"].index_select(0, ids.reshape(-1))
+        return _unpacked(self.stored, data, self.dtype).view(*ids.shape, self.embedding_dim)
+
+
+def _unpacked(stored: Packed, data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows [N, D] of a packed table. data: their bytes [N, bytes of a row]."""
+    rows = replace(stored, shape=(data.shape[0], stored.shape[1]), parts={"weight": data})
+    return dequantize(rows).to(dtype)
+
+
+class PackedRows:
+    """The rows of a table that stays packed in host memory, or in its file: those that are read are dequantized.
+
+    data: the packed table [V, bytes of a row] on the CPU, or its rows in the file.
+    """
+
+    def __init__(self, stored: Packed, data: Tensor | FileRows) -> None:
+        self.stored, self.data = stored, data
+
+    def read(self, ids: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return rows [N, D]. Errors: CheckpointError if the file changed since it was opened."""
+        if isinstance(self.data, Tensor):
+            data = self.data.index_select(0, ids)
+        else:
+            data = self.data.read(ids, torch.uint8, pinned=False)
+        rows = _unpacked(self.stored, data, dtype)
+        return rows.pin_memory() if pinned else rows
+
+
 class GatheredTable(Table):
     """The table stays in host memory or in the checkpoint file; only the requested rows are fetched.
 
-    source: the table [V, D] on the CPU, or a file and the offset of its first row. `weight` is the first few rows on the
-    execution device: Gemma4Model.forward reads the padding row of its token table on every call. `seen` is the table in host
-    memory as the device itself reads it, None where that is unavailable: then the host has to fetch the rows of every step.
+    source: the table [V, D] on the CPU, or a file and the offset of its first row, or either packed. `weight` is the first few
+    rows on the execution device: Gemma4Model.forward reads the padding row of its token table on every call. `seen` is the table in
+    host memory as the device itself reads it, None where that is unavailable: then the host has to fetch the rows of every step.
     """
 
-    def __init__(self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows, first_rows: int, **kwargs: Any):
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows | PackedRows, first_rows: int, **kwargs: Any
+    ):
         super().__init__(module_path, shape, **kwargs)
         self.source = source
         self.seen: Tensor | None

@@ -20,7 +20,7 @@ from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import RequestError
 from trimtab.formats.packed import format_names
-from trimtab.formats.record import PackedEntry
+from trimtab.formats.record import PackedEntry, stored_format
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -137,7 +137,9 @@ def _rows(
             continue
         kind = _kind(path, module, tensors)
         quantized, why = (False, "") if is_head8 else formats.of(path, module, kind)
-        stored = formats.stored(path) if quantized else None
+        stored = formats.stored(path) if quantized or path in places.tables else None
+        if stored is not None and not quantized and not stored_format(stored).has_packed_rows:
+            stored = None
         yield ModuleRow(
             module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,
             block=places.block(path), tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps,

@@ -483,8 +483,11 @@ class _Filler:
         if weight is None or not plain or getattr(module, "max_norm", None) is not None:
             self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
             return
-        parameter = None if self.tier[row.block] == "gather" else self._parameter(weight)
-        source = self._rows(row, weight) if parameter is None else None
+        is_packed = row.stored is not None
+        stays = self.tier[row.block] != "gather"
+        parameter = self._parameter(weight) if stays and not is_packed else None
+        stored = self._packed(row, weight) if stays and is_packed else None
+        source = None if stays else self._rows(row, weight)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
         scale = getattr(module, "embed_scale", None)
         if isinstance(scale, float):
@@ -494,16 +497,26 @@ class _Filler:
             "dtype": self.dtype, "store": self.adapter_store, "padding_idx": module.padding_idx,
         }  # fmt: skip
         table: tables.Table
+        first_rows = int(getattr(module, "padding_idx", None) or 0) + 1
         if parameter is not None:
             table = tables.ResidentTable(row.module_path, parameter, **common)
+        elif stored is not None:
+            table = tables.PackedTable(row.module_path, stored, first_rows, **common)
         else:
             assert source is not None
-            first_rows = int(getattr(module, "padding_idx", None) or 0) + 1
             table = tables.GatheredTable(row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common)
         self.probe.model.set_submodule(row.module_path, table.eval())
 
-    def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tables.FileRows:
+    def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tables.FileRows | tables.PackedRows:
         """Return where the rows of a gathered table are: in host memory, or left in the checkpoint file."""
+        if row.stored is not None:
+            if self.home[row.block] != "file":
+                stored = self._packed(row, weight)
+                return tables.PackedRows(stored, stored.parts["weight"])
+            entry = self.packed[self.probe.sources[weight.tensor_path].leaves[0]]
+            part = entry.parts["weight"]
+            self.file_rows.append(tables.FileRows(part.file, part.start, (part.shape[0], part.shape[1]), torch.uint8))
+            return tables.PackedRows(Packed(entry.kind, entry.shape, self.dtype, {}, {}), self.file_rows[-1])
         if self.home[row.block] != "file":
             dense = self._dense(weight)
             assert dense is not None
