@@ -75,6 +75,7 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         _refuse_without_config(folder)
     config = read_object(config_file, "config.json")
     check_config(config, config_file)
+    check_not_foreign(config, folder)
     if (quantization := _quantization(config_file, config)) and quantization.get("quant_method") == "gguf":
         return _of_gguf(folder, config, quantization)
     files, index = _weight_files(folder, config)
@@ -86,6 +87,21 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     if index is not None:
         _check_index(folder, index, tensors)
     return Checkpoint(folder, config, files, tensors, bool(files), quantization, stamps)
+
+
+def check_not_foreign(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError for a config of MLX or ExLlama, whose weights no stock stack reads either."""
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    own = config.get("quantization")
+    name = {"exl2": "EXL2", "exl3": "EXL3"}.get(str(method))
+    if name is None and method is None and isinstance(own, dict) and "group_size" in own:
+        name = "MLX"
+    if name is not None:
+        raise CheckpointError(
+            f"is packed for {'MLX' if name == 'MLX' else 'ExLlama'} ({name}), which is not read", path=path,
+            hint="Use a GGUF file, the FP8 or W4A16 files, or the unquantized files of the same model",
+        )  # fmt: skip
 
 
 def _of_gguf(folder: Path, config: dict[str, Any], quantization: dict[str, Any]) -> Checkpoint:
@@ -196,6 +212,8 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if hint := address_hint(text, takes_hub_id=True):
         raise CheckpointError("is an address, not a folder", path=text, hint=hint)
     parts = text.split("/")
+    if len(parts) > 2 and parts[-1].lower().endswith(".gguf") and all(_HUB_NAME.fullmatch(part) for part in parts):
+        return companion.folder_of(_cached_gguf(text, parts))
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
         raise CheckpointError("no such folder", path=path)
     cached = hub_cache() / "--".join(("models", *parts))
@@ -205,6 +223,18 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
             path=text, hint=f"Fetch it first with `trimtab pull {text}`, or give a folder",
         )  # fmt: skip
     return _of_folder(_snapshot(cached))
+
+
+def _cached_gguf(text: str, parts: list[str]) -> Path:
+    """Return the file of OWNER/NAME/FILE.gguf in the local hub cache. Errors: CheckpointError if it is not there."""
+    cached = hub_cache() / "--".join(("models", *parts[:2]))
+    file = _snapshot(cached).joinpath(*parts[2:]) if os.path.isdir(cached) else cached
+    if not _is_file(file):
+        raise CheckpointError(
+            f"is neither a file nor in the local hub cache ({cached.parent}), and nothing is downloaded automatically", path=text,
+            hint=f"Fetch it first with `trimtab pull {text}`, or give a file",
+        )  # fmt: skip
+    return file
 
 
 def _of_folder(folder: Path) -> Path:
@@ -384,5 +414,5 @@ def _refuse_other_weights(folder: Path) -> None:
     if other:
         raise CheckpointError(
             f"has {other[0]}{_others(other[1:])}, but neither {SINGLE} nor {INDEX}, which name the files that transformers reads",
-            path=folder, hint="Copy or download the missing file; GGUF and adapter files are not a checkpoint",
+            path=folder, hint="Copy or download the missing file; a GGUF file is given itself, an adapter beside its model",
         )  # fmt: skip
