@@ -319,8 +319,8 @@ def own_name(name: str, names: Mapping[str, str]) -> str:
     return f"blk.{layer[1]}.{stem}.{end}".rstrip(".") if layer else f"{stem}.{end}"
 
 
-def model(family: str, form: str, folder: Path) -> tuple[Path, Path]:
-    """Write a model of a family; returns (the GGUF file, the folder of the same values in bfloat16)."""
+def model(family: str, form: str, folder: Path, **more: Any) -> tuple[Path, Path]:
+    """Write a model of a family; returns (the GGUF file, the folder of the same values in bfloat16). more: other keys."""
     import transformers
 
     class_name, make_config, keys, names, change = FAMILIES[family]
@@ -345,7 +345,7 @@ def model(family: str, form: str, folder: Path) -> tuple[Path, Path]:
         frequencies = torch.tensor([1.0] * 8 + [1e30] * 24)
         tensors["rope_freqs.weight"] = ("F32", frequencies, (32,))
     folder.mkdir(parents=True, exist_ok=True)
-    file = write(folder / f"tiny-{form}.gguf", keys, tensors)
+    file = write(folder / f"tiny-{form}.gguf", keys | more, tensors)
     built.to(torch.bfloat16).save_pretrained(folder / "dense")
     return file, folder / "dense"
 
@@ -380,3 +380,28 @@ def split(file: Path, folder: Path) -> list[Path]:
             )
         )  # fmt: skip
     return parts
+
+
+# Tokenizers -----------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or")]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def tokenizer_keys() -> dict[str, Any]:
+    """Return the keys of a byte-level vocabulary as Qwen's, of 267 tokens and as many unused ones as the models have."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    tokens = [*bytes_to_unicode().values(), *("".join(pair) for pair in MERGES), *SPECIAL]
+    rest = [f"[PAD{place}]" for place in range(len(tokens), pico.VOCABULARY)]
+    types = [1] * (len(tokens) - len(SPECIAL)) + [3] * len(SPECIAL) + [5] * len(rest)
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens + rest,
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": [" ".join(pair) for pair in MERGES],
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"), "tokenizer.ggml.padding_token_id": tokens.index("<|endoftext|>"),
+        "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": TEMPLATE,
+    }  # fmt: skip

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 import trimtab
 from tests import gguf_files, pico, stock
 from tests.long_runs import slow_on_cpu
+from trimtab.checkpoint.folder import find_folder
 from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
-from trimtab.errors import RequestError
+from trimtab.errors import CheckpointError, RequestError
 from trimtab.verification.routes import stock_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -83,7 +84,7 @@ def test_a_set_of_files_is_one_model(root, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_the_stock_route_of_verify_has_the_same_weights(family, root):
     file, dense = files(family, "q4_k", root)
-    model = stock_run.load_base(str(trimtab.checkpoint.folder.find_folder(file)), "auto", "bfloat16", "cpu")
+    model = stock_run.load_base(str(find_folder(file)), "auto", "bfloat16", "cpu")
     truth, found = load_file(dense / "model.safetensors"), model.state_dict()
     assert set(truth) <= set(found)
     assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
@@ -154,3 +155,35 @@ def test_a_type_of_files_is_not_made_and_not_made_again(root):
         trimtab.plan(pico.built("llama"), quant="q4_k", device="cpu")
     with pytest.raises(RequestError, match=r"already quantized \(q4_k, q6_k\)"):
         trimtab.plan(files("llama", "q4_k", root)[0], quant="nf4", device="cpu")
+
+
+TEXTS = ("hello world hello", "ähnlich 123 <|im_end|>\n\n  x", " hello", "")
+
+
+def test_the_tokenizer_and_the_ends_of_turns_are_the_files(tmp_path):
+    import transformers
+
+    keys = gguf_files.tokenizer_keys()
+    tokens = keys["tokenizer.ggml.tokens"]
+    first = {"tokenizer.ggml.bos_token_id": tokens.index("<|endoftext|>"), "tokenizer.ggml.add_bos_token": True}
+    truth = transformers.Qwen2Tokenizer(vocab={text: place for place, text in enumerate(tokens)}, merges=gguf_files.MERGES)
+    truth.add_special_tokens({"additional_special_tokens": list(gguf_files.SPECIAL)})
+    for number, (more, begin) in enumerate(((keys, []), (keys | first, [tokens.index("<|endoftext|>")]))):
+        file, _ = gguf_files.model("qwen3", "q8_0", tmp_path / str(number), **more)
+        folder = find_folder(file)
+        found = transformers.AutoTokenizer.from_pretrained(folder)
+        for text in TEXTS:
+            assert found(text).input_ids == begin + truth(text).input_ids
+        assert (found.eos_token, found.pad_token, found.chat_template) == ("<|im_end|>", "<|endoftext|>", gguf_files.TEMPLATE)
+        assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [266, 264]
+    with trimtab.load(trimtab.plan(file, device="cpu", context=64)) as model:
+        answer = model.answer("hello", max_new_tokens=3)
+    asked = found.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+    assert answer.prompt_tokens == len(asked["input_ids"])
+
+
+def test_a_vocabulary_that_is_cut_in_an_unknown_way_is_refused(tmp_path):
+    keys = gguf_files.tokenizer_keys() | {"tokenizer.ggml.pre": "own-cut"}
+    file, _ = gguf_files.model("qwen3", "q8_0", tmp_path, **keys)
+    with pytest.raises(CheckpointError, match="cuts words as 'own-cut'"):
+        find_folder(file)
