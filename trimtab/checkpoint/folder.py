@@ -1,7 +1,7 @@
 """The files of a checkpoint: a config, and the weight files that transformers would read.
 
 `read_checkpoint` takes a folder, a hub-cache folder, a hub id that is in the local cache, a GGUF file, or `demo`; nothing is ever
-downloaded. A GGUF file stands for the folder that gguf/companion.py makes of it.
+downloaded. A GGUF file means the folder that gguf/companion.py makes of it.
 Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are
 never chosen by pattern: some repositories carry the weights a second time under another name. Not covered: the extra
 weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").

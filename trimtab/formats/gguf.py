@@ -1,4 +1,4 @@
-"""GGUF checkpoints: every matrix is one tensor of blocks along its rows, in a type of its own.
+"""GGUF checkpoints: every matrix is one tensor of blocks along its rows, each in any type.
 
 The tensors stand here by the model's names (trimtab/gguf). Rows that the file has in another order are moved when they are read,
 packed; columns of another order cross blocks, and are moved when a weight is dequantized.

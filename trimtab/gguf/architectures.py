@@ -49,7 +49,7 @@ class Architecture:
 
 
 class _Keys:
-    """The keys of an architecture; those that nobody takes are refused in the end."""
+    """The keys of an architecture; those that are not taken are refused in the end."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header, self.prefix = header, f"{header.architecture}."
@@ -241,7 +241,7 @@ def _qwen35(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
 
 
 def _halves(heads: str) -> Callable[[Mapping[str, Any]], tuple[str, Order]]:
-    """The two halves that rope turns lie beside each other in the file."""
+    """The two halves that rope turns lie next to each other in the file."""
     return lambda config: ("rows", (0, config[heads], config["head_dim"] // 2, 2, 1))
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint's folder: config, tokenizer and small tensors beside the file, in the user's cache.
+"""A GGUF file as a checkpoint's folder: config, tokenizer and small tensors of the file, in the user's cache.
 
 The folder of a file has config.json, tokenizer files made by transformers, the vectors of the model as the converter found them
 (`small.safetensors`), and `gguf.json` with the places of the other tensors. Weights stay in the GGUF file. A folder belongs to the
@@ -31,7 +31,7 @@ KEPT_S = 30 * 24 * 3600.0
 MOST_SMALL_BYTES = 512 * 2**20
 MATRIX_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Ends of a turn that a vocabulary may have beside its own. Source: llama.cpp, llama-vocab.cpp (special_eog_ids).
+# Ends of a turn that a vocabulary may have in addition to its own. Source: llama.cpp, llama-vocab.cpp (special_eog_ids).
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "<|tool_response>")
 
 
@@ -112,7 +112,7 @@ def _make(header: GgufHeader, folder: Path) -> None:
 
 
 def _prune(home: Path) -> None:
-    """Remove the folders that nobody used for a month."""
+    """Remove the folders that were not used for a month."""
     with suppress(OSError):
         for entry in os.scandir(home):
             if entry.stat(follow_symlinks=False).st_mtime < time.time() - KEPT_S:

@@ -164,7 +164,7 @@ class _Dtypes:
             for leaf in expression.leaves:
                 self.model.setdefault(leaf, str(tensors[path].dtype).removeprefix("torch."))
         self.base = config_dtype(checkpoint.config)
-        # GGUF files hold vectors in float32, whatever the model's type is.
+        # GGUF files hold vectors in float32, in models of any type.
         self.is_gguf = checkpoint.is_gguf
 
     def of(self, leaf: str, entry: TensorEntry) -> str:
