@@ -67,8 +67,8 @@ test-clients: $(NEWEST) .venv-clients/made-from-$(CLIENTS)
 test-ray: $(NEWEST)
 	test -x .venv-ray/bin/python || ($(PYTHON) -m venv .venv-ray && .venv-ray/bin/python -m pip install --quiet -r locks/newest.txt "ray[serve]==2.60.0" \
 		"opentelemetry-exporter-otlp-proto-http>=1.27")
-	$(ENV) .venv-ray/bin/python -m pytest -q -m slow tests/ray
-	$(ENV) .venv-ray/bin/python -m pytest -q tests/test_tracing.py
+	$(ENV) .venv-ray/bin/python -m pytest -q -m slow tests/serve/ray
+	$(ENV) .venv-ray/bin/python -m pytest -q tests/serve/observe/test_tracing.py
 
 # Other servers, in an environment of their own, asked whether their adapter is alive: llama-cpp-python and `transformers serve`.
 # llama.cpp is compiled once, which takes minutes (half an hour on two busy cores); pip keeps what it built.

@@ -1,5 +1,5 @@
-"""Random checkpoints and adapters of real sizes, made on the GPU: Gemma 4 E2B and E4B with vision and audio, Qwen3-8B, Qwen3-VL-4B;
-for a CPU a Llama of 310 million weights.
+"""Random checkpoints and adapters of real sizes, made on the GPU: Gemma 4 E2B and E4B with vision and audio, and text models and
+Qwen3-VL-4B of other families; for a CPU a Llama of 310 million weights.
 
 The weights mean nothing. Their scales are chosen so that a rounding is not amplified from layer to layer: with unit
 query and key norms attention is nearly one-hot and two routes that are equal on paper differ by several percent.
@@ -24,17 +24,36 @@ AUDIO = r"audio_tower\.layers\.\d+\.self_attn\.(q|k|v)_proj\.linear"
 TARGETS = rf".*({LANGUAGE}|{VISION}|{AUDIO})"
 # Qwen3 has no "language_model" in its paths; Qwen3-VL has, and its tower's linears have names of their own.
 QWEN_TARGETS = (
-    r"(model\.)?(language_model\.)?layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+    r"(model\.)?(language_model\.)?layers\.\d+\.((self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))"
     r"|model\.visual\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
 )
+PACKED = r"layers\.\d+\.((self_attn|mlp|linear_attn)\.\w+|per_layer_input_gate|per_layer_projection)\.weight$"
 CLASSES = {
     "e2b": "Gemma4ForConditionalGeneration",
     "e4b": "Gemma4ForConditionalGeneration",
     "qwen3-8b": "Qwen3ForCausalLM",
     "qwen3-vl-4b": "Qwen3VLForConditionalGeneration",
     "llama-310m": "LlamaForCausalLM",
+    "llama-3-8b": "LlamaForCausalLM",
+    "gemma3-4b": "Gemma3ForCausalLM",
+    "qwen3.5-9b": "Qwen3_5ForCausalLM",
 }
-READERS = ("qwen3-8b", "llama-310m")  # that neither see nor hear  # fmt: skip
+READERS = ("qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b")  # that neither see nor hear
+# Sizes of released text models, as their config.json has them.
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3-8b": ("LlamaConfig", {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    }),
+    "gemma3-4b": ("Gemma3TextConfig", {
+        "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024, "query_pre_attn_scalar": 256,
+    }),
+    "qwen3.5-9b": ("Qwen3_5TextConfig", {
+        "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": False,
+    }),
+}  # fmt: skip
 
 
 def config_of(size: str) -> Any:
@@ -43,6 +62,11 @@ def config_of(size: str) -> Any:
         from transformers import LlamaConfig
 
         return LlamaConfig(**LLAMA)
+    if size in TEXTS:
+        import transformers
+
+        name, values = TEXTS[size]
+        return getattr(transformers, name)(**values)
     if size.startswith("qwen"):
         return _qwen_config(size)
     from transformers import Gemma4Config
@@ -93,8 +117,9 @@ def empty_model(config: Any, size: str = "e4b") -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
-    """Write the checkpoint as shards with an index, made tensor by tensor on the device."""
+def write_checkpoint(size: str, folder: Path, *, device: str = "cuda", packed: bool = False) -> Path:
+    """Write the checkpoint as shards with an index, made tensor by tensor on the device. packed: the decoder's linears in NF4 with
+    double quantization, as transformers saves them."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(size)
     config.dtype, config.architectures = torch.bfloat16, [CLASSES[size]]
@@ -107,22 +132,39 @@ def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
     for name, empty in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        tensor = _value(name, empty, depth, generator, device)
+        made = {name: _value(name, empty, depth, generator, device)}
+        if packed and empty.dim() == 2 and re.search(PACKED, name):
+            made = _packed(name, made[name])
+        tensor = made[name]
         if held + tensor.nbytes > SHARD_BYTES and shards[-1]:
             _save(shards[-1], folder, len(shards))
             shards[-1] = dict.fromkeys(shards[-1], torch.empty(0))
             shards.append({})
             held = 0
-        shards[-1][name] = tensor.cpu()
+        shards[-1] |= {key: one.cpu() for key, one in made.items()}
         held += tensor.nbytes
     _save(shards[-1], folder, len(shards))
     weight_map = {name: f"model-{i:05d}.safetensors" for i, shard in enumerate(shards, 1) for name in shard}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if packed:
+        config.quantization_config = {
+            "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head", "visual", "vision_tower", "audio_tower"],
+        }  # fmt: skip
     config.save_pretrained(folder)
-    if size.startswith("e"):
+    if size in ("e2b", "e4b"):
         _write_for_every_release(folder / "config.json")
     return folder
+
+
+def _packed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a linear's weight in NF4 with double quantization, its tensors by their names in a file."""
+    from bitsandbytes.functional import quantize_4bit
+
+    weight, state = quantize_4bit(tensor, quant_type="nf4", compress_statistics=True)
+    return {name: weight} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
 
 
 def _write_for_every_release(file: Path) -> None:
@@ -158,14 +200,14 @@ def _save(shard: dict[str, torch.Tensor], folder: Path, number: int) -> None:
     save_file(shard, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
 
 
-def write_adapter(checkpoint: Path, folder: Path, rank: int, *, seed: int = 1) -> Path:
+def write_adapter(checkpoint: Path, folder: Path, rank: int, *, seed: int = 1, size: str | None = None) -> Path:
     """Write a PEFT adapter on language, vision and audio modules; tower keys carry the inner `.linear` path."""
     from transformers import AutoConfig
 
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(checkpoint)
-    size = next(size for size, name in CLASSES.items() if name in config.architectures)
-    model, targets = empty_model(config, size), TARGETS if size.startswith("e") else QWEN_TARGETS
+    size = size or next(size for size, name in CLASSES.items() if name in config.architectures)
+    model, targets = empty_model(config, size), TARGETS if size in ("e2b", "e4b") else QWEN_TARGETS
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for path, module in model.named_modules():

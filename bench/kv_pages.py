@@ -28,13 +28,13 @@ COUNTS = (32, 8, 1)
 
 def kernels(model: Any) -> list[dict[str, Any]]:
     """Return the rows of the attention kernel, of every kind of full layer."""
-    from trimtab.engine.families import step as hf_gemma4
+    from trimtab.engine.families.families import describe
     from trimtab.engine.kernels import attention_and_norms as fused
     from trimtab.engine.kernels.autotune import graph_us
     from trimtab.engine.kv.pages import PagePool
 
     found, module = [], fused.load(model.device)
-    for heads, kv_heads, dim in hf_gemma4.attention_kinds(model.hf_model, "full_attention"):
+    for heads, kv_heads, dim, *_ in describe(model.hf_model).shapes(full_only=True):
         for rows, seen, context in (
             (1, 640, 4096),
             (8, 640, 4096),
@@ -55,6 +55,7 @@ def kernels(model: Any) -> list[dict[str, Any]]:
             positions = torch.full((rows,), seen - 1, device=model.device)
             qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=model.device).bfloat16()
             weight, cos = torch.ones(dim, device=model.device).bfloat16(), qkv[:, :dim].contiguous()
+            norms = fused.HeadNorms(weight, weight, 1e-6)
             q = torch.empty(rows, heads, dim, device=model.device).bfloat16()
             scratch = torch.empty(fused.scratch_values(rows, heads, dim, context), device=model.device)
             us, outs = [], []
@@ -63,7 +64,7 @@ def kernels(model: Any) -> list[dict[str, Any]]:
 
                 def run(keys: Any = keys, values: Any = values, table: Any = table, out: Any = out) -> None:
                     fused.rope_and_attention(
-                        qkv, heads, weight, weight, 1e-6, cos, cos, keys, values, positions, positions, 1.0, None, out, q,  # noqa: B023
+                        qkv, heads, norms, cos, cos, keys, values, positions, positions, 1.0, None, out, q,  # noqa: B023
                         scratch, module, pages=table,  # noqa: B023
                     )  # fmt: skip
 

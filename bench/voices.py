@@ -32,7 +32,7 @@ def give(folder: Path) -> None:
     known = json.loads((base / "config.json").read_text())
     tokens = {name: known["text_config"].get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokenizer = json.loads((base / "tokenizer.json").read_text())
-    if "text_config" in config:
+    if config["model_type"].startswith("gemma") and "text_config" in config:
         config |= {name: value for name, value in known.items() if name.endswith(("_token_id", "_token_index"))}
         config["text_config"] |= tokens
         for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json"):
@@ -46,7 +46,7 @@ def give(folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
         (folder / "chat_template.jinja").write_text(CHATML)
         _rename(tokenizer, TURN_TOKENS)
-        vocabulary = config["vocab_size"]
+        vocabulary = config.get("text_config", config)["vocab_size"]
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     words = tokenizer["model"]["vocab"]
     words |= {f"▁w{number}": number for number in range(len(words), vocabulary)}

@@ -1,7 +1,7 @@
 """The proof of the verdicts: right merges and right routes that must not alarm, planted faults that must.
 
-`python -m tests.alarms --save bench/results/alarms.json` runs it whole; tests/test_alarms.py runs a part in the default
-suite and the whole under -m slow. Every case is drawn from one seed, so a run can be repeated.
+`python -m tests.alarms --save bench/results/alarms.json` runs it whole; tests/verification/routes/test_alarms.py runs a part in the
+default suite and the whole under -m slow. Every case is drawn from one seed, so a run can be repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests import alarm_routes, merging, pico
+from tests import alarm_routes, merged_models, pico
 from tests.alarm_faults import ADAPTER_FAULTS, change_config, change_tensors, cpu_threads, quiet, scale_b
 from tests.alarm_routes import judge_demos, judge_route, ratios, upper_bound  # noqa: F401 - judged by name
 from trimtab.checkpoint.folder import read_checkpoint
@@ -144,7 +144,7 @@ def merged_by(case: Right, base: Path, adapter: Path, out: Path) -> Path:
             merge(base, out, adapters={"a": adapter}, dtype=case.dtype, requantize=case.requantize)
             return out
         shutil.copytree(base, out)
-        model = merging.load(base)
+        model = merged_models.load(base)
         from peft import PeftModel
 
         loaded = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=case.route == "peft")

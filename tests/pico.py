@@ -163,6 +163,13 @@ def _qwen3() -> Any:
     return Qwen3Config(**_TEXT, tie_word_embeddings=True)
 
 
+def _qwen3_5() -> Any:
+    from transformers import Qwen3_5TextConfig
+
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    return Qwen3_5TextConfig(**_TEXT | {"num_hidden_layers": 4, "tie_word_embeddings": False} | linear)
+
+
 def _mixtral() -> Any:
     from transformers import MixtralConfig
 
@@ -191,6 +198,8 @@ _CONFIGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
 }
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+# With tests of their own; not in those of every family.
+_ALL = {**_CONFIGS, "qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5)}
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -226,7 +235,7 @@ def make_model(family: str, *, seed: int = 0, dtype: str = "bfloat16") -> Any:
     """Return the family's real model on the CPU with tame random weights, in eval mode."""
     import transformers
 
-    class_name, make_config = _CONFIGS[family]
+    class_name, make_config = _ALL[family]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import pico, talking
-from tests.adapters import write_adapter
+from tests.adapter_files import write_adapter
 from tests.rules import each
 from trimtab.cli.main import main
 from trimtab.errors import AdapterError, CheckpointError, RequestError

@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 import trimtab
-from tests.test_vocabulary import BASE
+from tests.cli.test_vocabulary import BASE
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, LoadRequest, parse_bytes
 

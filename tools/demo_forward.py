@@ -1,7 +1,7 @@
 """The demo model's forward pass as training runs it: the stock one's modules and numbers, without asking the GPU anything.
 
 The stock forward looks up how many soft tokens there are, several times a step. Here every picture has 64 and every
-sound 25, so a whole step can be recorded as one CUDA graph. `tests/test_demo_world.py` holds that both give the same
+sound 25, so a whole step can be recorded as one CUDA graph. `tests/demo/test_demo_world.py` holds that both give the same
 logits.
 """
 

@@ -1,7 +1,7 @@
 """Is the code getting simpler? Counts files, lines, imports and types, and fails where one is worse than its record.
 
     python tools/house.py              the table, with the files that `trimtab run` and a chat request enter (a minute or two)
-    python tools/house.py --static     without those: seconds; tests/test_house.py does the same
+    python tools/house.py --static     without those: seconds; tests/tools/test_house.py does the same
     python tools/house.py --save       and write the record, bench/results/house.json
     python tools/house.py --timed      times, which fail nothing, into bench/results/house_timed.json (`make house-timed`)
 

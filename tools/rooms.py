@@ -3,7 +3,7 @@
     python tools/rooms.py             the map
     python tools/rooms.py --imports   imports that lead to a later room, types included
 
-A room imports earlier rooms only: `tests/test_rooms.py`.
+A room imports earlier rooms only: `tests/tools/test_rooms.py`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_app_openai import ENVIRONMENT, is_ready
+from tests.serve.http.test_app_openai import ENVIRONMENT, is_ready
 from trimtab.demo.demo import FOLDER as DEMO
 
 VARIABLE = "TRIMTAB_CLIENTS_PYTHON"

@@ -200,6 +200,7 @@ class CpuModule:
         self.variants: dict[tuple[str, ...], CpuModule] = {}
         self.attention: dict[tuple[str, ...], CpuModule] = {}
         self.launches: list[str] = []
+        self.common: tuple[str, ...] = ()  # of every variant, in addition to its own options
         defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
         self._source, self._facts = (
             source,
@@ -212,7 +213,7 @@ class CpuModule:
         if options not in self.variants:
             # Kernels that these options bring.
             names = ("matvec_held",) if any("HELD" in option for option in options) else self.variant_names
-            made = CpuModule(self._source, names, options=options, **self._facts)
+            made = CpuModule(self._source, names, options=(*options, *self.common), **self._facts)
             made.launches = self.launches
             self.variants[options] = made
         return self.variants[options]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.served import DEMO, Served
-from tests.test_serve_run import ROOT, serving
+from tests.serve.test_serve_run import ROOT, serving
 from trimtab.serve.api.request_kinds import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
 from trimtab.serve.http.openapi import BESIDE, description
 

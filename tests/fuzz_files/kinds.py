@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from tests import pico
-from tests.adapters import TEXT, embedding, q_proj, small_anatomy, write_adapter
+from tests.adapter_files import TEXT, embedding, q_proj, small_anatomy, write_adapter
 from tests.fuzz_files import mutate
 from trimtab import api
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter

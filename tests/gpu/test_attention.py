@@ -1,4 +1,4 @@
-"""Grouped keys read in place on the GPU: the tests of tests/test_attention.py, and real models' shapes, in bits and in bytes."""
+"""Grouped keys read in place on the GPU: the CPU's tests, and real models' shapes, in bits and in bytes."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ if not torch.cuda.is_available():
 
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tests.test_attention import *
-from tests.test_attention import attention, layer, repeated, states
+from tests.engine.passes.test_attention import *
+from tests.engine.passes.test_attention import attention, layer, repeated, states
 
 # (heads of keys, group, width) of one layer.
 LAYERS = {

@@ -1,4 +1,4 @@
-"""Rows that answer together on the GPU: the tests of tests/test_batch.py with the device changed."""
+"""Rows that answer together on the GPU: the CPU's tests with the device changed."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests.test_batch import *
+from tests.engine.batch.test_batch import *
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.request import GenerateRequest

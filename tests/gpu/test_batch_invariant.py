@@ -1,6 +1,6 @@
 """Batch-invariant answers on the GPU: one graph of all rows, adapters by table, captured prompts; bits are compared.
 
-The tests of tests/test_batch_invariant.py with the device changed, and the demo in bfloat16, captured as it is served.
+The CPU's tests with the device changed, and the demo in bfloat16, captured as it is served.
 """
 
 import pytest
@@ -9,8 +9,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_batch_invariant import *
-from tests.test_batch_invariant import TOKENS, alone, batch_of, began, beside, is_beginning, load, made, questions
+from tests.engine.decode.test_batch_invariant import *
+from tests.engine.decode.test_batch_invariant import TOKENS, alone, batch_of, began, beside, is_beginning, load, made, questions
 
 GPU_ROWS = 8
 

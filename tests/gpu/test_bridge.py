@@ -1,4 +1,4 @@
-"""The bridge on a real GPU: the tests of tests/test_bridge.py there, and what only a GPU shows (devices and bytes)."""
+"""The bridge on a real GPU: the CPU's tests there, and what only a GPU shows (devices and bytes)."""
 
 import gc
 
@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
 from peft import PeftModel
 
 from tests import pico, split, stock
-from tests.test_bridge import *
-from tests.test_bridge import adapter_of, bridged, device_map, folder_of, inputs_of
+from tests.bridge.test_bridge import *
+from tests.bridge.test_bridge import adapter_of, bridged, device_map, folder_of, inputs_of
 from trimtab.bridge import check
 
 

@@ -1,4 +1,4 @@
-"""Model inputs on the GPU: the tests of tests/test_chat.py with the device changed."""
+"""Model inputs on the GPU: the CPU's tests with the device changed."""
 
 import pytest
 import torch
@@ -6,4 +6,4 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_chat import *
+from tests.engine.chat.test_chat import *

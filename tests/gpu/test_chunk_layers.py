@@ -1,4 +1,4 @@
-"""The layers of captured chunks on the GPU: the tests of tests/test_chunk_layers.py; the demo's are in test_last_layers.py."""
+"""The layers of captured chunks on the GPU: the CPU's tests; the demo's are in test_last_layers.py."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_chunk_layers import *
+from tests.engine.families.test_chunk_layers import *
 from trimtab.engine.prefill import selection
 
 

@@ -1,4 +1,4 @@
-"""Questions and answers on the GPU: the tests of tests/test_generate.py with the device changed, rows from captured steps."""
+"""Questions and answers on the GPU: the CPU's tests with the device changed, rows from captured steps."""
 
 import pytest
 import torch
@@ -6,4 +6,4 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_generate import *
+from tests.engine.batch.test_generate import *

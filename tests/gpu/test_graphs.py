@@ -1,4 +1,4 @@
-"""Captured steps on the GPU: the tests of tests/test_graphs.py with the device changed."""
+"""Captured steps on the GPU: the CPU's tests with the device changed."""
 
 import pytest
 import torch
@@ -6,4 +6,4 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_graphs import *
+from tests.engine.decode.test_graphs import *

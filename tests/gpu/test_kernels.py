@@ -333,7 +333,7 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
         keys, values = (torch.randn(n, kv_heads, places, dim, device=DEVICE).bfloat16() for _ in range(2))
         positions, at = (torch.zeros(n, dtype=torch.long, device=DEVICE) for _ in range(2))
         qkv = torch.randn(n, (heads + 2 * kv_heads) * dim, device=DEVICE).bfloat16()
-        weights = [torch.randn(dim, device=DEVICE).bfloat16() / 4 for _ in range(2)]
+        norms = fused.HeadNorms(*(torch.randn(dim, device=DEVICE).bfloat16() / 4 for _ in range(2)), eps)
         cos, sin = (torch.randn(n, dim, device=DEVICE).bfloat16() for _ in range(2))
         q = torch.empty(n, heads, dim, dtype=torch.bfloat16, device=DEVICE)
         out = torch.empty(n, heads * dim, dtype=torch.bfloat16, device=DEVICE)
@@ -342,7 +342,7 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
         def step():
             torch.remainder(positions, places, out=at)  # noqa: B023
             fused.rope_write(
-                qkv, heads, kv_heads, dim, *weights, eps, cos, sin, keys, values, at, q, module=small  # noqa: B023
+                qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, at, q, module=small  # noqa: B023
             )  # fmt: skip
             fused.attend(q, keys, values, positions, dim**-0.5, None, out, scratch, small)  # noqa: B023
 
@@ -360,7 +360,7 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
             wanted_keys, wanted_values = keys.clone(), values.clone()
             wanted_q = torch.empty_like(q)
             fused.rope_write(
-                qkv, heads, kv_heads, dim, *weights, eps, cos, sin, wanted_keys, wanted_values, positions % places, wanted_q
+                qkv, heads, kv_heads, dim, norms, cos, sin, wanted_keys, wanted_values, positions % places, wanted_q
             )  # fmt: skip
             q.fill_(math.nan), out.fill_(math.nan), scratch.fill_(math.nan)
             graph.replay()
@@ -395,7 +395,7 @@ def test_overlapping_small_kernels_give_the_bits_of_plain_order(small, monkeypat
     start = torch.randn(n, width, device=DEVICE).bfloat16()
     weight, turn = torch.randn(width, device=DEVICE).bfloat16() / 4, torch.randn(n, dim, device=DEVICE).bfloat16()
     keys, values = (torch.randn(n, kv_heads, places, dim, device=DEVICE).bfloat16() for _ in range(2))
-    positions = torch.tensor([599, 77], device=DEVICE)
+    positions, norms = torch.tensor([599, 77], device=DEVICE), fused.HeadNorms(weight[:dim], None, 1e-6)
     q = torch.empty(n, heads, dim, dtype=torch.bfloat16, device=DEVICE)
     scratch = torch.empty(fused.scratch_values(n, heads, dim, places), device=DEVICE)
     h, x, looked, gated = (torch.empty_like(start) for _ in range(4))
@@ -406,7 +406,7 @@ def test_overlapping_small_kernels_give_the_bits_of_plain_order(small, monkeypat
         x.copy_(start)
         for _ in range(12):
             fused.rope_write(
-                x, heads, kv_heads, dim, weight[:dim], None, 1e-6, turn, turn, None, None, None, q, module=small, mode="shared"
+                x, heads, kv_heads, dim, norms, turn, turn, None, None, None, q, module=small, mode="shared"
             )  # fmt: skip
             fused.attend(q, keys, values, positions, dim**-0.5, None, looked, scratch, small)
             fused.gated(looked, x, gated, "gelu_tanh", small)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits on the GPU: tests/test_kv8.py with the device changed, graphs beside eager steps in the types that
+"""Keys and values in 8 bits on the GPU: the CPU's tests with the device changed, graphs beside eager steps in the types that
 models have, and the bytes of a plan."""
 
 import pytest
@@ -8,11 +8,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests.kv8_reference import rounded
-from tests.test_batch import through
-from tests.test_company import asks
-from tests.test_kv8 import *
-from tests.test_kv8 import CONTEXT, DEVICE
+from tests.engine.batch.test_batch import through
+from tests.engine.batch.test_company import asks
+from tests.engine.kv.kv8_reference import rounded
+from tests.engine.kv.test_kv8 import *
+from tests.engine.kv.test_kv8 import CONTEXT, DEVICE
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch

@@ -1,4 +1,4 @@
-"""The last layers of captured prompts on the GPU: the tests of tests/test_last_layers.py, and the demo in 4 bits."""
+"""The last layers of captured prompts on the GPU: the CPU's tests, and the demo in 4 bits."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests.test_last_layers import *
-from tests.test_last_layers import BFLOAT16_TOLERANCE
-from tests.test_prefill import DEVICE, answered, differ, eager, ids
+from tests.engine.families.test_last_layers import *
+from tests.engine.families.test_last_layers import BFLOAT16_TOLERANCE
+from tests.engine.prefill.test_prefill import DEVICE, answered, differ, eager, ids
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families.last_layers import OneAdapter

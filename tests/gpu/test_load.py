@@ -1,4 +1,4 @@
-"""Every family, format and tier on the GPU: the tests of tests/test_load.py with the device changed."""
+"""Every family, format and tier on the GPU: the CPU's tests with the device changed."""
 
 import pytest
 import torch
@@ -6,4 +6,4 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_load import *
+from tests.engine.loader.test_load import *

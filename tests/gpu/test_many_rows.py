@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_graphs import ASKED, answers, demo, joined
+from tests.engine.decode.test_graphs import ASKED, answers, demo, joined
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.formats.weights import dequantize

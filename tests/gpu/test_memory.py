@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 import trimtab
 from tests import pico, stock
-from tests.test_load import inputs_of
+from tests.engine.loader.test_load import inputs_of
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.formats.packed import Packed

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests.test_merge_demo import DEMO, asks, media_of
+from tests.merging.test_merge_demo import DEMO, asks, media_of
 from trimtab.merging import merge
 
 

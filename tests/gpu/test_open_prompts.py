@@ -1,4 +1,4 @@
-"""Prompts whose last token goes through with a step, on the GPU: the tests of tests/test_open_prompts.py with the device changed,
+"""Prompts whose last token goes through with a step, on the GPU: the CPU's tests with the device changed,
 and with the kernels of captured steps of a quantized model."""
 
 import pytest
@@ -8,9 +8,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests.test_many_step import wide as wide_checkpoint
-from tests.test_open_prompts import *
-from tests.test_open_prompts import answered, both, differ, eager, ids, opened
+from tests.engine.kernels.test_many_step import wide as wide_checkpoint
+from tests.engine.prefill.test_open_prompts import *
+from tests.engine.prefill.test_open_prompts import answered, both, differ, eager, ids, opened
 from trimtab.engine.batch.batch import Batch
 from trimtab.request import GenerateRequest
 

@@ -1,4 +1,4 @@
-"""Several prompts in one pass on the GPU: the tests of tests/test_packed_prompts.py with the device changed, and the table of
+"""Several prompts in one pass on the GPU: the CPU's tests with the device changed, and the table of
 adapters in bfloat16 with weights that are kept unpacked."""
 
 import pytest
@@ -8,9 +8,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests.test_many_step import wide as wide_checkpoint
-from tests.test_packed_prompts import *
-from tests.test_packed_prompts import (
+from tests.engine.kernels.test_many_step import wide as wide_checkpoint
+from tests.engine.prefill.test_packed_prompts import *
+from tests.engine.prefill.test_packed_prompts import (
     DEVICE,
     REQUEST,
     answered,

@@ -1,4 +1,4 @@
-"""Keys and values in pages on the GPU: tests/test_paged_rows.py with the device changed, captured steps, and the kernels at the
+"""Keys and values in pages on the GPU: the CPU's tests with the device changed, captured steps, and the kernels at the
 sizes of Gemma 4."""
 
 import pytest
@@ -8,9 +8,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests.test_company import alone, asks, begun
-from tests.test_paged_rows import *
-from tests.test_paged_rows import CONTEXT, DEVICE, with_pool
+from tests.engine.batch.test_company import alone, asks, begun
+from tests.engine.kv.test_paged_rows import *
+from tests.engine.kv.test_paged_rows import CONTEXT, DEVICE, with_pool
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch

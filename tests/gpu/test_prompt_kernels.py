@@ -8,9 +8,9 @@ if not torch.cuda.is_available():
 
 import trimtab
 from tests import pico
-from tests.test_graphs import demo
-from tests.test_many_step import wide
-from tests.test_prefill import answered, differ, eager, ids, in_chunks, named
+from tests.engine.decode.test_graphs import demo
+from tests.engine.kernels.test_many_step import wide
+from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks, named
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 import trimtab
 from tests import pico
-from tests.test_prefill import DEVICE, TOLERANCE, answered, differ, eager, ids, picture
+from tests.engine.prefill.test_prefill import DEVICE, TOLERANCE, answered, differ, eager, ids, picture
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache

@@ -1,4 +1,4 @@
-"""Captured towers on the GPU: the tests of tests/test_tower_graphs.py with the device changed, and the memory they take."""
+"""Captured towers on the GPU: the CPU's tests with the device changed, and the memory they take."""
 
 import pytest
 import torch
@@ -8,9 +8,9 @@ if not torch.cuda.is_available():
 
 import trimtab
 from tests import pico
-from tests.test_encoder_cache import asked, tensors_of
-from tests.test_tower_graphs import *
-from tests.test_tower_graphs import DEVICE, features, same
+from tests.engine.prefill.test_encoder_cache import asked, tensors_of
+from tests.engine.towers.test_tower_graphs import *
+from tests.engine.towers.test_tower_graphs import DEVICE, features, same
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.towers.graphs import Towers

@@ -1,4 +1,4 @@
-"""Towers with the kernels of prompts on the GPU: the tests of tests/test_tower_ops.py, layers of E4B's size, and whole prompts."""
+"""Towers with the kernels of prompts on the GPU: the CPU's tests, layers of E4B's size, and whole prompts."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ if not torch.cuda.is_available():
 
 from torch.profiler import ProfilerActivity, profile
 
-from tests.test_prefill import in_chunks, picture
-from tests.test_tower_graphs import same
-from tests.test_tower_ops import *
-from tests.test_tower_ops import CHANCE, TOLERANCE, far, loaded, ops_of
+from tests.engine.prefill.test_prefill import in_chunks, picture
+from tests.engine.towers.test_tower_graphs import same
+from tests.engine.towers.test_tower_ops import *
+from tests.engine.towers.test_tower_ops import CHANCE, TOLERANCE, far, loaded, ops_of
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels

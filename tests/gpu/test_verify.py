@@ -6,6 +6,6 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_lanes import *
-from tests.test_routes import *
-from tests.test_verify import *
+from tests.verification.merges.test_lanes import *
+from tests.verification.routes.test_routes import *
+from tests.verification.test_verify import *

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.families import step as hf_gemma4
+from trimtab.engine.families import families
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.device_kernels import DeviceKernels
@@ -43,7 +43,7 @@ def unsupported_reason(model: LoadedModel) -> str | None:
     """Return why a model has nothing to tune, or None."""
     if model.device.type != "cuda":
         return f"the model runs on {model.device}; launch configurations are of GPU kernels"
-    return hf_gemma4.why_not(model.hf_model)
+    return families.why_not(model.hf_model)
 
 
 def tune_model(
@@ -65,7 +65,7 @@ def tune_model(
     if kernels.matvec is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in kernels.left_out.items()) or "they were not chosen"
         raise DeviceError(f"the 4-bit kernels are not used on this card: {reasons}", device=str(model.device))
-    groups = hf_gemma4.product_groups(model.hf_model)
+    groups = families.describe(model.hf_model).groups()
     counts = [count for count in PRODUCT_ROWS if count <= rows]
     timed = kernels.tune(groups, model.dtype, counts, progress=progress)
     target = matvec.target_of(kernels.matvec)

@@ -135,7 +135,10 @@ def _made(
                 chunks, captured, request.head, known, is_explained and explains, held_bytes, media, only_whole,
             ).plan()  # fmt: skip
 
-        is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
+        is_recurrent = any(layer.state_values for layer in one.kv_layers)  # captured prompts of such layers need a step's kernels
+        is_captured = (
+            mode in (CAPTURED[1:] if is_recurrent else CAPTURED) and not machine.on_cpu and one.prompts_unsupported is None
+        )
         has_wholes = bool(request.images) and "vision" in one.parts and one.images_look_ahead
         least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image is computed in one chunk
         most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)

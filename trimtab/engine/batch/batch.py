@@ -190,6 +190,8 @@ class Batch:
         for one in (*self.placed, *self.active):
             # A ring keeps the window before the next token: after one step more it lacks the oldest position.
             is_whole = one.written <= one.prompt_tokens + 1 or not self.cache.has_rings
+            if self.cache.has_recurrent:  # a state of these tokens and no more
+                is_whole = one.written <= one.prompt_tokens
             if one.group == row.group and one.adapter == row.adapter and one.logits is not None and is_whole:
                 prompt.take_states(row.prompt_tokens, logits=one.logits)
                 prompt.source, row.shared_tokens = one, row.prompt_tokens

@@ -40,6 +40,7 @@ class ProductCuts:
     chosen: in use. known: tuned on this card by an earlier process, with how they were measured. shipped: those of this package,
     with the same; None until they are read. measured: products that were tuned on this card, now or before. prepared:
     products whose configuration was set. tables: address of a code -> (the weights of each byte value [256, 2] float16, the code).
+    norm: as `gemv4.NormForm`, of the norms in front of products.
     """
 
     chosen: dict[CutKey, LaunchConfig] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class ProductCuts:
     measured: set[CutKey] = field(default_factory=set)
     prepared: set[CutKey] = field(default_factory=set)
     tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    norm: tuple[str, bool] = ("inside", True)
 
 
 # Kernels that need no bf16 arithmetic are made for 7.5 too (cuda/values.cuh); bf16 and tensor cores' m16n8k16 begin with 8.0.

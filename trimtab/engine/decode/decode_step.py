@@ -41,7 +41,7 @@ from trimtab.planning.values.execution import BUCKETS, KERNEL_ROWS
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.table import AdapterSlots
-    from trimtab.engine.families import step as hf_gemma4
+    from trimtab.engine.families.step import FusedStep
     from trimtab.engine.layers.context import EngineContext
     from trimtab.engine.lora import layers as lora
 
@@ -79,10 +79,11 @@ class DecodeStep:
         self._graphs: GraphCache[CapturedStep] = GraphCache()
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
-        self._fused: hf_gemma4.FusedStep | None = None
+        self._fused: FusedStep | None = None
         # The count of module exchanges at the last check whether a fused step is right for them, and the result.
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
+        self._live = -1  # rows that `cache.live` says
         self._tables = [
             module for module in self.model.hf_model.modules()
             if isinstance(module, tables.GatheredTable) and module.seen is None
@@ -99,6 +100,11 @@ class DecodeStep:
     def kernels(self) -> DeviceKernels:
         """The kernels of trimtab in the steps."""
         return self._choice.kernels
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether steps are made of a few kernels, or of their plain counterpart."""
+        return self._choice.is_fusable
 
     @property
     def is_captured(self) -> bool:
@@ -198,6 +204,7 @@ class DecodeStep:
         if (table := self.model.adapter_store.table) is not None:
             table.empty(count)
         cache.begin()
+        cache.step_count = count
         masks = hf_slots.step_masks(self.model.hf_model, cache, count)
         step = cache.rows_of_step(count)
         if added_masks:
@@ -229,14 +236,14 @@ class DecodeStep:
 
     # Graphs ------------------------------------------------------------------------------------------------------------
 
-    def fused_step(self) -> hf_gemma4.FusedStep | None:
+    def fused_step(self) -> FusedStep | None:
         """Return the fused step, None where steps are not fused; the cache's layers have to be known."""
         if not self._choice.is_fusable:
             return None
-        from trimtab.engine.families import step as hf_gemma4
+        from trimtab.engine.families.step import FusedStep
 
         if self._fused is None:  # not before a prompt was computed: the cache's layers are known from then on
-            self._fused = hf_gemma4.FusedStep(self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked)
+            self._fused = FusedStep(self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked)
         exchanges = self.model.adapter_store.exchanges
         if self._examined is None or self._examined[0] != exchanges:
             self._examined = exchanges, self._fused.why_not_rows()
@@ -252,6 +259,8 @@ class DecodeStep:
         bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
         if self.is_invariant:
             bucket = self.rows
+        elif self.cache.has_recurrent and (self.mode == "graph" or self.fused_step() is None):
+            bucket = count  # modules advance the state of padding rows too, which may be placed ones
         padded = [*names, *[None] * (bucket - count)]
         step: Step = self._short
         kind = "modules"
@@ -380,6 +389,9 @@ class DecodeStep:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def _stage(self, state: BatchState, bucket: int) -> None:
+        if self.cache.has_recurrent and state.count != self._live:
+            self._live = state.count
+            self.cache.live.fill_(state.count)
         if self._tables:
             ids = torch.tensor(state.last_tokens)
             for table in self._tables:
@@ -400,6 +412,9 @@ class DecodeStep:
             store.none()
         for table in self._tables:
             table.reads_staged = True
+        # Passes in front of a capture compute the step too: states of recurrent layers stay as they are until it is replayed.
+        states = self.cache.rings(range(count)) if self.cache.has_recurrent and step is not self._fused else []
+        self.cache.live.zero_()
         try:
             is_ours = step is self._fused or slots is not None
             with store.applying(slots):
@@ -422,6 +437,8 @@ class DecodeStep:
             self._choice.capture_failed(is_fused=is_fused)
             return None
         finally:
+            hf_slots.restore(states)
+            self.cache.live.fill_(max(self._live, 0))
             for table in self._tables:
                 table.reads_staged = False
         self._graphs[key] = graph

@@ -108,9 +108,10 @@ class StepChoice:
     def _choose_kernels(self) -> None:
         if self.device.type != "cuda" and self.mode != "fused":
             return
-        from trimtab.engine.families import step as hf_gemma4
+        from trimtab.engine.families import families
+        from trimtab.engine.families.step import choose_kernels
 
-        why = hf_gemma4.why_not(self.model.hf_model)
+        why = families.why_not(self.model.hf_model)
         if why is not None:
             self.fall_back("fused step", why, requested=self.mode == "fused")
             self._take_for_adapters()
@@ -118,7 +119,7 @@ class StepChoice:
         self.is_fusable = True
         if self.device.type == "cuda":
             invariant = bool(self.model.plan.request.batch_invariant)
-            self._take(hf_gemma4.choose_kernels(self.model.hf_model, self.rows, is_invariant=invariant))
+            self._take(choose_kernels(self.model.hf_model, self.rows, is_invariant=invariant))
             # Without any of them the modules' own operations are as few as plain torch's.
             self.is_fusable = self.mode == "fused" or not self.kernels.is_empty
 

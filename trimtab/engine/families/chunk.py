@@ -1,4 +1,4 @@
-"""The layers of Gemma 4 for a chunk of a prompt: the operations between their products, in the kernels of a decode step.
+"""The layers of a decoder for a chunk of a prompt: the operations between their products, in the kernels of a step.
 
     forward.firsts = layers_of(prompts, forward, key, name)   # prefill/selection.py, before a pass
 
@@ -20,15 +20,17 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trimtab.engine.families.step import FusedStep
+from trimtab.engine.families.decoder import DeltaNet
+from trimtab.engine.families.step import FusedStep, gated_heads
 from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import delta_rule
 from trimtab.engine.layers.linear import Leaf
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns
-    from trimtab.engine.cuda import nvrtc
-    from trimtab.engine.families.step import NormLayer
+    from trimtab.engine.families.decoder import Attention, Layer, Norm
     from trimtab.engine.layers.unpacked import UnpackedWeights
+    from trimtab.engine.passes.chunk_forward import ChunkState
 
 
 class ChunkLayers:
@@ -36,7 +38,7 @@ class ChunkLayers:
 
     def __init__(self, step: FusedStep, first_shared: int, columns: UnpackedColumns | None = None) -> None:
         self.step, self.first_shared, self.columns = step, first_shared, columns
-        self.layers = list(step.text.layers)
+        self.layers = step.layers
         self.unpacked: UnpackedWeights | None = step.unpacked
         # The output of the layer before, and the next one's input, which the same kernel made.
         self._made: tuple[Tensor, Tensor] | None = None
@@ -49,7 +51,7 @@ class ChunkLayers:
         """Return the replacement of a layer's forward in a pass. mask: added to the scores, None for a causal one."""
         layer, module = self.layers[number], self.step.kernels.small
         is_last = number + 1 >= self.first_shared
-        following = None if is_last else self.layers[number + 1].input_layernorm
+        following = None if is_last else self.layers[number + 1].before_attention
 
         def forward(
             hidden_states: Tensor, per_layer_input: Tensor | None = None, shared_kv_states: Any = None,
@@ -57,70 +59,89 @@ class ChunkLayers:
         ) -> Tensor:  # fmt: skip
             rows, width = hidden_states.shape[0], hidden_states.shape[-1]
             h = hidden_states.reshape(-1, width)
-            x = self._input(hidden_states, h, layer.input_layernorm, module)
-            attended = self._attend(layer, x, rows, mask, shared_kv_states, position_embeddings, past_key_values)
-            (y,) = self._products([layer.self_attn.o_proj], attended, rows)
+            x = self._input(hidden_states, h, layer.before_attention)
+            if isinstance(layer.mixer, DeltaNet):
+                attended = self._delta(layer.mixer, x, past_key_values.layers[number])
+            else:
+                attended = self._attend(layer.mixer, x, rows, mask, shared_kv_states, position_embeddings, past_key_values)
+            (y,) = self._products([layer.mixer.o], attended, rows)
             middle, x = torch.empty_like(h), torch.empty_like(h)
-            post, ahead = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
-            fused.add_norm(y, h, post.weight, ahead.weight, post.eps, None, middle, x, module)
-            y = self._mlp(layer.mlp, x, rows)
-            post, scalar = layer.post_feedforward_layernorm, layer.layer_scalar
-            if per_layer_input is not None:
+            self._add(y, h, layer.after_attention, layer.before_mlp, None, middle, x)
+            y = self._mlp(layer, x, rows)
+            post = layer.after_mlp
+            if per_layer_input is not None and layer.per_layer is not None:
                 after = torch.empty_like(h)
-                fused.add_norm(y, middle, post.weight, None, post.eps, None, after, None, module)
-                (gate,) = self._products([layer.per_layer_input_gate], after, rows)
+                self._add(y, middle, post, None, None, after, None)
+                (gate,) = self._products([layer.per_layer.gate], after, rows)
                 gated = torch.empty_like(gate)
                 fused.gated(gate, per_layer_input.flatten(0, 1), gated, self.step.kind, module)
-                (y,) = self._products([layer.per_layer_projection], gated, rows)
-                middle, post = after, layer.post_per_layer_input_norm
+                (y,) = self._products([layer.per_layer.projection], gated, rows)
+                middle, post = after, layer.per_layer.norm
             out, made = torch.empty_like(h), None if following is None else torch.empty_like(h)
-            weight = None if following is None else following.weight
-            fused.add_norm(y, middle, post.weight, weight, post.eps, scalar, out, made, module)
+            self._add(y, middle, post, following, layer.scale, out, made)
             result = out.view(hidden_states.shape)
             self._made = None if made is None else (result, made)
             return result
 
         return forward
 
-    def _input(self, hidden_states: Tensor, h: Tensor, norm: NormLayer, module: nvrtc.Module) -> Tensor:
+    def _add(
+        self, y: Tensor, residual: Tensor, post: Norm | None, following: Norm | None, scale: Tensor | None, out_h: Tensor,
+        out_x: Tensor | None,
+    ) -> None:  # fmt: skip
+        norm = self.step.norm(residual, post, following, scale, out_h)
+        fused.add_norm(
+            y, residual, norm.post, norm.next, norm.eps, scale, out_h, out_x, self.step.kernels.small, form=norm.form
+        )  # fmt: skip
+
+    def _input(self, hidden_states: Tensor, h: Tensor, norm: Norm) -> Tensor:
         made, self._made = self._made, None
         if made is not None and made[0] is hidden_states:
             return made[1]
         x = torch.empty_like(h)
-        fused.add_norm(None, h, None, norm.weight, norm.eps, None, None, x, module)
+        self.step.add_norm(h, norm, x)
         return x
 
     def _attend(
-        self, layer: Any, x: Tensor, rows: int, mask: Tensor | None, shared: Any, turn: tuple[Tensor, Tensor], cache: Any
-    ) -> Tensor:  # fmt: skip
+        self, own: Attention, x: Tensor, rows: int, mask: Tensor | None, shared: Any, turn: tuple[Tensor, Tensor], cache: Any
+    ) -> Tensor:
         """Return attention's input of its last product, [n, Hq * D], for x [n, D] of that many rows of as many tokens; keys and
         values are in the cache then."""
-        attention, n, kernels = layer.self_attn, x.shape[0], self.step.kernels.small
-        dim, tokens = attention.head_dim, n // rows
-        cos, sin = (one.expand(rows, tokens, dim).reshape(n, dim) for one in turn)
-        leaves = [leaf for leaf in (attention.q_proj, attention.k_proj, attention.v_proj) if leaf is not None]
-        own = self._products(leaves, x, rows)
-        queries = torch.empty(n, own[0].shape[1] // dim, dim, dtype=x.dtype, device=x.device)
-        keys, values = (torch.empty(own[1].shape[1] // dim, n, dim, dtype=x.dtype, device=x.device) for _ in range(2))
+        n, dim, module = x.shape[0], own.shape.dim, own.module
+        tokens = n // rows
+        cos, sin = (one.expand(rows, tokens, -1).reshape(n, -1)[:, : own.shape.rotary] for one in turn)
+        made = self._products(own.projections, x, rows)
+        queries = torch.empty(n, own.shape.heads, dim, dtype=x.dtype, device=x.device)
+        keys, values = (torch.empty(own.shape.kv_heads, n, dim, dtype=x.dtype, device=x.device) for _ in range(2))
         fused.turn(
-            own[0], own[1], own[2] if len(own) > 2 else None, dim, attention.q_norm.weight, attention.k_norm.weight,
-            attention.q_norm.eps, cos, sin, queries, keys, values, module=kernels,
+            made[0], made[1], made[2] if len(made) > 2 else None, dim, own.norms(), cos, sin, queries, keys, values,
+            module=self.step.kernels.small,
         )  # fmt: skip
         by_row = [one.view(-1, rows, tokens, dim).transpose(0, 1) for one in (keys, values)]
-        seen = cache.update(*by_row, attention.layer_idx)
-        if attention.store_full_length_kv:  # transformers up to 5.6 finds them by number
-            shared[attention.layer_type] = shared[attention.layer_idx] = seen
+        seen = cache.update(*by_row, module.layer_idx)
+        if own.is_read:  # transformers up to 5.6 finds them by number
+            shared[module.layer_type] = shared[module.layer_idx] = seen
         attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            attention, queries.view(rows, tokens, -1, dim).transpose(1, 2), *seen, mask, dropout=0.0,
-            scaling=attention.scaling, sliding_window=attention.sliding_window,
+            module, queries.view(rows, tokens, -1, dim).transpose(1, 2), *seen, mask, dropout=0.0, scaling=own.scale,
+            sliding_window=own.window,
         )  # fmt: skip
-        return attended.reshape(n, -1)
+        return gated_heads(own, made[0], attended.reshape(n, -1))
 
-    def _mlp(self, mlp: Any, x: Tensor, rows: int) -> Tensor:
-        gate, up = self._products([mlp.gate_proj, mlp.up_proj], x, rows)
+    def _delta(self, own: DeltaNet, x: Tensor, held: ChunkState) -> Tensor:
+        """Return the gated delta rule of a prompt's tokens [n, Hv Dv]; the row's states are those behind them then."""
+        (qkv, z), (b, a) = (self._products(linears, x, 1) for linears in ([own.qkv, own.z], [own.b, own.a]))
+        out, mixed = x.new_empty(x.shape[0], own.o.in_features), x.new_empty(x.shape[0], own.shape.channels)
+        delta_rule.delta_net(
+            (qkv, z, b, a), own.shape, own.weights(), *held.states(own.shape, x), (mixed, torch.empty_like(out)), out,
+            tokens=x.shape[0], count=held.count, module=self.step.kernels.delta,
+        )  # fmt: skip
+        return out
+
+    def _mlp(self, layer: Layer, x: Tensor, rows: int) -> Tensor:
+        gate, up = self._products([layer.gate, layer.up], x, rows)
         gated = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         fused.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
-        return self._products([mlp.down_proj], gated, rows)[0]
+        return self._products([layer.down], gated, rows)[0]
 
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
         """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""

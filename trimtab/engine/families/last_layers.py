@@ -1,4 +1,4 @@
-"""The last layers of Gemma 4 for the last token of a prompt, in the kernels of a decode step.
+"""The last layers of a decoder (Gemma 4) for the last token of a prompt, in the kernels of a decode step.
 
     key, serial, is_here = select_adapter(prompts, forward, adapter)   # prefill/selection.py, before a pass
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.batched_lora.table import RANK_STEP
-from trimtab.engine.families import step as hf_gemma4
 from trimtab.engine.families.step import FusedStep, TokenPositions
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
@@ -31,7 +30,7 @@ from trimtab.engine.lora.fewer_ops import is_plain
 from trimtab.engine.lora.store import EAGER, AdapterTable
 
 if TYPE_CHECKING:
-    from trimtab.engine.families.step import NormLayer
+    from trimtab.engine.families.decoder import Norm
     from trimtab.engine.lora.store import AdaptedLayer
     from trimtab.engine.passes.chunk_forward import Buffers
 
@@ -85,13 +84,13 @@ class OneAdapter:
 
 @dataclass(eq=False)
 class _Pass:
-    """State passed between layers, see FusedStep.layer. states: keys and values by kind of layer."""
+    """State passed between layers, see FusedStep.layer. states: keys and values by layer."""
 
     h: Tensor
     x: Tensor
     norm: matvec.Norm | None
     turns: dict[str, tuple[Tensor, Tensor]]
-    states: dict[str, tuple[Tensor, Tensor]]
+    states: dict[int, tuple[Tensor, Tensor]]
     where: TokenPositions
 
 
@@ -105,20 +104,16 @@ class LastLayers:
 
     def __init__(self, step: FusedStep, first: int, row: int) -> None:
         self.step, self.first, self.row = step, first, row
-        self.layers = list(step.text.layers)
-        self.adapter_store = self.layers[0].self_attn.q_proj.adapter_store
-        self._groups = [group for layer in self.layers[first:] for group in hf_gemma4.products_of(layer)]
+        self.layers = step.layers
+        self.adapter_store = step.decoder.adapter_store
+        self._groups = [group for layer in self.layers[first:] for group in layer.products]
         # The tables of each adapter, None where there are none; the key is the adapter's part of a graph's key.
         self._tables: dict[Hashable, OneAdapter | None] = {}
         self._table: OneAdapter | None = None
         self._multiplies = step.multiplies(self._groups)
         device = step.cache.device
         self._position, self._ring = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-        # The layer of each kind whose keys and values these layers read.
-        self._sources = {
-            kind: number for number, kind in enumerate(step.config.layer_types)
-            if not self.layers[number].self_attn.is_kv_shared_layer and self.layers[number].self_attn.store_full_length_kv
-        }  # fmt: skip
+        self._sources = sorted({own.source for own in step.decoder.attentions.values() if own.source is not None})
         self._pass: _Pass | None = None
         self._allocate()
 
@@ -166,7 +161,7 @@ class LastLayers:
         assert now is not None
         own = extra if extra is None or extra.shape[1] == 1 else extra.index_select(1, last)
         is_last = number + 1 == len(self.layers)
-        following = None if is_last else self.layers[number + 1].input_layernorm
+        following = None if is_last else self.layers[number + 1].before_attention
         self._through(now, number, None if own is None else own[0], following)
         if not is_last:
             return now.h[None]
@@ -174,44 +169,41 @@ class LastLayers:
         assert now.norm is not None
         return step.normed(now.x, now.norm)[None]
 
-    def _through(self, now: _Pass, number: int, extra: Tensor | None, following: NormLayer | None) -> None:
+    def _through(self, now: _Pass, number: int, extra: Tensor | None, following: Norm | None) -> None:
         now.x, now.norm = self.step.layer(number, now.where, now.turns, now.states, now.h, now.x, now.norm, extra, following)
 
-    def _begin(self, h: Tensor, states: dict[str, tuple[Tensor, Tensor]], pages: PageTable | None = None) -> None:
+    def _begin(self, h: Tensor, states: dict[int, tuple[Tensor, Tensor]], pages: PageTable | None = None) -> None:
         step = self.step
         torch.remainder(self._position, step.ring, out=self._ring)
         step.empty(1)
         x = step.buffer("x", h.shape, h.dtype)
-        step.add_norm(None, h, None, self.layers[self.first].input_layernorm, None, None, x)
+        step.add_norm(h, self.layers[self.first].before_attention, x)
         where = TokenPositions(self._position, self._ring, pages)
         self._pass = _Pass(h, x, None, step.turns(h[:, None], self._position), states, where)
 
-    def _states(self) -> tuple[dict[str, tuple[Tensor, Tensor]], PageTable | None]:
-        """Return the keys and values that these layers read, [1, H, places, D] by kind of layer, and the row's pages where full
+    def _states(self) -> tuple[dict[int, tuple[Tensor, Tensor]], PageTable | None]:
+        """Return the keys and values that these layers read, [1, H, places, D] by layer, and the row's pages where full
         layers have theirs in a pool [H, P, D]."""
         held, row, pool = {}, slice(self.row, self.row + 1), self.step.cache.pool
-        for kind, number in self._sources.items():
+        for number in self._sources:
             layer = self.step.cache.layers[number]
             assert isinstance(layer, LayerCache)
             is_paged = isinstance(layer, PagedLayer)
-            held[kind] = (layer.keys, layer.values) if is_paged else (layer.keys[row], layer.values[row])
+            held[number] = (layer.keys, layer.values) if is_paged else (layer.keys[row], layer.values[row])
         return held, None if pool is None else PageTable(pool.table.table[row], pool.table.places)
 
     def _allocate(self) -> None:
         """Run once over zeros, so that every buffer exists before a pass, whose memory may be a graph's own."""
         step, device = self.step, self._position.device
-        dtype = step.text.norm.weight.dtype
-        h = step.buffer("h", (1, step.config.hidden_size), dtype)
+        dtype = step.dtype
+        h = step.buffer("h", (1, step.text.config.hidden_size), dtype)
         h.zero_()
         states = {}
-        for kind, number in self._sources.items():
-            own = self.layers[number].self_attn
-            shape = (1, own.k_proj.out_features // own.head_dim, step.ring, own.head_dim)
-            states[kind] = (
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
-        width = getattr(step.text, "hidden_size_per_layer_input", 0)
+        for number in self._sources:
+            shape = self.step.decoder.attentions[number].shape
+            sizes = (1, shape.kv_heads, step.ring, shape.dim)
+            states[number] = torch.zeros(sizes, dtype=dtype, device=device), torch.zeros(sizes, dtype=dtype, device=device)
+        width = step.decoder.per_layer
         own_input = torch.zeros(1, width, dtype=dtype, device=device) if width else None
         with torch.no_grad():
             self._begin(h, states)

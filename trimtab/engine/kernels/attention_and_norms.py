@@ -1,8 +1,8 @@
 """Kernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
 
 n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the
-shapes suit (`why_not`), else it computes the same in torch. The torch paths round where transformers' Gemma 4 modules
-round, and equal them bit for bit where the operations are the same (all but attention). The kernels round at the same
+shapes suit (`why_not`), else it computes the same in torch. The torch paths round where transformers' modules round (a norm in
+one of `FORMS`), and equal them bit for bit where the operations are the same (all but attention). The kernels round at the same
 places; only their sums run in another order, so that a value may be one step of its type away. Attention keeps scores,
 softmax and output in float32 and rounds once; its weights enter the second product as two numbers, 2^-16 (bf16) off.
 
@@ -14,13 +14,15 @@ positions, the norms' weights, and (`rope_and_attention`) keys and values of all
 these tensors must not overlap later kernels; torch's own kernels do not.
 
 What it does not know: whether a kernel is faster here than torch (bench/kernels.py measures).
-Source: transformers 5.23.0, models/gemma4/modeling_gemma4.py; split attention: arXiv 2311.01282 (Flash-Decoding).
+Source: transformers 5.23.0, models/gemma4, gemma3, llama and qwen3; split attention: arXiv 2311.01282 (Flash-Decoding).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +34,9 @@ from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
 ACTIVATIONS = ("gelu_tanh", "silu", "gelu")
 MODES = ("own", "shared", "k_is_v")
+# Where a norm rounds: behind its weight (Gemma 3n and 4), in front of it too (Llama, Qwen), or as the first, with a weight that
+# says how much more than 1 it is (Gemma 2 and 3). The order is the kernels'.
+FORMS = ("inside", "after", "plus_one")
 MAX_WIDTH = 8192
 MAX_HEAD = 512
 MAX_GROUP = 16
@@ -45,6 +50,43 @@ _COUNTERS = 4096
 _TYPES = (torch.bfloat16, torch.float16)
 NAMES = ("add_norm", "gated_1", "gated_8", "rope_write_1", "rope_write_2", "rope_write_4", "rope_write_8", "turns")
 ATTEND_NAMES = ("attend", "attend_combine")
+
+
+class AttentionShape(NamedTuple):
+    """One kind of attention. norm: the form of the norms of queries and keys, None without; norms_values: whether values are
+    normed, without a weight. rotary: the first values of a head, which turn, None for all. is_gated: a gate of its
+    size lies behind each head of queries, and is not read here."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    norm: str | None = "inside"
+    norms_values: bool = True
+    rotary: int | None = None
+    is_gated: bool = False
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """The norms of a layer's heads. q, k: weights [D], None for those without a norm; values: whether they are normed, without a
+    weight; form: one of FORMS. is_gated: as in `AttentionShape`."""
+
+    q: Tensor | None
+    k: Tensor | None
+    eps: float
+    form: str = "inside"
+    values: bool = True
+    is_gated: bool = False
+
+    @property
+    def q_step(self) -> int:
+        """How many heads' sizes lie from one head of queries to the next."""
+        return 2 if self.is_gated else 1
+
+    @property
+    def number(self) -> int:
+        """The kernels' number of the norms of queries and keys."""
+        return len(FORMS) if self.q is None else FORMS.index(self.form)
 
 
 def source(name: str = "fused.cu") -> str:
@@ -68,16 +110,18 @@ def prepare(module: nvrtc.Module) -> None:
     module.scratch["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
 
 
-def attention_options(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, turn: bool = False, is_paged: bool = False
-) -> tuple[str, ...]:  # fmt: skip
+def attention_options(shape: AttentionShape, dtype: torch.dtype, *, turn: bool = False, is_paged: bool = False) -> tuple[str, ...]:
     """Return the compiler options of attend.cu for this kind of layer. turn: norms and rotation are a part of it. is_paged: keys
     and values lie in pages."""
+    heads, kv_heads, dim, norm, norms_values, rotary, is_gated = shape
     size = next(size for size in (128, 256, 512) if size >= dim)
-    paged = (f"-DPAGE={PAGE_TOKENS}",) if is_paged else ()
+    paged: tuple[str, ...] = (f"-DPAGE={PAGE_TOKENS}",) if is_paged else ()
+    if turn and (norm, norms_values, dim if rotary is None else rotary) != ("inside", True, dim):
+        number = len(FORMS) if norm is None else FORMS.index(norm)
+        paged += (f"-DNORMS={number}", f"-DVALUES={norms_values:d}", f"-DROTARY={dim if rotary is None else rotary}")
     return (
         f"-DDIM={size}", f"-DHEAD={dim}", f"-DGROUP={heads // kv_heads}", f"-DHALF={int(dtype == torch.float16)}",
-        f"-DROTATES={int(turn)}", *paged,
+        f"-DROTATES={int(turn)}", *(("-DQ_STEP=2",) if turn and is_gated else ()), *paged,
     )  # fmt: skip
 
 
@@ -130,36 +174,42 @@ def ahead_arguments(ahead: Sequence[Tensor]) -> list[nvrtc.Argument]:
 # Norms ---------------------------------------------------------------------------------------------------------------
 
 
-def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def norm_torch(x: Tensor, weight: Tensor | None, eps: float, form: str = "inside") -> Tensor:
+    """Return the norm of x [..., D] as transformers' modules of this form compute it; weight [D], None for 1."""
     wide = x.float()
-    wide = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
-    return (wide if weight is None else wide * weight.float()).type_as(x)
+    square = wide.pow(2).mean(-1, keepdim=True) + eps
+    wide = wide * (torch.pow(square, -0.5) if form == "inside" else torch.rsqrt(square))
+    if weight is None:
+        return wide.type_as(x)
+    if form == "after":
+        return weight * wide.type_as(x)
+    return (wide * (weight.float() if form == "inside" else 1.0 + weight.float())).type_as(x)
 
 
 def add_norm(
     y: Tensor | None, residual: Tensor, post_weight: Tensor | None, next_weight: Tensor | None, eps: float,
     scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None, module: nvrtc.Module | None = None, *,
-    dependent: bool | None = None,
+    dependent: bool | None = None, form: str = "inside",
 ) -> None:  # fmt: skip
     """Write h = (residual + norm(y) * post_weight) * scalar to out_h and norm(h) * next_weight to out_x.
 
-    Shapes: y, residual, out_h, out_x [n, D]; weights [D]; scalar [1]. No y: h = residual * scalar. No scalar: 1. A weight
-    of None is 1. An output may be one of the inputs.
+    Shapes: y, residual, out_h, out_x [n, D]; weights [D]; scalar [1]. No y: h = residual * scalar. No post_weight: y is added as
+    it is. No scalar, no next_weight: 1. form: of both norms. An output may be one of the inputs.
     """
     tensors = (y, residual, post_weight, next_weight, scalar, out_h, out_x)
     n, width = residual.shape
     if module is None or not _runs(module, residual) or width % 8 or width > MAX_WIDTH:
-        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x)
+        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x, form)
         return
     if not all(_fits(x, residual, 1 if x is scalar else 8) for x in tensors):
-        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x)
+        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x, form)
         return
     module.launch(
         "add_norm", (n,), (-(-width // 256) * 32,),
         [
             y, 0 if y is None else y.stride(0), residual, residual.stride(0), post_weight, next_weight, scalar,
             out_h, 0 if out_h is None else out_h.stride(0), out_x, 0 if out_x is None else out_x.stride(0),
-            width, float(eps), _half(residual),
+            width, float(eps), FORMS.index(form), _half(residual),
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -167,13 +217,15 @@ def add_norm(
 
 def _add_norm_torch(
     y: Tensor | None, residual: Tensor, post_weight: Tensor | None, next_weight: Tensor | None, eps: float,
-    scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None,
+    scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None, form: str,
 ) -> None:  # fmt: skip
-    h = residual if y is None else residual + _norm(y, post_weight, eps)
+    h = residual
+    if y is not None:
+        h = residual + (y if post_weight is None else norm_torch(y, post_weight, eps, form))
     if scalar is not None:
         h = h * scalar
     if out_x is not None:
-        normed = _norm(h, next_weight, eps)
+        normed = norm_torch(h, next_weight, eps, form)
         if out_h is not None:
             out_h.copy_(h)
         out_x.copy_(normed)
@@ -188,42 +240,42 @@ def _half(x: Tensor) -> int:
 # Rotation and the cache ----------------------------------------------------------------------------------------------
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turned_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [n, H, D] with the first R values of each head rotated; cos, sin [n, R]."""
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = x.shape[-1] // 2
     other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos[:, None]) + (other * sin[:, None])
+    turned = (x * cos[:, None]) + (other * sin[:, None])
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def rope_write(
-    qkv: Tensor, heads: int, kv_heads: int, dim: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor,
-    sin: Tensor, keys: Tensor | None, values: Tensor | None, places: Tensor | None, q_out: Tensor, *,
-    module: nvrtc.Module | None = None, mode: str = "own", dependent: bool | None = None,
+    qkv: Tensor, heads: int, kv_heads: int, dim: int, norms: HeadNorms, cos: Tensor, sin: Tensor, keys: Tensor | None,
+    values: Tensor | None, places: Tensor | None, q_out: Tensor, *, module: nvrtc.Module | None = None, mode: str = "own",
+    dependent: bool | None = None,
 ) -> None:  # fmt: skip
     """Write normed and rotated queries to q_out, and keys and values to their places in the cache.
 
-    Shapes: qkv [n, (Hq + Hkv + Hkv) * D] (queries, keys, values; k_is_v: without values; shared: queries alone), weights
-    [D], cos and sin [n, D], keys and values [rows, Hkv, L, D] contiguous, places [n] int64 of 0..L-1, q_out [n, Hq, D].
-    Row i of qkv writes to row i of the cache. mode: "own", "shared" (no cache write), "k_is_v" (values are the keys
-    before their norm). Values are normed without a weight and not rotated.
+    Shapes: qkv [n, (Hq + Hkv + Hkv) * D] (queries, keys, values; k_is_v: without values; shared: queries alone), cos and sin
+    [n, R] for the first R values of a head, keys and values [rows, Hkv, L, D] contiguous, places [n] int64 of 0..L-1, q_out
+    [n, Hq, D]. Row i of qkv writes to row i of the cache. mode: "own", "shared" (no cache write), "k_is_v" (values are the keys
+    before their norm). Values are not rotated.
     """
     assert mode in MODES, mode
     own = mode != "shared"
-    assert (keys is not None and values is not None and places is not None and k_weight is not None) or not own
-    assert qkv.shape[1] == (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
+    assert (keys is not None and values is not None and places is not None) or not own
+    assert qkv.shape[1] == (heads * norms.q_step + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
     v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
     cache_fits = not own or (keys is not None and values is not None and keys.is_contiguous() and values.is_contiguous())
-    tensors = (qkv, q_weight, k_weight, cos, sin, keys, values, q_out)
+    tensors = (qkv, norms.q, norms.k, cos, sin, keys, values, q_out)
     if (
         module is None or not _runs(module, qkv) or why_not(heads, kv_heads, dim, qkv.dtype) or not cache_fits
-        or not q_out.is_contiguous() or not all(_fits(x, qkv, v) for x in tensors)
+        or not q_out.is_contiguous() or not all(_fits(x, qkv, v) for x in tensors) or cos.shape[1] // 2 % v
     ):  # fmt: skip
-        _rope_write_torch(qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out, mode)
+        _rope_write_torch(qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, places, q_out, mode)
         return
-    own_queries, own_keys, own_values = _parts(qkv, heads, kv_heads, dim, mode)
-    _launch_rope(
-        module, v, own_queries, own_keys, own_values, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out,
-        mode, dependent,
-    )  # fmt: skip
+    own_queries, own_keys, own_values = _parts(qkv, heads * norms.q_step, kv_heads, dim, mode)
+    _launch_rope(module, v, own_queries, own_keys, own_values, dim, norms, cos, sin, keys, values, places, q_out, mode, dependent)
 
 
 def _parts(qkv: Tensor, heads: int, kv_heads: int, dim: int, mode: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -235,82 +287,82 @@ def _parts(qkv: Tensor, heads: int, kv_heads: int, dim: int, mode: str) -> tuple
 
 def _launch_rope(
     module: nvrtc.Module, v: int, own_queries: Tensor, own_keys: Tensor | None, own_values: Tensor | None, dim: int,
-    q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, keys: Tensor | None,
-    values: Tensor | None, places: Tensor | None, q_out: Tensor, mode: str, dependent: bool | None,
+    norms: HeadNorms, cos: Tensor, sin: Tensor, keys: Tensor | None, values: Tensor | None, places: Tensor | None,
+    q_out: Tensor, mode: str, dependent: bool | None,
 ) -> None:  # fmt: skip
     """keys, values [rows, Hkv, L, D]; places None: the first place of each row."""
-    n, heads = own_queries.shape[0], own_queries.shape[1] // dim
+    n, heads = own_queries.shape[0], own_queries.shape[1] // dim // norms.q_step
     kv_heads = 1 if own_keys is None else own_keys.shape[1] // dim
     steps = (0, 0, 0) if keys is None else (keys.stride(0), keys.stride(1), keys.shape[2])
     module.launch(
         f"rope_write_{v}", (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads, n), (32,),
         [
             own_queries, own_queries.stride(0), own_keys, own_values, 0 if own_keys is None else own_keys.stride(0), heads,
-            kv_heads, dim, q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0), keys, values,
-            nvrtc.Long(steps[0]), nvrtc.Long(steps[1]), steps[2], places, q_out, int(mode == "k_is_v"), _half(own_queries),
+            kv_heads, dim, norms.q, norms.k, float(norms.eps), cos, cos.stride(0), sin, sin.stride(0), keys, values,
+            nvrtc.Long(steps[0]), nvrtc.Long(steps[1]), steps[2], places, q_out, int(mode == "k_is_v"), cos.shape[1],
+            norms.number, int(norms.values), norms.q_step * dim, _half(own_queries),
         ],
         dependent=dependent,
     )  # fmt: skip
 
 
 def turn(
-    queries: Tensor, keys: Tensor | None, values: Tensor | None, dim: int, q_weight: Tensor, k_weight: Tensor | None,
-    eps: float, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor | None, v_out: Tensor | None, *,
-    module: nvrtc.Module | None = None, dependent: bool | None = None,
+    queries: Tensor, keys: Tensor | None, values: Tensor | None, dim: int, norms: HeadNorms, cos: Tensor, sin: Tensor,
+    q_out: Tensor, k_out: Tensor | None, v_out: Tensor | None, *, module: nvrtc.Module | None = None,
+    dependent: bool | None = None,
 ) -> None:  # fmt: skip
     """Write the normed and rotated queries and keys, and normed values, of n tokens of one prompt, as attention reads them.
 
     Shapes: queries [n, Hq * D], keys, values [n, Hkv * D] (no values: they are the keys before their norm; no keys: queries
-    alone), weights [D], cos and sin [n, D], q_out [n, Hq, D], k_out and v_out [Hkv, n, D]. Rows of inputs may be strided.
+    alone), cos and sin [n, R], q_out [n, Hq, D], k_out and v_out [Hkv, n, D]. Rows of inputs may be strided.
     """
     mode = "shared" if keys is None else "k_is_v" if values is None else "own"
-    heads = queries.shape[1] // dim
+    heads = queries.shape[1] // dim // norms.q_step
     kv_heads = heads if keys is None else keys.shape[1] // dim
     v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
     # A place of a token is a row of the cache here: [n, Hkv, 1, D].
     k_rows, v_rows = (None if one is None else one.transpose(0, 1)[:, :, None] for one in (k_out, v_out))
-    tensors = (queries, keys, values, q_weight, k_weight, cos, sin, q_out, k_out, v_out)
+    tensors = (queries, keys, values, norms.q, norms.k, cos, sin, q_out, k_out, v_out)
     if (
         module is None or not _runs(module, queries) or why_not(heads, kv_heads, dim, queries.dtype)
-        or not q_out.is_contiguous() or not all(_fits(x, queries, v) for x in tensors)
+        or not q_out.is_contiguous() or not all(_fits(x, queries, v) for x in tensors) or cos.shape[1] // 2 % v
         or (keys is not None and values is not None and keys.stride(0) != values.stride(0))
         or (k_out is not None and v_out is not None and k_out.stride() != v_out.stride())
     ):  # fmt: skip
         given = [one for one in (queries, keys, values) if one is not None]
         places = None if k_out is None else torch.zeros(len(queries), dtype=torch.long, device=queries.device)
-        _rope_write_torch(
-            torch.cat(given, dim=1), heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, k_rows, v_rows, places, q_out,
-            mode,
-        )  # fmt: skip
+        _rope_write_torch(torch.cat(given, dim=1), heads, kv_heads, dim, norms, cos, sin, k_rows, v_rows, places, q_out, mode)
         return
-    _launch_rope(
-        module, v, queries, keys, values, dim, q_weight, k_weight, eps, cos, sin, k_rows, v_rows, None, q_out, mode,
-        dependent,
-    )  # fmt: skip
+    _launch_rope(module, v, queries, keys, values, dim, norms, cos, sin, k_rows, v_rows, None, q_out, mode, dependent)
 
 
 def _rope_write_torch(
-    qkv: Tensor, heads: int, kv_heads: int, dim: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor,
-    sin: Tensor, keys: Tensor | None, values: Tensor | None, places: Tensor | None, q_out: Tensor, mode: str,
+    qkv: Tensor, heads: int, kv_heads: int, dim: int, norms: HeadNorms, cos: Tensor, sin: Tensor, keys: Tensor | None,
+    values: Tensor | None, places: Tensor | None, q_out: Tensor, mode: str,
 ) -> None:  # fmt: skip
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if norms.q is None else norm_torch(x, weight, norms.eps, norms.form)
+
     n = qkv.shape[0]
-    queries = qkv[:, : heads * dim].view(n, heads, dim)
-    q_out.copy_(_turned(_norm(queries, q_weight, eps), cos, sin))
+    step = norms.q_step
+    queries = qkv[:, : heads * dim * step].view(n, heads, step * dim)[..., :dim]
+    q_out.copy_(turned_torch(normed(queries, norms.q), cos, sin))
     if mode == "shared" or keys is None or values is None:
         return
-    own = qkv[:, heads * dim : (heads + kv_heads) * dim].view(n, kv_heads, dim)
-    other = own if mode == "k_is_v" else qkv[:, (heads + kv_heads) * dim :].view(n, kv_heads, dim)
+    own, *more = qkv[:, heads * dim * step :].split(kv_heads * dim, dim=1)
+    own = own.view(n, kv_heads, dim)
+    other = own if mode == "k_is_v" else more[0].view(n, kv_heads, dim)
     rows = torch.arange(n, device=qkv.device)
-    keys[rows, :, places] = _turned(_norm(own, k_weight, eps), cos, sin)
-    values[rows, :, places] = _norm(other, None, eps)
+    keys[rows, :, places] = turned_torch(normed(own, norms.k), cos, sin)
+    values[rows, :, places] = norm_torch(other, None, norms.eps) if norms.values else other
 
 
 def turns(
     positions: Tensor, kinds: Sequence[tuple[Tensor, float, Tensor, Tensor]], module: nvrtc.Module | None = None, *,
     dependent: bool | None = None,
 ) -> None:  # fmt: skip
-    """Write cos and sin of each row's position for one or two kinds of layers. positions [n] int64; a kind is (inv_freq [D / 2]
-    float32, the factor of cos and sin, cos and sin [n, D] to write)."""
+    """Write cos and sin of each row's position for one or two kinds of layers. positions [n] int64; a kind is (inv_freq [R / 2]
+    float32, the factor of cos and sin, cos and sin [n, R] to write)."""
     assert 1 <= len(kinds) <= 2
     if module is None or not _runs(module, kinds[0][2]) or any(kind[0].numel() > 256 for kind in kinds):
         for inv_freq, factor, cos, sin in kinds:
@@ -360,16 +412,16 @@ def attend(
         return
     given: list[nvrtc.Argument] = [q, heads * dim, None, None, 0.0, None, 0, None, 0, 0]
     _launch_attend(
-        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=False,
-        pages=pages,
+        given, AttentionShape(heads, keys.shape[-3], dim), keys, values, positions, scaling, softcap, out, scratch, module,
+        dependent, turn=False, pages=pages,
     )  # fmt: skip
 
 
 def rope_and_attention(
-    qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, keys: Tensor,
-    values: Tensor, places: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
-    queries: Tensor, scratch: Tensor | None, module: nvrtc.Module | None = None, *, mode: str = "own",
-    dependent: bool | None = None, ahead: Sequence[Tensor] = (), pages: PageTable | None = None,
+    qkv: Tensor, heads: int, norms: HeadNorms, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, places: Tensor,
+    positions: Tensor, scaling: float, softcap: float | None, out: Tensor, queries: Tensor, scratch: Tensor | None,
+    module: nvrtc.Module | None = None, *, mode: str = "own", dependent: bool | None = None, ahead: Sequence[Tensor] = (),
+    pages: PageTable | None = None,
 ) -> None:  # fmt: skip
     """Do `rope_write` and then `attend`, in one launch where the shapes suit; queries [n, Hq, D] are for two.
 
@@ -378,11 +430,12 @@ def rope_and_attention(
     place in `places`, and no other. ahead: up to four tensors that a later kernel reads, prefetched into L2 at the same time.
     """
     kv_heads, dim = keys.shape[-3], keys.shape[-1]
-    size = attention_options(heads, kv_heads, min(dim, MAX_HEAD), qkv.dtype)[0]
+    size = attention_options(AttentionShape(heads, kv_heads, min(dim, MAX_HEAD)), qkv.dtype)[0]
     values_a_lane = int(size.partition("=")[2]) // 64
     suits = (
         _may_attend(qkv, heads, dim, keys, values, out, module) and (dim // 2) % values_a_lane == 0
-        and all(_fits(x, qkv, values_a_lane) for x in (qkv, q_weight, k_weight, cos, sin))
+        and cos.shape[1] // 2 % values_a_lane == 0
+        and all(_fits(x, qkv, values_a_lane) for x in (qkv, norms.q, norms.k, cos, sin))
     )  # fmt: skip
     if not suits:
         own, new_keys, new_values, at = mode != "shared", keys, values, places
@@ -390,7 +443,7 @@ def rope_and_attention(
             new_keys, new_values = (x.new_empty(qkv.shape[0], kv_heads, 1, dim) for x in (keys, values))
             at = torch.zeros_like(places)
         rope_write(
-            qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, new_keys if own else None,
+            qkv, heads, kv_heads, dim, norms, cos, sin, new_keys if own else None,
             new_values if own else None, at, queries, module=module, mode=mode, dependent=dependent,
         )  # fmt: skip
         if own and pages is not None:
@@ -401,11 +454,13 @@ def rope_and_attention(
         )  # fmt: skip
         return
     given: list[nvrtc.Argument] = [
-        qkv, qkv.stride(0), q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0),
+        qkv, qkv.stride(0), norms.q, norms.k, float(norms.eps), cos, cos.stride(0), sin, sin.stride(0),
         {"shared": 0, "own": 1, "k_is_v": 2}[mode],
     ]  # fmt: skip
+    norm, rotary = None if norms.q is None else norms.form, None if cos.shape[1] == dim else cos.shape[1]
+    shape = AttentionShape(heads, kv_heads, dim, norm, norms.values, rotary, norms.is_gated)
     _launch_attend(
-        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=True, ahead=ahead,
+        given, shape, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=True, ahead=ahead,
         pages=pages,
     )  # fmt: skip
 
@@ -422,19 +477,20 @@ def _may_attend(
 
 
 def _launch_attend(
-    given: list[nvrtc.Argument], heads: int, dim: int, keys: Tensor, values: Tensor, positions: Tensor, scaling: float,
+    given: list[nvrtc.Argument], shape: AttentionShape, keys: Tensor, values: Tensor, positions: Tensor, scaling: float,
     softcap: float | None, out: Tensor, scratch: Tensor | None, module: nvrtc.Module | None, dependent: bool | None, *,
     turn: bool, ahead: Sequence[Tensor] = (), pages: PageTable | None = None,
 ) -> None:  # fmt: skip
     assert module is not None
-    n, kv_heads, places = out.shape[0], keys.shape[-3], keys.shape[-2] if pages is None else pages.places
+    heads, kv_heads, dim, *_ = shape
+    n, places = out.shape[0], keys.shape[-2] if pages is None else pages.places
     splits = _splits(n, kv_heads, dim, places, module.multiprocessors)
     needed = n * heads * splits * (dim + 2) if splits > 1 else 0
     if needed and (scratch is None or scratch.numel() < needed):
         scratch = torch.empty(needed, dtype=torch.float32, device=out.device)
     group = heads // kv_heads
     here = splits * group * dim * 4 <= _COMBINE_BYTES and splits * group <= _MAX_SHARES
-    options = attention_options(heads, kv_heads, dim, out.dtype, turn=turn, is_paged=pages is not None)
+    options = attention_options(shape, out.dtype, turn=turn, is_paged=pages is not None)
     table: list[nvrtc.Argument] = []
     if pages is not None:
         table = [pages.table, pages.table.stride(0), nvrtc.Long(keys.shape[-2])]

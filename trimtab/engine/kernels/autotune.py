@@ -244,7 +244,8 @@ def _norm_in_front(
 ) -> tuple[Callable[[], None], Callable[[], None], Callable[[], bool]]:  # fmt: skip
     """Return (`add_norm` and the product, a product with its norm, whether the second computes the same as the first)."""
     weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
-    norm = matvec.Norm(torch.randn_like(y), weight, weight, 1e-6, None, torch.empty_like(y))
+    form, has_post = module.products.norm
+    norm = matvec.Norm(torch.randn_like(y), weight if has_post else None, weight, 1e-6, None, torch.empty_like(y), form)
     x = torch.empty_like(y)
 
     def both() -> None:

@@ -24,7 +24,7 @@ from trimtab.errors import DeviceError
 
 
 def jobs(
-    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[tuple[int, int, int]], module: nvrtc.Module,
+    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[fused.AttentionShape], module: nvrtc.Module,
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
 ) -> list[Job]:  # fmt: skip
     """Return the sources and variants to compile for products of these weights (a group, whether two are multiplied) and these
@@ -38,9 +38,9 @@ def jobs(
     if has_many:
         wanted.append(Job(many_rows.source(), (), "rows.cu"))
     for kind in attention:
-        if fused.why_not(*kind, dtype) is None:
+        if fused.why_not(*kind[:3], dtype) is None:
             wanted += [
-                Job(fused.source("attend.cu"), fused.attention_options(*kind, dtype, turn=turn), "attend.cu")
+                Job(fused.source("attend.cu"), fused.attention_options(kind, dtype, turn=turn), "attend.cu")
                 for turn in (True, False)
             ]
     variants: dict[tuple[str, ...], None] = {}
@@ -60,15 +60,16 @@ def jobs(
 
 
 def compile_ahead(
-    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[tuple[int, int, int]], device: torch.device,
+    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[fused.AttentionShape], device: torch.device,
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
+    norm: matvec.NormForm = matvec.PLAIN,
 ) -> None:  # fmt: skip
     """Compile the sources and variants that `jobs` returns for a device, in parallel. One that does not compile is named by its
     check."""
     if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
         return
     with suppress(DeviceError):  # the next load reports the reason
-        module = matvec.load(device)
+        module = matvec.load(device, norm)
         try:
             wanted = jobs(weights, attention, module, dtype, checked=checked, counts=counts, has_many=has_many)
             nvrtc.compile_all(wanted, module.capability)

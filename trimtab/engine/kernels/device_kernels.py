@@ -24,11 +24,14 @@ from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kernels.compile_ahead import compile_ahead
+from trimtab.engine.kernels.delta_rule import DeltaShape
+from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
@@ -47,6 +50,7 @@ TRIED = 9  # ways to cut a product that are timed
 MOST_INSTEAD = 6  # ways that are tried where a configuration cannot run
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
+DELTA = "gated delta rule"
 ROWS = "4-bit products of many rows"
 
 
@@ -67,7 +71,8 @@ class Product:
 @dataclass(eq=False)
 class DeviceKernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
-    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). ends: tables in front of the layers, scores behind
+    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). delta: the gated delta rule.
+    ends: tables in front of the layers, scores behind
     the head. left_out: name -> reason.
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
     configs: how each product's launch configuration is known (shipped_configs.py); rejected: those that were not used here, and
@@ -82,6 +87,7 @@ class DeviceKernels:
     overlap_pays: bool | None = None
     ends: Any = None
     rows: Any = None
+    delta: Any = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
     checks: KeptChecks = field(default_factory=KeptChecks)
@@ -89,7 +95,7 @@ class DeviceKernels:
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
         """Let launches overlap, or not, while the block runs: for a capture."""
-        modules = [module for module in (self.small, self.matvec, self.ends, self.rows) if module is not None]
+        modules = [one for one in (self.small, self.matvec, self.ends, self.rows, self.delta) if one is not None]
         for module in modules:
             module.overlap = wanted
         try:
@@ -101,7 +107,7 @@ class DeviceKernels:
     @property
     def made_of(self) -> str:
         """Which modules and launch configurations there are, as text."""
-        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows)]
+        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows, self.delta)]
         return repr([modules, sorted((key, str(self.matvec.products.chosen[key])) for key in self.configs)])
 
     @staticmethod
@@ -138,21 +144,22 @@ class DeviceKernels:
 
     @staticmethod
     def choose(
-        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int,
-        sizes: ends.Sizes | None = None, progress: Progress | None = None,
+        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], *, rows: int,
+        sizes: ends.Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
+        deltas: Sequence[DeltaShape] = (),
     ) -> DeviceKernels:  # fmt: skip
         """Return the kernels that work and are faster for layers like these on their device, for steps of up to `rows` rows.
 
-        groups: for every shape the groups of linear layers that have it; a group reads one input. attention: (heads, kv
-        heads, head size) of each kind of layer. sizes: of the step's two ends, which stay with torch without them.
+        groups: for every shape the groups of linear layers that have it; a group reads one input. attention: of each
+        kind of layer. norm: of the model. sizes: of the step's two ends, which stay with torch without them.
         progress: called with (done, of) while they are measured.
         """
         leaf = groups[0][0][0]
         shapes = [(one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups]
         known = of_this_process().for_layers
-        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes)
+        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, tuple(deltas))
         if key not in known:
-            known[key] = _choose(groups, attention, sizes, rows)
+            known[key] = _choose(groups, attention, sizes, rows, norm, deltas)
         chosen = known[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
@@ -218,7 +225,15 @@ class DeviceKernels:
         return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
-        return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
+        return (
+            "configuration",
+            one.key,
+            _form_of(one.groups[0]),
+            str(dtype),
+            one.gate,
+            self.small is not None,
+            self.matvec.products.norm,
+        )
 
     def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
         """Take a product's configuration, or the next one that this card can run, and record for later processes that it can."""
@@ -325,7 +340,7 @@ class DeviceKernels:
         return ours <= theirs * 1.1 + 2.0
 
 
-def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
+def check_bytes(attention: Sequence[fused.AttentionShape], dtype: torch.dtype) -> int:
     """Return how many bytes of the device choosing kernels takes for a while. attention: as for `DeviceKernels.choose`."""
     return max(CHECK_BYTES, fused_check.check_bytes(attention, dtype, rows=MOST_ROWS))
 
@@ -355,15 +370,17 @@ def shape_of(group: Sequence[Leaf]) -> str:
 class LayerShapes:
     """The key of the choice of kernels: the device, and the shapes of everything that a step computes there.
 
-    attention: (heads, kv heads, head size) of each kind of layer. linear: for each group of layers its input, its outputs and its
+    attention: of each kind of layer. linear: for each group of layers its input, its outputs and its
     format. step_ends: of both ends of a step, None where they stay with torch.
     """
 
     device: str
     dtype: torch.dtype
-    attention: tuple[tuple[int, int, int], ...]
+    attention: tuple[fused.AttentionShape, ...]
     linear: tuple[tuple[object, ...], ...]
     step_ends: ends.Sizes | None
+    norm: NormForm
+    deltas: tuple[DeltaShape, ...]
 
 
 @dataclass(eq=False)
@@ -381,8 +398,8 @@ def of_this_process() -> ChosenKernels:
 
 
 def _choose(
-    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], sizes: ends.Sizes | None,
-    rows: int = 1,
+    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: ends.Sizes | None,
+    rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (),
 ) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
@@ -394,17 +411,24 @@ def _choose(
         compile_ahead(
             [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
             checked=_ROWS, counts=[n for n in PRODUCT_ROWS if n <= rows], has_many=rows > KERNEL_ROWS,
+            norm=norm,
         )  # fmt: skip
     small = _tried(
         SMALL, left_out, lambda: fused.load(device),
-        lambda module, times: _wrong_small(module, first, attention, dtype, times),
-        checks, str(dtype), forms, list(attention), measured=measured,
+        lambda module, times: _wrong_small(module, first, attention, norm, dtype, times),
+        checks, str(dtype), forms, list(attention), norm, measured=measured,
     )  # fmt: skip
     products = _tried(
-        PRODUCTS, left_out, lambda: matvec.load(device), lambda module, times: _wrong_products(module, first, dtype, times),
-        checks, str(dtype), forms, measured=measured,
+        PRODUCTS, left_out, lambda: matvec.load(device, norm), lambda module, times: _wrong_products(module, first, dtype, times),
+        checks, str(dtype), forms, norm, measured=measured,
     )  # fmt: skip
     chosen = DeviceKernels(small, products, left_out, measured, checks=checks)
+    if len(deltas) == 1:  # of one shape in all families
+        chosen.delta = _tried(
+            DELTA, left_out, lambda: delta_rule.load(device, deltas[0], dtype),
+            lambda module, _: delta_rule.why_not(deltas[0], dtype) or delta_rule.check(module, deltas[0], dtype),
+            checks, str(dtype), deltas[0], measured=measured,
+        )  # fmt: skip
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
@@ -451,15 +475,15 @@ def _tried(
 
 
 def _wrong_small(
-    module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], attention: Sequence[tuple[int, int, int]], dtype: torch.dtype,
-    measured: dict[str, tuple[float, float]],
+    module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], attention: Sequence[fused.AttentionShape],
+    norm: NormForm, dtype: torch.dtype, measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return the error of the kernels between the products, or that torch is faster at all of them together."""
     widths = sorted({group[0].in_features for group in groups})
     for shape in attention:
-        if (why := fused.why_not(*shape, dtype)) is not None:
+        if (why := fused.why_not(*shape[:3], dtype)) is not None:
             return why
-    if (why := fused_check.check(module, widths=widths, attention=attention, dtype=dtype, rows=_ROWS)) is not None:
+    if (why := fused_check.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)) is not None:
         return why
     time_us = partial(tuning.graph_us, calls=_CALLS)
     times = fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)

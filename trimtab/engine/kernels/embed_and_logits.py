@@ -39,13 +39,14 @@ _CHECKED_IDS, _CHECKED_SCORES = 64, 2**14
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of both ends of a model's step. width: of the hidden state. layers, per_layer: of each layer's own input,
-    0 without. softcap: of the scores, None without."""
+    0 without. softcap: of the scores, None without. norm: the form of the first layer's norm."""
 
     vocabulary: int
     width: int
     softcap: float | None = None
     layers: int = 0
     per_layer: int = 0
+    norm: str = "inside"
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ def _half(x: Tensor) -> int:
 def rows(
     ids: Tensor, lookups: Sequence[Lookup], module: nvrtc.Module | None = None, *,
     norm: tuple[Tensor | None, float, Tensor] | None = None, ring: tuple[Tensor, int, Tensor] | None = None,
-    dependent: bool | None = None,
+    dependent: bool | None = None, form: str = "inside",
 ) -> None:  # fmt: skip
     """Write the scaled rows of ids [n] int64 of one or two tables.
 
-    norm: (weight [D] or None for 1, eps, out [n, D]): norm(row of the first table) * weight is written too. ring:
+    norm: (weight [D] or None for 1, eps, out [n, D]): norm(row of the first table) * weight is written too, in this form. ring:
     (positions [n], places, out [n]) int64: position % places is written too. An id that a table has no row for gives values
     that are not numbers from the kernel, and is an error in torch (IndexError on a CPU).
     """
@@ -113,7 +114,7 @@ def rows(
             embedded = one.table[: ids.numel()] if one.in_order else functional.embedding(ids, one.table)
             one.out.copy_(embedded * one.scale)
         if norm is not None:
-            fused.add_norm(None, like, None, norm[0], norm[1], None, None, norm[2])
+            fused.add_norm(None, like, None, norm[0], norm[1], None, None, norm[2], form=form)
         if ring is not None:
             torch.remainder(ring[0], ring[1], out=ring[2])
         return
@@ -124,7 +125,8 @@ def rows(
         given += [one.table, one.table.shape[0], one.table.shape[1], float(one.scale), int(one.in_order), one.out]
     given += [None, 0.0, None] if norm is None else [norm[0], float(norm[1]), norm[2]]
     given += [None, 1, None] if ring is None else list(ring)
-    module.launch("rows", (blocks, ids.numel()), (threads,), [*given, _half(like)], dependent=dependent)
+    given += [fused.FORMS.index(form), _half(like)]
+    module.launch("rows", (blocks, ids.numel()), (threads,), given, dependent=dependent)
 
 
 def per_layer(
@@ -243,6 +245,7 @@ class _Inputs:
             for width in widths
         ]
         self.input_weight, self.normed = random(sizes.width), torch.full_like(self.lookups[0].out, math.nan)
+        self.norm = sizes.norm
         self.positions = torch.arange(n, device=device) * 517
         self.places = torch.full_like(self.positions, -1)
         self.product, self.own = random(n, layered), random(n, layered).view(n, sizes.layers, sizes.per_layer)
@@ -253,7 +256,7 @@ class _Inputs:
 
     def rows(self, module: nvrtc.Module | None) -> None:
         norm = self.input_weight, 1e-6, self.normed
-        rows(self.ids, self.lookups, module, norm=norm, ring=(self.positions, 512, self.places))
+        rows(self.ids, self.lookups, module, norm=norm, ring=(self.positions, 512, self.places), form=self.norm)
 
     def per_layer(self, module: nvrtc.Module | None) -> None:
         per_layer(self.product, self.own, self.weight, 1e-6, self.weight.shape[0] ** -0.5, 2**-0.5, self.mixed, module)

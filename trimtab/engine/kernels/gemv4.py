@@ -23,6 +23,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,26 +57,39 @@ class Gate:
     other: Tensor | None = None
 
 
+class NormForm(NamedTuple):
+    """The norms around a model's products. form: where they round, one of `fused.FORMS`; has_post: whether what a product made is
+    normed before it is added to the residual."""
+
+    form: str = "inside"
+    has_post: bool = True
+
+
+PLAIN = NormForm()
+
+
 @dataclass(frozen=True)
 class Norm:
     """The norm before a product, whose input is then the outputs y [n, D_in] of the previous layer.
 
     h = (residual + norm(y) post) scalar, x = norm(h) next (x = h without next). Shapes: residual, out_h [n, D_in]; out_h is
-    written and must not be residual; post, next [D_in]; scalar [1] or None.
+    written and must not be residual; post, next [D_in]; scalar [1] or None. Without post h = (residual + y) scalar. form: as
+    `fused.FORMS`.
     """
 
     residual: Tensor
-    post: Tensor
+    post: Tensor | None
     next: Tensor | None
     eps: float
     scalar: Tensor | None
     out_h: Tensor
+    form: str = "inside"
 
     def apply(self, y: Tensor, out_x: Tensor | None, module: nvrtc.Module | None, *, dependent: bool | None = None) -> Tensor:
         """Do it by itself (`fused.add_norm`) and return the product's input: out_x, or out_h where there is no next."""
         fused.add_norm(
             y, self.residual, self.post, self.next, self.eps, self.scalar, self.out_h, None if self.next is None else out_x,
-            module, dependent=dependent,
+            module, dependent=dependent, form=self.form,
         )  # fmt: skip
         if self.next is None:
             return self.out_h
@@ -233,13 +247,16 @@ def source_hash() -> str:
     return hashlib.sha256(re.sub(r"\s*//.*", "", source()).encode()).hexdigest()[:16]
 
 
-def load(device: torch.device | str) -> nvrtc.Module:
+def load(device: torch.device | str, norm: NormForm = PLAIN) -> nvrtc.Module:
     """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
     module = nvrtc.Module(source(), device=device, name="matvec4.cu")
     prepare(module)
     base = torch.zeros(1, dtype=torch.int32, device=module.device)
     module.launch("where_shared", (1,), (32,), [base], shared_bytes=16)
     module.common = (f"-DSHARED_BASE={int(base)}",)
+    if norm != PLAIN:
+        module.common += (f"-DNORM_FORM={fused.FORMS.index(norm.form)}", f"-DHAS_POST={norm.has_post:d}")
+        module.products.norm = norm
     known = launch_configs.kept(target_of(module))
     module.products.known = {key: (cut, launch_configs.MEASURED) for key, cut in known.items()}
     module.products.measured = set(known)
@@ -485,6 +502,7 @@ def matvec4(
                 device=str(module.device),
             )
     if norm is not None:
+        assert module.products.norm == (norm.form, norm.post is not None)
         assert cut.may_be_normed and norm.residual.shape == norm.out_h.shape == x.shape
         assert norm.residual.data_ptr() != norm.out_h.data_ptr() != x.data_ptr() and x.dtype == norm.out_h.dtype
     wanted = options(

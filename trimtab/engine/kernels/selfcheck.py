@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
+    AttentionShape,
+    HeadNorms,
     add_norm,
     attend,
     gated,
@@ -65,19 +68,19 @@ def attend_exact(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, sca
     return attended.view(n, heads * dim)
 
 
-def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, rows: int) -> int:
+def check_bytes(attention: Sequence[AttentionShape], dtype: torch.dtype, *, rows: int) -> int:
     """Return about how many bytes of the device `check` takes for a while: two pairs of caches, one made in float32."""
-    values = max((rows * kv_heads * max(LENGTHS)[0] * dim for _, kv_heads, dim in attention), default=0)
+    values = max((rows * shape[1] * max(LENGTHS)[0] * shape[2] for shape in attention), default=0)
     return values * (4 * dtype.itemsize + 4) + 4 * _PIECE * 8
 
 
 def check(
-    module: nvrtc.Module, *, widths: Sequence[int], attention: Sequence[tuple[int, int, int]],
-    dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
+    module: nvrtc.Module, *, widths: Sequence[int], attention: Sequence[AttentionShape],
+    norm: tuple[str, bool] = ("inside", True), dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
 ) -> str | None:  # fmt: skip
     """Return the error of the kernels on this device, or None. Random inputs; outputs are poisoned first.
 
-    widths: of the vectors that are normed or gated. attention: (heads, kv heads, head size) of each kind of layer. Norms,
+    widths: of the vectors that are normed or gated. attention: of each kind of layer. norm: as `gemv4.NormForm`. Norms,
     rotation and gates are compared with their torch path, attention with float64, each at a few lengths.
     """
     generator = torch.Generator(device=module.device).manual_seed(1)
@@ -100,7 +103,7 @@ def check(
             for first in (y, None):
                 actual, wanted = ((poisoned(n, width), poisoned(n, width)) for _ in range(2))
                 for (h, x), one in ((actual, module), (wanted, None)):
-                    add_norm(first, residual, post, following, 1e-6, scalar, h, x, one)
+                    add_norm(first, residual, post if norm[1] else None, following, 1e-6, scalar, h, x, one, form=norm[0])
                 if reason := wrong(f"add_norm of {n} x {width}", actual, wanted):
                     return reason
             both = random(n, 2 * width)
@@ -109,28 +112,30 @@ def check(
                     gated(both[:, :width], both[:, width:], out, kind, one)
                 if reason := wrong(f"gated ({kind}) of {n} x {width}", actual[:1], wanted[:1]):
                     return reason
-        for heads, kv_heads, dim in attention:
-            reason = _wrong_attention(module, n, heads, kv_heads, dim, random, poisoned, wrong)
+        for shape in attention:
+            reason = _wrong_attention(module, n, AttentionShape(*shape), random, poisoned, wrong)
             if reason is not None:
                 return reason
     return None
 
 
 def _wrong_attention(
-    module: nvrtc.Module, n: int, heads: int, kv_heads: int, dim: int, random: _Make, poisoned: _Make, wrong: _Wrong
+    module: nvrtc.Module, n: int, shape: AttentionShape, random: _Make, poisoned: _Make, wrong: _Wrong
 ) -> str | None:  # fmt: skip
+    heads, kv_heads, dim, norm, norms_values, rotary, is_gated = shape
     what = f"of {n} rows, {heads} heads over {kv_heads}, {dim} each"
-    cos, sin, q_weight, k_weight = random(n, dim), random(n, dim), random(dim), random(dim)
+    cos, sin = random(n, dim if rotary is None else rotary), random(n, dim if rotary is None else rotary)
+    q_weight, k_weight = (None if norm is None else random(dim) for _ in range(2))
+    norms = HeadNorms(q_weight, k_weight, 1e-6, norm or "inside", norms_values, is_gated)
     places = torch.arange(n, device=module.device) * 3 % 70
     for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
-        qkv = random(n, (heads + parts * kv_heads) * dim)
+        qkv = random(n, (heads * norms.q_step + parts * kv_heads) * dim)
         written, wanted = ((poisoned(n, kv_heads, 70, dim), poisoned(n, kv_heads, 70, dim)) for _ in range(2))
         turned = [poisoned(n, heads, dim) for _ in range(2)]
         for (keys, values), q_out, one in ((written, turned[0], module), (wanted, turned[1], None)):
             keys.zero_(), values.zero_()
             rope_write(
-                qkv, heads, kv_heads, dim, q_weight, k_weight, 1e-6, cos, sin, keys, values, places, q_out, module=one,
-                mode=mode,
+                qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, places, q_out, module=one, mode=mode,
             )  # fmt: skip
         if reason := wrong(f"rope_write ({mode}) {what}", [turned[0], *written], [turned[1], *wanted]):
             return reason
@@ -140,8 +145,7 @@ def _wrong_attention(
         for (q_out, *rest), one in zip(outs, (module, None), strict=True):
             k_out, v_out = rest or (None, None)
             turn(
-                qkv[:, : heads * dim], own_keys, own_values, dim, q_weight, k_weight if parts else None, 1e-6, cos, sin, q_out,
-                k_out, v_out, module=one,
+                qkv[:, : heads * norms.q_step * dim], own_keys, own_values, dim, norms, cos, sin, q_out, k_out, v_out, module=one,
             )  # fmt: skip
         if reason := wrong(f"turn ({mode}) {what}", *outs):
             return reason
@@ -150,7 +154,7 @@ def _wrong_attention(
         positions = torch.tensor([max(0, position - 37 * i) for i in range(n)], device=module.device)
         for i in range(n):  # places that a row does not read are NaN
             keys[i, :, int(positions[i]) + 1 :] = values[i, :, int(positions[i]) + 1 :] = math.nan
-        if reason := _wrong_turn(module, heads, cos, sin, q_weight, k_weight, keys, values, positions, random, poisoned, wrong):
+        if reason := _wrong_turn(module, heads, cos, sin, norms, keys, values, positions, random, poisoned, wrong):
             return f"{reason} {what} over {length} places at {position}"
         q, out = random(n, heads, dim), poisoned(n, heads * dim)
         for scaling, softcap in ((dim**-0.5, None), (0.1, 3.0)):
@@ -163,25 +167,24 @@ def _wrong_attention(
 
 
 def _wrong_turn(
-    module: nvrtc.Module, heads: int, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, keys: Tensor,
-    values: Tensor, positions: Tensor, random: _Make, poisoned: _Make, wrong: _Wrong,
+    module: nvrtc.Module, heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms, keys: Tensor, values: Tensor,
+    positions: Tensor, random: _Make, poisoned: _Make, wrong: _Wrong,
 ) -> str | None:  # fmt: skip
     """Compare rotation and attention in one launch with the rotation in torch, and attention in float64 behind it."""
     n, kv_heads, length, dim = keys.shape
     places, each = positions.remainder(length), torch.arange(n, device=keys.device)
     for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
-        qkv, out, q = random(n, (heads + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
+        qkv, out, q = random(n, (heads * norms.q_step + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
         if mode != "shared":  # the old content must not be read
             keys[each, :, places] = values[each, :, places] = math.nan
         written = keys.clone(), values.clone()
         rope_and_attention(
-            qkv, heads, q_weight, k_weight, 1e-6, cos, sin, *written, places, positions, dim**-0.5, None, out, q, None, module,
-            mode=mode,
+            qkv, heads, norms, cos, sin, *written, places, positions, dim**-0.5, None, out, q, None, module, mode=mode,
         )  # fmt: skip
         writes = mode != "shared"
         rope_write(
-            qkv, heads, kv_heads, dim, q_weight, k_weight, 1e-6, cos, sin, keys if writes else None,
-            values if writes else None, places, q, mode=mode,
+            qkv, heads, kv_heads, dim, norms, cos, sin, keys if writes else None, values if writes else None, places, q,
+            mode=mode,
         )  # fmt: skip
         exact = attend_exact(q, keys, values, positions, dim**-0.5, None)
         if reason := wrong(f"turn_and_attend ({mode})", [out], [exact]):
@@ -194,11 +197,11 @@ def _wrong_turn(
 
 
 def check_pages(
-    module: nvrtc.Module, attention: Sequence[tuple[int, int, int]], dtype: torch.dtype = torch.bfloat16
+    module: nvrtc.Module, attention: Sequence[AttentionShape], dtype: torch.dtype = torch.bfloat16
 ) -> str | None:  # fmt: skip
     """Return the error of attention over pages on this device, or None: it has the bits of attention over rows in one piece.
 
-    attention: (heads, kv heads, head size) of each kind of layer that lies in pages. Its kernels are compiled here.
+    attention: of each kind of layer that lies in pages. Its kernels are compiled here.
     """
     generator = torch.Generator(device=module.device).manual_seed(2)
 
@@ -211,20 +214,22 @@ def check_pages(
     for row in range(n):
         pool.bind(row, pages[row])
     at = pool.table.written(torch.arange(length, device=module.device).expand(n, -1), pool.table.table).flatten()
-    for heads, kv_heads, dim in attention:
+    for heads, kv_heads, dim, norm, norms_values, rotary, is_gated in (AttentionShape(*one) for one in attention):
         whole = [random(n, kv_heads, length, dim) for _ in range(2)]
         paged = [torch.full((kv_heads, pool.places, dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
         for to, source in zip(paged, whole, strict=True):
             to[:, at] = source.transpose(0, 1).flatten(1, 2)
-        cos, sin, weight, scale = random(n, dim), random(n, dim), random(dim), dim**-0.5
+        cos, sin, scale = random(n, dim if rotary is None else rotary), random(n, dim if rotary is None else rotary), dim**-0.5
+        weight = None if norm is None else random(dim)
+        norms = HeadNorms(weight, weight, 1e-6, norm or "inside", norms_values, is_gated)
         positions = torch.tensor([length - 1, 2 * PAGE_TOKENS], device=module.device)
         for mode, parts in (("own", 2), ("shared", 0)):
-            qkv, q = random(n, (heads + parts * kv_heads) * dim), random(n, heads, dim)
+            qkv, q = random(n, (heads * norms.q_step + parts * kv_heads) * dim), random(n, heads, dim)
             outs = [torch.full((n, heads * dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
             for (keys, values), out, table in ((whole, outs[0], None), (paged, outs[1], pool.table)):
                 rope_and_attention(
-                    qkv, heads, weight, weight, 1e-6, cos, sin, keys, values, positions, positions, scale, None, out, q, None,
-                    module, mode=mode, pages=table,
+                    qkv, heads, norms, cos, sin, keys, values, positions, positions, scale, None, out, q, None, module,
+                    mode=mode, pages=table,
                 )  # fmt: skip
             same = [(outs[0], outs[1])]
             same += [(a, b[:, at].view(kv_heads, n, length, dim).transpose(0, 1)) for a, b in zip(whole, paged, strict=True)]
@@ -235,12 +240,12 @@ def check_pages(
 
 def measure(
     module: nvrtc.Module, time_us: Callable[[Callable[[], None]], float], *, width: int, mlp: int,
-    attention: Sequence[tuple[int, int, int]], dtype: torch.dtype = torch.bfloat16, n: int = 1, places: int = 1024,
+    attention: Sequence[AttentionShape], dtype: torch.dtype = torch.bfloat16, n: int = 1, places: int = 1024,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Return name -> (the kernel's, torch's) microseconds for one layer's sizes, n rows and full caches of `places`.
 
     time_us: takes a function, and returns the time of one run, best in a CUDA graph. width: of the hidden state. mlp:
-    of one gate. attention: (heads, kv heads, head size) of each kind of layer.
+    of one gate. attention: of each kind of layer.
     """
 
     def random(*shape: int) -> Tensor:
@@ -248,35 +253,28 @@ def measure(
 
     times: dict[str, tuple[float, float]] = {}
 
-    def pair(name: str, run: Callable[[nvrtc.Module | None], None]) -> None:
-        times[name] = time_us(lambda: run(module)), time_us(lambda: run(None))
+    def pair(name: str, run: Callable[..., None]) -> None:
+        times[name] = time_us(lambda: run(module=module)), time_us(lambda: run(module=None))
 
     y, h, x, weight = random(n, width), random(n, width), random(n, width), random(width)
     both, out = random(n, 2 * mlp), random(n, mlp)
-    pair("add_norm", lambda one: add_norm(y, h, weight, weight, 1e-6, None, h, x, one))
-    pair("gated", lambda one: gated(both[:, :mlp], both[:, mlp:], out, "gelu_tanh", one))
+    pair("add_norm", partial(add_norm, y, h, weight, weight, 1e-6, None, h, x))
+    pair("gated", partial(gated, both[:, :mlp], both[:, mlp:], out, "gelu_tanh"))
     positions = torch.full((n,), places - 1, device=module.device)
-    for heads, kv_heads, dim in attention:
+    for heads, kv_heads, dim, norm, norms_values, rotary, is_gated in (AttentionShape(*one) for one in attention):
         shape = f"{heads}/{kv_heads} x {dim}"
         keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
-        qkv, q, attended = random(n, (heads + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
-        turn, scratch = random(n, dim), torch.empty(scratch_values(n, heads, dim, places), device=module.device)
-
-        def rope(one: nvrtc.Module | None, heads: int = heads, kv_heads: int = kv_heads, dim: int = dim) -> None:
-            rope_write(
-                qkv, heads, kv_heads, dim, turn[0], turn[0], 1e-6, turn, turn, keys, values, positions, q,  # noqa: B023
-                module=one,
-            )  # fmt: skip
-
-        def both_at_once(one: nvrtc.Module | None, heads: int = heads, dim: int = dim) -> None:
-            rope_and_attention(
-                qkv, heads, turn[0], turn[0], 1e-6, turn, turn, keys, values, positions, positions, dim**-0.5,  # noqa: B023
-                None, attended, q, scratch, one,  # noqa: B023
-            )  # fmt: skip
-
-        def look(one: nvrtc.Module | None, dim: int = dim) -> None:
-            attend(q, keys, values, positions, dim**-0.5, None, attended, scratch, one)  # noqa: B023
-
+        qkv, q, attended = random(n, (heads * (1 + is_gated) + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
+        turn = random(n, dim if rotary is None else rotary)
+        scratch = torch.empty(scratch_values(n, heads, dim, places), device=module.device)
+        scale = None if norm is None else random(dim)
+        norms = HeadNorms(scale, scale, 1e-6, norm or "inside", norms_values, is_gated)
+        rope = partial(rope_write, qkv, heads, kv_heads, dim, norms, turn, turn, keys, values, positions, q)
+        both_at_once = partial(
+            rope_and_attention, qkv, heads, norms, turn, turn, keys, values, positions, positions, dim**-0.5, None, attended, q,
+            scratch,
+        )  # fmt: skip
+        look = partial(attend, q, keys, values, positions, dim**-0.5, None, attended, scratch)
         pair(f"rope_write {shape}", rope)
         pair(f"attend {shape}, {places} places", look)
         pair(f"both at once {shape}, {places} places", both_at_once)

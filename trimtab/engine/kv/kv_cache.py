@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv.pages import PagePool
+from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer, is_recurrent
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, round_up
 from trimtab.planning.values.kv_pool import PAGE_TOKENS, pool_tokens
 
@@ -203,8 +204,10 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         shared = pool_tokens(kv_tokens, rows=rows, context_tokens=context_tokens)
         self.pool = None if shared is None else PagePool(shared, rows + 1, context_tokens, device)
         self.step_places = torch.zeros_like(self.positions)  # in the pool
-        # The first row of the step: 0, but where rows are computed one by one.
-        self.first_row = 0
+        # The first row of the step: 0, but where rows are computed one by one; and how many rows it is of.
+        self.first_row, self.step_count = 0, rows
+        # How many rows a step advances: states of padding rows, which may be placed ones, stay as they are.
+        self.live = torch.full((1,), rows, dtype=torch.int32, device=device)
 
     def rows_of_step(self, count: int) -> slice:
         """Return which rows a step of `count` rows is of."""
@@ -250,6 +253,8 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         for mine, theirs in zip(self.layers, prompt.layers, strict=True):
             if isinstance(mine, LayerCache):
                 mine.fill(row, theirs.keys, theirs.values, length)
+            elif isinstance(mine, RecurrentLayer):
+                mine.fill(row, theirs)
         self.place(row, length, offset)
 
     def prepare(self, prompt: DynamicCache) -> None:
@@ -259,6 +264,8 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         for mine, theirs in zip(self.layers, prompt.layers, strict=True):
             if isinstance(mine, LayerCache) and not mine.is_initialized:
                 mine.lazy_initialization(theirs.keys, theirs.values)
+            elif isinstance(mine, RecurrentLayer):
+                mine.like(theirs)
 
     def clear(self, row: int) -> None:
         """Set a row's keys and values to zero: an unwritten place is masked, but zero times NaN is NaN."""
@@ -306,6 +313,8 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
                 self.layers.append(PagedLayer(self, self.pool))
             elif type(layer) in hf_kv_int8.FULL_LAYERS:
                 self.layers.append(LayerCache(self, self.context_tokens, is_ring=False))
+            elif is_recurrent(layer):
+                self.layers.append(RecurrentLayer(self))
             elif type(layer).__name__ == "DummyLayer":  # a layer that shares another one's keys and values
                 self.layers.append(type(layer)())
             else:
@@ -336,6 +345,14 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
     def _own(self) -> list[LayerCache]:
         return [layer for layer in self.layers if isinstance(layer, LayerCache) and layer.is_initialized]
 
+    def _recurrent(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    @property
+    def has_recurrent(self) -> bool:
+        """Whether layers keep a state of exactly the tokens that a row has read."""
+        return bool(self._recurrent())
+
     def _in_one_piece(self) -> list[LayerCache]:
         return [layer for layer in self._own() if not isinstance(layer, PagedLayer)]
 
@@ -344,7 +361,8 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         tensors = self._row_tensors.get(row)
         if tensors is None:
             tensors = [tensor[row] for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)]
-            own = [layer for layer in self.layers if isinstance(layer, LayerCache)]
+            tensors += [tensor[row] for layer in self._recurrent() for tensor in layer.tensors]
+            own = [layer for layer in self.layers if isinstance(layer, (LayerCache, RecurrentLayer))]
             if own and all(layer.is_initialized for layer in own):
                 self._row_tensors[row] = tensors
         return tensors
@@ -364,7 +382,8 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
 
     def move(self, source: int, target: int) -> None:
         """Move another row's keys and values to a row."""
-        for layer in self._own():
+        own: list[LayerCache | RecurrentLayer] = [*self._own(), *self._recurrent()]
+        for layer in own:
             layer.move(source, target)
         if self.pool is not None:
             self.pool.move(source, target)
@@ -373,28 +392,33 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row over another, which has separate pages."""
-        for layer in self._own():
+        own: list[LayerCache | RecurrentLayer] = [*self._own(), *self._recurrent()]
+        for layer in own:
             layer.move(source, target)
         if self.pool is not None:
-            own, (sources, targets) = (
+            pages, (sources, targets) = (
                 self.pool.of_row(target),
                 (self.pool.of_row(row, length) for row in (source, target)),
             )
             for paged in self._paged():
-                paged.clear(own)
+                paged.clear(pages)
                 paged.copy(sources, targets)
         self.positions[target].fill_(length)  # an assignment would wait for the device
         self.offsets[target] = self.offsets[source]
 
     def rings(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return (a sliding layer's states in a row, a copy in host memory): a second pass of a chunk would find its own there."""
+        """Return (a sliding or recurrent layer's states in a row, a copy in host memory): a second pass of a chunk would find its
+        own there."""
         rings = [layer for layer in self._own() if layer.is_ring]
-        states = [tensor[row] for layer in rings for tensor in (layer.keys, layer.values) for row in rows]
+        tensors = [tensor for layer in rings for tensor in (layer.keys, layer.values)]
+        tensors += [tensor for layer in self._recurrent() for tensor in layer.tensors]
+        states = [tensor[row] for tensor in tensors for row in rows]
         return [(state, state.to("cpu", copy=True)) for state in states]
 
     def nbytes(self) -> int:
         """Return the bytes that the keys and values hold."""
         tensors = [tensor for layer in self._own() for tensor in (layer.keys, layer.values)]
+        tensors += [tensor for layer in self._recurrent() for tensor in layer.tensors]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -420,10 +444,23 @@ def _prompt_layer(kind: str, config: Any) -> DynamicLayer:
 
 def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's state cannot be kept by rows, None if it can."""
+    model_type = hf_model.config.get_text_config().model_type
     for number, layer in enumerate(prompt_cache(hf_model).layers):
+        if is_recurrent(layer) and model_type in MODEL_TYPES:
+            continue
         if type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS) and type(layer).__name__ != "DummyLayer":
             return _unsupported(number, layer)
     return None
+
+
+def keeps_states(hf_model: HFModel) -> bool:
+    """Whether layers keep a state of exactly the tokens that were read, which cannot be cut back."""
+    return any(is_recurrent(layer) for layer in prompt_cache(hf_model).layers)
+
+
+def why_no_prefix(hf_model: HFModel) -> str | None:
+    """Return why a row's state cannot be cut back to a prefix of its tokens, None if it can."""
+    return why_not(hf_model) or ("layers keep a state of all tokens" if keeps_states(hf_model) else None)
 
 
 def windows(hf_model: HFModel, context_tokens: int) -> tuple[int, ...]:
@@ -436,7 +473,7 @@ def _unsupported(number: int, layer: object) -> str:
     return f"layer {number} keeps a {type(layer).__name__}"
 
 
-def step_masks(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor | dict[str, Tensor]:
+def step_masks(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor | dict[str, Tensor | None]:
     """Return the `attention_mask` of a decode step of `count` rows: a mask, or one for each kind of layer of the family.
 
     A family whose configuration lists the kinds of its layers takes a dictionary (transformers, `create_masks_for_generate`).
@@ -445,7 +482,7 @@ def step_masks(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor |
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return cache.mask(count, is_ring=cache.has_rings)
-    masks = {kind: cache.mask(count, is_ring=False) for kind in set(kinds)}
+    masks = {kind: None if kind == "linear_attention" else cache.mask(count, is_ring=False) for kind in set(kinds)}
     if "sliding_attention" in masks and cache.has_rings:
         masks["sliding_attention"] = cache.mask(count, is_ring=True)
     elif "sliding_attention" in masks:  # transformers 5.6.2 gives Gemma 4 without shared layers no sliding cache

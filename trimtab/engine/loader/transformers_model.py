@@ -387,7 +387,7 @@ def anatomy_of(
     keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). Errors:
     RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
     """
-    from trimtab.engine.families import step as hf_gemma4
+    from trimtab.engine.families import families
     from trimtab.engine.kv import kv_cache as hf_slots
     from trimtab.engine.passes import chunk_forward as hf_prefill
     from trimtab.engine.passes import media_embeddings as hf_prompt_media
@@ -408,7 +408,7 @@ def anatomy_of(
     return replace(
         built,
         capture_unsupported=hf_slots.why_not(probed.model),
-        fused_unsupported=hf_gemma4.why_not(probed.model),
+        fused_unsupported=families.why_not(probed.model),
         prompts_unsupported=hf_prefill.why_not(probed.model),
         images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
     )

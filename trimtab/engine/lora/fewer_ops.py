@@ -222,7 +222,7 @@ def added_masks(hf_model: HFModel, masks: Any, dtype: torch.dtype) -> Any:
     if getattr(hf_model.config.get_text_config(), "_attn_implementation", None) != "sdpa":
         return masks
     if isinstance(masks, dict):
-        return {kind: added_masks(hf_model, mask, dtype) for kind, mask in masks.items()}
+        return {kind: None if mask is None else added_masks(hf_model, mask, dtype) for kind, mask in masks.items()}
     return torch.zeros_like(masks, dtype=dtype).masked_fill_(~masks, float("-inf"))
 
 

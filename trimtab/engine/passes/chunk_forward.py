@@ -33,11 +33,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
+from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.kernels.delta_rule import DeltaShape
     from trimtab.engine.passes.media_embeddings import Media
 
 CHUNKS = (16, 64, 128, 256, 512, 1024)
@@ -117,7 +119,7 @@ def why_not(hf_model: HFModel) -> str | None:
     attention = getattr(config, "_attn_implementation", None)
     if attention != "sdpa":
         return f"its attention is {attention}, not sdpa"
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config, "layer_types", None) or ()) - ({"linear_attention"} if config.model_type in MODEL_TYPES else set())
     if not kinds <= set(_KINDS):
         return f"its layers are of kinds {sorted(kinds - set(_KINDS))}"
     layers = getattr(hf_model.get_decoder(), "layers", None)
@@ -195,6 +197,27 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return self.target.places
+
+
+class ChunkState:
+    """A recurrent layer's state of one row, as a chunk reads and writes it."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, target: RecurrentLayer, owner: ChunkForward) -> None:
+        self.target, self.owner = target, owner
+
+    def states(self, shape: DeltaShape, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row's states, which the first chunk of all makes memory for. x: of the model's dtype."""
+        if not self.target.is_initialized:
+            self.target.make(shape, x.dtype, x.device)
+        return self.target.states(self.owner.row)
+
+    @property
+    def count(self) -> Tensor:
+        """How many tokens of the chunk are there [1] int32."""
+        return self.owner.buffers.count.view(torch.int32)[:1]
 
 
 # Inputs of a chunk ---------------------------------------------------------------------------------------------------
@@ -291,8 +314,7 @@ class ChunkForward:
         self.layers = list(self.decoder.layers)
         if not cache.layers:
             cache.lay_out(hf_slots.prompt_cache(hf_model))
-        mine = [ChunkLayer(one, self) if isinstance(one, LayerCache) else one for one in cache.layers]
-        self._cache = Cache(layers=mine)
+        self._cache = Cache(layers=[self._in_chunks(one) for one in cache.layers])
         self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
         self._by_size: dict[int, Buffers] = {}
         self.least_places = SMALLEST_PLACES
@@ -308,6 +330,11 @@ class ChunkForward:
         self.firsts: Callable[[int, Tensor | None], Callable[..., Tensor]] | None = None
         # transformers uses any mask of four dimensions as it is: each layer gets its own instead.
         self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+
+    def _in_chunks(self, layer: Any) -> Any:
+        if isinstance(layer, RecurrentLayer):
+            return ChunkState(layer, self)
+        return ChunkLayer(layer, self) if isinstance(layer, LayerCache) else layer
 
     def _kinds_of_layers(self) -> list[str]:
         kinds = getattr(self.config, "layer_types", None)

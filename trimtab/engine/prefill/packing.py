@@ -156,6 +156,8 @@ class PackedPrefill:
             return "answers are batch-invariant"
         if prompts.batch.rows < 2:
             return "the batch has one row"
+        if prompts.is_recurrent:
+            return "layers keep a state of all tokens"
         if prompts.captures and prompts.staged_tables:
             return "the host fetches rows of tables"
         if prompts.model.streamer is not None:

@@ -108,6 +108,7 @@ class PrefillRunner:
         # Towers are captured while others are answered: batch-invariant ones always run as they are.
         self.towers = Towers(self.model, "eager" if batch.is_invariant else mode, self.fall_back)
         self._outputs: dict[tuple[bool, int], Tensor] = {}
+        self.is_recurrent = hf_slots.keeps_states(self.model.hf_model)
         self.tower_passes = TowerPasses(self)
         self.staged_tables = [
             module for module in self.model.hf_model.modules()
@@ -148,6 +149,8 @@ class PrefillRunner:
 
     def _why_not(self, sizes: Sequence[int] | None) -> str | None:
         why = hf_prefill.why_not(self.model.hf_model)
+        if why is None and self.is_recurrent and not self.batch.steps.may_fuse:
+            why = "states of recurrent layers need the kernels of a step"
         if why is not None:
             return why
         for row in self.model.plan.placements if self.captures else ():
@@ -204,6 +207,10 @@ class PrefillRunner:
             return True
         if not self.sizes or prompt.done_tokens or not self.is_row_free:
             return False
+        if self.is_recurrent:
+            self.chunk_forward()  # the cache's layers are known from then on, and the step gives states memory
+            if self.batch.steps.fused_step() is None:
+                return False  # modules cannot tell padding from tokens
         try:
             job = self._begin(prompt)
         except PausedError:

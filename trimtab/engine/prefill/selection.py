@@ -9,7 +9,6 @@ from torch import Tensor
 from trimtab.engine.batched_lora import unpacked_columns
 from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
-from trimtab.engine.families.step import products_of
 from trimtab.engine.passes.chunk_forward import ChunkForward
 from trimtab.engine.prefill.rows import Passes
 
@@ -22,10 +21,10 @@ def layers_of(
     step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
     if step is None or not pays(step, prompts.device):
         return None
-    if any(layer.self_attn.is_kv_shared_layer for layer in forward.layers[: forward.first_shared]):
+    if any(own.source is not None for number, own in step.decoder.attentions.items() if number < forward.first_shared):
         return None
     if prompts.firsts is None or prompts.firsts.step is not step:
-        groups = [group for layer in forward.layers[: forward.first_shared] for group in products_of(layer)]
+        groups = [group for layer in step.layers[: forward.first_shared] for group in layer.products]
         columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
         prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
     prompts.firsts.forget()

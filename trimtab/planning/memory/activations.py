@@ -170,6 +170,10 @@ def repeated_tokens(new_tokens: int, all_tokens: int, *, in_place: bool) -> int:
     return min(new_tokens, all_tokens) if in_place else all_tokens
 
 
+# A value of a recurrent layer's state: float32. Windows of convolutions are of the model's dtype, and 3 % of it.
+STATE_BYTES = 4
+
+
 def kv_cache_bytes(
     layers: tuple[KVLayer, ...], dtype: str, *, batch: int, tokens: int, new_tokens: int, kv: str = "full"
 ) -> int:  # fmt: skip
@@ -185,6 +189,7 @@ def kv_cache_bytes(
         if layer.shares is not None:
             continue
         token_bytes = batch * position_bytes(layer, dtype, kv)
+        total += 2 * batch * layer.state_values * STATE_BYTES  # the state before and after a pass
         cached = tokens if layer.window is None else min(tokens, layer.window - 1 + new_tokens)
         before = max(cached - new_tokens, 0)
         total += 2 * cached * token_bytes
@@ -221,7 +226,7 @@ def row_cache_bytes(
             positions = rows * (context_tokens if layer.window is None else min(layer.window, context_tokens))
             if pool is not None and layer.window is None:
                 positions = (FIRST + pages_of(pool)) * PAGE_TOKENS
-            total += 2 * positions * position_bytes(layer, dtype, kv)
+            total += 2 * positions * position_bytes(layer, dtype, kv) + rows * layer.state_values * STATE_BYTES
     return total
 
 

@@ -1,7 +1,9 @@
 // Attention of one token a row over its keys and values. Read engine/kernels/attention_and_norms.py first. values.cuh stands in front of this.
 // Compiled for one kind of layer: DIM (128, 256 or 512: the head's size or more), HEAD (its size), GROUP (queries that share a
 // head of keys), HALF (1: fp16, 0: bf16), ROTATES (1: q is what the products made; each block norms and turns the queries that it
-// needs, and the block whose share has the new place makes the new key and value as well, and writes them into the cache).
+// needs, and the block whose share has the new place makes the new key and value as well, and writes them into the cache), NORMS
+// (where the norms of queries and keys round, as values.cuh has it; 3: there are none), VALUES (1: values are normed, without a
+// weight), ROTARY (the first values of a head, which turn).
 //
 // A launch is a chain of waits, not of bytes. Positions and places stand since before the step, and so do keys and values of all
 // places but the newest: with ROTATES these are asked for before the kernel in front has ended. Then four round trips to L2 are
@@ -24,6 +26,18 @@
 #define WEIGHT_STRIDE 48  // so do 8-byte reads of 8 rows of 96 bytes
 #define MAX_SHARES 512    // splits x queries that one block may combine
 #define AT_ONCE 16        // splits whose parts a thread asks for before it uses one
+#ifndef NORMS
+#define NORMS 0
+#endif
+#ifndef VALUES
+#define VALUES 1
+#endif
+#ifndef Q_STEP
+#define Q_STEP 1  // heads' sizes from one head of queries to the next: 2 where each has a gate behind it
+#endif
+#ifndef ROTARY
+#define ROTARY HEAD
+#endif
 #define EARLY 1           // 0: ROTATES too asks for keys and values when the kernel in front has ended
 constexpr int TILES = GROUP <= 8 ? 1 : 2;  // of 8 queries
 #ifndef PAGE
@@ -82,7 +96,17 @@ __device__ __forceinline__ void shares(const float2* sums, int head, int splits,
 
 #if ROTATES
 constexpr int V = DIM / 64;
-// A lane's values of a head, two a register: lane l has V from l V on, and their partners half a head up.
+constexpr int TURNING = ROTARY / 2;
+// Where a lane's values of a head begin: those from l V on and their partners half of ROTARY up, or two pieces of what does not turn.
+__device__ __forceinline__ int first_at() {
+  const int at = (threadIdx.x & 31) * V;
+  return at < TURNING ? at : at + TURNING;
+}
+__device__ __forceinline__ int second_at() {
+  const int at = (threadIdx.x & 31) * V;
+  return at < TURNING ? at + TURNING : at + HEAD / 2;
+}
+// A lane's values of a head, two a register.
 struct Part {
   u32 a[V / 2], b[V / 2];
 };
@@ -101,7 +125,14 @@ __device__ __forceinline__ void take(u32* to, const u16* from) {
 __device__ __forceinline__ Part part(const u16* from) {
   const int at = (threadIdx.x & 31) * V;
   Part p = {};
-  if (from && has_value(at * 2)) take(p.a, from + at), take(p.b, from + HEAD / 2 + at);
+  if (from && has_value(at * 2)) take(p.a, from + first_at()), take(p.b, from + second_at());
+  return p;
+}
+// The same of cos or sin, which have ROTARY values.
+__device__ __forceinline__ Part turning_part(const u16* from) {
+  const int at = (threadIdx.x & 31) * V;
+  Part p = {};
+  if (at < TURNING) take(p.a, from + at), take(p.b, from + TURNING + at);
   return p;
 }
 __device__ __forceinline__ void unpack_part(float* to, const u32* from) {
@@ -118,20 +149,22 @@ __device__ __forceinline__ void round_both(float& a, float& b) {
 __device__ __forceinline__ void turn_head(
     const Part& x, const Part& weight, const Part& cos, const Part& sin, float eps, bool turns, u16* to, bool is_key, u16* key,
     bool is_plain, u16* plain, u16* plain_cache) {
-  constexpr int h = HEAD / 2;
-  const int at = (threadIdx.x & 31) * V;
-  float a[V], b[V], sum = 0.f;
+  const int at = (threadIdx.x & 31) * V, at0 = first_at(), at1 = second_at();
+  float a[V], b[V], r = 1.f;
   unpack_part(a, x.a), unpack_part(b, x.b);
+  if (NORMS != 3 || VALUES) {
+    float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < V; i++) sum = fmaf(a[i], a[i], fmaf(b[i], b[i], sum));
-  const float r = rsqrtf(warp_sum(sum) * (1.f / HEAD) + eps);
+    for (int i = 0; i < V; i++) sum = fmaf(a[i], a[i], fmaf(b[i], b[i], sum));
+    r = rsqrtf(warp_sum(sum) * (1.f / HEAD) + eps);
+  }
   if (!has_value(at * 2)) return;
   if (is_plain) {
     float p0[V], p1[V];
 #pragma unroll
-    for (int i = 0; i < V; i++) p0[i] = a[i] * r, p1[i] = b[i] * r;
-    store<V>(plain + at, p0, HALF), store<V>(plain + h + at, p1, HALF);
-    store<V>(plain_cache + at, p0, HALF), store<V>(plain_cache + h + at, p1, HALF);
+    for (int i = 0; i < V; i++) p0[i] = VALUES ? a[i] * r : a[i], p1[i] = VALUES ? b[i] * r : b[i];
+    store<V>(plain + at0, p0, HALF), store<V>(plain + at1, p1, HALF);
+    store<V>(plain_cache + at0, p0, HALF), store<V>(plain_cache + at1, p1, HALF);
   }
   if (!turns) return;
   float w0[V], w1[V], c0[V], c1[V], s0[V], s1[V];
@@ -140,14 +173,17 @@ __device__ __forceinline__ void turn_head(
   unpack_part(s0, sin.a), unpack_part(s1, sin.b);
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    float x = a[i] * r * w0[i], y = b[i] * r * w1[i];
-    round_both(x, y);
+    float x = a[i], y = b[i];
+    if (NORMS != 3) {
+      x = weighted(x * r, w0[i], NORMS, HALF), y = weighted(y * r, w1[i], NORMS, HALF);
+      round_both(x, y);
+    }
     float x0 = x * c0[i], y0 = -y * s0[i], y1 = y * c1[i], x1 = x * s1[i];
     round_both(x0, y0), round_both(y1, x1);
-    a[i] = x0 + y0, b[i] = y1 + x1;
+    a[i] = ROTARY == HEAD || at < TURNING ? x0 + y0 : x, b[i] = ROTARY == HEAD || at < TURNING ? y1 + x1 : y;
   }
-  store<V>(to + at, a, HALF), store<V>(to + h + at, b, HALF);
-  if (is_key) store<V>(key + at, a, HALF), store<V>(key + h + at, b, HALF);
+  store<V>(to + at0, a, HALF), store<V>(to + at1, b, HALF);
+  if (is_key) store<V>(key + at0, a, HALF), store<V>(key + at1, b, HALF);
 }
 #endif
 
@@ -222,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   Part x[EACH], weight[EACH];
 #define TAKE_JOBS(from)                                                                                                      \
   _Pragma("unroll") for (int i = 0; i < EACH; i++) {                                                                         \
-    const int job = (from) + i * WARPS, head = job < GROUP ? kv * GROUP + job : kv_heads * GROUP + kv + (job - GROUP) * kv_heads; \
+    const int job = (from) + i * WARPS, behind = kv_heads * GROUP * Q_STEP + kv + (job - GROUP) * kv_heads;                  \
+    const int head = job < GROUP ? (kv * GROUP + job) * Q_STEP : behind;                                                     \
     head_at[i] = job < jobs ? q + (size_t)row * q_stride + head * HEAD : nullptr;                                            \
     weight[i] = part(job < GROUP ? q_weight : job == GROUP && writes ? k_weight : nullptr);                                  \
   }
@@ -235,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   if (EARLY) wait();
 #pragma unroll
   for (int i = 0; i < EACH; i++) x[i] = part(head_at[i]);
-  const Part c = part(cos), s = part(sin);
+  const Part c = turning_part(cos), s = turning_part(sin);
 #define NEW_PLACE(from_k, from_v)                                                                      \
   {                                                                                                    \
     const int of_k = newest - first - mine, of_v = newest - first - t * 4;                             \

@@ -4,11 +4,11 @@
 
 // Row `id` of up to two tables times the table's scale, the norm of the first one's row, and each row's place in a ring. A
 // thread is 8 values, block 0 the first table's row. in_order: row i is table row i. A table without such a row gives values
-// that are not numbers. Grid: [1 + blocks of the second table, n].
+// that are not numbers. form: where the norm rounds (values.cuh). Grid: [1 + blocks of the second table, n].
 extern "C" __global__ void __launch_bounds__(1024) rows(
     const i64* ids, const u16* table0, int count0, int width0, float scale0, int in_order0, u16* out0, const u16* table1,
     int count1, int width1, float scale1, int in_order1, u16* out1, const u16* weight, float eps, u16* normed,
-    const i64* positions, int ring, i64* places, int half) {
+    const i64* positions, int ring, i64* places, int form, int half) {
   __shared__ float sums[32];
   const bool first = blockIdx.x == 0;
   const int row = blockIdx.y, width = first ? width0 : width1;
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows(
   let_next_start();
   // Weights do not come from the kernel in front.
 #pragma unroll
-  for (int i = 0; i < 8; i++) w[i] = 1.f;
+  for (int i = 0; i < 8; i++) w[i] = form == 2 ? 0.f : 1.f;
   if (first && live && normed && weight) load<8>(w, weight + at, half);
   wait_for_previous();
   const i64 id = (first ? in_order0 : in_order1) ? row : __ldcg(ids + row);
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows(
   const float r = rsqrtf(block_sum(sum, sums) / width + eps);
   if (!live) return;
 #pragma unroll
-  for (int i = 0; i < 8; i++) v[i] = v[i] * r * w[i];
+  for (int i = 0; i < 8; i++) v[i] = weighted(v[i] * r, w[i], form, half);
   store<8>(normed + to, v, half);
 }
 

@@ -4,10 +4,11 @@
 // Values are bf16 or fp16 in memory and float32 in registers; `rounded` stands where transformers' modules round between
 // two operations, so that only the order of a sum tells the two apart.
 
-// h = (residual + norm(y) post) scalar, x = norm(h) next. A block is a row, a thread 8 values.
+// h = (residual + norm(y) post) scalar, x = norm(h) next; without post: h = (residual + y) scalar. form: where a norm rounds
+// (values.cuh). A block is a row, a thread 8 values.
 extern "C" __global__ void __launch_bounds__(1024) add_norm(
     const u16* y, int y_stride, const u16* residual, int residual_stride, const u16* post, const u16* next,
-    const u16* scalar, u16* out_h, int h_stride, u16* out_x, int x_stride, int width, float eps, int half) {
+    const u16* scalar, u16* out_h, int h_stride, u16* out_x, int x_stride, int width, float eps, int form, int half) {
   __shared__ float first[32], second[32];
   const int row = blockIdx.x, at = threadIdx.x * 8;
   const bool live = at < width;
@@ -15,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(
   let_next_start();
   // Weights do not come from the kernel in front.
 #pragma unroll
-  for (int i = 0; i < 8; i++) post_weight[i] = next_weight[i] = 1.f;
+  for (int i = 0; i < 8; i++) post_weight[i] = next_weight[i] = form == 2 ? 0.f : 1.f;
   if (live && post) load<8>(post_weight, post + at, half);
   if (live && next) load<8>(next_weight, next + at, half);
   const float factor = scalar ? value(__ldcg(scalar), half) : 1.f;
@@ -26,9 +27,13 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(
     if (live) load<8>(v, y + (size_t)row * y_stride + at, half);
 #pragma unroll
     for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
-    const float r = rsqrtf(block_sum(sum, first) / width + eps);
+    if (post) {
+      const float r = rsqrtf(block_sum(sum, first) / width + eps);
 #pragma unroll
-    for (int i = 0; i < 8; i++) h[i] = rounded(h[i] + rounded(v[i] * r * post_weight[i], half), half);
+      for (int i = 0; i < 8; i++) v[i] = rounded(weighted(v[i] * r, post_weight[i], form, half), half);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) h[i] = rounded(h[i] + v[i], half);
   }
   if (scalar) {
 #pragma unroll
@@ -41,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(
     for (int i = 0; i < 8; i++) sum = fmaf(h[i], h[i], sum);
     const float r = rsqrtf(block_sum(sum, second) / width + eps);
 #pragma unroll
-    for (int i = 0; i < 8; i++) h[i] = h[i] * r * next_weight[i];
+    for (int i = 0; i < 8; i++) h[i] = weighted(h[i] * r, next_weight[i], form, half);
     if (live) store<8>(out_x + (size_t)row * x_stride + at, h, half);
   }
 }
@@ -75,35 +80,40 @@ GATED(gated_1, 1)
 
 // A warp is a head of a row: queries first, then keys, then (own_values) values. Lane l holds V values from l V on in the
 // lower half of the head and their partners in the upper half. Keys and values go to place_of[row] of the row and head, 0 without
-// place_of; row_step, head_step: values from one to the next. Grid: [heads of all kinds, n].
+// place_of; row_step, head_step: values from one to the next. The first `rotary` values of a head turn: a lane has partners among
+// them, or values behind them. form: where a norm rounds (values.cuh), 3: there is none. q_step: from one head of
+// queries to the next. Grid: [heads of all kinds, n].
 template <int V>
 __device__ __forceinline__ void rope_write(
     const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim, const u16* q_weight,
     const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride, u16* keys, u16* values,
-    i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v, int half) {
-  const int head = blockIdx.x, row = blockIdx.y, h = dim / 2, at = threadIdx.x * V;
+    i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v, int rotary, int form,
+    int norms_values, int q_step, int half) {
+  const int head = blockIdx.x, row = blockIdx.y, h = dim / 2, turning = rotary / 2, at = threadIdx.x * V;
+  const bool turns = at < turning;
+  const int at0 = turns ? at : at + turning, at1 = turns ? at + turning : at + h;
   const bool live = at < h, is_q = head < heads, is_v = head >= heads + kv_heads;
   const u16* weight = is_q ? q_weight : is_v ? nullptr : k_weight;
   float w0[V], w1[V];
   let_next_start();
 #pragma unroll
-  for (int i = 0; i < V; i++) w0[i] = w1[i] = 1.f;
+  for (int i = 0; i < V; i++) w0[i] = w1[i] = form == 2 ? 0.f : 1.f;
   if (live && weight) {
-    load<V>(w0, weight + at, half);
-    load<V>(w1, weight + h + at, half);
+    load<V>(w0, weight + at0, half);
+    load<V>(w1, weight + at1, half);
   }
   wait_for_previous();
   float a[V] = {}, b[V] = {}, c0[V] = {}, c1[V] = {}, s0[V] = {}, s1[V] = {}, sum = 0.f;
   if (live) {
     const u16* from = (is_q ? q : is_v ? v : k) + (size_t)row * (is_q ? q_stride : kv_stride);
-    from += (is_q ? head : (head - heads) % kv_heads) * dim + at;
-    load<V>(a, from, half);
-    load<V>(b, from + h, half);
-    if (!is_v) {
+    from += is_q ? head * q_step : (head - heads) % kv_heads * dim;
+    load<V>(a, from + at0, half);
+    load<V>(b, from + at1, half);
+    if (!is_v && turns) {
       load<V>(c0, cos + (size_t)row * cos_stride + at, half);
-      load<V>(c1, cos + (size_t)row * cos_stride + h + at, half);
+      load<V>(c1, cos + (size_t)row * cos_stride + turning + at, half);
       load<V>(s0, sin + (size_t)row * sin_stride + at, half);
-      load<V>(s1, sin + (size_t)row * sin_stride + h + at, half);
+      load<V>(s1, sin + (size_t)row * sin_stride + turning + at, half);
     }
   }
 #pragma unroll
@@ -118,30 +128,32 @@ __device__ __forceinline__ void rope_write(
     if (is_v || k_is_v) {
       float v0[V], v1[V];
 #pragma unroll
-      for (int i = 0; i < V; i++) v0[i] = a[i] * r, v1[i] = b[i] * r;
-      store<V>(values + cell + at, v0, half);
-      store<V>(values + cell + h + at, v1, half);
+      for (int i = 0; i < V; i++) v0[i] = norms_values ? a[i] * r : a[i], v1[i] = norms_values ? b[i] * r : b[i];
+      store<V>(values + cell + at0, v0, half);
+      store<V>(values + cell + at1, v1, half);
       if (is_v) return;
     }
     to = keys + cell;
   }
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    const float x = rounded(a[i] * r * w0[i], half), y = rounded(b[i] * r * w1[i], half);
-    a[i] = rounded(x * c0[i], half) + rounded(-y * s0[i], half);
-    b[i] = rounded(y * c1[i], half) + rounded(x * s1[i], half);
+    const float x = form == 3 ? a[i] : rounded(weighted(a[i] * r, w0[i], form, half), half);
+    const float y = form == 3 ? b[i] : rounded(weighted(b[i] * r, w1[i], form, half), half);
+    a[i] = turns ? rounded(x * c0[i], half) + rounded(-y * s0[i], half) : x;
+    b[i] = turns ? rounded(y * c1[i], half) + rounded(x * s1[i], half) : y;
   }
-  store<V>(to + at, a, half);
-  store<V>(to + h + at, b, half);
+  store<V>(to + at0, a, half);
+  store<V>(to + at1, b, half);
 }
 #define ROPE(name, V)                                                                                                         \
   extern "C" __global__ void __launch_bounds__(32) name(                                                                      \
       const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim,                \
       const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride,    \
       u16* keys, u16* values, i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v,           \
-      int half) {                                                                                                             \
+      int rotary, int form, int norms_values, int q_step, int half) {                                                         \
     rope_write<V>(q, q_stride, k, v, kv_stride, heads, kv_heads, dim, q_weight, k_weight, eps, cos, cos_stride, sin,          \
-                  sin_stride, keys, values, row_step, head_step, places, place_of, q_out, k_is_v, half);                      \
+                  sin_stride, keys, values, row_step, head_step, places, place_of, q_out, k_is_v, rotary, form, norms_values, \
+                  q_step, half);                                                                                              \
   }
 ROPE(rope_write_1, 1)
 ROPE(rope_write_2, 2)

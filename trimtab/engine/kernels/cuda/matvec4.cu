@@ -43,6 +43,12 @@
 #ifndef NORMED
 #define NORMED 0
 #endif
+#ifndef NORM_FORM
+#define NORM_FORM 0  // where a norm rounds (values.cuh)
+#endif
+#ifndef HAS_POST
+#define HAS_POST 1  // 0: what the layer in front made is added to the residual as it is
+#endif
 #ifndef FIXED_RANKS
 #define FIXED_RANKS 0
 #endif
@@ -187,7 +193,7 @@ __device__ __forceinline__ float dot_4(float4 a, float4 x, float sum) {
 }
 
 #if HELD && NORMED
-// h = (residual + norm(x) post) scalar, and norm(h) next, or h itself where there is no next: as add_norm in fused.cu, the
+// h = (residual + norm(x) post) scalar (HAS_POST 0: residual + x), and norm(h) next, or h without next: as add_norm in fused.cu, the
 // rows side by side. Every block needs all of them; one writes h. `put(row, at, v)` gets 8 values from `at` on, rounded; 32
 // lanes have neighbours.
 #define ROW_WARPS (UNITS * K_WARPS / ROWS < BLOCKS / 4 ? UNITS * K_WARPS / ROWS : BLOCKS / 4)
@@ -198,7 +204,7 @@ __device__ __forceinline__ void normed(const Matvec& a, float* sums, uint4* weig
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = warp / ROW_WARPS, part = warp - row * ROW_WARPS;
   const float factor = a.scalar ? value(__ldcg(a.scalar), HALF) : 1.f;
   for (int i = threadIdx.x; i < BLOCKS * 8; i += THREADS) {
-    weights[i] = __ldg((const uint4*)a.post + i);
+    if (HAS_POST) weights[i] = __ldg((const uint4*)a.post + i);
     if (a.next) weights[BLOCKS * 8 + i] = __ldg((const uint4*)a.next + i);
   }
   wait_for_previous();
@@ -223,6 +229,7 @@ __device__ __forceinline__ void normed(const Matvec& a, float* sums, uint4* weig
     y[k] = __ldcg((const uint4*)(a.x + (size_t)row * a.x_stride + at_of(k)));
     h[k] = __ldcg((const uint4*)(a.residual + (size_t)row * a.residual_stride + at_of(k)));
   }
+#if HAS_POST
 #pragma unroll
   for (int k = 0; k < PIECES; k++) {
     float v[8];
@@ -232,16 +239,22 @@ __device__ __forceinline__ void normed(const Matvec& a, float* sums, uint4* weig
   }
   const float r = sum_of(sum, sums);
   sum = 0.f;
+#endif
 #pragma unroll
   for (int k = 0; k < PIECES; k++) {
     if (!is_there(k)) continue;
-    float v[8], b[8], w[8];
+    float v[8], b[8];
     unpack_8(v, y[k], HALF);
     unpack_8(b, h[k], HALF);
+#if HAS_POST
+    float w[8];
     unpack_8(w, weights[at_of(k) / 8], HALF);
 #pragma unroll
+    for (int e = 0; e < 8; e++) v[e] = rounded(weighted(v[e] * r, w[e], NORM_FORM, HALF), HALF);
+#endif
+#pragma unroll
     for (int e = 0; e < 8; e++) {
-      b[e] = rounded(b[e] + rounded(v[e] * r * w[e], HALF), HALF);
+      b[e] = rounded(b[e] + v[e], HALF);
       if (a.scalar) b[e] = rounded(b[e] * factor, HALF);
       sum = fmaf(b[e], b[e], sum);
     }
@@ -257,7 +270,7 @@ __device__ __forceinline__ void normed(const Matvec& a, float* sums, uint4* weig
     if (a.next) {
       unpack_8(w, weights[BLOCKS * 8 + at_of(k) / 8], HALF);
 #pragma unroll
-      for (int e = 0; e < 8; e++) v[e] = rounded(v[e] * s * w[e], HALF);
+      for (int e = 0; e < 8; e++) v[e] = rounded(weighted(v[e] * s, w[e], NORM_FORM, HALF), HALF);
     }
     put(row, at_of(k), v);
   }

@@ -227,6 +227,11 @@ __device__ __forceinline__ float from_bf16(u16 v) { return __uint_as_float((u32)
 __device__ __forceinline__ float value(u16 v, int half) { return half ? from_half(v) : from_bf16(v); }
 __device__ __forceinline__ u16 stored(float f, int half) { return half ? to_half(f) : to_bf16(f); }
 __device__ __forceinline__ float rounded(float f, int half) { return value(stored(f, half), half); }
+// A normed value times its weight, as transformers' families round it. form 0: once, behind the product (Gemma 4); 1: in front of it
+// too (Llama, Qwen); 2: as 0, the weight is how much more than 1 (Gemma 2 and 3).
+__device__ __forceinline__ float weighted(float normed, float weight, int form, int half) {
+  return form == 1 ? rounded(normed, half) * weight : normed * (form == 2 ? 1.f + weight : weight);
+}
 __device__ __forceinline__ void unpack(float* to, u32 v, int half) {
   to[0] = value((u16)v, half);
   to[1] = value((u16)(v >> 16), half);

@@ -1,0 +1,156 @@
+"""How fast every family decodes, and how soon its first token comes: one process a model, one GPU, the stock stack beside it.
+
+    python -m bench.families --work FOLDER --save bench/results/families.json [--models qwen3-8b,...] [--engines trimtab,stock]
+
+Checkpoints are random, of released sizes, the decoder in NF4 with double quantization, and an adapter of rank 8 on all its linears.
+Answers are the public API's: token ids in, text out. A row: `tok_s` of one row (256 tokens behind the first 33), `rows8_tok_s` of
+eight rows with an adapter each, `first_ms` of 512 tokens (median of five, no prompt comes twice), `load_s`, how steps run and why.
+What the file to be saved has rows of is not run again. `--card-gib`: the planned budget of the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.memory import environment
+
+MODELS = ("qwen3-8b", "llama-3-8b", "gemma3-4b", "qwen3-vl-4b", "qwen3.5-9b", "e4b")
+PROMPT, SHORT, LONG, CONTEXT = 512, 33, 289, 2048
+
+
+def prepare(size: str, work: Path) -> Path:
+    """Make a packed checkpoint with a tokenizer, and its adapter, unless they are there."""
+    from bench import voices
+    from bench.checkpoints import write_adapter, write_checkpoint
+
+    folder = work / f"{size}-packed"
+    if not (work / f"{size}-packed-r8" / "adapter_config.json").exists():
+        write_checkpoint(size, folder, packed=True)
+        voices.give(folder)
+        write_adapter(folder, work / f"{size}-packed-r8", 8, size=size)
+    return folder
+
+
+def prompts(seed: int) -> Any:
+    """Yield lists of token ids, no two alike."""
+    import random
+
+    chance = random.Random(seed)
+    while True:
+        yield [chance.randrange(1000, 120000) for _ in range(PROMPT)]
+
+
+def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
+    import trimtab
+
+    folder = prepare(case["model"], work)
+    adapters = {f"a{number}": work / f"{case['model']}-packed-r8" for number in range(8)}
+    asked: dict[str, Any] = {"gpu_memory": f"{case['card_gib']}GiB"} if case.get("card_gib") else {}
+    start = time.perf_counter()
+    plan = trimtab.plan(folder, adapters=adapters, context=CONTEXT, device="cuda", batch=8, **asked)
+    planned = time.perf_counter()
+    found: dict[str, Any] = {"plan_s": round(planned - start, 1)}
+    asks = prompts(1)
+    with trimtab.load(plan) as model:
+        found["load_s"] = round(time.perf_counter() - planned, 1)
+
+        def once(tokens: int) -> float:
+            ids, begin = next(asks), time.perf_counter()
+            answer = model.answer(ids, adapter="a0", max_new_tokens=tokens)
+            assert len(answer.token_ids) == tokens, answer.finish
+            return time.perf_counter() - begin
+
+        once(SHORT), once(SHORT)
+        found["first_ms"] = round(statistics.median(once(1) for _ in range(5)) * 1000, 1)
+        short, long = (statistics.median(once(tokens) for _ in range(3)) for tokens in (SHORT, LONG))
+        found["tok_s"] = round((LONG - SHORT) / (long - short), 1)
+
+        def eight(tokens: int) -> float:
+            asked = [{"prompt": next(asks), "adapter": f"a{number}"} for number in range(8)]
+            begin = time.perf_counter()
+            list(model.batch(asked, max_new_tokens=tokens))
+            return time.perf_counter() - begin
+
+        eight(SHORT)
+        found["rows8_tok_s"] = round(8 * (LONG - SHORT) / (eight(LONG) - eight(SHORT)), 1)
+        step = model.plan.execution.step
+        found |= {
+            "step": step.mode, "reason": step.reason, "head": model.plan.execution.head,
+            "predicted_tok_s": round(model.plan.execution.tokens_per_s, 1),
+            "fallbacks": sorted({f"{one.what}: {one.why}" for one in getattr(model, "fallbacks", [])}),
+        }  # fmt: skip
+    return found
+
+
+def run_stock(case: dict[str, Any], work: Path) -> dict[str, Any]:
+    """transformers, bitsandbytes and PEFT as their pages show them."""
+    import torch
+    import transformers
+    from peft import PeftModel
+
+    from bench.checkpoints import CLASSES
+
+    folder = prepare(case["model"], work)
+    base = getattr(transformers, CLASSES[case["model"]]).from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
+    model = PeftModel.from_pretrained(base, work / f"{case['model']}-packed-r8").eval()
+    asks = prompts(1)
+
+    def once(tokens: int) -> float:
+        ids = torch.tensor([next(asks)], device="cuda")
+        begin = time.perf_counter()
+        model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+        )
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    with torch.inference_mode():
+        once(4)
+        first = statistics.median(once(1) for _ in range(3))
+        return {"first_ms": round(first * 1000, 1), "tok_s": round(16 / (once(20) - once(4)), 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--engines", default="trimtab,stock")
+    parser.add_argument("--card-gib", type=float)
+    parser.add_argument("--timeout-s", type=float, default=150)
+    parser.add_argument("--case")
+    given = parser.parse_args()
+    if given.case:
+        case = json.loads(given.case)
+        print("ROW " + json.dumps((run_stock if case["engine"] == "stock" else run_trimtab)(case, given.work)))
+        return
+    rows = json.loads(given.save.read_text())["rows"] if given.save and given.save.exists() else []
+    done = {(row["model"], row["engine"], row.get("card_gib")) for row in rows if "error" not in row}
+    for size in given.models.split(","):
+        for engine in given.engines.split(","):
+            case: dict[str, Any] = {"model": size, "engine": engine}
+            if given.card_gib:
+                case["card_gib"] = given.card_gib
+            if (size, engine, given.card_gib) in done:
+                continue
+            command = [sys.executable, "-m", "bench.families", "--work", str(given.work), "--case", json.dumps(case)]
+            try:
+                ran = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
+                lines = [line for line in ran.stdout.splitlines() if line.startswith("ROW ")]
+                row = case | (json.loads(lines[-1][4:]) if lines else {"error": ran.stderr.strip()[-1500:]})
+            except subprocess.TimeoutExpired:
+                row = case | {"error": f"longer than {given.timeout_s} s"}
+            rows.append(row)
+            print(json.dumps(row)[:1800], flush=True)
+            if given.save:
+                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

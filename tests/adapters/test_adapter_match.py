@@ -1,0 +1,276 @@
+"""Every tensor is matched to a module or refused with all problems and both shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.adapter_files import (
+    PEFT_HEAD,
+    TEXT,
+    VISION,
+    Shapes,
+    embedding,
+    match,
+    pair,
+    problems_of,
+    q_proj,
+    row,
+    small_anatomy,
+)
+from trimtab.adapters.adapter import describe
+
+# Modules
+from trimtab.checkpoint.anatomy import TensorRow
+
+
+def test_a_wrapper_resolves_to_its_inner_linear_and_the_inner_path_is_direct(tmp_path: Path) -> None:
+    outer = match(tmp_path, pair(VISION, 24, 12))
+    inner = match(tmp_path, pair(f"{VISION}.linear", 24, 12))
+    for spec in (outer, inner):
+        (target,) = spec.targets
+        assert (target.module_path, target.wrapped, target.part, target.kind) == (
+            f"{VISION}.linear",
+            True,
+            "vision",
+            "linear",
+        )
+        assert spec.counts()["targets"] == {"wrapped": 1, "linear": 0, "total": 1}
+    assert describe(outer.file, outer)["remapped"] == [{"from": PEFT_HEAD + VISION, "to": f"{VISION}.linear"}]
+    assert describe(inner.file, inner)["remapped"] == []
+
+
+def test_both_paths_of_a_wrapper_at_once_are_refused(tmp_path: Path) -> None:
+    problems = problems_of(tmp_path, pair(VISION, 24, 12) | pair(f"{VISION}.linear", 24, 12))
+    assert len(problems) == 2
+    assert all("same tensor" in problem for problem in problems)
+
+
+def test_projections_of_kv_shared_layers_have_no_effect_and_are_named(tmp_path: Path) -> None:
+    shapes = q_proj(1) | pair(f"{TEXT}.layers.1.self_attn.k_proj", 16, 16)
+    spec = match(tmp_path, shapes)
+    assert [key for key, _ in spec.no_effect] == [name for name in shapes if "k_proj" in name]
+    assert all("KV-shared" in reason for _, reason in spec.no_effect)
+    assert spec.counts()["no_effect"] == 2
+    assert len(spec.targets) == 1
+
+
+def test_an_adapter_without_any_effect_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, pair(f"{TEXT}.layers.1.self_attn.k_proj", 16, 16))
+    assert problem.startswith("nothing to apply")
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        (f"{TEXT}.conv", "Conv1d"), (f"{TEXT}.norm", "RMSNorm"), (f"{TEXT}.layers.0.experts", "fused experts"),
+        (f"{TEXT}.layers.0.experts.3.up_proj", "fused experts"),
+        (f"{TEXT}.layers.0.experts.base_layer", "fused experts"),
+    ],
+)  # fmt: skip
+def test_lora_on_other_kinds_of_modules_is_refused_by_name(path: str, word: str, tmp_path: Path) -> None:
+    problems = problems_of(tmp_path, q_proj() | pair(path, 16, 16))
+    assert problems
+    assert all(f"LoRA on {word}" in problem for problem in problems)
+
+
+def test_lora_on_a_conv1d_of_gpt2_is_refused_by_name(tmp_path: Path) -> None:
+    anatomy = small_anatomy()
+    rows = (*anatomy.rows, row("model.c_attn", (16, 48), kind="other", class_name="Conv1D"))
+    shapes = q_proj() | pair("model.c_attn", 48, 16)
+    (problem,) = problems_of(tmp_path, shapes, dataclasses.replace(anatomy, rows=rows), fan_in_fan_out=True)
+    assert "LoRA on Conv1D" in problem
+
+
+def test_fan_in_fan_out_on_linear_modules_is_noted(tmp_path: Path) -> None:
+    spec = match(tmp_path, q_proj(), fan_in_fan_out=True)
+    assert any("fan_in_fan_out" in note for note in spec.notes)
+
+
+# Shapes, halves and promises
+
+
+@pytest.mark.parametrize(
+    ("half", "shape", "expected"),
+    [("A", (4, 15), "[4, 16]"), ("A", (8, 16), "[4, 16]"), ("A", (64,), "[4, 16]"), ("B", (17, 4), "[16, 4]")],
+)
+def test_a_wrong_shape_is_refused_with_both_shapes(half: str, shape: tuple[int, ...], expected: str, tmp_path: Path) -> None:
+    shapes = q_proj()
+    name = next(key for key in shapes if f"lora_{half}" in key)
+    (problem,) = problems_of(tmp_path, shapes | {name: shape})
+    assert problem.startswith(name)
+    assert str(list(shape)) in problem
+    assert expected in problem
+    assert "[16, 16]" in problem
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_one_half_of_a_pair_is_refused(half: str, tmp_path: Path) -> None:
+    shapes = {name: shape for name, shape in q_proj().items() if half not in name}
+    (problem,) = problems_of(tmp_path, shapes)
+    assert problem.endswith(f"{half} missing")
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "shape"), [("use_dora", "lora_magnitude_vector", (16,)), ("lora_bias", "lora_B.bias", (16,))]
+)
+def test_tensors_and_configuration_must_agree(option: str, key: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    name = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj.{key}"
+    (problem,) = problems_of(tmp_path, q_proj(), **{option: True})
+    assert f"{option} is true" in problem
+    assert "missing" in problem
+    (problem,) = problems_of(tmp_path, q_proj() | {name: shape})
+    assert problem.startswith(name)
+    assert f"{option} is false" in problem
+    (problem,) = problems_of(tmp_path, q_proj() | {name: (15,)}, **{option: True})
+    assert problem.startswith(name)
+    assert "[15]" in problem
+    assert "[16]" in problem
+    (target,) = match(tmp_path, q_proj() | {name: shape}, **{option: True}).targets
+    assert (target.use_dora, target.has_bias) == (option == "use_dora", option == "lora_bias")
+
+
+def test_whole_numbers_as_lora_weights_are_refused(tmp_path: Path) -> None:
+    problems = problems_of(tmp_path, q_proj(), dtype="int64")
+    assert len(problems) == 2
+    assert "int64" in problems[0]
+
+
+def test_targets_come_in_the_order_of_the_model(tmp_path: Path) -> None:
+    shapes = pair("lm_head", 50, 16) | q_proj(1) | q_proj(0)
+    paths = [target.module_path for target in match(tmp_path, shapes).targets]
+    assert paths == [f"{TEXT}.layers.0.self_attn.q_proj", f"{TEXT}.layers.1.self_attn.q_proj", "lm_head"]
+
+
+def test_all_problems_of_one_file_come_at_once(tmp_path: Path) -> None:
+    shapes = pair(f"{TEXT}.layers.0.mlp.up_proj", 31, 16) | q_proj(rank=8) | pair(f"{TEXT}.conv", 16, 16)
+    shapes |= pair(f"{TEXT}.nowhere", 16, 16) | {"x.lora_diag": (4,)}
+    assert len(problems_of(tmp_path, shapes)) == 1 + 2 + 1 + 2 + 1
+
+
+# Embeddings and saved modules
+
+
+def test_lora_on_an_embedding_is_matched(tmp_path: Path) -> None:
+    (target,) = match(tmp_path, embedding()).targets
+    assert (target.kind, target.rank, set(target.tensors)) == ("embedding", 4, {"A", "B"})
+    assert target.tensors["A"].shape == (4, 50)
+
+
+def test_linear_lora_on_an_embedding_and_the_reverse_are_refused(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, pair(f"{TEXT}.embed_tokens", 16, 50))
+    assert "LoRA for a linear layer on" in problem
+    assert "Embedding" in problem
+    (problem,) = problems_of(tmp_path, embedding("lm_head"))
+    assert "LoRA for an embedding on lm_head, a Linear" in problem
+
+
+def test_a_saved_norm_and_head_are_matched(tmp_path: Path) -> None:
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.norm.weight": (16,), f"{PEFT_HEAD}lm_head.weight": (50, 16)}
+    spec = match(tmp_path, shapes, modules_to_save=["norm", "lm_head"])
+    saved = [t for t in spec.targets if t.kind == "saved"]
+    assert [(t.module_path, t.rank, set(t.tensors)) for t in saved] == [
+        (f"{TEXT}.norm", 0, {"weight"}), ("lm_head", 0, {"weight"})
+    ]  # fmt: skip
+    assert spec.counts()["targets"] == {"wrapped": 0, "linear": 1, "saved": 2, "total": 3}
+    assert spec.nbytes("float32") == 2 * 4 * 16 * 4 + (16 + 50 * 16) * 2  # LoRA in float32, saved weights in bfloat16
+
+
+def test_saved_keys_of_a_raw_state_dict_are_read(tmp_path: Path) -> None:
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.norm.modules_to_save.default.weight": (16,)}
+    assert match(tmp_path, shapes, modules_to_save=["norm"]).targets[-1].module_path == f"{TEXT}.norm"
+
+
+def test_a_saved_module_with_a_lost_parameter_is_refused(tmp_path: Path) -> None:
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.o_proj.weight": (16, 16)}
+    (problem,) = problems_of(tmp_path, shapes, modules_to_save=["o_proj"])
+    assert "no bias" in problem
+    assert "o_proj" in problem
+    (problem,) = problems_of(tmp_path, q_proj(), modules_to_save=["norm"])
+    assert f"names {TEXT}.norm" in problem
+
+
+def test_a_saved_wrapper_needs_its_weight_but_not_its_buffers(tmp_path: Path) -> None:
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{VISION}.linear.weight": (24, 12)}
+    names = ["vision_tower.encoder.layers.0.self_attn.q_proj"]
+    saved = match(tmp_path, shapes, modules_to_save=names).targets[-1]
+    assert (saved.module_path, saved.kind, set(saved.tensors)) == (f"{VISION}.linear", "saved", {"weight"})
+    (problem,) = problems_of(tmp_path, q_proj(), modules_to_save=names)
+    assert f"{VISION}.linear" in problem
+
+
+def test_modules_to_save_that_the_model_does_not_have_are_no_problem(tmp_path: Path) -> None:
+    assert match(tmp_path, q_proj(), modules_to_save=["classifier", "score"]).targets
+
+
+def test_lora_on_a_module_that_is_also_saved_is_refused(tmp_path: Path) -> None:
+    shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj.weight": (16, 16)}
+    (problem,) = problems_of(tmp_path, shapes, modules_to_save=["language_model.layers.0.self_attn.q_proj"])
+    assert "modules_to_save replaces" in problem
+
+
+def test_saved_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.layers.0.experts.weight": (4, 16, 16)}
+    (problem,) = problems_of(tmp_path, shapes, modules_to_save=["experts"])
+    assert "saved fused experts" in problem
+
+
+@pytest.mark.parametrize("middle", ["", "base_layer."])
+def test_an_embedding_written_next_to_lora_also_changes_its_tied_head(middle: str, tmp_path: Path) -> None:
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.embed_tokens.{middle}weight": (50, 16)}
+    saved = [t for t in match(tmp_path, shapes).targets if t.kind == "saved"]
+    assert [t.module_path for t in saved] == [f"{TEXT}.embed_tokens", "lm_head"]
+    assert saved[0].tensors == saved[1].tensors
+    alone = match(tmp_path, q_proj() | {f"{PEFT_HEAD}{TEXT}.embed_tokens.weight": (50, 16)}, modules_to_save=["embed_tokens"])
+    assert [t.module_path for t in alone.targets if t.kind == "saved"] == [f"{TEXT}.embed_tokens"]
+
+
+def test_a_resized_vocabulary_is_refused_with_both_shapes(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, q_proj() | {f"{PEFT_HEAD}lm_head.weight": (51, 16)})
+    assert "[51, 16]" in problem
+    assert "[50, 16]" in problem
+    assert "resized" in problem
+
+
+def test_a_full_weight_that_nothing_announces_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, q_proj() | {f"{PEFT_HEAD}{TEXT}.norm.weight": (16,)})
+    assert "modules_to_save does not name" in problem
+    # PEFT writes a saved module without "base_layer"; this spelling it would drop.
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.norm.base_layer.weight": (16,)}
+    (problem,) = problems_of(tmp_path, shapes, modules_to_save=["norm"])
+    assert problem.startswith(f"{PEFT_HEAD}{TEXT}.norm.base_layer.weight")
+
+
+@pytest.mark.parametrize("middle", ["", "base_layer."])
+def test_biases_of_the_base_are_refused_by_name(middle: str, tmp_path: Path) -> None:
+    name = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.o_proj.{middle}bias"
+    (problem,) = problems_of(tmp_path, q_proj() | {name: (16,)}, bias="all")
+    assert problem.startswith(name)
+    assert "bias='all'" in problem
+    assert any("bias" in note for note in match(tmp_path, q_proj(), bias="lora_only").notes)
+
+
+def test_tying_that_the_file_does_not_keep_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path, embedding(), ensure_weight_tying=True)
+    assert "ensure_weight_tying" in problem
+    assert "lm_head" in problem
+    assert len(match(tmp_path, embedding() | pair("lm_head", 50, 16), ensure_weight_tying=True).targets) == 2
+
+
+def test_modules_without_a_weight_are_tied_to_nothing(tmp_path: Path) -> None:
+    anatomy = small_anatomy()
+    gates = tuple(
+        row(
+            f"model.{name}",
+            (3,),
+            kind="other",
+            tensors=(TensorRow(f"model.{name}.scale", (3,), "bfloat16", False, ()),),
+        )
+        for name in ("gate", "other")
+    )
+    anatomy = dataclasses.replace(anatomy, rows=(*anatomy.rows, *gates))
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}model.gate.scale": (3,)}
+    spec = match(tmp_path, shapes, anatomy, modules_to_save=["gate"], ensure_weight_tying=True)
+    assert [target.module_path for target in spec.targets if target.kind == "saved"] == ["model.gate"]

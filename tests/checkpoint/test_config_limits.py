@@ -1,0 +1,198 @@
+"""Counts of a config.json that no model has: refused with their field before anything is built."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import trimtab
+from tests import pico
+from tests.checkpoint.test_headers import framed
+from trimtab.checkpoint import config_limits, headers
+from trimtab.checkpoint.config_limits import check_config, check_layers, largest, most_tensors
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.errors import CheckpointError, DoesNotFitError
+from trimtab.process.json_file import KINDS
+
+PATH = Path("config.json")
+
+
+def changed(family: str, folder: Path, field: str, value: Any, *, bare: bool = False) -> Path:
+    """Return a small checkpoint whose config has another value in one field. bare: without weights."""
+    pico.build(family, folder)
+    file = folder / "config.json"
+    config = holder = json.loads(file.read_text())
+    *parts, name = field.split(".")
+    for part in parts:
+        holder = holder[part]
+    holder[name] = value
+    file.write_text(json.dumps(config))
+    if bare:
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+def refusal(folder: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        trimtab.plan(folder, device="cpu")
+    assert caught.value.path == str(folder / "config.json")
+    return caught.value
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch):
+    """Fail where transformers is asked to make a config of the file."""
+    monkeypatch.setattr(hf.transformers.AutoConfig, "from_pretrained", lambda *args, **options: pytest.fail("built"))
+
+
+@pytest.mark.parametrize("value", [10**9, 10**30, 1e30])
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("llama", "num_hidden_layers"), ("llama", "num_labels"), ("llama", "vocab_size"), ("llama", "max_position_embeddings"),
+        ("llama", "hidden_size"), ("llama", "head_dim"), ("llama", "num_attention_heads"), ("llama", "intermediate_size"),
+        ("gemma4", "text_config.num_hidden_layers"), ("gemma4", "vision_config.num_hidden_layers"),
+        ("gemma4", "audio_config.num_hidden_layers"), ("gemma4", "vision_config.patch_size"),
+        ("gemma4", "audio_config.conv_kernel_size"), ("gemma3", "vision_config.image_size"),
+        ("qwen3_vl", "vision_config.depth"), ("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"),
+        ("qwen3_moe", "head_dim"), ("llama", "attention_head_size"), ("llama", "conv_groups"),
+    ],
+)  # fmt: skip
+def test_a_count_that_no_model_has_is_refused_by_its_field(family: str, field: str, value: Any, tmp_path: Path, unbuilt: None):
+    error = refusal(changed(family, tmp_path / "m", field, value, bare=True))
+    assert error.field == field
+    assert f"{field} is " in str(error) and "at most" in str(error)
+
+
+def test_a_list_is_judged_by_its_name():
+    with pytest.raises(CheckpointError, match="mlp_only_layers is 1000000000"):
+        check_config({"mlp_only_layers": [3, 10**9]}, PATH)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architectures", 5),
+        ("architectures", [5]),
+        ("architectures", "a"),
+        ("model_type", []),
+        ("model_type", {}),
+        ("model_type", 5),
+    ],
+)
+def test_an_architecture_that_is_no_text_is_refused_by_its_field(field: str, value: Any, tmp_path: Path, unbuilt: None):
+    error = refusal(changed("llama", tmp_path / "m", field, value))
+    assert error.field == field
+
+
+@pytest.mark.parametrize("value", [[], {}, 0, False, 5, True, 1.5, ["llama"], [3]])
+@pytest.mark.parametrize("part", ["vision_config", "encoder", "talker_config.text_config", "parts"])
+def test_a_part_whose_architecture_is_no_text_is_refused_by_its_field(part: str, value: Any):
+    *outer, name = part.split(".")
+    own: Any = {"model_type": value, "hidden_size": 8}
+    config: dict[str, Any] = {name: [own] if name == "parts" else own}
+    for one in outer:
+        config = {one: config}
+    with pytest.raises(CheckpointError) as caught:
+        check_config({"model_type": "llama"} | config, PATH)
+    assert caught.value.field == f"{part}.model_type"
+    assert str(caught.value).count(".model_type is ") == 1 and "must be a text" in str(caught.value)
+
+
+def test_a_part_without_an_architecture_is_taken():
+    labels = {"id2label": {"0": "a"}, "label2id": {"model_type": 0}}
+    check_config({"model_type": "llama", "text_config": {"model_type": None}, "vision_config": {}, **labels}, PATH)
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_hidden_layers", -1), ("hidden_size", 0), ("vocab_size", -7), ("head_dim", -1)])
+def test_a_size_below_zero_is_refused(field: str, value: int, tmp_path: Path, unbuilt: None):
+    assert refusal(changed("llama", tmp_path / "m", field, value, bare=True)).field == field
+
+
+@pytest.mark.parametrize("value", ["4", None, [], {}, True, 2.5])
+def test_a_count_of_another_type_is_a_checkpoint_error(value: Any, tmp_path: Path):
+    with pytest.raises(CheckpointError):
+        trimtab.plan(changed("llama", tmp_path / "m", "num_hidden_layers", value), device="cpu")
+
+
+def test_more_layers_than_tensors_are_refused(tmp_path: Path, unbuilt: None):
+    error = refusal(changed("llama", tmp_path / "m", "num_hidden_layers", 400))
+    assert error.field == "num_hidden_layers" and "the weight files have 21 tensors" in str(error)
+
+
+def test_more_patches_than_an_image_has_are_refused(tmp_path: Path, unbuilt: None):
+    folder = changed("gemma3", tmp_path / "m", "vision_config.image_size", 60_000, bare=True)
+    assert refusal(folder).field == "vision_config.image_size"
+
+
+def test_experts_as_modules_are_bounded_while_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hf, "MOST_MODULES", 100)
+    error = refusal(changed("llama", tmp_path / "m", "num_hidden_layers", 40, bare=True))
+    assert "more than 100 modules" in str(error)
+
+
+def test_buffers_are_bounded_before_their_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = changed("qwen3_moe", tmp_path / "m", "head_dim", 2**20, bare=True)  # 2 MiB of rotary frequencies, twice
+    monkeypatch.setattr(hf, "MOST_BUFFER_BYTES", 3 * 2**20)
+    assert "more than 3145728 bytes of buffers" in str(refusal(folder))
+    monkeypatch.setattr(hf, "MOST_BUFFER_BYTES", 5 * 2**20)
+    with pytest.raises(DoesNotFitError):  # which knows the model
+        trimtab.plan(folder, device="cpu", host_memory="1GiB")
+
+
+def test_tensors_that_the_layers_cannot_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = pico.build("llama", tmp_path / "m")
+    header = {f"model.layers.0.x{place}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for place in range(12_000)}
+    (folder / "model.safetensors").write_bytes(framed(json.dumps(header).encode()))
+    monkeypatch.setattr(headers, "parse", lambda *args, **options: pytest.fail("parsed"))
+    with pytest.raises(CheckpointError, match="12000 tensors, a model of this config has fewer than 10600"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [  # counted from the releases' own index files, or computed for three weights an expert in six parts each
+        ({"num_hidden_layers": 61, "n_routed_experts": 256}, 91_991), ({"num_hidden_layers": 60, "num_experts": 256}, 280_000),
+        ({"text_config": {"num_hidden_layers": 35}, "vision_config": {"num_hidden_layers": 16}}, 2_011),
+        ({"depths": [2, 2, 18, 2]}, 330), ({"num_hidden_layers": 12, "num_hidden_groups": 1}, 25),
+    ],
+)  # fmt: skip
+def test_checkpoints_of_real_sizes_are_within_the_limits(config: dict[str, Any], tensors: int):
+    check_config(config, PATH)
+    check_layers(config, tensors, PATH)
+    assert tensors < most_tensors(config)
+
+
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_default_of_transformers_is_near_a_limit(every):
+    near: list[str] = []
+    for name in list(transformers.CONFIG_MAPPING.keys())[::every]:
+        try:
+            config = transformers.CONFIG_MAPPING[name]().to_dict()
+        except Exception:  # a class without defaults
+            continue
+        plain = json.loads(json.dumps(config, default=str))
+        near += [f"{name}.{field}" for field, *_ in config_limits._wrong_numbers(plain)]
+        near += [f"{name}.{field}" for field, value in config_limits._numbers(plain) if largest(field) < value * 1.9 < math.inf]
+    assert near == []
+
+
+def test_a_config_of_many_labels_is_read():
+    labels = {str(number): "a label of forty characters, more or less" for number in range(21_841)}
+    config = {"id2label": labels, "label2id": {f"{label} {number}": int(number) for number, label in labels.items()}}
+    assert len(json.dumps(config)) < KINDS["config.json"].nbytes
+    check_config(config, PATH)
+
+
+def test_a_config_of_hundreds_of_parts_is_refused_before_anything_copies_them():
+    part = {"hidden_size": 8, "rope_parameters": {"rope_theta": 1.0}}
+    check_config({"model_type": "llama", "parts": [part] * 127}, PATH)
+    with pytest.raises(CheckpointError, match=r"config\.json is 258: a model has at most 256 objects"):
+        check_config({"model_type": "llama", "parts": [part] * 129}, PATH)
+    check_config({"model_type": "llama", "quantization_config": {"modules": [{}] * 1000}}, PATH)

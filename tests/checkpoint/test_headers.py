@@ -1,0 +1,457 @@
+"""Whether the header reader gives what the safetensors library wrote, and refuses every file that lies."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tests import ROOT
+from tests.examples import examples
+from trimtab.checkpoint.headers import DTYPES, MAX_HEADER_BYTES, read_header
+from trimtab.errors import CheckpointError
+
+# One float16 tensor "a" of shape [2], then its four bytes of data: 8 + 56 + 4 bytes.
+VALID = b'\x38\0\0\0\0\0\0\0{"a":{"dtype":"F16","shape":[2],"data_offsets":[0,4]}}  \x01\x02\x03\x04'
+
+
+def written(folder: Path, content: bytes) -> Path:
+    file = folder / "model.safetensors"
+    file.write_bytes(content)
+    return file
+
+
+def framed(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def refusal(folder: Path, content: bytes) -> CheckpointError:
+    file = written(folder, content)
+    with pytest.raises(CheckpointError) as caught:
+        read_header(file)
+    assert caught.value.path == str(file)
+    return caught.value
+
+
+def refusal_of(folder: Path, tensors: dict[str, Any], data: bytes = bytes(4)) -> CheckpointError:
+    return refusal(folder, framed(json.dumps(tensors).encode(), data))
+
+
+# What is read ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_tensor_is_found_at_its_bytes(tmp_path: Path) -> None:
+    file = written(tmp_path, VALID)
+    header = read_header(file)
+    (found,) = header.tensors.values()
+    assert (found.tensor_name, found.dtype, found.shape, found.file) == ("a", "float16", (2,), file)
+    assert (found.start, found.nbytes, header.file_bytes, header.metadata) == (64, 4, 68, {})
+    assert VALID[found.start : found.start + found.nbytes] == b"\x01\x02\x03\x04"
+
+
+def test_a_text_path_is_as_good_as_a_path(tmp_path: Path) -> None:
+    file = written(tmp_path, VALID)
+    assert read_header(str(file)) == read_header(file)
+
+
+def test_a_file_without_tensors_is_empty_and_sound(tmp_path: Path) -> None:
+    assert read_header(written(tmp_path, framed(b"{}"))).tensors == {}
+
+
+def test_empty_tensors_and_scalars_have_their_place(tmp_path: Path) -> None:
+    tensors = {
+        "none": entry(shape=[0, 7], offsets=[0, 0]),
+        "one": entry("F32", [], [0, 4]),
+        "end": entry("I64", [0], [4, 4]),
+    }
+    header = read_header(written(tmp_path, framed(json.dumps(tensors).encode(), bytes(4))))
+    start = header.file_bytes - 4
+    assert [(e.shape, e.start - start, e.nbytes) for e in header.tensors.values()] == [
+        ((0, 7), 0, 0),
+        ((), 0, 4),
+        ((0,), 4, 0),
+    ]
+
+
+def test_tensors_may_be_listed_in_another_order_than_they_lie(tmp_path: Path) -> None:
+    tensors = {"second": entry(offsets=[4, 8]), "first": entry(offsets=[0, 4])}
+    header = read_header(written(tmp_path, framed(json.dumps(tensors).encode(), bytes(8))))
+    assert header.tensors["second"].start == header.tensors["first"].start + 4
+    assert list(header.tensors) == ["second", "first"]
+
+
+def test_metadata_is_text_by_text(tmp_path: Path) -> None:
+    header = read_header(written(tmp_path, framed('{"__metadata__":{"format":"pt","ключ":"é"}}'.encode())))
+    assert header.metadata == {"format": "pt", "ключ": "é"}
+    assert header.tensors == {}
+
+
+def test_reading_needs_neither_torch_nor_the_safetensors_library() -> None:
+    code = (
+        "import sys, trimtab.checkpoint.headers, trimtab.checkpoint.folder, trimtab.formats.packed\n"
+        "import trimtab.checkpoint.names\n"
+        "print([name for name in ('torch', 'safetensors', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    root = ROOT
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("dtype", sorted(spelled for spelled, _ in DTYPES.values()))
+def test_what_the_library_writes_comes_back(tmp_path: Path, dtype: str) -> None:
+    real: torch.dtype = getattr(torch, dtype)
+    source = {
+        "matrix": torch.arange(24).reshape(4, 6).to(real), "scalar": torch.tensor(1).to(real),
+        "empty": torch.zeros(0, 3).to(real), "a.ключ \"1\"\\": torch.ones(3).to(real),
+    }  # fmt: skip
+    file = tmp_path / "model.safetensors"
+    save_file(source, file, metadata={"format": "pt"})
+    header, content = read_header(file), file.read_bytes()
+    assert header.metadata == {"format": "pt"}
+    assert set(header.tensors) == set(source)
+    for name, tensor in source.items():
+        found = header.tensors[name]
+        assert (found.dtype, found.shape) == (dtype, tuple(tensor.shape))
+        stored = content[found.start : found.start + found.nbytes]
+        assert stored == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+
+
+# What is refused: the file --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"", b"\x02\0\0\0\0\0\0"])
+def test_file_of_less_than_eight_bytes_is_refused(tmp_path: Path, content: bytes) -> None:
+    assert f"has {len(content)} B" in str(refusal(tmp_path, content))
+
+
+def test_header_longer_than_the_file_is_refused_as_cut_short(tmp_path: Path) -> None:
+    error = refusal(tmp_path, b"\x39\0\0\0\0\0\0\0{}")
+    assert "header of 57 B is longer than the file (10 B)" in str(error)
+    assert "truncated" in error.hint
+
+
+def test_cut_header_whose_length_looks_like_a_pickle_is_not_called_one(tmp_path: Path) -> None:
+    assert "header of 640 B is longer" in str(refusal(tmp_path, b"\x80\x02\0\0\0\0\0\0{}"))
+
+
+def test_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    file = written(tmp_path, (MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+    with open(file, "r+b") as handle:
+        handle.truncate(MAX_HEADER_BYTES + 100)  # sparse: takes no disk
+    with pytest.raises(CheckpointError, match="100000001 B is over the limit of 100000000 B"):
+        read_header(file)
+
+
+def test_file_that_is_cut_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, VALID[:62])  # without the last two spaces of the header and the data
+    monkeypatch.setattr(os, "fstat", lambda _: SimpleNamespace(st_size=len(VALID)))
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        read_header(file)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_header(tmp_path / "none.safetensors")
+
+
+def test_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_header(tmp_path)
+
+
+def test_path_with_a_null_character_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_header("a\0b")
+
+
+def test_git_lfs_pointer_is_named(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9940000000\n"
+    error = refusal(tmp_path, pointer)
+    assert "Git LFS pointer" in str(error)
+    assert "git lfs pull" in error.hint
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("value", [None, {"weight": [1.0] * 100}], ids=["short", "long"])
+def test_pickle_is_named(tmp_path: Path, protocol: int, value: Any) -> None:
+    error = refusal(tmp_path, pickle.dumps(value, protocol=protocol))
+    assert "is a pickle" in str(error)
+    assert "Convert it to safetensors" in error.hint
+
+
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_file_of_torch_save_is_named_a_pickle(tmp_path: Path, as_zip: bool) -> None:
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.ones(4)}, buffer, _use_new_zipfile_serialization=as_zip)
+    assert "is a pickle" in str(refusal(tmp_path, buffer.getvalue()))
+
+
+def test_gguf_file_is_named(tmp_path: Path) -> None:
+    assert "GGUF" in str(refusal(tmp_path, b"GGUF\x03\0\0\0" + bytes(64)))
+
+
+# What is refused: the header ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", [b"", b'[{"a":1}]', b'"a"', b" {}", b"\xef\xbb\xbf{}"])
+def test_header_that_does_not_start_with_a_brace_is_refused(tmp_path: Path, header: bytes) -> None:
+    assert "does not start with '{'" in str(refusal(tmp_path, framed(header)))
+
+
+def test_header_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    assert "not UTF-8" in str(refusal(tmp_path, framed(b'{"\xff":1}')))
+
+
+@pytest.mark.parametrize("header", [b'{"a":', b"{}{}", b"{}\0", b"{'a':1}", b'{"a":' + b"[" * 100_000])
+def test_header_that_is_not_json_is_refused(tmp_path: Path, header: bytes) -> None:
+    assert "not JSON" in str(refusal(tmp_path, framed(header)))
+
+
+@pytest.mark.parametrize("constant", [b"NaN", b"Infinity", b"-Infinity"])
+def test_constant_that_is_not_json_is_refused(tmp_path: Path, constant: bytes) -> None:
+    assert f"{constant.decode()} is not JSON" in str(refusal(tmp_path, framed(b'{"a":' + constant + b"}")))
+
+
+@pytest.mark.parametrize("number", ["-0", "1" * 21, "1" * 5000], ids=len)
+def test_number_that_is_no_64_bit_size_is_refused(tmp_path: Path, number: str) -> None:
+    header = f'{{"a":{{"dtype":"U8","shape":[{number}],"data_offsets":[0,0]}}}}'.encode()
+    assert "is not a size" in str(refusal(tmp_path, framed(header)))
+
+
+def test_tensor_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    one = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    two = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}'
+    error = refusal(tmp_path, framed(b"{" + one + b"," + two + b"}", bytes(2)))
+    assert error.tensor_name == "a"
+    assert "occurs twice" in str(error)
+
+
+def test_key_of_a_tensor_that_occurs_twice_is_refused_under_the_tensors_name(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}'
+    assert refusal(tmp_path, framed(header, bytes(1))).tensor_name == "a"
+
+
+def test_tensor_name_that_is_half_a_surrogate_pair_is_refused_with_a_printable_error(tmp_path: Path) -> None:
+    error = refusal(tmp_path, framed(b'{"a\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', bytes(1)))
+    assert error.tensor_name == "a\\ud800"
+    assert "not valid Unicode" in str(error)
+    str(error).encode("utf-8")
+
+
+@pytest.mark.parametrize("found", [[], "x", 1, None, {"a": 1}, {"a": None}, {"a": {"b": "c"}}])
+def test_metadata_that_is_not_text_by_text_is_refused(tmp_path: Path, found: Any) -> None:
+    assert "__metadata__ is not a map from text to text" in str(refusal_of(tmp_path, {"__metadata__": found}, b""))
+
+
+def test_metadata_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    assert "keys twice: a" in str(refusal(tmp_path, framed(b'{"__metadata__":{"a":"1","a":"2"}}')))
+
+
+@pytest.mark.parametrize(
+    "item", [1, None, [], "U8", {}, {"dtype": "U8", "shape": [4]}, entry() | {"strides": [1]}], ids=repr
+)  # fmt: skip
+def test_tensor_with_other_keys_is_refused(tmp_path: Path, item: Any) -> None:
+    error = refusal_of(tmp_path, {"a": item})
+    assert error.tensor_name == "a"
+    assert "is not {dtype, shape, data_offsets}" in str(error)
+
+
+@pytest.mark.parametrize("dtype", ["F128", "f16", "", 1, None, ["U8"], "F4", "x" * 10_000])
+def test_unknown_dtype_is_refused_with_the_known_ones(tmp_path: Path, dtype: Any) -> None:
+    error = refusal_of(tmp_path, {"a": entry(dtype)})
+    assert error.tensor_name == "a"
+    assert "unknown dtype" in str(error)
+    assert "BF16" in str(error)
+    assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("shape", [[-4], [4.0], [True, 4], ["4"], [None], 4, "4", None, {}, [2**63], [1] * 65, [[4]]], ids=repr)
+def test_bad_shape_is_refused(tmp_path: Path, shape: Any) -> None:
+    error = refusal_of(tmp_path, {"a": entry(shape=shape)})
+    assert error.tensor_name == "a"
+    assert "bad shape" in str(error)
+
+
+@pytest.mark.parametrize("shape", [[2**62, 2], [2**32, 2**31], [2**32, 2**32], [2**40, 0, 2**40], [2**62, 4, 0]], ids=repr)
+def test_shape_that_overflows_is_refused(tmp_path: Path, shape: list[int]) -> None:
+    error = refusal_of(tmp_path, {"a": entry(shape=shape, offsets=[0, 0])})
+    assert error.tensor_name == "a"
+    assert "too large" in str(error)
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[0], [0, 4, 8], [0.0, 4], [0, "4"], [-4, 0], [False, 4], [0, 2**63], [4, 0], None, 4, "04", {}],
+    ids=repr,
+)
+def test_bad_offsets_are_refused(tmp_path: Path, offsets: Any) -> None:
+    error = refusal_of(tmp_path, {"a": entry(offsets=offsets)})
+    assert error.tensor_name == "a"
+    assert "bad offsets" in str(error)
+
+
+@pytest.mark.parametrize(("dtype", "shape", "need"), [("U8", [3], 3), ("U8", [5], 5), ("F32", [], 4), ("F16", [2, 0], 0)], ids=repr)
+def test_size_that_is_not_shape_times_dtype_is_refused(tmp_path: Path, dtype: str, shape: list[int], need: int) -> None:
+    nbytes = 6
+    error = refusal_of(tmp_path, {"a": entry(dtype, shape, [0, nbytes])}, bytes(nbytes))
+    assert error.tensor_name == "a"
+    assert f"has 6 B, its dtype {dtype} and shape {shape} need {need} B" in str(error)
+
+
+# What is refused: the layout ------------------------------------------------------------------------------------------
+
+
+def test_offsets_beyond_the_data_are_refused_as_cut_short(tmp_path: Path) -> None:
+    error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[4, 8])}, bytes(7))
+    assert error.tensor_name == "b"
+    assert "ends at byte" in str(error)
+    assert "truncated" in error.hint
+
+
+def test_overlap_is_refused(tmp_path: Path) -> None:
+    error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[3, 7])}, bytes(7))
+    assert error.tensor_name == "b"
+    assert "overlaps the tensor before it by 1 B" in str(error)
+
+
+def test_every_tensor_inside_a_larger_one_is_named(tmp_path: Path) -> None:
+    inside = {"b": entry(shape=[2], offsets=[1, 3]), "c": entry(shape=[1], offsets=[3, 4])}
+    error = refusal_of(tmp_path, {"a": entry(shape=[6], offsets=[0, 6])} | inside, bytes(6))
+    assert error.tensor_name == "b"
+    assert "overlaps the tensor before it by 5 B (and 1 more: c: overlaps the tensor before it by 3 B)" in str(error)
+
+
+def test_two_tensors_over_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    assert "overlaps the tensor before it by 4 B" in str(refusal_of(tmp_path, {"a": entry(), "b": entry()}))
+
+
+def test_empty_tensor_inside_another_is_refused(tmp_path: Path) -> None:
+    error = refusal_of(tmp_path, {"a": entry(), "b": entry(shape=[0], offsets=[2, 2])})
+    assert (error.tensor_name, "overlaps" in str(error)) == ("b", True)
+
+
+def test_hole_before_the_first_tensor_is_refused(tmp_path: Path) -> None:
+    error = refusal_of(tmp_path, {"a": entry(offsets=[1, 5])}, bytes(5))
+    assert (error.tensor_name, "a gap of 1 B" in str(error)) == ("a", True)
+
+
+def test_hole_between_tensors_is_refused(tmp_path: Path) -> None:
+    error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[6, 10])}, bytes(10))
+    assert (error.tensor_name, "a gap of 2 B" in str(error)) == ("b", True)
+
+
+def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
+    assert "3 B follow the last tensor" in str(refusal_of(tmp_path, {"a": entry()}, bytes(7)))
+
+
+def test_bytes_after_a_header_without_tensors_are_refused(tmp_path: Path) -> None:
+    assert "1 B follow the last tensor" in str(refusal(tmp_path, framed(b"{}", b"\0")))
+
+
+def test_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:
+    wrong = {f"bad{number}": entry("F128") for number in range(9)}
+    error = refusal_of(tmp_path, {"good": entry()} | wrong)
+    assert error.tensor_name == "bad0"
+    assert "and 8 more: bad1: unknown dtype" in str(error)
+    assert "good" not in str(error)
+    assert "bad6" not in str(error)  # a broken file of thousands of tensors must not fill the screen
+
+
+# Whatever the bytes are -----------------------------------------------------------------------------------------------
+
+_MIXED = framed(
+    json.dumps(
+        {
+            "__metadata__": {"format": "pt"}, "a.weight": entry("BF16", [2, 3], [0, 12]),
+            "a.bias": entry("F32", [], [12, 16]),
+            "empty": entry("U8", [0], [16, 16]), "b": entry("I64", [1], [16, 24]),
+        }
+    ).encode(),
+    bytes(range(24)),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("headers")
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> bytes:
+    content = bytearray(_MIXED)
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(("flip", "cut", "insert", "swap", "length")))
+        at = draw(st.integers(0, max(len(content) - 1, 0)))
+        if kind == "flip" and content:
+            content[at] ^= draw(st.integers(1, 255))
+        elif kind == "cut":
+            del content[at : at + draw(st.integers(1, 40))]
+        elif kind == "insert":
+            content[at:at] = draw(st.sampled_from((b"0", b"-", b"1", b",", b"]", b'"', b"{", b"}", b"[", b"\\ud800", b"e9")))
+        elif kind == "swap":
+            content[at : at + 1] = draw(st.binary(max_size=3))
+        else:
+            content[:8] = draw(st.integers(0, len(content))).to_bytes(8, "little")
+    return bytes(content)
+
+
+def _check_never_lies(scratch: Path, content: bytes) -> None:
+    """A file is refused with CheckpointError, or read as the library reads it, each byte of its data covered once."""
+    file = written(scratch, content)
+    try:
+        header = read_header(file)
+    except CheckpointError:
+        return
+    known = {name: (found["shape"], bytes(found["data"])) for name, found in safetensors.deserialize(content)}
+    assert known == {
+        name: (list(found.shape), content[found.start : found.start + found.nbytes]) for name, found in header.tensors.items()
+    }
+    assert sum(found.nbytes for found in header.tensors.values()) == header.file_bytes - 8 - int.from_bytes(content[:8], "little")
+
+
+@given(content=mutations())
+@settings(max_examples=examples(600), deadline=None)
+def test_a_damaged_file_is_refused_or_read_as_the_library_reads_it(scratch: Path, content: bytes) -> None:
+    _check_never_lies(scratch, content)
+
+
+@given(content=st.binary(max_size=64) | st.builds(framed, st.binary(max_size=48), st.binary(max_size=16)))
+@settings(max_examples=examples(200), deadline=None)
+def test_random_bytes_are_refused_or_read_as_the_library_reads_them(scratch: Path, content: bytes) -> None:
+    _check_never_lies(scratch, content)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**65) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
+)  # fmt: skip
+_ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(("U8", "F16", "BF16", "F64")) | _JSON,
+        "shape": st.lists(st.integers(0, 4), max_size=3) | _JSON,
+        "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2) | _JSON,
+    }
+)
+
+
+@given(tensors=st.dictionaries(st.text(max_size=3), _ENTRIES | _JSON, max_size=3), data=st.binary(max_size=12))
+@settings(max_examples=examples(400), deadline=None)
+def test_any_json_header_is_refused_or_read_as_the_library_reads_it(scratch: Path, tensors: Any, data: bytes) -> None:
+    _check_never_lies(scratch, framed(json.dumps(tensors).encode(), data))

@@ -1,0 +1,424 @@
+"""What a newcomer types wrong in the first hour: each mistake is named as it was typed, with what to do.
+
+Nothing here imports torch: a mistake that needs none is known before it.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trimtab
+from tests.adapter_files import TEXT, pair, small_anatomy, write_adapter
+from trimtab import api
+from trimtab.adapters.file import read_adapter
+from trimtab.adapters.match import match_adapter
+from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.unreadable import address_hint
+from trimtab.cli import main as cli
+from trimtab.cli.commands.prompts_file import Doubts, read_prompts
+from trimtab.cli.main import ELSEWHERE
+from trimtab.errors import AdapterError, CheckpointError, RequestError
+from trimtab.planning.plan.plan import Plan
+from trimtab.request import LoadRequest, full_dtype, token_count
+from trimtab.serve.contract.errors import MOST_NAMES, UnknownModelError
+from trimtab.serve.contract.settings import Limits
+
+DEMO = Path(trimtab.__file__).parent / "demo"
+BASE, STYLE, SPECIALIST = DEMO / "base", DEMO / "adapters" / "style", DEMO / "adapters" / "specialist"
+
+
+@pytest.fixture
+def ask(capsys):
+    """Run a command; return (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        code = cli.main([str(one) for one in arguments])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+# Near matches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_near_name_is_a_question_and_every_choice_stays_in_the_field():
+    error = RequestError("is no name", field="f", value="a", allowed=("aa", "ab", "zz"), near=("aa", "ab"))
+    assert str(error) == "f='a': is no name (did you mean aa or ab?)"
+    assert error.allowed == ("aa", "ab", "zz") and error.near == ("aa", "ab")
+    assert error.to_dict()["fields"]["near"] == ("aa", "ab")
+    assert RequestError.from_dict(json.loads(json.dumps(error.to_dict()))).near == ("aa", "ab")
+
+
+def test_without_a_near_name_every_choice_is_shown_and_the_error_has_no_field_for_it():
+    error = RequestError("is no name", field="f", value="q", allowed=("aa", "ab"))
+    assert str(error) == "f='q': is no name (choices: aa, ab)"
+    assert error.near == () and "near" not in error.to_dict()["fields"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [("foo", []), ("timeout", []), ("image_pixel", ["image_pixels"]), ("IMAGE_PIXELS", ["image_pixels"])],
+)
+def test_a_limit_that_resembles_none_lists_all(typed, near):
+    with pytest.raises(RequestError) as caught:
+        Limits.of({typed: "3"})
+    assert list(caught.value.near)[:1] == near and {"image_pixels", "body_s", "tools"} <= set(caught.value.allowed)
+    assert ("choices: " in str(caught.value)) == (not near)
+
+
+def test_a_wrong_adapter_means_the_near_one_and_not_that_there_is_no_other(ask):
+    two = ("--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}")
+    code, _, err = ask("run", BASE, "hi", *two, "--use", "styel")
+    assert code == 2 and "--use styel: no adapter of this name is given (did you mean style?)" in err
+    code, _, err = ask("run", BASE, "hi", *two, "--use", "zzz")
+    assert code == 2 and "(choices: style, specialist, base)" in err
+
+
+def test_a_served_name_is_asked_for_and_a_long_list_says_that_it_goes_on():
+    error = UnknownModelError("styel", ["gemma", "style", "specialist"])
+    assert "(did you mean style?)" in str(error) and error.allowed == ("style", "gemma", "specialist")
+    many = [f"adapter-{number}" for number in range(100)]
+    error = UnknownModelError("zzz", many)
+    assert len(error.allowed) == MOST_NAMES and "20 of 100; GET /v1/models lists all" in str(error)
+
+
+@pytest.mark.parametrize("name", ["STYLE", "Style", "styel"])
+def test_case_is_no_difference(name):
+    assert near_names(name, ["specialist", "style"]) == ["style"]
+
+
+# A model's own file as MODEL ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("command", [("run", "hi"), ("chat",), ("plan",)], ids=lambda words: words[0])
+def test_a_file_of_a_model_is_no_plan_and_its_folder_is_named(ask, command, name):
+    code, _, err = ask(command[0], BASE / name, *command[1:])
+    assert code == 3 and "another release" not in err
+    assert f"{BASE / name}: is not a saved plan" in err
+    assert f"A model is given as its folder: {BASE}" in err
+
+
+def test_a_file_of_a_model_is_no_plan_in_python_either(tmp_path):
+    shutil.copy(BASE / "tokenizer.json", tmp_path / "mine.json")
+    with pytest.raises(CheckpointError, match="is not a saved plan") as caught:
+        Plan.load(tmp_path / "mine.json")
+    assert "as its folder or hub id" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '"plan"', "null"])
+def test_json_of_another_kind_is_no_plan(tmp_path, text):
+    (tmp_path / "a.json").write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is not a saved plan"):
+        Plan.load(tmp_path / "a.json")
+
+
+# --card list ----------------------------------------------------------------------------------------------------------
+
+
+def test_card_list_prints_the_cards_without_a_model(ask):
+    code, out, _ = ask("plan", "--card", "list")
+    assert code == 0 and "GeForce RTX 4060 8GB" in out
+    code, out, _ = ask("plan", "--card", "list", "--json")
+    assert code == 0 and "GeForce RTX 4060 8GB" in [card["title"] for card in json.loads(out)["cards"]]
+
+
+def test_card_list_plans_nothing(ask):
+    code, _, err = ask("plan", BASE, "--card", "list")
+    assert code == 2 and "Omit MODEL" in err
+    code, _, err = ask("plan", BASE, "--card", "M3 Max")
+    assert code == 2 and "prints them with --card list" in err and "did you mean" not in err
+    code, _, err = ask("plan", "--card", "T4")
+    assert code == 2 and "required: MODEL" in err
+
+
+# What the user typed ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bug_that_is_not_known_is_named_by_its_flag(ask):
+    code, _, err = ask("doctor", "--probe", "Z9")
+    assert code == 2 and "--probe Z9: is not in the catalogue of known bugs (choices: A1, " in err
+
+
+@pytest.mark.parametrize(
+    ("given", "blamed"),
+    [
+        (("--max-memory", '{"0": "4GiB"}'), "--max-memory cuda:0"),
+        (("--device", "cuda:0"), "--device cuda:0"),
+        (("--device", "cuda:0", "--max-memory", '{"0": "4GiB"}'), "--device cuda:0"),
+    ],
+)
+def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monkeypatch, given, blamed):
+    def refuse(device, bytes_now):
+        raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
+
+    monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
+    code, _, err = ask("plan", BASE, *given)
+    assert code == 2 and err.startswith(f"trimtab: {blamed}: this machine has 0 CUDA devices")
+
+
+def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch):
+    def refuse(device, bytes_now):
+        raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
+
+    monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
+    for options, field in (({"max_memory": {0: "4GiB"}}, "max_memory"), ({"device": "cuda:0"}, "device")):
+        with pytest.raises(RequestError) as caught:
+            trimtab.plan(BASE, **options)
+        assert (caught.value.field, caught.value.value) == (field, "cuda:0")
+
+
+def test_an_address_as_model_says_what_to_do(ask):
+    code, _, err = ask("plan", "https://huggingface.co/google/gemma-4-E4B-it/tree/main")
+    assert code == 3 and "is an address" in err
+    assert "`trimtab pull google/gemma-4-E4B-it` fetches it; then give google/gemma-4-E4B-it" in err
+    code, _, err = ask("plan", "https://example.com/model.tar")
+    assert code == 3 and "download it, and give the folder, or a hub id" in err
+
+
+def test_an_address_as_adapter_or_medium_says_what_to_do(ask):
+    code, _, err = ask("inspect", "style=https://example.com/adapter")
+    assert code == 3 and "is an address, not a folder" in err and "download it" in err
+    for flag in ("--image", "--audio"):
+        code, _, err = ask("run", BASE, "hi", flag, "https://example.com/x.png")
+        assert code == 2 and f"{flag} https://example.com/x.png: no such file. Nothing is read from an address: download" in err
+
+
+@pytest.mark.parametrize("text", ["C:/models/gemma", "google/gemma", "a:b", "x=https", "./https:", ""])
+def test_a_path_is_no_address(text):
+    assert address_hint(text) == ""
+
+
+def test_a_model_as_adapter_is_called_a_model(ask):
+    code, _, err = ask("plan", BASE, "--adapter", BASE)
+    assert code == 3 and "this is a model, not an adapter" in err and "missing" not in err
+
+
+def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for(tmp_path):
+    shapes = pair(f"{TEXT}.layers.0.self_attn.q_proj", 999, 16)
+    folder = write_adapter(tmp_path / "a", shapes, base_model_name_or_path="google/gemma-4-E2B-it")
+    with pytest.raises(AdapterError) as caught:
+        match_adapter(read_adapter(folder), small_anatomy())
+    first, *others = str(caught.value).splitlines()
+    assert first.startswith(f"{folder}: was made for google/gemma-4-E2B-it, and this model differs: ")
+    assert first.endswith(f"{len(caught.value.problems)} problem{'s' * (len(caught.value.problems) != 1)}")
+    assert any("999" in line for line in others)
+
+
+# Flags and commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("run", "base", "hi", "--max-tokens", "5"), ": --max-tokens 5; --max-tokens (did you mean --max-new-tokens?)"),
+        (("run", "base", "hi", "--adapters", "a=b"), "--adapters (did you mean --adapter?)"),
+        (("serve", "base", "--gpu_memory=4GiB"), "--gpu_memory (did you mean --gpu-memory?)"),
+        (("run", "base", "-p", "hi"), "PROMPT has no flag: trimtab run MODEL PROMPT"),
+        (("run", "--model", "base", "hi"), "MODEL has no flag: trimtab run MODEL PROMPT"),
+        (("chat", "base", "--ctx-size", "512"), "--ctx-size (did you mean --context?)"),
+        (("bench", "base", "--max-tokens", "5"), "--max-tokens (did you mean --new-tokens?)"),
+        (("inspect", "a", "--zzz"), "--zzz (`trimtab inspect --help` lists the flags)"),
+        (("run", "base", "hi", "there", "-1.5"), "unrecognized arguments: there -1.5\n"),
+        (("rn", "base", "hi"), "there is no command 'rn' (did you mean run"),
+        (("qqq",), "there is no command 'qqq' (choices: plan, inspect, run, demo, chat, "),
+        (("run", "base"), "required: PROMPT; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat M"),
+        (("run", "base", "hi", "--context", "4q"), "argument --context: '4q' is not a number of tokens, such as 4096 or 4k"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_flag_or_command_is_asked_for(ask, given, said):
+    code, out, err = ask(*given)
+    assert code == 2 and not out and said in err and err.startswith("usage: trimtab")
+
+
+def test_a_mistyped_flag_is_one_json_object_too(ask):
+    code, out, _ = ask("run", "base", "hi", "--max-tokens", "5", "--json")
+    error = json.loads(out)["error"]
+    assert code == 2 and error["class"] == "RequestError" and "did you mean --max-new-tokens" in error["message"]
+
+
+def test_every_flag_of_another_program_leads_to_one_of_ours():
+    commands = next(one for one in cli.parser()._actions if one.dest == "name").choices
+    ours = {word for command in commands.values() for action in command._actions
+            for word in (*action.option_strings, action.metavar)}  # fmt: skip
+    assert set(" ".join(ELSEWHERE.values()).split()) <= ours
+    assert not set(ELSEWHERE) & {word for action in commands["run"]._actions for word in action.option_strings}
+
+
+@pytest.mark.parametrize(
+    ("given", "as_if"),
+    [(["-V"], ["--version"]), (["version"], ["--version"]), (["help"], ["--help"]), (["help", "run"], ["run", "--help"])],
+)  # fmt: skip
+def test_help_and_version_are_commands_too(given, as_if, capsys):
+    outputs = []
+    for arguments in (given, as_if):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        outputs.append((caught.value.code, capsys.readouterr().out))
+    assert outputs[0] == outputs[1] and outputs[0][0] == 0 and "trimtab" in outputs[0][1]
+
+
+def test_version_as_json_has_both_spellings(ask):
+    assert ask("version", "--json")[:2] == ask("--version", "--json")[:2] and ask("version", "--json")[0] == 0
+
+
+def test_trimtab_alone_prints_its_help_and_asked_nothing(ask):
+    code, out, err = ask()
+    assert code == 2 and not out and err.startswith("usage: trimtab") and "\n    chat " in err and "exit codes:" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("4k", 4096), ("4096", 4096), ("128K", 131072), ("0", 0), ("-1", -1), ("1_000", 1000)]
+)
+def test_k_is_1024_tokens(text, tokens):
+    assert token_count(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "4kk", "4 GiB", "4.5k", "4m", "kk"])
+def test_what_is_no_number_of_tokens_is_refused(text):
+    with pytest.raises(RequestError, match="such as 4096 or 4k"):
+        token_count(text)
+
+
+def test_a_call_takes_k_as_the_flag_does():
+    with pytest.raises(RequestError) as raised:
+        trimtab.plan("nowhere", context="4q")
+    assert (raised.value.field, raised.value.value) == ("context", "4q")
+    assert [api._tokens(one, "context") for one in ("4k", "4096", 4096, None)] == [4096, 4096, 4096, None]
+
+
+@pytest.mark.parametrize("words", [["--color"], ["--color", "plan", "base"], ["plan", "base", "--color"]])
+def test_color_without_a_value_names_the_values(words, capsys):
+    assert cli.main(words) == 2
+    assert "argument --color: expected one argument of auto, always, never" in capsys.readouterr().err
+
+
+def test_every_number_of_tokens_takes_k():
+    commands = next(one for one in cli.parser()._actions if one.dest == "name").choices
+    for name, command in commands.items():
+        for action in command._actions:
+            if re.match("(most )?tokens (of|whose)", action.help or ""):
+                assert action.type is token_count, (name, action.option_strings)
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_several_adapters_need_a_name_in_every_command(ask, command):
+    prompt = ("hi",) if command == "run" else ()
+    code, _, err = ask(command, BASE, *prompt, "--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}")
+    assert code == 2 and "--use: several adapters are given; name the one that answers (choices: style, specialist, base)" in err
+    assert "`base` answers without one" in err
+
+
+def test_a_dtype_of_torch_is_its_name():
+    """The class is imitated: torch's is in tests/test_request.py."""
+    kind = type("dtype", (), {"__module__": "torch", "__str__": lambda self: "torch.float16"})
+    for given in (kind(), "torch.float16", "fp16", "float16"):
+        assert full_dtype(given) == "float16" and LoadRequest(model="m", dtype=given).dtype == "float16"
+    with pytest.raises(RequestError, match="unknown choice"):
+        LoadRequest(model="m", dtype="torch.float15")
+    assert full_dtype(None) is None and full_dtype(16) == 16
+
+
+# Before torch ----------------------------------------------------------------------------------------------------------
+
+# Runs command lines one after another; one that imports torch ends there, as code "torch".
+CHILD = """
+import contextlib, importlib.abc, io, json, sys
+
+class Torch(BaseException):
+    pass
+
+class Guard(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise Torch
+
+sys.meta_path.insert(0, Guard())
+from trimtab.cli import main as cli
+said = []
+for words in json.load(sys.stdin):
+    err = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(err):
+            code = cli.main(words)
+    except Torch:
+        code = "torch"
+    assert "torch" not in sys.modules
+    said.append([code, err.getvalue()])
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory):
+    """Return (words of a command line, exit code, what stderr has) of mistakes that need no torch to be found."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    bare = folder / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE / name, bare)
+    files = {"text": "hello\nyou\n", "one": '{"prompt": "a"}\n', "none": "",
+             "image": '{"prompt": "a", "image": "no.png"}\n', "named": '{"prompt": "a", "adapter": "styel"}\n'}  # fmt: skip
+    prompts = {}
+    for name, text in files.items():
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        prompts[name] = ["--prompts", str(folder / f"{name}.jsonl"), "--out", str(folder / f"{name}-out.jsonl")]
+    (folder / "notes.txt").write_text("my notes\n", encoding="utf-8")
+    style, both = (
+        ["--adapter", f"style={STYLE}"],
+        ["--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}"],
+    )
+    base, several = str(BASE), "several adapters are given"
+    return [
+        (["run", str(folder / "no"), "hi"], 3, "no such folder"),
+        (["run", str(bare), "hi"], 3, "no weights"), (["chat", str(bare)], 3, "no weights"),
+        (["run", str(bare), *prompts["one"]], 3, "no weights"), (["tune", str(bare)], 3, "no weights"),
+        (["run", base, " "], 2, "PROMPT: is empty"),
+        (["run", base, "hi", "--image", str(folder / "no.png")], 2, "no such file"),
+        (["run", base, "hi", "--audio", str(folder / "no.wav")], 2, "no such file"),
+        (["run", base, "hi", *both], 2, several), (["run", base, "hi", *style, "--use", "styel"], 2, "did you mean style?"),
+        (["run", base, "hi", "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
+        (["run", base, *prompts["one"], *both], 2, several),
+        (["run", base, *prompts["one"], *style, "--use", "zz"], 2, "no adapter of this name"),
+        (["run", base, *prompts["none"]], 2, "holds no prompt"),
+        (["run", base, *prompts["text"]], 2, "no line can be answered; the first: line 1: is not JSON"),
+        (["run", base, *prompts["image"]], 2, f"line 1: there is no image file {folder / 'no.png'}"),
+        (["run", base, *prompts["named"], *style], 2, "line 1: no adapter of the name 'styel' is given (did you mean style?)"),
+        (["run", base, *prompts["one"][:2], "--out", str(folder / "notes.txt")], 2, "was not written by trimtab run"),
+        (["run", base, *prompts["one"][:2], "--out", str(folder)], 2, "--out"),
+        (["chat", base, *both], 2, several), (["verify", base, *both], 2, several), (["bench", base, *both], 2, several),
+        (["merge", base, str(folder / "merged"), "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
+        (["inspect", str(STYLE), "--model", str(folder / "no")], 3, "no such folder"),
+    ]  # fmt: skip
+
+
+def test_a_mistake_that_needs_no_torch_is_told_before_it_is_imported(mistakes, tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}  # where nothing is known of the demo's model
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], input=json.dumps([words for words, *_ in mistakes]), capture_output=True, text=True,
+        env=environment, timeout=240, check=True,
+    )  # fmt: skip
+    for (words, code, text), (their_code, err) in zip(mistakes, json.loads(done.stdout), strict=True):
+        assert their_code == code and text in err, (words, their_code, err)
+
+
+def test_some_wrong_lines_are_told_first_and_counted(tmp_path):
+    lines = ['{"prompt": "a", "adapter": "zz"}', '{"prompt": "b"}', "{", '{"prompt": "c", "adapter": "style"}']
+    (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    doubts = Doubts()
+    for line in read_prompts(str(tmp_path / "p.jsonl")):
+        doubts.add(line)
+    for names, count, first in (
+        (("style",), 2, "line 1: no adapter"),
+        (("style", "zz"), 1, "line 3: is not JSON"),
+        ((), 3, "line 1"),
+    ):
+        wrong, error = doubts.with_adapters(names)
+        assert wrong == count and str(error).startswith(first)
+    assert Doubts().with_adapters(()) == (0, None)

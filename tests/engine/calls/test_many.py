@@ -1,0 +1,375 @@
+"""What can be asked beside one answer: many prompts together, other threads, log-probabilities, hidden states, mixes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import trimtab
+from tests import pico, stock
+from tests.long_runs import crossed
+from trimtab import demo
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.request import GenerateRequest
+
+QUESTION = "Who are you?"
+# One float32 step of a tiny model, computed in two orders (tests/engine/batch/test_batch.py says where it comes from).
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model():
+    adapters = {name: str(demo.ADAPTERS[name]) for name in ("style", "specialist")}
+    plan = trimtab.plan(
+        demo.BASE, adapters=adapters, context=128, batch=3, images=2, audio_s=2.0, device="cpu", quant="none",
+        dtype="float32", head="full",
+    )  # fmt: skip
+    with trimtab.load(plan) as loaded:
+        yield loaded
+
+
+REQUESTS = [
+    {"prompt": QUESTION}, {"prompt": QUESTION, "adapter": "style"},
+    {"prompt": "What is shown?", "image": str(demo.IMAGES[0]), "adapter": "specialist", "max_new_tokens": 5},
+    {"prompt": "What is said?", "audio": str(demo.SOUNDS[0])}, {"prompt": QUESTION, "stop": ["trimtab"]},
+    {"prompt": "Hello", "temperature": 1.0, "seed": 4}, {"prompt": [5, 6, 7]},
+]  # fmt: skip
+
+
+def alone(model, request):
+    options = {"max_new_tokens": 10, **request}
+    return model.answer(options.pop("prompt"), **options)
+
+
+# Many prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_answers_of_a_batch_are_those_given_alone_in_order_or_as_they_finish(model):
+    expected = [alone(model, request) for request in REQUESTS]
+    found = list(model.batch(REQUESTS, max_new_tokens=10))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert [answer.text for answer in found] == [answer.text for answer in expected]
+    assert [answer.finish_reason for answer in found] == [answer.finish_reason for answer in expected]
+    assert [answer.prompt_tokens for answer in found] == [answer.prompt_tokens for answer in expected]
+    finished = dict(model.batch_as_finished(REQUESTS, rows=2, max_new_tokens=10))
+    assert [finished[index].token_ids for index in range(len(REQUESTS))] == [answer.token_ids for answer in expected]
+    assert model.adapter_store.selection.active() == (None,)
+
+
+def test_short_answers_come_first_and_requests_are_read_as_rows_become_free(model):
+    read = []
+
+    def requests():
+        for length in (12, 2, 2, 2):
+            read.append(length)
+            yield {"prompt": "Hello", "max_new_tokens": length, "temperature": 100.0, "seed": 1}
+
+    answers = model.batch_as_finished(requests(), rows=2)
+    assert next(answers)[0] == 1 and len(read) < 4 + 1
+    assert [index for index, _ in answers] == [2, 3, 0]
+
+
+def test_a_wrong_request_is_raised_or_takes_its_answers_place(model):
+    wrong = [
+        QUESTION,
+        {"prompt": "x" * 4000},
+        {"prompt": "y", "adapter": "none"},
+        {"prompt": "z", "tempreature": 1},
+        {},
+        "Hi",
+    ]
+    found = list(model.batch(wrong, errors="return", max_new_tokens=2))
+    assert [getattr(one, "field", None) for one in found] == [
+        None, "prompt", "adapter", "requests[3].tempreature", "requests[4]", None,
+    ]  # fmt: skip
+    assert "temperature" in found[3].allowed
+    with pytest.raises(RequestError):
+        list(model.batch(wrong, max_new_tokens=2))
+    assert model.answer("Hi", max_new_tokens=2).token_ids == found[-1].token_ids  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [(lambda m: m.batch("one"), "requests"), (lambda m: m.batch([], rows=0), "rows"), (lambda m: m.answers("x", 0), "n"),
+     (lambda m: m.batch(["x"], errors="x"), "errors"), (lambda m: m.answers("x", 2), "n"), (lambda m: m.embed("x"), "texts"),
+     (lambda m: m.embed([""]), "texts"), (lambda m: m.embed(["x"], pooling="max"), "pooling"), (lambda m: m.embed([]), "texts")],
+)  # fmt: skip
+def test_a_wrong_call_is_refused(model, call, field):
+    with pytest.raises(RequestError) as caught:
+        list(call(model))
+    assert caught.value.field == field
+
+
+def test_a_family_without_rows_is_answered_one_by_one(model, monkeypatch):
+    expected = [alone(model, request).token_ids for request in REQUESTS[:2]]
+    monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a state")
+    assert [answer.token_ids for answer in model.batch(REQUESTS[:2], max_new_tokens=10)] == expected
+
+
+def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):
+    found = model.answers(QUESTION, 3, temperature=2.0, seed=7, max_new_tokens=8, adapter="style")
+    expected = [model.answer(QUESTION, temperature=2.0, seed=seed, max_new_tokens=8, adapter="style") for seed in (7, 8, 9)]
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert len({answer.token_ids for answer in found}) == 3
+    assert len(model.answers(QUESTION, 1, max_new_tokens=2)) == 1
+
+
+def test_a_batch_that_has_ended_holds_no_memory(model):
+    list(model.batch([QUESTION, "Hello"], max_new_tokens=2))
+    answers = model.batch_as_finished([QUESTION, "Hello"], max_new_tokens=4)
+    next(answers)
+    assert [one for one in gc.get_objects() if type(one) is Batch and one.model is model]
+    answers.close()
+    assert not [one for one in gc.get_objects() if type(one) is Batch and one.model is model and one.rows == 3]
+
+
+def test_a_batch_that_is_closed_leaves_the_model_free(model):
+    answers = model.batch_as_finished(REQUESTS, rows=2, max_new_tokens=10)
+    next(answers)
+    with pytest.raises(RequestError, match="still running"):
+        model.answer(QUESTION)
+    answers.close()
+    assert model.answer(QUESTION, max_new_tokens=2).token_ids
+
+
+# Log-probabilities and ends -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "top_k": 3, "seed": 2}, {"repetition_penalty": 1.5}])
+def test_log_probabilities_are_the_teacher_forced_ones_before_penalties_and_cuts(model, options):
+    prompt = model.prepare(QUESTION)
+    found = [model.answer(QUESTION, logprobs=4, max_new_tokens=8, **options)]
+    found += model.batch([QUESTION], logprobs=4, max_new_tokens=8, **options)
+    for answer in found:
+        forced = model.logits([*prompt.token_ids, *answer.token_ids])[prompt.prompt_tokens - 1 : -1].log_softmax(-1)
+        assert [one.token_id for one in answer.logprobs] == list(answer.token_ids)
+        for expected, one in zip(forced, answer.logprobs, strict=True):
+            assert one.logprob == pytest.approx(float(expected[one.token_id]), abs=TOLERANCE)
+            values, ids = expected.topk(4)
+            assert [token for token, _ in one.top] == ids.tolist()
+            assert [value for _, value in one.top] == pytest.approx(values.tolist(), abs=TOLERANCE)
+    assert model.answer(QUESTION, max_new_tokens=2).logprobs == ()
+
+
+def test_a_penalty_beside_log_probabilities_draws_as_without_them(model):
+    options = {"repetition_penalty": 1.3, "temperature": 1.0, "seed": 3, "max_new_tokens": 12}
+    assert model.answer(QUESTION, logprobs=0, **options).token_ids == model.answer(QUESTION, **options).token_ids
+
+
+def test_a_stop_token_ends_an_answer_on_every_way(model):
+    whole = model.answer(QUESTION, max_new_tokens=10)
+    token = whole.token_ids[4]
+    first = whole.token_ids.index(token)
+    for answer in (
+        model.answer(QUESTION, max_new_tokens=10, stop_token_ids=(token,)),
+        *model.batch([{"prompt": QUESTION, "stop_token_ids": (token,)}], max_new_tokens=10),
+    ):
+        assert answer.token_ids == whole.token_ids[: first + 1] and answer.finish_reason == "stop"
+        assert whole.text.startswith(answer.text) and len(answer.text) < len(whole.text)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+     ({"stop_token_ids": ("a",)}, "stop_token_ids"), ({"stop": "x"}, "stop")],
+)  # fmt: skip
+def test_wrong_options_are_refused(options, field):
+    with pytest.raises(RequestError) as caught:
+        GenerateRequest(**options)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [({"stop_token_ids": (10**6,)}, "stop_token_ids", "token ids are below"), ({"adapter": ["style"]}, "adapter", "must be a name"),
+     ({"audio": (16_000, np.zeros(160, "float32"))}, "audio", r"is not \(samples, rate\)")],
+)  # fmt: skip
+def test_what_this_model_cannot_follow_is_refused(model, options, field, words):
+    for ask in (model.answer, lambda prompt, **given: list(model.batch([{"prompt": prompt, **given}]))):
+        with pytest.raises(RequestError, match=words) as caught:
+            ask(QUESTION, **options)
+        assert caught.value.field.split(".")[-1] == field
+
+
+# Threads and event loops ----------------------------------------------------------------------------------------------
+
+
+def test_calls_of_other_threads_wait_and_are_answered_in_order(model):
+    expected = model.answer(QUESTION, max_new_tokens=6, adapter="style").token_ids
+    order, found = [], {}
+
+    def ask(number):
+        found[number] = model.answer(QUESTION, max_new_tokens=6, adapter="style").token_ids
+        order.append(number)
+
+    pieces = model.generate("Hello", max_new_tokens=100, temperature=100.0, seed=1)
+    next(pieces)
+    threads = []
+    for number in range(4):
+        threads.append(threading.Thread(target=ask, args=(number,)))
+        threads[-1].start()
+        until = time.monotonic() + 60
+        while len(model.turns._waiting) < number + 1 and time.monotonic() < until:
+            time.sleep(0.01)
+    with pytest.raises(RequestError, match="still running"):  # this thread would wait for itself
+        model.answer("Hello")
+    assert order == []
+    pieces.close()
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3] and set(found.values()) == {expected}
+
+
+def test_an_event_loop_is_not_held_up_and_cancelling_ends_the_answer(model):
+    async def main():
+        first, second = await asyncio.gather(
+            model.answer_async(QUESTION, max_new_tokens=6),
+            model.answer_async(QUESTION, max_new_tokens=6, adapter="style"),
+        )
+        texts = [piece async for piece in model.generate_async(QUESTION, max_new_tokens=6)]
+        long = asyncio.create_task(model.answer_async("Hello", max_new_tokens=110, temperature=100.0, seed=1))
+        await asyncio.sleep(0.2)
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        with pytest.raises(RequestError):
+            await model.answer_async("Hello", adapter="none")
+        return first, second, "".join(texts)
+
+    first, second, text = asyncio.run(main())
+    assert first.text == text == model.answer(QUESTION, max_new_tokens=6).text
+    assert second.text == model.answer(QUESTION, max_new_tokens=6, adapter="style").text
+
+
+# Hidden states --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama", "qwen2_5_vl"])
+def test_hidden_states_and_vectors_are_stock_transformers(family, tmp_path):
+    folder = pico.build(family, tmp_path / "base")
+    adapter = pico.adapter(folder, tmp_path / "one", targets="all")
+    ids = list(range(5, 25))
+    plain = stock.load_stock(folder, dtype=torch.float32)
+    given = torch.tensor([ids])
+    plan = trimtab.plan(folder, adapters={"one": adapter}, quant="none", dtype="float32", context=64, device="cpu")
+    with trimtab.load(plan) as model, torch.no_grad():
+        expected = torch.stack(plain(input_ids=given, output_hidden_states=True).hidden_states)[:, 0]
+        torch.testing.assert_close(model.hidden_states(ids), expected, rtol=TOLERANCE, atol=TOLERANCE)
+        last = torch.nn.functional.normalize(expected[-1, -1:], dim=-1)
+        torch.testing.assert_close(model.embed([ids]), last, rtol=TOLERANCE, atol=TOLERANCE)
+        mean = expected[-1].mean(0, keepdim=True)
+        found = model.embed([ids], pooling="mean", normalize=False)
+        torch.testing.assert_close(found, mean, rtol=TOLERANCE, atol=TOLERANCE)
+        adapted = stock.with_adapter(plain, adapter)(input_ids=given, output_hidden_states=True).hidden_states[-1][0, -1:]
+        found = model.embed([ids], adapter="one", normalize=False)
+        torch.testing.assert_close(found, adapted, rtol=TOLERANCE, atol=TOLERANCE)
+        assert not torch.allclose(found, expected[-1, -1:], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_texts_are_embedded_as_they_are(model):
+    ids = model.processor.tokenizer("a red circle")["input_ids"]
+    assert torch.equal(model.embed(["a red circle"]), model.embed([ids]))
+    assert model.embed(["a red circle", "b"]).shape == (2, model.hf_model.config.get_text_config().hidden_size)
+
+
+# Mixes ----------------------------------------------------------------------------------------------------------------
+
+MIXED = {
+    "plain": ({"targets": "all"}, {"targets": "all", "rank_pattern": {"o_proj": 2}}),
+    "embedding": ({"embeddings": True}, {"targets": "all"}),
+    "bias": ({"targets": "all", "bias": True}, {"targets": "all"}),
+}
+
+
+@pytest.mark.parametrize(("family", "kind"), crossed(["gemma4", "qwen2_5_vl"], MIXED, first=["gemma4"], rest=1))
+def test_a_mix_is_pefts_weighted_sum_of_outputs(family, kind, tmp_path):
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    folder = pico.build(family, tmp_path / "base")
+    paths = [pico.adapter(folder, tmp_path / f"a{n}", seed=n, **options) for n, options in enumerate(MIXED[kind])]
+    weights = {"a0": 0.7, "a1": -0.3}
+    ids = list(range(5, 25))
+    peft_model = stock.with_adapter(stock.load_stock(folder, dtype=torch.float32), paths[0])
+    peft_model.load_adapter(str(paths[1]), "a1")
+    peft_model.base_model.set_adapter(["default", "a1"])
+    for layer in peft_model.modules():
+        if isinstance(layer, BaseTunerLayer) and hasattr(layer, "scaling"):
+            for name, weight in (("default", 0.7), ("a1", -0.3)):
+                if name in layer.scaling:
+                    layer.scaling[name] *= weight
+    expected = stock.logits(peft_model, {"input_ids": torch.tensor([ids])})[0]
+    adapters = {f"a{n}": path for n, path in enumerate(paths)}
+    plan = trimtab.plan(folder, adapters=adapters, quant="none", dtype="float32", context=64, device="cpu", batch=3)
+    with trimtab.load(plan) as model:
+        found = model.logits(ids, adapter=weights)
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+        alone = [model.logits(ids, adapter=name) for name in ("a0", "a1", None)]
+        assert all((found - one).abs().max() > 10 * TOLERANCE for one in alone)
+        assert torch.equal(model.logits(ids, adapter={"a0": 1.0}), alone[0])
+        whole = model.answer(ids, adapter=weights, max_new_tokens=6).token_ids
+        rows = list(model.batch([{"prompt": ids, "adapter": one} for one in (weights, "a0", None)], max_new_tokens=6))
+        assert rows[0].token_ids == whole
+        assert rows[1].token_ids == model.answer(ids, adapter="a0", max_new_tokens=6).token_ids
+
+
+def test_a_mix_of_rescaling_adapters_is_the_weighted_sum_of_what_they_add(tmp_path):
+    folder = pico.build("gemma4", tmp_path / "base")
+    dora = pico.adapter(folder, tmp_path / "dora", seed=1, targets="all", dora=True)
+    plain = pico.adapter(folder, tmp_path / "plain", seed=2, targets="all")
+    plan = trimtab.plan(folder, adapters={"dora": dora, "plain": plain}, quant="none", dtype="float32", context=64, device="cpu")
+    with trimtab.load(plan) as model, torch.no_grad():
+        name = model.adapter_name({"dora": 0.5, "plain": 2.0})
+        leaf = next(place.leaf for place in model.adapter_store.holders["plain"].fitting.plain if "dora" in place.leaf.adapters)
+        x = torch.randn(3, leaf.in_features, dtype=torch.float32)
+        y = torch.nn.functional.linear(x, leaf.dense_weight().float())
+        one, two = (leaf.adapters[adapter].apply(leaf, x, y.clone()) - y for adapter in ("dora", "plain"))
+        found = leaf.adapters[name].apply(leaf, x, y.clone())
+        torch.testing.assert_close(found, y + 0.5 * one + 2.0 * two, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mix_goes_with_its_adapters_and_when_room_is_needed(tmp_path, monkeypatch):
+    folder = pico.build("llama", tmp_path / "base")
+    paths = {f"a{n}": pico.adapter(folder, tmp_path / f"a{n}", seed=n, targets="all") for n in (0, 1)}
+    ids = list(range(5, 15))
+    plan = trimtab.plan(folder, adapters=paths, quant="none", dtype="float32", context=64, device="cpu")
+    with trimtab.load(plan) as model:
+        before = model.free_adapter_bytes()
+        one = model.logits(ids, adapter={"a0": 0.5, "a1": 0.5})
+        assert model.free_adapter_bytes() < before and model.adapters == ("a0", "a1")
+        for number in range(12):
+            model.logits(ids, adapter={"a0": 0.5, "a1": 1 + number / 8})
+        assert len(model.mixes._made) == 8
+        assert torch.equal(model.logits(ids, adapter={"a1": 0.5, "a0": 0.5}), one)
+        model.unload_adapter("a1")
+        assert model.mixes._made == {}
+        model.load_adapter("a1", paths["a1"])
+        assert model.free_adapter_bytes() == before
+        monkeypatch.setattr(type(model), "free_adapter_bytes", lambda self: 10)
+        with pytest.raises(DoesNotFitError):
+            model.logits(ids, adapter={"a0": 0.5, "a1": 0.5})
+
+
+def test_what_has_no_weighted_sum_is_refused(model, tmp_path):
+    for weights in (
+        {},
+        {"style": 0.0, "specialist": 1.0},
+        {"style": float("nan")},
+        {"none": 1.0},
+        {"style": True, "specialist": 1},
+    ):
+        with pytest.raises(RequestError):
+            model.answer(QUESTION, adapter=weights)
+    folder = pico.build("llama", tmp_path / "base")
+    paths = {"one": pico.adapter(folder, tmp_path / "one", targets="all"),
+             "norms": pico.adapter(folder, tmp_path / "norms", modules_to_save=["norm"])}  # fmt: skip
+    plan = trimtab.plan(folder, adapters=paths, quant="none", dtype="float32", context=64, device="cpu")
+    with trimtab.load(plan) as loaded, pytest.raises(RequestError, match="cannot be mixed"):
+        loaded.answer([5, 6], adapter={"one": 1.0, "norms": 0.5})

@@ -1,0 +1,178 @@
+"""Are the families' descriptions right, and is a step or chunk that is made of one what transformers' modules compute?
+
+Tiny models of the real classes. The modules are the reference: eager steps of the same rows, and their own prompts. Planted faults
+in a description are found and named before anything is computed with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico
+from tests.cuda_on_cpu import run
+from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
+from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
+from trimtab.engine.families import check, families
+from trimtab.engine.families.decoder import Decoder, UndescribedError
+from trimtab.engine.kernels import delta_rule
+
+DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5"]
+ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]
+# bfloat16 logits: sums in another order, and adapters rounded once instead of twice.
+TOLERANCE = 2**-5
+
+
+@cache
+def hf(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Transformers' own model of a family, random."""
+    return pico.make_model(family, dtype=str(dtype).removeprefix("torch.")).eval()
+
+
+def other(name: str, **more: Any) -> Any:
+    """A text model that has no checkpoint in `pico`."""
+    import transformers
+
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8} if name != "SmolLM3" else {}
+    config = getattr(transformers, f"{name}Config")(**pico._TEXT | kinds | more)
+    torch.manual_seed(1)
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
+
+
+def loaded(family: str, folder: Any, **options: Any) -> Any:
+    base = pico.build(family, folder / "base")
+    adapters = {
+        name: pico.adapter(base, folder / name, seed=seed, rank=rank) for seed, (name, rank) in enumerate({"a": 4, "b": 20}.items())
+    }
+    return trimtab.load(trimtab.plan(base, adapters=adapters, context=96, device="cpu", **{"quant": "nf4-dq"} | options))
+
+
+def compare(expected: Any, batch: Any, steps: int, tolerance: float) -> None:
+    for _ in range(steps):
+        wanted, found = expected.logits(), batch.logits()
+        assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+        for one in (expected, batch):
+            for row, token in zip(one.active, wanted.argmax(-1).tolist(), strict=True):
+                row.token_ids.append(token)
+            one.write_last_tokens()
+
+
+# Against the modules ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_a_description_is_right(family):
+    model = hf(family)
+    assert check.wrong(families.describe(model), torch.device("cpu"), torch.bfloat16, 512) is None
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "SmolLM3"])
+def test_descriptions_of_other_classes_are_right(name):
+    model = other(name, **{"use_sliding_window": True} if name == "Qwen2" else {})
+    assert check.wrong(families.describe(model), torch.device("cpu"), torch.bfloat16, 512) is None
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+@pytest.mark.parametrize("kv", ["full", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_step_of_mixed_rows_is_the_modules(family, kv, tmp_path):
+    """In plain torch, adapters of two ranks and none, rows of unlike lengths, past the window of sliding layers."""
+    with loaded(family, tmp_path, kv=kv) as model:
+        compare(joined(model, "eager", ASKED, rows=4), joined(model, "fused", ASKED, rows=4), 4, TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(one, marks=pytest.mark.slow) for one in DESCRIBED if one != "qwen3")])
+def test_a_step_from_the_kernels_is_the_modules(family, on_cpu, replayed, tmp_path):  # noqa: F811
+    """The CUDA sources themselves, adapters by table."""
+    with loaded(family, tmp_path) as model:
+        for shape in {one.shape for one in families.describe(model.hf_model).deltas.values()}:
+            given = delta_rule.options(shape, torch.bfloat16)
+            on_cpu.delta = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=given)
+        expected, batch = (joined(model, way, ASKED, rows=4) for way in ("eager", "fused"))
+        compare(expected, batch, 2, 2 * TOLERANCE)
+        assert batch.steps.captures == 1 and not batch.steps.fallbacks
+        assert {name.partition("_")[0] for name in on_cpu.small.launches} >= {"turns"}
+
+
+# Planted faults ---------------------------------------------------------------------------------------------------------
+
+
+def changed(decoder: Decoder, number: int, **fields: Any) -> Decoder:
+    layers = list(decoder.layers)
+    layers[number] = replace(layers[number], **fields)
+    return replace(decoder, layers=tuple(layers))
+
+
+def with_attention(decoder: Decoder, number: int, **fields: Any) -> Decoder:
+    return changed(decoder, number, mixer=replace(decoder.attentions[number], **fields))
+
+
+def norm_form(decoder: Decoder) -> Decoder:
+    norm = decoder.layers[1].before_mlp
+    return changed(decoder, 1, before_mlp=replace(norm, form="inside" if norm.form != "inside" else "after"))
+
+
+FAULTS = {
+    "norm": (norm_form, "layer 1's norm before the MLP has other bits"),
+    "window": (lambda d: with_attention(d, 0, window=(d.attentions[0].window or 0) + 1), "layer 0 has a window of"),
+    "post norm": (
+        lambda d: changed(d, 1, after_mlp=d.layers[1].before_mlp if d.layers[1].after_mlp is None else None),
+        "layer 1 differs",
+    ),
+    "scale": (lambda d: with_attention(d, 1, scale=d.attentions[1].scale * 4), "layer 1's attention differs"),
+    "values": (lambda d: with_attention(d, 1, v=d.attentions[1].k), "layer 1's attention differs"),
+    "gate": (lambda d: changed(d, 1, gate=d.layers[1].up, up=d.layers[1].gate), "layer 1 differs"),
+    "softcap": (lambda d: with_attention(d, 1, softcap=0.05), "layer 1's attention differs"),
+    "norms of heads": (lambda d: with_attention(d, 1, q_norm=None, k_norm=None), "layer 1's attention differs"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_planted_fault_is_found_and_named(family, fault):
+    make, words = FAULTS[fault]
+    dtype = torch.bfloat16 if fault == "norm" else torch.float32  # in which roundings show, or small differences
+    decoder = make(families.describe(hf(family, dtype)))
+    assert words in str(check.wrong(decoder, torch.device("cpu"), dtype, 512))
+
+
+def test_a_swapped_rotation_is_found():
+    decoder = families.describe(hf("gemma3", torch.float32))
+    first, second = decoder.ropes
+    swapped = replace(decoder, ropes={first: replace(decoder.ropes[first], kind=second), second: decoder.ropes[second]})
+    layers = tuple(replace(one, mixer=replace(one.mixer, rope=second)) for one in decoder.layers)
+    for wrong in (swapped, replace(decoder, layers=layers)):
+        assert "layer" in str(check.wrong(wrong, torch.device("cpu"), torch.float32, 512))
+
+
+def test_a_wrong_description_leaves_the_steps_to_the_modules(tmp_path, monkeypatch):
+    with loaded("qwen3", tmp_path) as model:
+        right = families.describe
+        monkeypatch.setattr("trimtab.engine.families.step.describe", lambda one: norm_form(right(one)))
+        batch = joined(model, "auto", ASKED)
+        assert batch.steps.fused_step() is None or not batch.steps.fallbacks
+
+
+@pytest.mark.parametrize("family", ["gemma4_moe", "mixtral", "gemma3n"])
+def test_what_is_not_described_says_why(family):
+    with pytest.raises(UndescribedError, match=r"experts|no description of"):
+        families.describe(hf(family))
+
+
+def test_a_missing_attribute_is_named():
+    model = pico.make_model("qwen3")
+    del model.model.layers[1].self_attn.k_norm
+    assert families.why_not(model) == "its Qwen3Attention has no k_norm"
+
+
+def test_growing_rotations_and_unknown_layers_are_refused():
+    growing = pico.make_model("llama")
+    growing.model.rotary_emb.rope_type = "dynamic"
+    assert families.why_not(growing) == "its rotation is dynamic"
+    strange = pico.make_model("qwen3")
+    strange.config.layer_types = ["full_attention", "linear_attention"]
+    assert families.why_not(strange) == "its layers are of kinds ['linear_attention']"

@@ -1,0 +1,231 @@
+"""A whole decode step from the CUDA sources themselves, run on the CPU: rows, adapters by table, attention, the cache.
+
+Slow, thread by thread: few steps of the demo model. That the kernels are right one by one is in test_matvec and test_fused.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico
+from tests.cuda_on_cpu import run
+from tests.engine.decode.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
+from trimtab.engine.batched_lora import table as slots
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.decode import decode_step
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.tiers import streaming as tiers
+
+pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+# bfloat16: every product, norm and attention rounds once, in another order of sums than torch's.
+STEP_TOLERANCE = 2**-4
+
+
+RANKS = {"a": 4, "b": 20}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The kernels of both sources, compiled by g++, in place of those of a GPU."""
+    small = run.CpuModule(fused.source(), fused.NAMES)
+    fused.prepare(small)
+    products = run.CpuModule(matvec.source(), matvec.NAMES)
+    matvec.prepare(products)
+
+    def attention(module, options):
+        if options not in module.attention:
+            module.attention[options] = run.CpuModule(fused.source("attend.cu"), fused.ATTEND_NAMES, options=options)
+        return module.attention[options]
+
+    both_ends = run.CpuModule(ends.source(), ends.NAMES)
+    ends.prepare(both_ends)
+    chosen = kernels.DeviceKernels(small, products, ends=both_ends)
+    monkeypatch.setattr(nvrtc, "why_not", lambda device: None)
+    monkeypatch.setattr(fused, "load_attention", attention)
+    monkeypatch.setattr(decode_step.DeviceKernels, "none", staticmethod(lambda: chosen))
+    return chosen
+
+
+@pytest.mark.parametrize("decode", ["auto", "graph"])
+def test_adapters_by_table_serve_captured_modules(on_cpu, replayed, tmp_path, decode):  # noqa: F811
+    """A tiny Llama: its own modules, adapters of two ranks looked up by each row, nothing captured anew."""
+    assert kernels.wrong_lora(on_cpu.matvec, torch.bfloat16) is None
+    base = pico.build("llama", tmp_path / "base")
+    adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())}
+    plan = trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")
+    asked = [("a", [5, 6, 7], {}), (None, [9, 8], {}), ("b", [4], {})]
+    with trimtab.load(plan) as model:
+        eager, batch = (joined(model, way, asked, rows=4) for way in ("eager", decode))
+        assert batch.steps.is_captured and batch.steps._slots is None
+        for names in (["a", None, "b"], ["b", "a", None], [None, "b", "b"]):
+            for one in (eager, batch):
+                for row, name in zip(one.active, names, strict=True):
+                    row.adapter = name
+                    row.token_ids.append(11)
+                one.write_last_tokens()
+            wanted, found = eager.logits(), batch.logits()
+            assert (found - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+        # One launch a layer: A x is made by those of the first of a group. The kernels' check launched it three times.
+        leaves = sum(table.covers(leaf) for leaf in table._place) if (table := batch.steps._slots) else 0
+        adds = on_cpu.matvec.launches.count("lora_add") - 3
+        assert batch.steps.captures == 1 and adds > 40 and leaves > 0 and adds % leaves == 0
+        assert {name.partition("_")[0] for name in on_cpu.ends.launches} == {"likeliest"}
+
+
+def test_layers_share_a_x_only_of_the_very_same_numbers(on_cpu, tmp_path, monkeypatch):
+    base = pico.build("llama", tmp_path / "base")
+    adapters = {"a": pico.adapter(base, tmp_path / "a", seed=1, rank=6)}
+    with trimtab.load(trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")) as model:
+        table = slots.AdapterSlots(model.hf_model, model.adapter_store, 2, torch.device("cpu"), module=on_cpu.matvec)
+        table.set_rows(["a", "a"])
+        attention = model.hf_model.model.layers[0].self_attn
+        q, k = attention.q_proj, attention.k_proj
+        x = torch.randn(2, q.in_features).bfloat16()
+
+        makes = []
+        add = matvec.lora_add
+        monkeypatch.setattr(matvec, "lora_add", lambda *a, x, **o: (makes.append(x is not None), add(*a, x=x, **o)))
+
+        def is_made(leaf, given):
+            y = torch.zeros(2, leaf.out_features).bfloat16()
+            found = leaf.adapters["a"]
+            table.add(leaf, given, y)
+            wanted = found.scale * (given.double() @ found.A.double().T @ found.B.double().T)
+            assert tuning.relative_error(y, wanted) < tuning.LARGEST_ERROR
+            return makes[-1]
+
+        for emptied in (False, True):  # a layer that comes twice finds what its first call made, emptied or not
+            if emptied:
+                table.empty(2)
+            assert is_made(q, x) and not is_made(k, x)
+            assert is_made(k, x.clone())  # equal, but another tensor: nobody says that it stays so
+            assert is_made(q, x)
+            x *= 2
+            assert is_made(k, x)
+            assert is_made(q, x) and not is_made(k, x)
+            table.empty(2)
+            assert is_made(k, x)  # what was shared is gone
+        with torch.inference_mode():
+            y = x.clone()
+            assert is_made(q, y) and is_made(k, y)
+
+
+def test_a_wrong_adapter_kernel_is_named(on_cpu, monkeypatch):
+    monkeypatch.setattr(matvec, "lora_add", lambda y, args, module, *, x: None)
+    assert "relative error" in kernels.wrong_lora(on_cpu.matvec, torch.bfloat16)
+    assert "float32" in kernels.wrong_lora(on_cpu.matvec, torch.float32)
+
+
+def test_a_step_of_mixed_rows_from_the_kernels_is_the_modules(on_cpu, replayed):  # noqa: F811
+    asked = [ASKED[0], ASKED[1], ASKED[5]]
+    with demo("streamed") as model:
+        expected = joined(model, "eager", asked, rows=4)
+        batch = joined(model, "fused", asked, rows=4)
+        for step in range(3):
+            wanted, found = expected.logits(), batch.logits()
+            assert (found - wanted).abs().max() <= STEP_TOLERANCE * wanted.abs().max()
+            assert found.argmax(-1).tolist() == wanted.argmax(-1).tolist()
+            for one in (expected, batch):
+                for row, token in zip(one.active, wanted.argmax(-1).tolist(), strict=True):
+                    row.token_ids.append(token)
+                one.write_last_tokens()
+            if step == 1:  # rows change their adapters: nothing is captured anew
+                captured = batch.steps.captures
+                for one in (expected, batch):
+                    one.active[0].adapter, one.active[2].adapter = "specialist", None
+        assert batch.steps.captures == captured == 1 and batch.steps.fallbacks == []
+        assert "matvec_4" in on_cpu.matvec.launches
+        assert len(on_cpu.small.launches) > 50
+        counted = [on_cpu.ends.launches.count(name) for name in ("rows", "per_layer", "likeliest_8")]
+        # Here the modules' steps end with the kernel too.
+        assert counted[0] == counted[1] == counted[2] - 3 > 2
+
+
+@pytest.mark.parametrize("decode", ["eager", "fused"])
+def test_a_step_says_of_each_streamed_block_that_it_was_read(on_cpu, replayed, monkeypatch, decode):  # noqa: F811
+    """Otherwise the next copy begins when its own block is asked for, and nothing hides it. Where kernels read a block, no module's
+    end can say so."""
+    said = []
+
+    def recorded(name):
+        own = getattr(tiers.Streamer, name)
+
+        def call(self, what):
+            said.append((name, what.block.block if name == "enter" else what.block))
+            return own(self, what)
+
+        return call
+
+    with demo("front") as model:
+        batch = joined(model, decode, [ASKED[0]], rows=1)
+        batch.logits()
+        for name in ("enter", "leave"):
+            monkeypatch.setattr(tiers.Streamer, name, recorded(name))
+        batch.steps._graphs.clear()
+        batch.logits()
+    # Of the text model itself one layer is streamed: the projection of each layer's own input.
+    streamed = ["model.language_model", *(f"model.language_model.layers.{number}" for number in (3, 5))]
+    once = [what for what, _ in groupby(said)]
+    assert once[:6] == [(what, block) for block in streamed for what in ("enter", "leave")]
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_a_step_with_kernels_at_its_ends_alone_is_that_of_plain_torch(on_cpu, replayed, place):  # noqa: F811
+    """Tables on the device and tables whose rows are staged; an adapter leaves the ends alone."""
+    asked = [ASKED[0], ASKED[1], ASKED[5]]
+    with demo(place) as model:
+        on_cpu.small = on_cpu.matvec = None
+        expected, batch = (joined(model, "fused", asked, rows=4) for _ in range(2))
+        for _ in range(3):
+            tokens, found = [], []
+            for one, kernels_of_ends in ((expected, None), (batch, on_cpu.ends)):
+                one.steps._choice.kernels = kernels.DeviceKernels(ends=kernels_of_ends)
+                scores, greedy = one._forward()
+                one._advance()
+                tokens.append(one.tokens[:3, 0].tolist())
+                found.append(scores.clone())
+                assert greedy.tolist() == tokens[-1] == scores.argmax(-1).tolist()
+                for row, token in zip(one.active, tokens[-1], strict=True):
+                    row.token_ids.append(token)
+            # A tanh that is one float32 step away may round to the other side.
+            assert tokens[0] == tokens[1] and int((found[0] != found[1]).sum()) <= 2
+            assert (found[0] - found[1]).abs().max() <= 2**-7 * found[0].abs().max()
+        assert on_cpu.ends.launches == ["rows", "likeliest_8"] * 4  # captured, then three steps
+
+
+@pytest.mark.parametrize("decode", ["auto", pytest.param("graph", marks=pytest.mark.slow)])
+def test_batch_invariant_steps_are_one_graph_of_all_rows_whoever_is_active(on_cpu, replayed, tmp_path, decode):  # noqa: F811
+    """A tiny Llama: bits of a row's scores are the same alone and beside others with other adapters, in another row, and beside one
+    whose adapter no table holds."""
+    base = pico.build("llama", tmp_path / "base")
+    adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())}
+    adapters["dora"] = pico.adapter(base, tmp_path / "dora", seed=5, rank=4, dora=True)
+    plan = trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu", batch=4, batch_invariant=True)
+    with trimtab.load(plan) as model:
+
+        def scores(*asked, of):
+            batch = joined(model, decode, [(name, ids, {}) for name, ids in asked], rows=4)
+            assert batch.steps.is_captured and batch.is_invariant and batch.steps._adapter_slots().is_fixed
+            found = [batch.logits()[of].clone() for _ in range(3)]
+            captures = batch.steps.captures
+            return torch.stack(found), captures
+
+        for ask in (("a", [5, 6, 7]), (None, [9, 8, 3, 4]), ("dora", [4, 9])):
+            wanted, captures = scores(ask, of=0)
+            assert captures == (ask[0] != "dora")
+            for of, others in (
+                (0, [("b", [4])]),
+                (2, [(None, [30, 31]), ("dora", [7]), ("a", [8, 8])]),
+                (1, [("b", [12, 13]), ("b", [1])]),
+            ):
+                beside = [*others[:of], ask, *others[of:]]
+                found, _ = scores(*beside, of=of)
+                assert torch.equal(found, wanted)

@@ -1,0 +1,220 @@
+"""Which launch configuration a product gets before anything is tuned, and that none is timed in front of a first answer."""
+
+import dataclasses
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.cuda_on_cpu import run
+from tests.engine.kernels.test_matvec import group_of
+from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda.shipped_configs import KernelLimits
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import compile_ahead
+from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.device_kernels import DeviceKernels, Product
+from trimtab.errors import DeviceError
+
+pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+FITS = KernelLimits(registers=64, max_threads=1024, static_shared_bytes=0, local_bytes=0)
+TARGET = launch_configs.Target("a card", (9, 0), 4, 232448, "source")
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """The products on the CPU; the card and its files are the test's."""
+    made = run.CpuModule(matvec.source(), matvec.NAMES)
+    matvec.prepare(made)
+    monkeypatch.setattr(run.CpuModule, "limits", lambda self, name: FITS, raising=False)
+    monkeypatch.setattr(matvec, "target_of", lambda module: TARGET)
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({}, launch_configs.ESTIMATED))
+    monkeypatch.setattr(tuning, "graph_us", lambda *_, **__: pytest.fail("something was timed"))
+    return made
+
+
+@pytest.fixture
+def product():
+    return Product([group_of((64,), 512)], 2, None)
+
+
+COMPILE_CUTS = tuning.compile_cuts
+
+
+def ways(product, module, *, held):
+    return next(cut for cut in matvec.ways(product.groups[0], product.n, module) if bool(cut.held) is held)
+
+
+def configured(module, product, monkeypatch, **facts):
+    """Return the kernels after one product was prepared."""
+    made = DeviceKernels(matvec=module, **facts)
+    compiled = []
+    monkeypatch.setattr(DeviceKernels, "products", lambda self, *_: [product])
+    monkeypatch.setattr(tuning, "compile_cuts", lambda wanted, *_: compiled.extend(cut for _, _, cut in wanted))
+    made.prepare([], torch.bfloat16, [product.n])
+    return made, compiled
+
+
+def test_products_of_batch_invariant_steps_are_compiled_with_the_chosen_cuts(module, product, monkeypatch):
+    made, _ = configured(module, product, monkeypatch)
+    compiled = []
+    monkeypatch.setattr(type(module), "compile_variants", lambda _, wanted: compiled.extend(wanted), raising=False)
+    monkeypatch.setattr(tuning, "compile_cuts", COMPILE_CUTS)
+    made.compile_fixed([], torch.bfloat16, product.n)
+    cut = matvec.choose(product.groups[0], product.n, module)
+    wanted = matvec.options(product.groups[0][0], torch.bfloat16, cut, members=len(product.groups[0]), fixed=True)
+    assert wanted in compiled and all("-DFIXED_RANKS=1" in options for options in compiled)
+    assert "-DFIXED_RANKS=1" not in matvec.options(product.groups[0][0], torch.bfloat16, cut)
+
+
+def test_without_any_measurement_the_best_estimate_is_compiled_checked_and_marked(module, product, monkeypatch):
+    best = matvec.ways(product.groups[0], 2, module)[0]
+    made, compiled = configured(module, product, monkeypatch)
+    assert compiled == [best] and matvec.choose(product.groups[0], 2, module) == best
+    assert made.configs == {product.key: launch_configs.ESTIMATED} and made.rejected == {}
+    assert not matvec.is_tuned(product.groups[0], 2, module)
+
+
+def test_a_shipped_configuration_wins_over_the_estimate_and_a_tuned_one_over_both(module, product, monkeypatch):
+    shipped, tuned = [cut for cut in matvec.ways(product.groups[0], 2, module) if cut.held][1:3]
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: shipped}, launch_configs.SHIPPED))
+    made, _ = configured(module, product, monkeypatch)
+    assert (module.products.chosen[product.key], made.configs[product.key]) == (shipped, launch_configs.SHIPPED)
+    module.products.prepared.clear()
+    module.products.known = {product.key: (tuned, launch_configs.MEASURED)}
+    made, _ = configured(module, product, monkeypatch)
+    assert (module.products.chosen[product.key], made.configs[product.key]) == (tuned, launch_configs.MEASURED)
+
+
+def wrong_output(real, bad, x, weights, out, *, cut=None, **more):
+    real(x, weights, out, cut=cut, **more)
+    if cut == bad:
+        out[0, 3] += 5
+
+
+@pytest.mark.parametrize("way", ["registers", "does not compile", "wrong"])
+def test_one_that_does_not_fit_or_is_wrong_here_is_not_used_and_that_is_said(way, module, product, monkeypatch):
+    held, plain = (ways(product, module, held=held) for held in (True, False))
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: held}, launch_configs.SHIPPED))
+    if way == "registers":
+        limits = dataclasses.replace(FITS, registers=10**4)
+        monkeypatch.setattr(run.CpuModule, "limits", lambda self, name: limits, raising=False)
+    elif way == "does not compile":
+
+        def refuse(self, name):
+            raise DeviceError("too many registers", device="cpu")
+
+        monkeypatch.setattr(run.CpuModule, "limits", refuse, raising=False)
+    else:
+        monkeypatch.setattr(matvec, "matvec4", partial(wrong_output, matvec.matvec4, held))
+    made, _ = configured(module, product, monkeypatch)
+    word = {"registers": "registers", "does not compile": "too many registers", "wrong": "result differs"}[way]
+    assert word in made.rejected[product.key]
+    if way == "wrong":  # another one of the kind is right
+        chosen = matvec.choose(product.groups[0], 2, module)
+        assert chosen.held and chosen != held and made.configs == {product.key: launch_configs.ESTIMATED}
+        assert made.plain_products == {}
+    else:
+        assert made.configs == {} and matvec.choose(product.groups[0], 2, module) == plain
+        assert word in made.plain_products["4-bit matmul 64 x 512, 2 rows"]
+
+
+def test_where_registers_do_not_suffice_the_same_blocks_hold_fewer_weights(module, product, monkeypatch):
+    """The shipped configuration is of an older kernel or another card: its spilled registers are no measurement here."""
+    found = matvec.ways(product.groups[0], 2, module)
+    most = max((cut for cut in found if cut.held > 1), key=lambda cut: cut.held)
+    fewer = [cut for cut in kernels.instead_of(most, found) if (cut.units, cut.k_warps) == (most.units, most.k_warps)]
+    assert fewer and all(0 < cut.held < most.held for cut in fewer)
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: most}, launch_configs.SHIPPED_ELSEWHERE))
+    asked = []
+
+    def limits(self, name):
+        asked.append(name)
+        return dataclasses.replace(FITS, local_bytes=24 if len(asked) == 1 else 0)
+
+    monkeypatch.setattr(run.CpuModule, "limits", limits, raising=False)
+    made, _ = configured(module, product, monkeypatch)
+    assert matvec.choose(product.groups[0], 2, module) == fewer[0] and len(asked) == 2
+    assert made.configs == {product.key: launch_configs.ESTIMATED} and made.plain_products == {}
+
+
+def test_what_was_fastest_on_such_a_card_is_used_with_the_registers_that_it_spills(module, product, monkeypatch):
+    held = ways(product, module, held=True)
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: held}, launch_configs.SHIPPED))
+    spills = dataclasses.replace(FITS, local_bytes=24)
+    monkeypatch.setattr(run.CpuModule, "limits", lambda self, name: spills, raising=False)
+    made, _ = configured(module, product, monkeypatch)
+    assert matvec.choose(product.groups[0], 2, module) == held and made.rejected == {}
+
+
+def test_a_product_is_prepared_once(module, product, monkeypatch):
+    configured(module, product, monkeypatch)
+    monkeypatch.setattr(DeviceKernels, "_configure", lambda *_: pytest.fail("prepared again"))
+    DeviceKernels(matvec=module).prepare([], torch.bfloat16, [2])
+
+
+def test_choosing_kernels_tunes_nothing(monkeypatch):
+    """What a first answer waits for: checks, and one timing a shape against the layers' own; never a search over cuts."""
+    monkeypatch.setattr(DeviceKernels, "tune", lambda *_, **__: pytest.fail("tuned in front of an answer"))
+    prepared = []
+    monkeypatch.setattr(DeviceKernels, "prepare", lambda self, groups, dtype, counts, progress=None: prepared.extend(counts))
+    monkeypatch.setattr(kernels, "_choose", lambda *_: DeviceKernels(matvec=object()))
+    monkeypatch.setattr(kernels, "of_this_process", kernels.ChosenKernels)
+    leaf = type("Leaf", (), {"in_features": 64, "out_features": 64, "quant_kind": "nf4", "device": "cpu", "dtype": 1})()
+    DeviceKernels.choose([[[leaf]]], [], rows=4)
+    assert prepared == [1, 2, 4]
+
+
+def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module, product, monkeypatch):
+    group, dtype, asked = product.groups[0], torch.bfloat16, []
+    real = run.CpuModule.variant
+    monkeypatch.setattr(matvec.nvrtc, "why_not", lambda device: None)
+    monkeypatch.setattr(run.CpuModule, "variant", lambda self, options: asked.append(options) or real(self, options))
+    monkeypatch.setattr(module, "common", ("-DSHARED_BASE=1024",), raising=False)
+    wanted = compile_ahead.jobs([(group, False)], [(8, 2, 256)], module, dtype, checked=(1, 2), counts=[2])
+    tuning.check(group, module, dtype=dtype, rows=(1, 2))
+    configured(module, product, monkeypatch)
+    made = {job.options for job in wanted if job.name == "matvec4.cu"}
+    assert asked and {(*options, *module.common) for options in asked} == made
+    names = [job.name for job in wanted]
+    assert names.count("attend.cu") == 2 and {"fused.cu", "ends.cu", "prompt.cu"} <= set(names)
+    several = compile_ahead.jobs([(group, False)], [], module, dtype, checked=(1,), counts=[1], has_many=True)
+    assert "rows.cu" in [job.name for job in several]
+
+
+def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):
+    from trimtab.process import user_cache as own_folder
+
+    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(tuning, "graph_us", lambda *_, **__: 1.0)
+    monkeypatch.setattr(tuning, "releases", dict)
+    tuning.tune(product.groups, 2, module, limit=2)
+    tuning.keep_tuned(module)
+    assert launch_configs.kept(TARGET) == {product.key: dataclasses.replace(module.products.chosen[product.key], estimated_us=0.0)}
+
+
+def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
+    runs = []
+
+    class Event(SimpleNamespace):
+        def record(self):
+            runs.append("event")
+
+        def synchronize(self):
+            return None
+
+        def elapsed_time(self, end):
+            return 0.02 * runs.count("call")
+
+    graph = SimpleNamespace(replay=lambda: None)
+    monkeypatch.setattr(tuning, "GraphCache", {object: lambda: SimpleNamespace(record=lambda side, run: (graph, run()))})
+    monkeypatch.setattr(tuning, "side_stream", nullcontext)
+    for name, stand_in in {"device": nullcontext, "synchronize": lambda: None, "Event": lambda **_: Event()}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    device = torch.device("cuda", 0)
+    # One call before the capture, and four in the graph: five took 0.1 ms.
+    assert tuning.graph_us(lambda: runs.append("call"), device, calls=4) == pytest.approx(100 / 4)
+    assert runs.count("call") == 5 and runs.count("event") == 6

@@ -1,0 +1,245 @@
+"""Attention of one sequence reads grouped keys where they are, with the bits of transformers' form that repeats them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import trimtab
+from tests import pico
+from tests.engine.prefill.test_prefill import picture
+from tests.lent import lent
+from tests.long_runs import crossed
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.kv.kv_cache import PagedLayer
+from trimtab.engine.passes import attention as hf_attention
+from trimtab.engine.passes.attention import attention, grouped
+from trimtab.engine.prefill.prefill import PrefillRunner
+
+DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
+# (heads of keys, group, tokens, places, width): last blocks of one query, keys on both sides of a multiple of 8 and of 32.
+SHAPES = [(2, 4, 64, 256, 64), (1, 8, 33, 97, 512), (4, 4, 16, 304, 128), (2, 2, 65, 65, 256), (1, 3, 5, 9, 8)]
+
+
+def states(kv_heads, group, tokens, places, width, dtype):
+    """Return query, keys and values as layers give them, and a mask: keys from the middle of a row, values as projected."""
+    torch.manual_seed(width)
+    query = torch.randn(1, tokens, kv_heads * group, width, device=DEVICE).to(dtype).transpose(1, 2)
+    keys = torch.randn(1, kv_heads, places + 8, width, device=DEVICE).to(dtype)[:, :, :places]
+    values = torch.randn(1, places, kv_heads, width, device=DEVICE).to(dtype).transpose(1, 2)
+    hidden = torch.rand(1, 1, tokens, places, device=DEVICE) < 0.3
+    hidden[..., 0] = False
+    return query, keys, values, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def layer(group):
+    return SimpleNamespace(num_key_value_groups=group, is_causal=True)
+
+
+def repeated(query, keys, values, mask, **options):
+    """Return what transformers computes with keys copied to every query head: its own copies of one head have a stride of 0."""
+    group = query.shape[1] // keys.shape[1]
+    copies = [state.repeat_interleave(group, dim=1) for state in (keys, values)]
+    return sdpa_attention_forward(SimpleNamespace(is_causal=True), query, *copies, mask, **options)[0]
+
+
+@pytest.fixture
+def uses(monkeypatch):
+    """Return how often keys were read in place, by the device's type."""
+    counted = []
+
+    def counting(*args, **kwargs):
+        found = grouped(*args, **kwargs)
+        counted.extend([] if found is None else [found.device.type])
+        return found
+
+    monkeypatch.setattr(hf_attention, "grouped", counting)
+    return counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_bits_are_those_of_repeated_keys(shape, dtype, uses):
+    group, tokens, places = shape[1:4]
+    query, keys, values, mask = states(*shape, dtype)
+    for given, scaling in ((mask, None), (mask, 0.3), (mask == 0, None), (None, None)):
+        before = len(uses)
+        found, _ = attention(layer(group), query, keys, values, given, scaling=scaling)
+        if len(uses) > before:
+            expected = repeated(query, keys, values, given, scaling=scaling)
+        else:
+            expected, _ = sdpa_attention_forward(layer(group), query, keys, values, given, scaling=scaling)
+        assert torch.equal(found, expected)
+        assert found.is_contiguous() and found.shape == (1, tokens, query.shape[1], query.shape[3])
+    is_wide_and_square = shape[4] > hf_attention.WIDEST_GROUPED and tokens == places
+    assert len(uses) == (0 if hf_attention.may_pack(query) else 3 + is_wide_and_square)
+
+
+# Sums of up to 304 products of values of order 1 in float32, in another order than float64's; in 16 bits one rounding of the
+# weights and one of the sum, each at most 2^-9 of values up to 4.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_head_is_softmax_of_its_own_scores(shape, dtype, tolerance, uses):
+    if dtype == torch.float64 and DEVICE != "cpu":
+        pytest.skip("no fused kernel computes in float64 there")
+    kv_heads, group = shape[:2]
+    query, keys, values, mask = states(*shape, dtype)
+    found, _ = attention(layer(group), query, keys, values, mask, scaling=0.125)
+    for head in range(kv_heads * group):
+        key, value = keys[0, head // group].double(), values[0, head // group].double()
+        weights = torch.softmax(query[0, head].double() @ key.T * 0.125 + mask[0, 0].double(), dim=-1)
+        assert float((found[0, :, head].double() - weights @ value).abs().max()) < tolerance
+    assert uses or hf_attention.may_pack(query)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_torch_is_given_the_keys_themselves_and_no_head_stride_of_zero(kv_heads, monkeypatch):
+    """A head stride of 0 makes torch's memory-efficient kernel compute other heads (pytorch/pytorch#191937)."""
+    given = []
+    real = hf_attention.scaled_dot_product_attention
+    monkeypatch.setattr(
+        hf_attention,
+        "scaled_dot_product_attention",
+        lambda *args, **options: given.append(args) or real(*args, **options),
+    )
+    query, keys, values, mask = states(kv_heads, 4, 33, 64, 64, torch.float32)
+    assert grouped(query, keys, values, mask, scaling=None, is_causal=False) is not None
+    for passed, held in zip(given[0][1:], (keys, values), strict=True):
+        assert passed.shape == (4, *held.shape[1:]) and passed.data_ptr() == held.data_ptr()
+        assert passed.stride(0) == 0 and passed.stride(1) > 0
+    assert given[0][0].data_ptr() == query.data_ptr()
+
+
+def test_what_torch_would_not_compute_alike_is_left_to_transformers():
+    query, keys, values, mask = states(2, 4, 16, 16, 64, torch.float32)
+    options = {"scaling": None, "is_causal": False}
+    assert grouped(query, keys, values, mask, **options) is not None
+    with sdpa_kernel(SDPBackend.MATH):  # stores scores
+        assert grouped(query, keys, values, mask, **options) is None
+    two = [one.expand(2, -1, -1, -1) for one in (query, keys, values)]
+    assert grouped(*two, mask, **options) is None
+    assert grouped(query[:, :, :1], keys, values, mask[:, :, :1], **options) is None
+    assert grouped(query, keys, values, mask.expand(-1, 8, -1, -1), **options) is None
+    assert grouped(query, keys, values, mask[..., :-1], **options) is None
+    assert grouped(query[:, :2], keys, values, mask, **options) is None
+    assert grouped(query, keys, values, None, scaling=None, is_causal=True) is None  # torch groups by itself
+    wide = states(2, 4, 16, 24, 512, torch.float32)[:3]
+    assert grouped(*wide, None, scaling=None, is_causal=True) is None
+    assert grouped(*wide, None, **options) is not None
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a CPU's question")
+def test_a_cpu_that_may_pack_keys_is_left_to_transformers(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    options = {"scaling": None, "is_causal": False}
+    for dtype, is_left in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        found = grouped(*states(2, 4, 16, 64, 64, dtype), **options)
+        assert (found is None) == is_left, dtype
+
+
+def test_arguments_that_change_the_computation_reach_transformers(uses):
+    query, keys, values, mask = states(2, 4, 16, 16, 64, torch.float32)
+    with suppress(ValueError):  # later releases refuse it
+        attention(layer(4), query, keys, values, mask, softcap=30.0)
+    attention(layer(4), query, keys, values, mask, dropout=0.5)
+    assert not uses
+    attention(layer(4), query, keys, values, mask, softcap=None, sliding_window=8)
+    assert uses
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def load(family, folder, **options):
+    plan = trimtab.plan(
+        pico.build(family, folder), **{"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE} | options
+    )
+    return trimtab.load(plan, decode="auto")
+
+
+def in_chunks(model, inputs, rows=1):
+    """Return the scores of a prompt's last token, computed in chunks of 8 and 16 tokens, and the batch."""
+    batch = Batch(model, rows=rows, decode="eager")
+    batch.prompts = PrefillRunner(batch, "static", (8, 16))
+    prompt = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=2))
+    assert batch.prompts.takes(prompt)
+    while not prompt.step():
+        pass
+    return prompt.logits.flatten(), batch
+
+
+def scores(model):
+    """Return the last token's scores of a prompt in chunks, and of transformers' own pass with padding in front of it."""
+    token_ids = [100 + (number * 7) % 190 for number in range(25)]
+    ids = torch.tensor([[3, *token_ids]], device=DEVICE)
+    seen = torch.ones_like(ids)
+    seen[0, 0] = 0
+    with torch.no_grad():
+        padded = model.hf_model(input_ids=ids, attention_mask=seen, use_cache=False).logits[0, -1]
+    return torch.stack([in_chunks(model, model.prepare(token_ids))[0], padded.float()])
+
+
+@pytest.mark.parametrize(("family", "dtype"), crossed(pico.FAMILIES, ["float32", "bfloat16"]))
+def test_a_prompt_has_the_bits_of_repeated_keys(family, dtype, uses, monkeypatch):
+    with lent(family, dtype=dtype) as model:
+        uses.clear()
+        found = scores(model)
+        layers = sum(1 for module in model.hf_model.get_decoder().modules() if hasattr(module, "num_key_value_groups"))
+        assert len(uses) >= layers or hf_attention.may_pack(torch.empty(1, 4, 1, 1, dtype=model.dtype, device=DEVICE))
+        monkeypatch.setattr(hf_attention, "grouped", lambda *args, **options: None)
+        assert torch.equal(found, scores(model))
+
+
+@pytest.mark.parametrize("options", [{"kv": "int8"}, {"batch": 2, "kv_tokens": 128}], ids=["8 bits", "pages"])
+def test_keys_in_8_bits_and_in_pages_have_the_bits_of_repeated_keys(options, uses, monkeypatch):
+    with lent("gemma4", **options) as model:
+        inputs, rows = model.prepare([100 + number for number in range(40)]), options.get("batch", 1)
+        uses.clear()
+        found, batch = in_chunks(model, inputs, rows)
+        assert uses and (rows == 1 or any(isinstance(one, PagedLayer) for one in batch.cache.layers))
+        monkeypatch.setattr(hf_attention, "grouped", lambda *args, **options: None)
+        assert torch.equal(found, in_chunks(model, inputs, rows)[0])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4_dense", "qwen3_vl"])
+def test_a_picture_has_the_bits_of_repeated_keys(family, uses, monkeypatch):
+    """The tokens of one picture see each other in both directions, but in Qwen3-VL."""
+    with lent(family) as model:
+        inputs = picture(model, family, 5)
+        uses.clear()
+        found, _ = in_chunks(model, inputs)
+        assert uses
+        monkeypatch.setattr(hf_attention, "grouped", lambda *args, **options: None)
+        assert torch.equal(found, in_chunks(model, inputs)[0])
+
+
+def test_the_model_keeps_its_config_and_a_change_of_it_is_heard(tmp_path, uses):
+    with load("llama", tmp_path) as model:
+        config = model.hf_model.config
+        module = model.hf_model.get_decoder().layers[0].self_attn
+        assert config._attn_implementation == "sdpa" and module.config._attn_implementation == hf_attention.NAME
+        assert isinstance(module.config, type(config)) and module.config.to_dict() == config.to_dict()
+        config._attn_implementation = "eager"
+        assert module.config._attn_implementation == "eager"
+        uses.clear()
+        model.hf_model(input_ids=torch.tensor([[3, 4, 5, 6]], device=DEVICE))
+        assert not uses
+
+
+def test_a_device_on_which_the_bits_differ_keeps_transformers_form_and_names_it(tmp_path, monkeypatch):
+    def other(*args, **options):
+        found = grouped(*args, **options)
+        return None if found is None else found * 1.01
+
+    monkeypatch.setattr(hf_attention, "grouped", other)
+    with load("llama", tmp_path) as model:
+        (fallback,) = [one for one in model.fallbacks if one.what == hf_attention.WHAT]
+        assert fallback.why.startswith("2 query heads of width 32 on ")
+        module = model.hf_model.get_decoder().layers[0].self_attn
+        assert module.config is model.hf_model.config

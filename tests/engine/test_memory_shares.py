@@ -1,0 +1,122 @@
+"""What takes the device's memory, share by share: on a CPU what its tensors hold, and a GPU's figures played by a stand-in."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico
+from tests.serve.observe.test_metrics import MODEL, label, samples
+from trimtab.engine import memory_shares
+from trimtab.engine.batch.batch import Batch
+from trimtab.engine.memory import rates as devices
+from trimtab.serve.observe.metrics import Metrics
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return pico.build("gemma4", tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory):
+    return pico.adapter(base, tmp_path_factory.mktemp("adapter") / "adapter")
+
+
+def loaded(base, **options):
+    return trimtab.load(trimtab.plan(base, context=64, device="cpu", images=0, audio_s=0.0, quant="nf4-dq", **options))
+
+
+def by_name(shares):
+    return {one.name: one for one in shares}
+
+
+def test_weights_on_the_device_are_what_was_planned(base):
+    with loaded(base, place={"*": "resident"}) as model:
+        weights = by_name(model.memory_shares())["weights"]
+        # Rounding of each tensor's place in the arena, 256 B for each.
+        assert weights.planned_bytes <= weights.measured_bytes <= weights.planned_bytes + 256 * 400
+    with loaded(base, place={"language": "stream"}) as model:
+        streamed = by_name(model.memory_shares())
+        assert streamed["weights"].measured_bytes < weights.measured_bytes
+        assert 0 < streamed["staging"].measured_bytes <= streamed["staging"].planned_bytes
+
+
+def test_adapters_and_keys_and_values_are_measured(base, adapter):
+    with loaded(base, adapters={"a": adapter}) as model:
+        before = by_name(model.memory_shares())
+        planned = before["adapters"].planned_bytes
+        # On a CPU an adapter is used where it lies: aligned in one piece, in the file's own type or in float32.
+        assert planned / 2 <= before["adapters"].measured_bytes <= 2 * planned
+        assert before["kv cache"].measured_bytes == 0
+        model.unload_adapter("a")
+        assert by_name(model.memory_shares())["adapters"].measured_bytes == 0
+        batch = Batch(model, rows=2)
+        prompt = batch.begin(model.prepare([5, 6, 7]), trimtab.request.GenerateRequest(max_new_tokens=2))
+        while not prompt.step():
+            pass
+        batch.join(prompt)
+        kept = by_name(model.memory_shares(batch))["kv cache"]
+        assert kept.measured_bytes == batch.cache.nbytes() > 0
+
+
+def test_what_cannot_be_measured_has_no_figure(base):
+    with loaded(base) as model:
+        process = by_name(model.memory_shares())["process"]
+        assert (process.planned_bytes, process.measured_bytes) == (model.plan.gpu_needed_bytes, None)
+        assert "-" in memory_shares.shares_text(model.memory_shares()).splitlines()[-1]
+
+
+@pytest.mark.parametrize("is_estimate", [False, True])
+def test_the_shares_of_a_gpu_add_up_to_the_process(monkeypatch, is_estimate):
+    plan = SimpleNamespace(
+        gpu={"weights": 1000, "fixed": 24, "adapters": 50, "kv_cache": 60, "activations": 70, "workspaces": 8, "kernels": 9,
+             "graphs": 11, "cuda_context": 300, "allocator_reserve": 40, "staging": 30, "unpacked_weights": 5},
+        gpu_needed_bytes=1700,
+    )  # fmt: skip
+    model = SimpleNamespace(
+        device=torch.device("cuda:0"), plan=plan, weight_bytes=1020, streamer=None, adapter_store=SimpleNamespace(holders={}),
+        prefix_cache=None, unpacked=SimpleNamespace(nbytes=5),
+        memory=lambda: {"gpu_peak_bytes": 1155},
+    )  # fmt: skip
+    batch = SimpleNamespace(
+        cache=SimpleNamespace(nbytes=lambda: 60), steps=SimpleNamespace(graph_bytes=10),
+        prompts=SimpleNamespace(graph_bytes=1, copies_bytes=0),
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1205)
+    monkeypatch.setattr(memory_shares, "process_on_gpu", lambda device: (1520, is_estimate))
+    shares = by_name(memory_shares.shares_of(model, batch))
+    assert shares["process"].is_estimate is is_estimate and shares["process"].measured_bytes == 1520
+    measured = {name: one.measured_bytes for name, one in shares.items() if one.measured_bytes is not None}
+    assert measured["activations, with workspaces and buffers"] == 70 and measured["allocator slack"] == 50
+    assert (shares["unpacked weights"].planned_bytes, shares["unpacked weights"].measured_bytes) == (5, 5)
+    assert shares["workspaces"].planned_bytes == 8 and shares["workspaces"].measured_bytes is None
+    text = memory_shares.shares_text(tuple(shares.values()))
+    if is_estimate:
+        assert shares["graphs"].measured_bytes is shares["context and kernels"].measured_bytes is None
+        assert text.splitlines()[-1].endswith("~1.5 KiB")
+    else:
+        assert sum(measured.values()) == 2 * 1520  # the shares, and the process
+        assert "~" not in text
+
+
+def test_without_the_drivers_figure_the_process_is_an_estimate(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u", multi_processor_count=24))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * MIB)
+    monkeypatch.setattr(devices.gpus, "process_bytes", lambda uuid: None)
+    assert devices.process_on_gpu("cuda:0") == ((131 + 2 * 24 + 5) * MIB, True)
+    monkeypatch.setattr(devices.gpus, "process_bytes", lambda uuid: 7 * MIB)
+    assert devices.process_on_gpu("cuda:0") == (7 * MIB, False)
+
+
+def test_the_server_counts_each_share():
+    share = {"name": "weights", "planned_bytes": 5, "measured_bytes": 6, "is_estimate": False}
+    unknown = share | {"name": "process", "measured_bytes": None}
+    numbers = MODEL["numbers"] | {"memory_shares": [share, unknown]}
+    found = samples(Metrics(), MODEL | {"numbers": numbers})
+    assert found["trimtab_gpu_share_bytes", label(model="demo", share="weights", kind="measured")] == 6
+    assert found["trimtab_gpu_share_bytes", label(model="demo", share="process", kind="planned")] == 5
+    assert ("trimtab_gpu_share_bytes", label(model="demo", share="process", kind="measured")) not in found

@@ -1,0 +1,252 @@
+"""A merge leaves the whole new model or none: killed, on a full disk, on bad input; and goes on where it was killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT, merged_models, pico
+from tests.merged_models import content
+from trimtab.checkpoint.writer import PositionedWriter
+from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.merging import merge
+from trimtab.merging.files import output_dir as places
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pico.build("llama", tmp_path_factory.mktemp("base") / "base", shards=3)
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pico.adapter(base, tmp_path_factory.mktemp("adapter") / "adapter")
+
+
+# Stopped ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_before_the_end(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        merge(base, tmp_path / "out", adapters={"a": adapter})
+    monkeypatch.undo()
+    half = tmp_path / ".out.merging"
+    files = sorted(half.glob("*.safetensors"))
+    assert len(files) == 5
+    with open(files[1], "r+b") as handle:
+        handle.seek(-1, os.SEEK_END)
+        handle.write(b"\x55")
+    files[2].unlink()
+    report = merge(base, tmp_path / "out", adapters={"a": adapter})
+    assert [file.is_resumed for file in report.files] == [True, False, False, True, True]
+    merge(base, tmp_path / "again", adapters={"a": adapter})
+    assert content(tmp_path / "out") == content(tmp_path / "again")
+
+
+def stop_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    module = sys.modules["trimtab.merging.merge"]
+    monkeypatch.setattr(module, "_write_small", stop)
+
+
+@pytest.mark.parametrize("what", ["weight", "adapter", "base", "dtype"])
+def test_another_merge_resumes_nothing(
+    what: str, base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_before_the_end(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        merge(base, tmp_path / "out", adapters={"a": adapter})
+    monkeypatch.undo()
+    options: dict[str, Any] = {"adapters": {"a": adapter}}
+    model = base
+    if what == "weight":
+        options["adapters"] = {"a": (adapter, 0.5)}
+    elif what == "adapter":
+        options["adapters"] = {"a": pico.adapter(base, tmp_path / "other", seed=5)}
+    elif what == "base":
+        model = pico.build("llama", tmp_path / "base", shards=3, seed=3)
+    else:
+        options["dtype"] = "float16"
+    report = merge(model, tmp_path / "out", **options)
+    assert not any(file.is_resumed for file in report.files)
+
+
+def test_two_merges_into_one_place_at_once_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
+    with places.Workplace(tmp_path / "out", "key"), pytest.raises(RequestError) as caught:
+        merge(base, tmp_path / "out", adapters={"a": adapter})
+    assert caught.value.field == "out"
+    assert "another merge" in str(caught.value)
+
+
+def test_a_model_caught_between_two_renames_is_put_back(base: Path, tmp_path: Path) -> None:
+    old = tmp_path / ".out.replaced"
+    old.mkdir()
+    (old / "old.txt").write_text("kept")
+    with pytest.raises(RequestError, match="not empty"):
+        with places.Workplace(tmp_path / "out", "key"):
+            pass
+        merge(base, tmp_path / "out", dtype="bfloat16")
+    assert (tmp_path / "out" / "old.txt").read_text() == "kept"
+
+
+# The disk -------------------------------------------------------------------------------------------------------------
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, byte_count: int, code: int) -> None:
+    written = 0
+    write = PositionedWriter.write
+
+    def failing(self: PositionedWriter, data: memoryview | bytes, start: int) -> None:
+        nonlocal written
+        written += len(data)
+        if written > byte_count:
+            raise OSError(code, os.strerror(code))
+        write(self, data, start)
+
+    monkeypatch.setattr(PositionedWriter, "write", failing)
+
+
+@pytest.mark.parametrize("byte_count", [0, 100_000, 200_000, 270_000])
+def test_a_full_disk_leaves_no_half_model_and_the_next_run_goes_on(
+    byte_count: int, base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(monkeypatch, byte_count, errno.ENOSPC)
+    with pytest.raises(DoesNotFitError) as caught:
+        merge(base, tmp_path / "out", adapters={"a": adapter})
+    assert caught.value.device == "disk"
+    assert caught.value.needed_bytes > 270_000
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
+    assert merged_models.left_over(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a file size limit of the system")
+def test_a_file_that_the_system_will_not_let_grow_is_a_full_disk(base: Path, tmp_path: Path) -> None:
+    # The system's own refusal (EFBIG), in a process of its own because the limit cannot be taken back.
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))\n"
+        "from trimtab.errors import DoesNotFitError\n"
+        "from trimtab import merge\n"
+        "try:\n    merge(sys.argv[1], sys.argv[2], dtype='bfloat16')\n"
+        "except DoesNotFitError as exc:\n    print(exc.device, exc.needed_bytes)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(base), str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("disk "), done.stderr
+    assert merged_models.left_over(tmp_path) == []
+
+
+def test_too_little_room_is_said_before_the_first_byte(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = sum(path.stat().st_size for path in base.iterdir())
+    usage = type("Usage", (), {"free": total - 1})
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda _: usage)
+    fail_at(monkeypatch, 0, errno.EIO)
+    with pytest.raises(DoesNotFitError) as caught:
+        merge(base, tmp_path / "out", dtype="bfloat16")
+    assert (caught.value.device, caught.value.budget_bytes) == ("disk", total - 1)
+    assert total <= caught.value.needed_bytes < total + 10_000
+    assert "Nothing was written" in caught.value.hint and merged_models.left_over(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.parent == tmp_path:
+            raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(RequestError) as caught:
+        merge(base, tmp_path / "out", dtype="bfloat16")
+    assert caught.value.field == "out"
+    assert "Read-only" in str(caught.value)
+    assert merged_models.left_over(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_read_only_folder_is_refused(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o555)
+    with pytest.raises(RequestError) as caught:
+        merge(base, tmp_path / "closed" / "out")
+    assert caught.value.field == "out"
+
+
+# The place ------------------------------------------------------------------------------------------------------------
+
+
+def refused(base: Path, out: Path, **options: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        merge(base, out, **options)
+    assert caught.value.field == "out"
+    return caught.value
+
+
+def test_the_model_itself_is_no_place(base: Path, adapter: Path) -> None:
+    before = content(base)
+    assert "is the model itself" in str(refused(base, base, overwrite=True))
+    assert "is the model itself" in str(refused(base, base / ".." / "base", overwrite=True))
+    assert "is inside the model" in str(refused(base, base / "merged"))
+    assert "holds the model" in str(refused(base, base.parent, overwrite=True))
+    assert "is the adapter a itself" in str(refused(base, adapter, adapters={"a": adapter}, overwrite=True))
+    assert "is inside the adapter a" in str(refused(base, adapter / "x", adapters={"a": adapter}))
+    # An adapter in the place of OUT is one that its --adapter was forgotten for.
+    assert "is an adapter" in str(refused(base, adapter, dtype="bf16", overwrite=True))
+    assert content(base) == before and (adapter / "adapter_config.json").exists()
+
+
+def test_a_link_to_the_model_is_the_model(base: Path, tmp_path: Path) -> None:
+    try:
+        (tmp_path / "link").symlink_to(base, target_is_directory=True)
+    except OSError:
+        pytest.skip("links need a privilege here")
+    assert "is the model itself" in str(refused(base, tmp_path / "link", overwrite=True))
+
+
+def test_an_existing_folder_needs_overwrite_and_then_is_replaced_as_a_whole(base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("x")
+    assert "not empty" in str(refused(base, out))
+    assert content(out) == {"mine.txt": b"x"}
+    merge(base, out, dtype="bf16", overwrite=True)
+    assert "mine.txt" not in content(out)
+    assert merged_models.left_over(tmp_path) == ["out"]
+
+
+def test_without_a_swap_of_the_system_an_overwrite_is_two_renames(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_exchange", lambda one, other: False)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("x")
+    merge(base, tmp_path / "out", dtype="bf16", overwrite=True)
+    assert "mine.txt" not in content(tmp_path / "out")
+    assert merged_models.left_over(tmp_path) == ["out"]
+
+
+def test_an_empty_folder_is_taken(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    merge(base, tmp_path / "out", dtype="bfloat16")
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_file_or_a_missing_parent_is_refused(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in str(refused(base, tmp_path / "file"))
+    assert "does not exist" in str(refused(base, tmp_path / "no" / "out"))

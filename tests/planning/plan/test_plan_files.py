@@ -1,0 +1,136 @@
+"""A saved plan that was changed is refused by its field, or is exactly the plan that the file now says; it always prints."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.planning.values.test_execution import plan
+from tests.rules import each
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning import Plan
+from trimtab.planning.plan.plan import PLAN_VERSION
+from trimtab.planning.request.card_machine import machine_of
+from trimtab.planning.values.cards import Card, find_card
+
+
+def _whole():
+    made = plan(8, adapters={"a": "folder"}, place={"audio": "host"})
+    values = made.to_json()
+    values["placements"] = values["placements"][:3]  # enough of each kind, and a smaller space to search
+    values["unquantized"] = values["unquantized"][:1]
+    values["card"] = find_card("RTX 4060 8GB").to_json()
+    values["checkpoint_stamps"] = [["model.safetensors", 5, 6]]
+    values["adapter_stamps"] = {"a": [["adapter_config.json", 1, 2]]}
+    return json.loads(json.dumps(values))
+
+
+WHOLE = _whole()
+
+
+def places(value, path=()):
+    """Yield the path of every value within a JSON value."""
+    yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*path, key))
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from places(one, (*path, number))
+
+
+PATHS = [path for path in places(WHOLE) if path]
+OTHERS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(0, 100), st.floats(), st.text(max_size=5),
+    st.sampled_from(["full", "int8", "graph", "eager", "resident", "host", "cuda:0", "cpu", "auto", -1, 0, 2**63, 1e400, math.nan]),
+    st.lists(st.integers(), max_size=2), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)  # fmt: skip
+
+
+def at(value, path):
+    for key in path:
+        value = value[key]
+    return value
+
+
+def changed(path, how, other):
+    values = copy.deepcopy(WHOLE)
+    owner = at(values, path[:-1])
+    if how == "remove":
+        del owner[path[-1]]
+    elif how == "add" and isinstance(owner, dict):
+        owner["surprise"] = other
+    elif how == "repeat" and isinstance(owner, list):
+        owner.append(owner[path[-1]])
+    else:
+        owner[path[-1]] = other
+    return values
+
+
+def test_the_whole_one_comes_back_equal():
+    assert Plan.from_json(WHOLE).to_json() == WHOLE and str(Plan.from_json(WHOLE))
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(path=st.sampled_from(PATHS), how=st.sampled_from(["set", "remove", "add", "repeat"]), other=OTHERS)
+def test_a_changed_file_is_refused_by_its_field_or_is_what_it_says(path, how, other):
+    values = changed(path, how, other)
+    try:
+        made = Plan.from_json(values)
+    except RequestError as exc:
+        assert exc.field
+        assert len(str(exc)) < 4000
+        return
+    assert made.to_json() == values
+    assert str(made) and made.gpu_needed_bytes >= 0 and made.expected_s >= 0
+
+
+@each("path", PATHS, where=lambda path: ".".join(map(str, path)))
+def test_a_value_of_another_kind_is_never_taken(path):
+    """An object where there was none, and a list where there was a text or a number."""
+    for other in ({"surprise": object}, [[[]]]):
+        with pytest.raises(RequestError) as caught:
+            Plan.from_json(changed(path, "set", other))
+        assert caught.value.field
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5, PLAN_VERSION + 1, None, "4", 4.5])
+def test_another_version_is_named_before_anything_else(version, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"version": version}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="another release wrote this plan") as caught:
+        Plan.load(file)
+    assert str(file) in str(caught.value)
+    assert (caught.value.field, caught.value.value) == ("plan.version", version)
+    assert caught.value.allowed == (str(PLAN_VERSION),)
+
+
+def test_cards_of_a_file_are_checked_too():
+    for name, value in (("source", "hearsay"), ("capability", "new"), ("pcie", "9.0 x1"), ("memory_mib", -1)):
+        with pytest.raises(RequestError) as caught:
+            Card.from_json(find_card("T4").to_json() | {name: value})
+        assert caught.value.field == f"plan.card.{name}"
+    assert machine_of(find_card("T4"), host_available_bytes=1).capability == (7, 5)
+
+
+@pytest.mark.parametrize("name", ["adapter_bytes", "adapter_stamps"])
+@pytest.mark.parametrize("named", [(), ("b",)])
+def test_an_adapter_without_its_bytes_or_its_stamps_is_refused(name, named):
+    """Its memory would not be counted, and a changed file would load."""
+    values = {**WHOLE, name: dict.fromkeys(named, WHOLE[name]["a"])}
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(values)
+    assert caught.value.field == f"plan.{name}" and caught.value.allowed == ("a",)
+
+
+@pytest.mark.parametrize("text", ['{"a": ' * 3000 + "1" + "}" * 3000, "[" * 3000 + "]" * 3000, '{"version": ' + "9" * 5000 + "}"])
+def test_a_plan_file_that_python_cannot_parse_is_a_checkpoint_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(CheckpointError, match="not JSON") as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert caught.value.path == str(tmp_path / "plan.json")

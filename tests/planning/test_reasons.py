@@ -1,0 +1,204 @@
+"""Why a block is where it is: each wording in a plan of which it is true, and not in one of which it is not."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.anatomies import e_series, small
+from tests.planning import test_planner
+from tests.planning.test_planner import CPU, GIB, MIB, TABLE
+from trimtab.errors import gib
+from trimtab.planning import Rates
+from trimtab.planning import reasons as reasons_module
+from trimtab.planning.memory import unpacked
+from trimtab.planning.values.byte_sizes import allocator_reserve_bytes
+
+E2B = e_series("E2B")
+# Loading peaks above running: next to nothing is computed, and one weight to be packed is as large as the rest.
+HIGH_LOAD = small([(8192, 4096), (64, 64)], quantized=True, table=(4096, 8192))
+SHORT = {"context_tokens": 16, "images": 0, "audio_s": 0.0}
+
+
+def reason(made, path=TABLE):
+    return next(row.reason for row in made.placements if row.block_path == path)
+
+
+def reasons(made):
+    return {row.reason for row in made.placements if row.tier != "resident"}
+
+
+def plan(*given, **asked):
+    """Return a plan whose execution takes the same whatever the budget."""
+    return test_planner.plan(*given, **({"decode": "eager"} | asked))
+
+
+def needed(peak_bytes, made):
+    outside = made.gpu["cuda_context"] + made.gpu.get("kernels", 0)
+    return peak_bytes + allocator_reserve_bytes(peak_bytes) + outside
+
+
+def test_bytes_that_are_too_many_are_those_that_a_larger_budget_would_need():
+    whole = plan()
+    running = needed(whole.gpu_peak_bytes, whole)
+    made = plan(gpu=6)
+    assert reason(made) == f"moved, {gib(running - 6 * GIB)} over the budget of cuda:0: only indexed, 17.5 KiB per token"
+    assert reasons(plan(gpu=running / GIB)) == set() and reason(plan(gpu=running / GIB)) == "fits"
+
+
+def test_blocks_placed_by_hand_are_no_part_of_what_is_too_many():
+    asked = {"place": {"vision": "stream", "audio": "stream"}}
+    whole = plan(**asked)
+    made = plan(gpu=5.8, **asked)
+    over = needed(whole.gpu_peak_bytes, whole) - made.gpu_budget_bytes
+    assert over > 0 and reason(made).startswith(f"moved, {gib(over)} over the budget of cuda:0")
+
+
+def test_loading_peaks_too_high_only_where_running_fits_and_loading_does_not():
+    whole = plan(HIGH_LOAD, **SHORT)
+    running, loading = needed(whole.gpu_peak_bytes, whole), needed(whole.gpu_load_peak_bytes, whole)
+    budget = loading - 16 * MIB
+    assert running < budget
+    made = plan(HIGH_LOAD, gpu=budget / GIB, **SHORT)
+    assert reason(made) == ("moved, loading would peak 16.0 MiB above the budget of cuda:0: only indexed, 16.0 KiB per token")
+    assert reason(plan(HIGH_LOAD, gpu=loading / GIB, **SHORT)) == "fits"
+
+
+def test_what_is_as_fast_elsewhere_leaves_although_everything_fits():
+    quick_host = Rates(device_Bps=1e9, host_Bps=1e10, transfer_s=1e-7)
+    made = plan(HIGH_LOAD, machine=CPU, rates=quick_host, **SHORT)
+    assert reasons(made) == {"would fit on the device, but is as fast in this tier: only indexed, 16.0 KiB per token"}
+    assert reason(made, "model.language_model.layers.0") == "fits"
+    slow_host = Rates(device_Bps=1e9, host_Bps=1e9, transfer_s=1e-3)
+    assert reasons(plan(HIGH_LOAD, machine=CPU, rates=slow_host, **SHORT)) == set()
+
+
+def test_a_memory_that_device_and_host_share_is_named_where_neither_budget_is_short():
+    whole = plan(machine=CPU)
+    needed_bytes = whole.gpu_needed_bytes - whole.gpu[unpacked.ITEM] + whole.host_peak_bytes
+    machine = replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes - GIB)
+    made = plan(machine=machine)
+    over = gib(GIB)
+    assert whole.gpu_needed_bytes - whole.gpu[unpacked.ITEM] < made.gpu_budget_bytes
+    assert reason(made).startswith(f"moved, {over} more than the machine's memory: only indexed")
+    # In host memory, the table would be in the same memory.
+    assert reason(made).endswith(f"from the checkpoint file; {over} more than the machine's memory")
+    enough = replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes)
+    assert reasons(plan(machine=enough)) == set()
+
+
+def test_the_host_budget_is_named_only_for_what_it_keeps_off_the_host():
+    made = plan(e_series("E4B"), gpu=3.5, host=1.5)
+    by_tier = {}
+    for row in made.placements:
+        by_tier.setdefault((row.tier, row.home), set()).add(row.reason.endswith("; the host budget is 1.50 GiB"))
+    assert by_tier == {
+        ("resident", "device"): {False}, ("stream", "host"): {False}, ("disk", "disk"): {True}, ("gather", "file"): {True}
+    }  # fmt: skip
+    roomy = plan(e_series("E4B"), gpu=3.5, host=16)
+    assert not any("host budget" in row.reason for row in roomy.placements)
+
+
+def test_what_stays_says_when_it_is_read_only_where_something_had_to_leave():
+    made = plan(gpu=2.5)
+    assert reason(made, "model.language_model.layers.0") == "stays: read at every token"
+    assert "read once per image" in reason(made, "model.vision_tower")
+    assert reason(plan(), "model.vision_tower") == "fits"
+
+
+def test_a_place_given_by_hand_is_the_reason():
+    made = plan(gpu=2.3, place={"audio": "host"})
+    assert reason(made, "model.audio_tower") == "requested: place audio=host"
+    assert reason(made, "model.vision_tower").startswith("moved, ")
+
+
+# Every wording --------------------------------------------------------------------------------------------------------
+
+
+def _literals():
+    """Return every piece of text that reasons.py can put into a reason."""
+    tree = ast.parse(Path(reasons_module.__file__).read_text("utf-8"))
+    names = ("of", "_too_much", "_far", "_shared")
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
+    assert len(functions) == len(names)
+    found = set(reasons_module._PAID.values())
+    for function in functions:
+        docs = {id(node.value) for node in function.body if isinstance(node, ast.Expr)}
+        lookups = {id(node.slice) for node in ast.walk(function) if isinstance(node, ast.Subscript)}
+        compared = {id(one) for node in ast.walk(function) if isinstance(node, ast.Compare) for one in node.comparators}
+        found |= {
+            node.value for node in ast.walk(function)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs | lookups | compared
+        }  # fmt: skip
+    return {text for text in found if len(text.strip(" ,;:")) > 1}
+
+
+def _high_load(change=0):
+    whole = plan(HIGH_LOAD, **SHORT)
+    budget = needed(whole.gpu_load_peak_bytes, whole) + change
+    return plan(HIGH_LOAD, gpu=budget / GIB, **SHORT)
+
+
+def _shared_memory(change=0):
+    whole = plan(machine=CPU)
+    needed_bytes = whole.gpu_needed_bytes - whole.gpu[unpacked.ITEM] + whole.host_peak_bytes
+    return plan(machine=replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes + change))
+
+
+def _as_fast(transfer_s):
+    rates = Rates(device_Bps=1e9, host_Bps=1e10 if transfer_s < 1e-3 else 1e9, transfer_s=transfer_s)
+    return plan(HIGH_LOAD, machine=CPU, rates=rates, **SHORT)
+
+
+def _streamed(part):
+    return plan(gpu=2.5, place={part: "stream"}) if part else plan(gpu=2.5)
+
+
+# Wording -> a plan of which it is true, and one of which it is not. The tests above compute why.
+WORDINGS = {
+    "requested: ": (lambda: plan(gpu=2.3, place={"audio": "host"}), plan),
+    "stays: ": (lambda: plan(gpu=2.5), plan),
+    "fits": (plan, lambda: plan(gpu=2.5)),
+    "moved, ": (lambda: plan(gpu=6), plan),
+    "would fit on the device, but is as fast in this tier": (lambda: _as_fast(1e-7), lambda: _as_fast(1e-3)),
+    ": only indexed, ": (lambda: plan(gpu=6), plan),
+    " per token": (lambda: plan(gpu=6), plan),
+    ", from the checkpoint file": (lambda: _shared_memory(-GIB), lambda: plan(gpu=6)),
+    " over the budget of ": (lambda: plan(gpu=6), _high_load),
+    "loading would peak ": (lambda: _high_load(-16 * MIB), _high_load),
+    " above the budget of ": (lambda: _high_load(-16 * MIB), _high_load),
+    "; the host budget is ": (
+        lambda: plan(e_series("E4B"), gpu=3.5, host=1.5), lambda: plan(e_series("E4B"), gpu=3.5, host=16),
+    ),
+    " more than the machine's memory": (lambda: _shared_memory(-GIB), _shared_memory),
+    "read at every token": (lambda: plan(gpu=2.5), plan),
+    "read once per image": (lambda: plan(gpu=2.5), plan),
+    "read once per audio clip": (lambda: plan(gpu=2.5), plan),
+    "read once per request": (None, plan),
+}  # fmt: skip
+
+
+def test_every_wording_is_known_to_this_file():
+    assert _literals() == set(WORDINGS)
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_each_wording_stands_where_it_is_true_and_not_where_it_is_not(wording):
+    true, false = WORDINGS[wording]
+    made = false()
+    assert not any(wording in row.reason for row in made.placements if wording != "fits" or row.block_path == TABLE)
+    if true is not None:
+        assert any(wording in row.reason for row in true().placements)
+
+
+def test_a_block_that_cannot_move_says_why_and_a_movable_one_never_does():
+    """No anatomy here has such blocks: what a block is read for, and what it refuses, is its own (`blocks.py`)."""
+    why = SimpleNamespace(asked={}, too_much="", far="")
+    fixed = SimpleNamespace(block_path="b", movable_bytes=0, refused={"stream": "nothing of it can be read later"})
+    assert reasons_module.Reasons.of(why, fixed, SimpleNamespace(tier="resident")) == "nothing of it can be read later"
+    free = SimpleNamespace(block_path="b", movable_bytes=1, refused=fixed.refused, paid="request")
+    assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "fits"
+    why.too_much = "1 B over the budget of cuda:0"
+    assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "stays: read once per request"

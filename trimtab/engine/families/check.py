@@ -1,0 +1,216 @@
+"""Is a family's description right for this model? Its parts and the whole decoder, compared with transformers' modules at load.
+
+Norms and rotations must have the modules' bits, windows their values; each described layer, in plain torch over a few tokens, must
+give the module's output up to roundings. What differs is named, and the modules compute the steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm
+from trimtab.engine.kernels import delta_rule
+from trimtab.engine.kernels.attention_and_norms import norm_torch, turned_torch
+from trimtab.engine.layers.linear import staged_in
+
+TOKENS = 3
+# The norm of a difference over the norm of what a layer adds; a rounding of the layer's output comes on top. The operations are the
+# modules' own in the same order; attention's sums are not.
+LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+_ACTS = {"silu": {}, "gelu": {"approximate": "none"}, "gelu_tanh": {"approximate": "tanh"}}
+
+
+@torch.no_grad()
+def wrong(decoder: Decoder, device: torch.device, dtype: torch.dtype, context_tokens: int) -> str | None:
+    """Return what of a description differs from the modules, by name, or None. No adapter may be selected."""
+    return (
+        _wrong_norms(decoder, device, dtype)
+        or _wrong_ropes(decoder, device, dtype, context_tokens)
+        or _wrong_attention(decoder)
+        or _wrong_layers(decoder, device)
+    )
+
+
+def _norms(decoder: Decoder) -> dict[str, Norm]:
+    found: dict[str, Norm | None] = {"the last norm": decoder.final_norm}
+    for number, layer in enumerate(decoder.layers):
+        own = decoder.attentions.get(number)
+        found |= {
+            f"layer {number}'s {name}": norm for name, norm in (
+                ("norm before attention", layer.before_attention), ("norm after attention", layer.after_attention),
+                ("norm before the MLP", layer.before_mlp), ("norm after the MLP", layer.after_mlp),
+                ("norm of its own input", None if layer.per_layer is None else layer.per_layer.norm),
+                ("norm of queries", None if own is None else own.q_norm), ("norm of keys", None if own is None else own.k_norm),
+            )
+        }  # fmt: skip
+    return {name: norm for name, norm in found.items() if norm is not None}
+
+
+def _wrong_norms(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> str | None:
+    generator = torch.Generator().manual_seed(1)
+    inputs: dict[int, Tensor] = {}
+    for name, norm in _norms(decoder).items():
+        width = norm.weight.shape[0]
+        if width not in inputs:
+            inputs[width] = (torch.randn(4, width, generator=generator) * 2).to(device, dtype)
+        if not torch.equal(norm_torch(inputs[width], norm.weight, norm.eps, norm.form), norm.module(inputs[width])):
+            return f"{name} has other bits than {norm.form!r} gives"
+    return None
+
+
+def _wrong_ropes(decoder: Decoder, device: torch.device, dtype: torch.dtype, context_tokens: int) -> str | None:
+    most = max(context_tokens - 1, 1)
+    positions = torch.tensor([0, 1, 7, most // 3, most], device=device)
+    like = torch.empty(len(positions), 1, 1, dtype=dtype, device=device)
+    for kind, rope in decoder.ropes.items():
+        angles = torch.cat((positions[:, None].float() * rope.inv_freq.to(device).float(),) * 2, dim=-1)
+        ours = (angles.cos() * rope.factor).to(dtype), (angles.sin() * rope.factor).to(dtype)
+        theirs = rope.cos_sin(like, positions[:, None])
+        if not all(torch.equal(a, b[:, 0]) for a, b in zip(ours, theirs, strict=True)):
+            return f"the rotation of {kind} has other bits"
+    return None
+
+
+def _wrong_attention(decoder: Decoder) -> str | None:
+    for number, own in decoder.attentions.items():
+        module = own.module
+        window = getattr(module, "sliding_window", own.window)
+        if own.window != window:
+            return f"layer {number} has a window of {window}, its description {own.window}"
+        rotary = own.shape.dim if own.shape.rotary is None else own.shape.rotary
+        if own.rope is not None and decoder.ropes[own.rope].inv_freq.numel() * 2 != rotary:
+            return f"layer {number} turns {decoder.ropes[own.rope].inv_freq.numel() * 2} values of a head"
+    return None
+
+
+# A few tokens, in plain torch -------------------------------------------------------------------------------------------
+
+
+def _wrong_layers(decoder: Decoder, device: torch.device) -> str | None:
+    """Compare each layer's output, and its attention's, with the modules' for the modules' own inputs."""
+    ids = torch.arange(3, 3 + TOKENS, device=device)[None] % decoder.text.config.vocab_size
+    seen: list[Tensor] = []
+    handles = []
+
+    def before(_: object, args: Any, kwargs: Any) -> None:
+        seen.append(_first(args or kwargs))
+
+    def behind(_: object, args: Any, output: Any) -> None:
+        seen.append(_first(output))
+
+    for layer in decoder.layers:
+        handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(layer.mixer.module.register_forward_hook(behind))
+    try:
+        last = decoder.text(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        for handle in handles:
+            handle.remove()
+    inputs, attentions = [one.clone() for one in seen[::2]], seen[1::2]
+    if len(inputs) != len(decoder.layers) or len(attentions) != len(inputs):
+        return "its modules run in another order"
+    if not torch.equal(h := decoder.embedding(ids), inputs[0]):
+        return "the embedding of its tokens differs"
+    positions = torch.arange(TOKENS, device=device)[None]
+    extra = None
+    if decoder.per_layer:
+        extra = decoder.text.project_per_layer_inputs(h, decoder.text.get_per_layer_inputs(ids, h))
+    turns = {kind: rope.cos_sin(h, positions) for kind, rope in decoder.ropes.items()}
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    for number, layer in enumerate(decoder.layers):
+        given = inputs[number]
+        x = _normed(given, layer.before_attention)
+        mixed = _delta(layer.mixer, x) if isinstance(layer.mixer, DeltaNet) else _attended(layer.mixer, x, turns, kept, number)
+        attended = layer.mixer.o(mixed)
+        out = _behind(decoder, layer, given, attended, None if extra is None else extra[:, :, number])
+        for staged in staged_in(layer.module):  # its module, which would report it, was not called
+            staged.leave()
+        if differs(attended, attentions[number], torch.zeros_like(given)):
+            return f"layer {number}'s attention differs"
+        is_last = number + 1 == len(decoder.layers)
+        theirs = last if is_last else inputs[number + 1]
+        if differs(_normed(out, decoder.final_norm) if is_last else out, theirs, torch.zeros_like(given) if is_last else given):
+            return f"layer {number} differs"
+    return None
+
+
+def _first(values: Any) -> Tensor:
+    """Return the first tensor of a module's arguments or output."""
+    if isinstance(values, dict):
+        values = values["hidden_states"]
+    return values if isinstance(values, Tensor) else values[0]
+
+
+def differs(ours: Tensor, theirs: Tensor, given: Tensor) -> bool:
+    """Whether two outputs differ by more than roundings. given: the part of both that was not computed."""
+    error = (ours.double() - theirs.double()).norm()
+    added = (theirs.double() - given.double()).norm()
+    return bool(error > LARGEST_DIFFERENCE[ours.dtype] * added + torch.finfo(ours.dtype).eps * theirs.double().norm())
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm_torch(x, norm.weight, norm.eps, norm.form)
+
+
+def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: Tensor | None) -> Tensor:
+    """Return a layer's output from its input and its attention's output."""
+
+    def act(x: Tensor) -> Tensor:
+        return functional.silu(x) if decoder.activation == "silu" else functional.gelu(x, **_ACTS[decoder.activation])
+
+    h = h + _normed(attended, layer.after_attention)
+    x = _normed(h, layer.before_mlp)
+    h = h + _normed(layer.down(act(layer.gate(x)) * layer.up(x)), layer.after_mlp)
+    if layer.per_layer is not None and extra is not None:
+        own = layer.per_layer
+        h = h + _normed(own.projection(act(own.gate(h)) * extra), own.norm)
+    return h if layer.scale is None else h * layer.scale
+
+
+def _attended(own: Attention, x: Tensor, turns: Any, kept: dict[int, tuple[Tensor, Tensor]], number: int) -> Tensor:
+    gates = None
+
+    def heads(linear: Any, norm: Norm | None, *, turns_too: bool, step: int = 1) -> Tensor:
+        nonlocal gates
+        y = linear(x).view(*x.shape[:2], -1, step * own.shape.dim)
+        if step > 1:
+            gates = torch.sigmoid(y[..., own.shape.dim :]).flatten(2)
+        y = _normed(y[..., : own.shape.dim], norm)
+        if turns_too and own.rope is not None:
+            cos, sin = turns[own.rope]
+            y = turned_torch(y[0], cos[0], sin[0])[None]
+        return y.transpose(1, 2)
+
+    queries = heads(own.q, own.q_norm, turns_too=True, step=2 if own.shape.is_gated else 1)
+    if own.source is None:
+        values = heads(own.v if own.v is not None else own.k, None, turns_too=False)
+        if own.shape.norms_values:
+            values = norm_torch(values, None, own.norms().eps)
+        kept[number] = heads(own.k, own.k_norm, turns_too=True), values
+    keys, values = (
+        one.repeat_interleave(own.shape.heads // own.shape.kv_heads, 1)
+        for one in kept[number if own.source is None else own.source]
+    )
+    if own.softcap is None:
+        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=own.scale)
+    else:
+        scores = torch.tanh(queries @ keys.transpose(2, 3) * own.scale / own.softcap) * own.softcap
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        weights = torch.softmax(scores.masked_fill(mask, float("-inf")), dim=-1, dtype=torch.float32).to(x.dtype)
+        attended = weights @ values
+    attended = attended.transpose(1, 2).reshape(*x.shape[:2], -1)
+    return attended if gates is None else attended * gates
+
+
+def _delta(own: DeltaNet, x: Tensor) -> Tensor:
+    shape, tokens = own.shape, x.shape[1]
+    conv = x.new_zeros(1, shape.channels, shape.taps)
+    state = torch.zeros(1, shape.value_heads, shape.key_dim, shape.value_dim, device=x.device)
+    out = x.new_empty(tokens, own.o.in_features)
+    products = own.qkv(x)[0], own.z(x)[0], own.b(x)[0], own.a(x)[0]
+    delta_rule.delta_net(products, shape, own.weights(), conv, state, (out, out), out, tokens=tokens)
+    return out[None]

@@ -1,0 +1,233 @@
+"""Which parts does a text decoder have, and how does a layer use them? Data that a family's description fills in.
+
+A description holds transformers' own modules, never copies: weights are read where they are when they are needed. `families.py`
+makes one for each family, `check.py` compares it with the modules, `step.py` and `chunk.py` compute with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
+from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
+from trimtab.engine.kernels.embed_and_logits import Sizes
+from trimtab.engine.kernels.gemv4 import NormForm
+
+if TYPE_CHECKING:
+    from trimtab.engine.lora.store import AdapterStore
+
+
+class UndescribedError(Exception):
+    """No description fits this model; the message says why, with the attribute's name where one is missing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMS norm. form: where it rounds, one of `attention_and_norms.FORMS`."""
+
+    module: Any
+    form: str
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = self.module.weight
+        return weight
+
+    @property
+    def eps(self) -> float:
+        module = self.module
+        return float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """The rotation of one kind of layers. module: transformers' own, with `prefix` in the names of its buffers; kind: what its
+    forward takes in addition to positions, None for nothing. has_axes: positions count along three axes."""
+
+    module: Any
+    kind: str | None = None
+    has_axes: bool = False
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """The angles of one position [R / 2] float32."""
+        inv_freq: Tensor = getattr(self.module, f"{self.kind}_inv_freq" if self.kind else "inv_freq")
+        return inv_freq
+
+    @property
+    def factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return float(getattr(self.module, f"{self.kind}_attention_scaling" if self.kind else "attention_scaling"))
+
+    def cos_sin(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the module's own cos and sin [n, 1, R] of positions [n, 1], in the dtype of `like`."""
+        if self.has_axes:
+            positions = positions.expand(3, *positions.shape)
+        cos, sin = self.module(like, positions, self.kind) if self.kind else self.module(like, positions)
+        return cos, sin
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """A layer's attention. q, k, v, o: linears; no v: values are keys before their norm. rope: a key of `Decoder.ropes`, None where
+    nothing turns. window: of a sliding layer. source: the layer whose keys and values are read, None for its own; is_read: whether
+    later layers read these. module: transformers' own, for its attention function."""
+
+    module: Any
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    shape: AttentionShape
+    scale: float
+    rope: str | None
+    window: int | None = None
+    source: int | None = None
+    is_read: bool = False
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    softcap: float | None = None
+
+    @property
+    def mode(self) -> str:
+        """The kernels' name of where keys and values come from."""
+        return "shared" if self.source is not None else "own" if self.v is not None else "k_is_v"
+
+    @property
+    def projections(self) -> list[Any]:
+        """The linears over the layer's input, in the order in which their products lie."""
+        return [self.q] if self.source is not None else [one for one in (self.q, self.k, self.v) if one is not None]
+
+    def norms(self) -> HeadNorms:
+        """Return the norms of heads as kernels take them."""
+        q, k = self.q_norm, self.k_norm
+        if q is None:
+            return HeadNorms(None, None, 0.0, values=self.shape.norms_values, is_gated=self.shape.is_gated)
+        weight = None if k is None or self.source is not None else k.weight
+        return HeadNorms(q.weight, weight, q.eps, q.form, self.shape.norms_values, self.shape.is_gated)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaNet:
+    """A layer's gated delta rule, in attention's place. qkv, z, b, a: linears over the layer's input: what is convolved, the gate
+    of the output, and of each head how much it takes and forgets; o: the last one. module: transformers' own."""
+
+    module: Any
+    qkv: Any
+    z: Any
+    b: Any
+    a: Any
+    o: Any
+    shape: DeltaShape
+
+    def weights(self) -> DeltaWeights:
+        """Return its own tensors as kernels take them."""
+        own, norm = self.module, self.module.norm
+        return DeltaWeights(own.conv1d.weight[:, 0], own.A_log, own.dt_bias, norm.weight, norm.variance_epsilon)
+
+
+@dataclass(frozen=True, eq=False)
+class PerLayerInput:
+    """A layer's own input (Gemma 4), gated and added behind the MLP."""
+
+    gate: Any
+    projection: Any
+    norm: Norm
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer. mixer: what mixes tokens. after_attention, after_mlp: norms of what is added to the residual, None without. scale:
+    of the layer's output."""
+
+    module: Any
+    before_attention: Norm
+    mixer: Attention | DeltaNet
+    after_attention: Norm | None
+    before_mlp: Norm
+    gate: Any
+    up: Any
+    down: Any
+    after_mlp: Norm | None
+    per_layer: PerLayerInput | None = None
+    scale: Tensor | None = None
+
+    @property
+    def products(self) -> list[list[Any]]:
+        """The layer's linears, those that read one input together, in the order in which they run."""
+        mixer = self.mixer
+        inputs = [mixer.projections] if isinstance(mixer, Attention) else [[mixer.qkv, mixer.z], [mixer.b, mixer.a]]
+        groups = [*inputs, [mixer.o], [self.gate, self.up], [self.down]]
+        return groups + ([[self.per_layer.gate], [self.per_layer.projection]] if self.per_layer is not None else [])
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """A text decoder. text: transformers' own module of it; activation: one of `attention_and_norms.ACTIVATIONS`; softcap: of the
+    scores behind the head. per_layer: the size of each layer's own input, 0 without."""
+
+    text: Any
+    embedding: nn.Module
+    layers: tuple[Layer, ...]
+    final_norm: Norm
+    ropes: Mapping[str, Rope]
+    activation: str
+    softcap: float | None = None
+    per_layer: int = 0
+
+    @property
+    def norm(self) -> NormForm:
+        """The form of the norms around products, which all layers share."""
+        return NormForm(self.final_norm.form, self.layers[0].after_attention is not None)
+
+    @property
+    def front(self) -> Any:
+        """The linear that makes all layers' own inputs, None without."""
+        return getattr(self.text, "per_layer_model_projection", None) if self.per_layer else None
+
+    @property
+    def attentions(self) -> dict[int, Attention]:
+        """The attention of each layer that has one, by number."""
+        return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
+
+    @property
+    def deltas(self) -> dict[int, DeltaNet]:
+        """The gated delta rule of each layer that has one, by number."""
+        return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet)}
+
+    @property
+    def adapter_store(self) -> AdapterStore:
+        """The store that all linears share."""
+        store: AdapterStore = self.layers[0].down.adapter_store
+        return store
+
+    def following(self, number: int) -> Norm:
+        """Return the norm behind a layer: of the next one's input, or the last."""
+        return self.layers[number + 1].before_attention if number + 1 < len(self.layers) else self.final_norm
+
+    def shapes(self, *, full_only: bool = False) -> list[AttentionShape]:
+        """Return each kind of attention once. full_only: of layers without a window."""
+        kinds = self.attentions.values()
+        return list(dict.fromkeys(one.shape for one in kinds if not (full_only and one.window is not None)))
+
+    def groups(self) -> list[list[list[Any]]]:
+        """Return for every shape of product the groups of linears that have it; a group reads one input."""
+        groups: dict[tuple[int, ...], list[list[Any]]] = {}
+        for group in [
+            *(group for layer in self.layers for group in layer.products),
+            *([[self.front]] if self.front is not None else []),
+        ]:
+            groups.setdefault((group[0].in_features, *(linear.out_features for linear in group)), []).append(group)
+        return list(groups.values())
+
+    def sizes(self) -> Sizes:
+        """Return the sizes of both ends of a step."""
+        config = self.text.config
+        layers = len(self.layers) if self.per_layer else 0
+        return Sizes(
+            config.vocab_size, config.hidden_size, self.softcap, layers, self.per_layer, self.layers[0].before_attention.form
+        )

@@ -1,0 +1,189 @@
+"""The gated delta rule of recurrent layers: convolution, recurrence and gated norm between a layer's products, in three launches.
+
+    delta_net(qkv, z, b, a, weights, conv, state, out, tokens=1, module=module)
+
+R rows of T tokens. Each head keeps a matrix [Dk, Dv] in float32: a token decays it, corrects what it tells for the token's key,
+and reads it by the token's query. The torch path rounds where transformers' modules round; the kernels round at the same places,
+their sums run in another order. A prompt's tokens go one after the other within a launch, whose blocks share heads and columns: no
+inverse of a triangle, as the chunked form of the rule needs. States of rows from `live` on are left as they are.
+Source: transformers 5.23.0, models/qwen3_5/modeling_qwen3_5.py; the rule: arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels.selfcheck import LARGEST_ERROR, relative_error
+
+NAMES = ("delta_conv", "delta_rule", "delta_norm")
+_TYPES = (torch.bfloat16, torch.float16)
+_COLUMNS, _PART = 16, 32  # columns of a block; tokens of a block of the convolution
+_EPS = 1e-6  # of the lengths of keys and queries
+
+
+class DeltaShape(NamedTuple):
+    """The sizes of one kind of layer. taps: of the convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """A layer's own tensors: conv [C, K], A_log and dt_bias [Hv], norm [Dv] with its eps."""
+
+    conv: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+
+
+def source() -> str:
+    """Return the source as it is compiled."""
+    return nvrtc.source("values.cuh") + nvrtc.source("delta.cu")
+
+
+def options(shape: DeltaShape, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the compiler options of this kind of layer."""
+    key_heads, value_heads, key_dim, value_dim, taps = shape
+    return (
+        f"-DDK={key_dim}", f"-DDV={value_dim}", f"-DK_HEADS={key_heads}", f"-DV_HEADS={value_heads}", f"-DTAPS={taps}",
+        f"-DHALF={int(dtype == torch.float16)}",
+    )  # fmt: skip
+
+
+def load(device: torch.device | str, shape: DeltaShape, dtype: torch.dtype) -> nvrtc.Module:
+    """Compile the kernels of one kind of layer. Errors: DeviceError if that is not possible here."""
+    return nvrtc.Module(source(), device=device, options=options(shape, dtype), name="delta.cu")
+
+
+def why_not(shape: DeltaShape, dtype: torch.dtype) -> str | None:
+    """Return why a layer of this shape has no kernels (torch does its part), None if it has."""
+    if dtype not in _TYPES:
+        return f"the activation is {dtype}, not bfloat16 or float16"
+    if shape.key_dim % 32 or shape.value_dim % 32 or shape.key_dim > 256 or shape.value_heads % max(shape.key_heads, 1):
+        return f"heads of {shape.key_dim} and {shape.value_dim} values are not multiples of 32 up to 256"
+    return None
+
+
+def delta_net(
+    products: tuple[Tensor, Tensor, Tensor, Tensor], shape: DeltaShape, weights: DeltaWeights, conv: Tensor, state: Tensor,
+    buffers: tuple[Tensor, Tensor], out: Tensor, *, tokens: int = 1, count: Tensor | None = None, live: Tensor | None = None,
+    module: nvrtc.Module | None = None, dependent: bool | None = None,
+) -> None:  # fmt: skip
+    """Write what a layer's last product reads to out [R T, Hv Dv], and its states of R rows after T tokens.
+
+    products: qkv [R T, C], z [R T, Hv Dv], b and a [R T, Hv], rows may be strided. Shapes: conv [R, C, K] and state [R, Hv, Dk, Dv]
+    float32, contiguous; buffers [R T, C] and [R T, Hv Dv], scratch. count [1] int32: how many tokens of each row are there, None
+    for all. live [1] int32: how many rows have states, None for all.
+    """
+    qkv, z, b, a = products
+    rows, total = qkv.shape[0] // tokens, qkv.shape[0]
+    if module is None or qkv.device != module.device or qkv.dtype not in _TYPES:
+        _delta_net_torch(products, shape, weights, conv[:rows], state[:rows], out, tokens, count, live)
+        return
+    assert conv.is_contiguous() and state.is_contiguous() and state.dtype == torch.float32 and out.is_contiguous()
+    mixed, core = buffers
+    channels = shape.channels
+    launch = partial(module.launch, dependent=dependent)
+    launch(
+        "delta_conv", (-(-channels // 128), -(-tokens // _PART), rows), (128,),
+        [qkv, qkv.stride(0), weights.conv, conv, mixed, tokens, count, live],
+    )  # fmt: skip
+    launch(
+        "delta_rule", (shape.value_dim // _COLUMNS, shape.value_heads, rows), (128,),
+        [
+            mixed, b, b.stride(0), a, a.stride(0), weights.A_log, int(weights.A_log.dtype != torch.float32), weights.dt_bias,
+            state, core, tokens, count, live,
+        ],
+    )  # fmt: skip
+    launch("delta_norm", (-(-shape.value_heads // 4), total), (128,), [core, z, z.stride(0), weights.norm, float(weights.eps), out])
+
+
+def _delta_net_torch(
+    products: tuple[Tensor, Tensor, Tensor, Tensor], shape: DeltaShape, weights: DeltaWeights, conv: Tensor, state: Tensor,
+    out: Tensor, tokens: int, count: Tensor | None, live: Tensor | None,
+) -> None:  # fmt: skip
+    (qkv, z, b, a), (key_heads, value_heads, key_dim, value_dim, taps) = products, shape
+    rows, dtype = qkv.shape[0] // tokens, qkv.dtype
+    there = tokens if count is None else int(count)
+    alive = rows if live is None else min(int(live), rows)
+    whole = torch.cat((conv, qkv.view(rows, tokens, -1).transpose(1, 2).to(conv.dtype)), dim=2)
+    mixed = functional.conv1d(whole, weights.conv[:, None], groups=shape.channels)[:, :, -tokens:]
+    mixed = functional.silu(mixed).transpose(1, 2).to(dtype)
+    conv[:alive] = whole[:alive, :, there : there + taps]
+    keys = key_heads * key_dim
+    q, k, v = mixed.float().split([keys, keys, value_heads * value_dim], dim=2)
+    q, k, v = (one.view(rows, tokens, -1, size) for one, size in ((q, key_dim), (k, key_dim), (v, value_dim)))
+    q, k = (one.repeat_interleave(value_heads // key_heads, dim=2) for one in (q, k))
+    q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + _EPS) for one in (q, k))
+    q = q / math.sqrt(key_dim)
+    beta = b.sigmoid().float().view(rows, tokens, -1)
+    g = (-weights.A_log.float().exp() * functional.softplus(a.float() + weights.dt_bias)).view(rows, tokens, -1)
+    S, core = state.float().clone(), torch.zeros(rows, tokens, value_heads, value_dim, device=qkv.device)
+    for t in range(there):
+        S = S * g[:, t].exp()[..., None, None]
+        delta = (v[:, t] - (S * k[:, t, :, :, None]).sum(-2)) * beta[:, t, :, None]
+        S = S + k[:, t, :, :, None] * delta[:, :, None]
+        core[:, t] = (S * q[:, t, :, :, None]).sum(-2)
+    state[:alive] = S[:alive]
+    wide = core.to(dtype).float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + weights.eps)
+    gate = functional.silu(z.reshape(rows, tokens, value_heads, value_dim).float())
+    out.copy_((weights.norm * wide.to(dtype) * gate).to(dtype).view(out.shape))
+
+
+# At load ----------------------------------------------------------------------------------------------------------------
+
+
+def check(module: nvrtc.Module, shape: DeltaShape, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Return the error of the kernels on this device, or None: outputs and states against the torch path, of steps and of a padded
+    chunk; a row without a state keeps what is there."""
+    generator = torch.Generator(device=module.device).manual_seed(1)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=module.device, generator=generator)
+
+    heads, width = shape.value_heads, shape.value_heads * shape.value_dim
+    weights = DeltaWeights(
+        random(shape.channels, shape.taps).to(dtype) / 2,
+        random(heads),
+        random(heads).to(dtype),
+        random(shape.value_dim).to(dtype),
+        _EPS,
+    )
+    for rows, tokens, there, live in ((3, 1, None, 2), (1, 40, 37, None), (1, 1, None, None)):
+        total = rows * tokens
+        qkv, z, b, a = (random(total, size).to(dtype) for size in (shape.channels, width, heads, heads))
+        conv, state = random(rows, shape.channels, shape.taps).to(dtype), random(rows, heads, shape.key_dim, shape.value_dim) / 4
+        numbers = [None if one is None else torch.tensor([one], dtype=torch.int32, device=module.device) for one in (there, live)]
+        results = []
+        for one in (module, None):
+            kept, out = (conv.clone(), state.clone()), torch.full((total, width), math.nan, dtype=dtype, device=module.device)
+            mixed = torch.full((total, shape.channels), math.nan, dtype=dtype, device=module.device)
+            delta_net(
+                (qkv, z, b, a), shape, weights, *kept, (mixed, torch.empty_like(out)), out, tokens=tokens, count=numbers[0],
+                live=numbers[1], module=one,
+            )  # fmt: skip
+            results.append((out[: rows * (there or tokens)], *kept))
+        for what, found, wanted in zip(("output", "window", "state"), *results, strict=True):
+            if (error := relative_error(found, wanted)) > 2 * LARGEST_ERROR[dtype]:
+                return f"{what} of the delta rule, {rows} rows of {tokens} tokens: relative error {error:.1e}"
+    return None
