@@ -174,6 +174,7 @@ class DecodeStep:
 
     def _eager(self, state: BatchState, step: Step) -> tuple[Tensor, Tensor]:
         self.cache.seen_places = self._places(state)
+        self._advance(state.count)
         self.model.adapter_store.set_rows(state.adapters)
         return self._finish(step, state.count)
 
@@ -260,7 +261,9 @@ class DecodeStep:
         if self.is_invariant:
             bucket = self.rows
         elif self.cache.has_recurrent and (self.mode == "graph" or self.fused_step() is None):
-            bucket = count  # modules advance the state of padding rows too, which may be placed ones
+            # A capture computes a step several times, and padding rows may be placed ones: modules would advance their states.
+            self._choice.fall_back("graph", "states of recurrent layers need the kernels of a step", requested=self.mode == "graph")
+            return None
         padded = [*names, *[None] * (bucket - count)]
         step: Step = self._short
         kind = "modules"
@@ -388,10 +391,14 @@ class DecodeStep:
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
+    def _advance(self, count: int) -> None:
+        """Let the next step write the states of `count` rows: those of padding rows, which may be placed ones, stay as they are."""
+        if self.cache.has_recurrent and count != self._live:
+            self._live = count
+            self.cache.live.fill_(count)
+
     def _stage(self, state: BatchState, bucket: int) -> None:
-        if self.cache.has_recurrent and state.count != self._live:
-            self._live = state.count
-            self.cache.live.fill_(state.count)
+        self._advance(state.count)
         if self._tables:
             ids = torch.tensor(state.last_tokens)
             for table in self._tables:
@@ -413,7 +420,6 @@ class DecodeStep:
         for table in self._tables:
             table.reads_staged = True
         # Passes in front of a capture compute the step too: states of recurrent layers stay as they are until it is replayed.
-        states = self.cache.rings(range(count)) if self.cache.has_recurrent and step is not self._fused else []
         self.cache.live.zero_()
         try:
             is_ours = step is self._fused or slots is not None
@@ -437,7 +443,6 @@ class DecodeStep:
             self._choice.capture_failed(is_fused=is_fused)
             return None
         finally:
-            hf_slots.restore(states)
             self.cache.live.fill_(max(self._live, 0))
             for table in self._tables:
                 table.reads_staged = False

@@ -48,7 +48,10 @@ def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) 
     decoder = describe(hf_model)
     groups = decoder.groups()
     progress = phases.counting("measuring kernels on this GPU (once),")
-    kernels = DeviceKernels.choose(groups, decoder.shapes(), rows=rows, sizes=decoder.sizes(), norm=decoder.norm, progress=progress)
+    kernels = DeviceKernels.choose(
+        groups, decoder.shapes(), rows=rows, sizes=decoder.sizes(), norm=decoder.norm, progress=progress,
+        deltas=list(dict.fromkeys(one.shape for one in decoder.deltas.values())),
+    )  # fmt: skip
     if is_invariant and rows <= cuts.MAX_ROWS:
         kernels.compile_fixed(groups, groups[0][0][0].dtype, rows)
     return kernels
@@ -171,6 +174,8 @@ class FusedStep:
         """Return why a step cannot be made of kernels now, None if it can."""
         if self._why_no_pages is not None:
             return self._why_no_pages
+        if self.decoder.deltas and self.kernels.delta is None and self.cache.device.type == "cuda":
+            return "the gated delta rule has no kernels here"
         if not self.cache.has_rings and any(own.window is not None for own in self.decoder.attentions.values()):
             return "this transformers release keeps the full cache of sliding layers"
         if len(self.cache.ring_places) > 1:

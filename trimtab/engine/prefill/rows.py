@@ -99,7 +99,8 @@ class LayoutUse(Protocol):
 class Passes(Protocol):
     """The captured prompts of a batch (`PrefillRunner`), as the parts that it owns see them.
 
-    is_recurrent: whether layers keep a state of all tokens. firsts, lasts: the computation of layers of a pass in place of modules, made for the present steps.
+    is_recurrent: whether layers keep a state of all tokens.
+    firsts, lasts: the computation of layers of a pass in place of modules, made for the present steps.
     """
 
     firsts: ChunkLayers | None

@@ -155,7 +155,8 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
     if mode == "graph":
-        return None
+        is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
+        return "states of recurrent layers need the kernels of a step" if is_recurrent else None
     if anatomy.fused_unsupported is not None:
         return anatomy.fused_unsupported
     if capability is not None and capability < LEAST_CAPABILITY:
