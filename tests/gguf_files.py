@@ -6,6 +6,7 @@ types, and beside it the checkpoint of the same values unquantized: what stock t
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 import warnings
@@ -405,3 +406,18 @@ def tokenizer_keys() -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"), "tokenizer.ggml.padding_token_id": tokens.index("<|endoftext|>"),
         "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": TEMPLATE,
     }  # fmt: skip
+
+
+def lora(family: str, folder: Path, target: Path, **more: Any) -> Path:
+    """Write an adapter of PEFT as llama.cpp's convert_lora_to_gguf.py does. more: other keys."""
+    from safetensors.torch import load_file
+
+    _, _, keys, names, change = FAMILIES[family]
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    tensors = {}
+    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        module, _, role = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        values = tensor.float() if role == "lora_A" else change(f"{module}.weight", tensor.float())
+        tensors[f"{own_name(f'{module}.weight', names)}.{role.lower()}"] = ("F32", values, tuple(values.shape))
+    own = {"general.type": "adapter", "general.architecture": keys["general.architecture"], "adapter.type": "lora"}
+    return write(target, own | {"adapter.lora.alpha": float(settings["lora_alpha"])} | more, tensors)

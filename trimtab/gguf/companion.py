@@ -38,15 +38,18 @@ ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|en
 def folder_of(path: Path) -> Path:
     """Return the checkpoint folder of a GGUF file, made if it is missing. Errors: CheckpointError for a file that is not read."""
     file = path.absolute()
-    home = _home()
-    key = json.dumps([FORM, [(str(one), *_stamp(one)) for one in _siblings(file)], _transformers()])
     # Its last name is the file's, for messages.
-    folder = home / hashed(key) / file.name
+    folder = home_of() / key_of(_siblings(file)) / file.name
     if not (folder / TABLE).is_file():
         _make(read_gguf(file), folder)
     with suppress(OSError):
         os.utime(folder.parent)
     return folder
+
+
+def key_of(files: list[Path]) -> str:
+    """Return the name of the folder of files, as they are now."""
+    return hashed(json.dumps([FORM, [(str(one), *_stamp(one)) for one in files], _transformers()]))
 
 
 def _siblings(file: Path) -> list[Path]:
@@ -61,7 +64,7 @@ def _siblings(file: Path) -> list[Path]:
 def is_made_here(folder: Path) -> bool:
     """Return whether a folder is one that `folder_of` made: no other folder can name files elsewhere."""
     home = folder.absolute().parent.parent
-    return home == _home() or home.name.startswith(PREFIX)
+    return home == home_of() or (home.name.startswith(PREFIX) and home.parent == Path(tempfile.gettempdir()))
 
 
 def is_model_file(file: Path) -> bool:
@@ -72,7 +75,7 @@ def is_model_file(file: Path) -> bool:
 
 
 @cache
-def _home() -> Path:
+def home_of() -> Path:
     """Return the folder of all companions: in the user's cache, else one of this process."""
     with suppress(OSError):
         return own_folder(FOLDER)

@@ -22,8 +22,8 @@ from trimtab.errors import CheckpointError
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 # Four times the header of Gemma 4, which has the largest vocabulary of a released model.
 MOST_HEADER_BYTES = 128 * 2**20
-# Llama's largest model has 1,000 tensors; experts are stacked in one tensor a layer.
-MOST_TENSORS, MOST_KEYS, MOST_VALUES = 50_000, 4_000, 4_000_000
+# Llama's largest model has 1,000 tensors; Gemma 4's vocabulary has 1.3 million values.
+MOST_TENSORS, MOST_KEYS, MOST_VALUES = 50_000, 4_000, 2_500_000
 MOST_KEY_BYTES, MOST_NAME_BYTES, MOST_TEXT_BYTES = 1_000, 256, 4 * 2**20
 MOST_FILES, MOST_DIMENSIONS, MOST_ALIGNMENT = 1_000, 4, 65_536
 MAX_INT = 2**63 - 1

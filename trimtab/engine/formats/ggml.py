@@ -75,7 +75,7 @@ def _in_groups(q: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    pairs = blocks[:, 16:].view(-1, 4, 1, 32) if blocks.is_contiguous() else blocks[:, 16:].reshape(-1, 4, 1, 32)
+    pairs = blocks[:, 16:].reshape(-1, 4, 1, 32)
     return _in_groups(torch.cat((pairs & 15, pairs >> 4), dim=2).view(-1, 8, 32), blocks)
 
 
@@ -89,7 +89,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 def _q6_k(blocks: Tensor) -> Tensor:
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 8, 32)
-    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
+    shifts = (2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)).view(1, 1, 4, 1)
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).view(-1, 8, 32)
     scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     return scale[..., None] * ((low | high << 4).view(-1, 16, 16).float() - 32)
