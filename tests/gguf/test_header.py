@@ -20,7 +20,7 @@ from trimtab.engine.formats import ggml, weights
 from trimtab.engine.formats.packed import Packed
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import GGML_BLOCKS, packed_parts
+from trimtab.formats.record import GGML_BLOCKS, PackedEntry, packed_parts
 from trimtab.gguf.architectures import config_of
 from trimtab.gguf.companion import is_made_here
 from trimtab.gguf.header import MOST_TENSORS, TYPES, read_gguf
@@ -50,6 +50,18 @@ def test_blocks_of_any_bits_are_what_gguf_and_transformers_make_of_them(golden, 
     assert torch.equal(ggml.dequantize(half, torch.bfloat16), expected.to(torch.bfloat16))
     x = torch.randn(3, expected.shape[1])
     assert torch.equal(weights.shell(packed, None, torch.float32)(x), torch.nn.functional.linear(x, expected))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_scales_that_are_not_finite_are_refused(golden, kind):
+    stored = golden[f"{kind}/weight"].clone()
+    entry = PackedEntry("x.weight", kind.lower(), tuple(golden[f"{kind}/expected"].shape), "bfloat16", None, False, {}, {})
+    assert torch.equal(weights.prequantized(entry, {"weight": stored}, torch.float32).parts["weight"], stored)
+    blocks = stored.view(-1, GGML_BLOCKS[kind.lower()][1])
+    at = 208 if kind == "Q6_K" else 0
+    blocks[3, at : at + 2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)
+    with pytest.raises(CheckpointError, match="x.weight: has scales that are not finite"):
+        weights.prequantized(entry, {"weight": stored}, torch.float32)
 
 
 def test_sizes_of_types_are_those_of_ggml():

@@ -23,6 +23,7 @@ from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpo
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import CheckpointError
 from trimtab.gguf import companion
+from trimtab.gguf.architectures import Order
 from trimtab.process.json_file import read_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -54,7 +55,7 @@ class Checkpoint:
     has_weights: bool
     quantization: dict[str, Any] | None
     stamps: tuple[Stamp, ...]
-    orders: Mapping[str, Mapping[str, companion.Order]] = field(default_factory=dict)
+    orders: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)
 
     @property
     def is_gguf(self) -> bool:
@@ -116,7 +117,7 @@ def _of_gguf(folder: Path, config: dict[str, Any], quantization: dict[str, Any])
     if changed:
         raise CheckpointError(f"{', '.join(changed)} changed or went away", path=files[0], hint="Give the model again")
     tensors = read_header(folder / companion.SMALL, most_tensors=most_tensors(config)).tensors
-    orders: dict[str, dict[str, companion.Order]] = {}
+    orders: dict[str, dict[str, Order]] = {}
     for name, (kind, shape, place, start, nbytes, rows, columns) in table["tensors"].items():
         tensors[name] = TensorEntry(name, kind, tuple(shape), files[place], start, nbytes)
         orders[name] = {side: order for side, order in (("rows", rows), ("columns", columns)) if order}

@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -161,7 +162,7 @@ def _write_small(header: GgufHeader, small: list[Mapped], target: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    changes = {
+    changes: dict[str, Callable[[Any], Any]] = {
         "": lambda value: value, "minus_one": lambda value: value.float() - 1, "unsqueeze": lambda value: value.unsqueeze(1),
         "log_negate": lambda value: torch.log(-value.float()),
     }  # fmt: skip

@@ -13,12 +13,20 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
+from trimtab.errors import CheckpointError
 from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, INDEXED, PackedEntry
+
+# Format -> where the scales and minima in float16 are in a block.
+SCALES = {"q4_0": (0,), "q4_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
-    """Return the weight of a file tensor, its rows in the model's order. dtype: of its values."""
-    weight = parts["weight"]
+    """Return the weight of a file tensor, its rows in the model's order. dtype: of its values. Errors: CheckpointError for scales
+    that are not finite."""
+    weight, kind = parts["weight"], entry.kind.removesuffix(INDEXED)
+    for start in SCALES.get(kind, ()):
+        if not bool(torch.isfinite(_half(weight.reshape(-1, GGML_BLOCKS[kind][1]), start)).all()):
+            raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
     if order := entry.state.get("rows"):
         weight = in_order(weight, order)
     found = {"weight": weight}

@@ -513,10 +513,10 @@ class _Filler:
             if self.home[row.block] != "file":
                 stored = self._packed(row, weight)
                 return tables.PackedRows(stored, stored.parts["weight"])
-            entry = self.packed[self.probe.sources[weight.tensor_path].leaves[0]]
-            part = entry.parts["weight"]
+            packed = self.packed[self.probe.sources[weight.tensor_path].leaves[0]]
+            part = packed.parts["weight"]
             self.file_rows.append(tables.FileRows(part.file, part.start, (part.shape[0], part.shape[1]), torch.uint8))
-            return tables.PackedRows(Packed(entry.kind, entry.shape, self.dtype, {}, {}), self.file_rows[-1])
+            return tables.PackedRows(Packed(packed.kind, packed.shape, self.dtype, {}, {}), self.file_rows[-1])
         if self.home[row.block] != "file":
             dense = self._dense(weight)
             assert dense is not None
