@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,15 @@ def empty_model(config: Any, size: str = "e4b") -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-def write_checkpoint(size: str, folder: Path, *, device: str = "cuda", packed: bool = False) -> Path:
-    """Write the checkpoint as shards with an index, made tensor by tensor on the device. packed: the decoder's linears in NF4 with
-    double quantization, as transformers saves them."""
+def write_checkpoint(
+    size: str, folder: Path, *, device: str = "cuda", packed: bool = False, config: Any = None,
+    made_of: Callable[[str, Any], dict[str, Any]] | None = None,
+) -> Path:  # fmt: skip
+    """Write the checkpoint as shards with an index, made tensor by tensor on the device. packed: the decoder's linears in NF4
+    with double quantization, as transformers saves them. config: another of this size. made_of: the tensors of a weight in another format,
+    by name; none for a weight that stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_of(size)
+    config = config_of(size) if config is None else config
     config.dtype, config.architectures = torch.bfloat16, [CLASSES[size]]
     model = empty_model(config, size)
     depth = config.get_text_config().num_hidden_layers
@@ -132,17 +137,18 @@ def write_checkpoint(size: str, folder: Path, *, device: str = "cuda", packed: b
     for name, empty in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        made = {name: _value(name, empty, depth, generator, device)}
+        made = {} if made_of is None else made_of(name, empty)
+        made = made or {name: _value(name, empty, depth, generator, device)}
         if packed and empty.dim() == 2 and re.search(PACKED, name):
             made = _packed(name, made[name])
-        tensor = made[name]
-        if held + tensor.nbytes > SHARD_BYTES and shards[-1]:
+        nbytes = sum(one.nbytes for one in made.values())
+        if held + nbytes > SHARD_BYTES and shards[-1]:
             _save(shards[-1], folder, len(shards))
             shards[-1] = dict.fromkeys(shards[-1], torch.empty(0))
             shards.append({})
             held = 0
         shards[-1] |= {key: one.cpu() for key, one in made.items()}
-        held += tensor.nbytes
+        held += nbytes
     _save(shards[-1], folder, len(shards))
     weight_map = {name: f"model-{i:05d}.safetensors" for i, shard in enumerate(shards, 1) for name in shard}
     index = {"metadata": {}, "weight_map": weight_map}

@@ -157,9 +157,29 @@ def fast_decode(results: Mapping[str, Any]) -> str:
     return f"{table}\n\n{_where(results)}; a prompt of 512 tokens, everything on the GPU.\n"
 
 
+def families(results: Mapping[str, Any]) -> str:
+    """Return the families of bench/results/families.json, the stock stack in brackets where it was run."""
+    names = {
+        "qwen3-8b": "Qwen3-8B", "llama-3-8b": "Llama-3-8B", "gemma3-4b": "Gemma 3 4B (text)", "qwen3-vl-4b": "Qwen3-VL-4B",
+        "qwen3.5-9b": "Qwen3.5-9B", "e4b": "Gemma 4 E4B",
+    }  # fmt: skip
+    found = {(row["model"], row["engine"]): row for row in results["rows"] if "error" not in row}
+    rows = []
+    for model, title in names.items():
+        own, stock = found.get((model, "trimtab")), found.get((model, "stock"))
+        if own is not None:
+            beside = [f" ({stock[key]:,.1f})" if stock is not None else "" for key in ("tok_s", "first_ms")]
+            first = f"{own['first_ms']:.1f}{beside[1]}"
+            rows.append([title, f"{own['tok_s']:,.0f}{beside[0]}", f"{own['rows8_tok_s']:,.0f}", first, own["step"]])
+    heads = ["model", "tokens/s, one row (stock)", "eight rows, eight adapters", "first token of 512, ms (stock)", "steps"]
+    table = _table(heads[:1] + heads[4:] + heads[1:4], 3, ([row[0], row[4], *row[1:4]] for row in rows))
+    return f"{table}\n\n{_where(results)}; random weights, NF4 with double quantization, adapters of rank 8 on all linears.\n"
+
+
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "first_tokens": first_tokens, "first_tokens_h100": first_tokens_h100, "images": images, "towers": towers,
     "bench_cpu": bench_cpu, "start_cpu": start_cpu, "fast_decode": fast_decode,
+    "families": families,
 }  # fmt: skip
 # Slot -> the result file that it is made of, where that has another name.
 SOURCES = {

@@ -426,6 +426,10 @@ static inline unsigned short to_bf16(float f) {
   return (unsigned short)((v + 0x7fff + (v >> 16 & 1)) >> 16);
 }
 static inline unsigned two_halves(float low, float high) { return to_half(low) | (unsigned)to_half(high) << 16; }
+static inline unsigned halves_fma(unsigned a, unsigned b, unsigned c) {
+  return two_halves(from_half(a) * from_half(b) + from_half(c), from_half(a >> 16) * from_half(b >> 16) + from_half(c >> 16));
+}
+static inline unsigned halves_add(unsigned a, unsigned b) { return halves_fma(a, 0x3c003c00, b); }
 static inline unsigned two_bf16(float low, float high) { return to_bf16(low) | (unsigned)to_bf16(high) << 16; }
 static inline unsigned add_bf16x2(unsigned a, unsigned b) {
   const float low = __uint_as_float(a << 16) + __uint_as_float(b << 16);

@@ -90,6 +90,20 @@ class StoredFormat:
         """Whether a table stays packed: a row is looked up without the others."""
         return self.family == "ggml" and not self.has_index
 
+    @property
+    def layout(self) -> str | None:
+        """Its name to trimtab's kernels (`LAYOUTS` in engine/cuda/launch_config.py), None if they do not read it."""
+        if self.family == "codebook":
+            return "nf4"
+        if self.family == "float8":
+            return "fp8" if self.block[1] in (0, 64, 128) or self.block[1] % 256 == 0 else None
+        is_known = self.group in (32, 64, 128) or self.group % 256 == 0
+        if self.family != "grouped" or self.bits != 4 or self.has_index or not is_known:
+            return None
+        if self.has_zero and self.scale_bytes == 4:  # a scale of 16 bits leaves room for its zero point
+            return None
+        return "int4" + "-2" * (self.group == 32) + "-zp" * self.has_zero
+
     def reading_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""
         if self.family == "ggml":  # rows in another order

@@ -31,7 +31,7 @@ from trimtab.planning.values.execution import (
     head_rows,
     unsupported_reason,
 )
-from trimtab.planning.values.kv_bytes import check_kv, why_not_int8
+from trimtab.planning.values.kv_bytes import check_invariant, check_kv, why_not_int8
 from trimtab.process.text_table import aligned
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 
@@ -76,6 +76,7 @@ def choose_plan(
     `make_plan`.
     """
     check_kv(request.kv, next(iter(heads.values())))
+    check_invariant(request.batch_invariant, next(iter(heads.values())))
     no_kernel = "" if machine.on_cpu else why_no_kernel(next(iter(heads.values())).dtype, machine.capability)
 
     def priced(anatomy: Anatomy, head: str, mode: str, reason: str) -> Plan:

@@ -56,6 +56,7 @@ from trimtab.planning.values.execution import (
     Phase,
     check_bytes,
     prompt_launch_s,
+    reads_packed,
     step_bytes,
     step_s,
 )
@@ -182,6 +183,7 @@ class _Planner:
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
+        self.reads_packed = self.is_captured and reads_packed(mode, anatomy, request.quant)
         in_place = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
         self.has_room = captures_prompts and in_place
         most = min(self.use.prefill_tokens, self.use.context_tokens)
@@ -317,7 +319,7 @@ class _Planner:
     def _weights(self, block: Block) -> Weights:
         return Weights(
             nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes,
-            widened_bytes=block.widened_bytes,
+            widened_bytes=0 if self.reads_packed else block.widened_bytes,
         )  # fmt: skip
 
     def _runs_in_mode(self, block: Block, tier: str) -> bool:
@@ -469,7 +471,7 @@ class _Planner:
 
     def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
         link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
-        work = step_work(self.anatomy, self.blocks, chosen, rows=self.use.batch, slots=slots)
+        work = step_work(self.anatomy, self.blocks, chosen, rows=self.use.batch, slots=slots, reads_packed=self.reads_packed)
         return step_s(self.mode, work, self.rates, link_Bps=link_Bps, has_adapters=bool(self.adapter_sizes))
 
     def _placement(self, block: Block, choice: Choice, reason: str) -> Placement:

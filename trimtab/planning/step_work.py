@@ -25,10 +25,11 @@ def works_of(use: Use) -> dict[Paid, Work]:
 
 
 def step_work(
-    anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice], *, rows: int, slots: int = STAGING_SLOTS
-) -> StepWork:
+    anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice], *, rows: int, slots: int = STAGING_SLOTS,
+    reads_packed: bool = False,
+) -> StepWork:  # fmt: skip
     """Return the work of one decode step of `rows` rows with the blocks in their placements, a choice for each block.
-    slots: staging buffers.
+    slots: staging buffers. reads_packed: as `execution.reads_packed`.
     """
     device = link = linears = layers = 0
     other_s = 0.0
@@ -46,7 +47,7 @@ def step_work(
             other_s += choice.step_s
             continue
         copied = block.movable_bytes if choice.tier == "stream" else 0
-        device, link = device + block.movable_bytes + block.widened_bytes, link + copied
+        device, link = device + block.movable_bytes + (0 if reads_packed else block.widened_bytes), link + copied
         other_s += choice.step_s if choice.tier == "disk" else 0.0
         one = BlockWork(block.movable_bytes, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())
         (first if block.part == "language" and not is_layer else after).append(one)

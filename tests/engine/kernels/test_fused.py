@@ -434,7 +434,7 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
 
 WRONG_SMALL = [
     ("0.044715f", "0.0447150f * 1.2f", "gated"),
-    ("rounded(h[i] + rounded(v[i] * r * post_weight[i], half), half)", "h[i] + v[i] * post_weight[i]", "add_norm"),
+    ("weighted(v[i] * r, post_weight[i], form, half)", "v[i] * post_weight[i]", "add_norm"),
     ("rounded(-y * s0[i], half)", "rounded(y * s0[i], half)", "rope_write"),
 ]
 WRONG_ATTEND = [

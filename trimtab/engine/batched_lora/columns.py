@@ -104,11 +104,11 @@ def unpack_extended(packed: Packed, B: Tensor, before: int, wide: int, out: Tens
     high, width = packed.shape
     values = high * width
     weight = out.view(-1)[: high * wide].view(high, wide)
-    assert prompt_kernels.can_unpack(packed) and packed.dtype == out.dtype == torch.bfloat16
+    assert prompt_kernels.can_unpack(packed) and prompt_kernels.fits_type(packed, out.dtype) and out.dtype == torch.bfloat16
     assert width % 8 == 0 and wide % 8 == 0 and wide >= width + PARTS * (before + B.shape[1]) and B.is_contiguous()
-    module.launch(
-        "unpack_columns_nested" if "nested_absmax" in packed.parts else "unpack_columns_plain",
-        (-(-values // _UNPACKED) + -(-high * (wide - width) // _WRITTEN),), (_THREADS,),
+    own, name = prompt_kernels.unpacking(packed, module)
+    own.launch(
+        f"unpack_columns_{name}", (-(-values // _UNPACKED) + -(-high * (wide - width) // _WRITTEN),), (_THREADS,),
         [*prompt_kernels.unpack_arguments(packed, weight), B, B.shape[1], before, width, wide],
     )  # fmt: skip
     return weight
@@ -121,7 +121,7 @@ def fits(adapter: Any, leaf: Leaf) -> bool:
     A, B = adapter.A, adapter.B
     return bool(
         A.shape[0] <= MOST_RANK and B.dtype == torch.float32 and A.is_contiguous() and B.is_contiguous()
-        and A.data_ptr() % 16 == 0 and leaf.in_features % 16 == 0 and leaf.quant_kind in ("nf4", "fp4")
+        and A.data_ptr() % 16 == 0 and leaf.in_features % 16 == 0 and prompt_kernels.is_read(leaf)
     )  # fmt: skip
 
 
@@ -197,7 +197,7 @@ class AdapterColumns:
         # The plan counts an extended input that is at most twice x (planning/memory/activations.py).
         if wide > 2 * leaf.in_features or room is None or room.numel() < leaf.out_features * wide:
             return None
-        if packed.dtype != x.dtype or not prompt_kernels.can_unpack(packed):
+        if not prompt_kernels.fits_type(packed, x.dtype) or not prompt_kernels.can_unpack(packed):
             return None
         extended = self._extended(x, flat, adapters, is_last=place == len(members) - 1)
         B = adapters[place].B
@@ -291,7 +291,7 @@ def wrong(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator)
 
-    expected_weight = dequantize(packed)
+    expected_weight = dequantize(packed).to(room.dtype)
     counts = torch.zeros(-(-max(tokens) // TOKENS), dtype=torch.int32, device=device)
     for number, n in enumerate(tokens):
         for layers in range(1, MOST_LAYERS + 1):

@@ -19,12 +19,46 @@ MAX_ROWS = 8
 MAX_WARPS = 20  # in addition to the one that requests weights
 MOST_STAGES = 32
 MOST_PARTS = 2**21
-# As the kernel lays out its shared memory: table, barriers, LoRA entries; at the end sums of A x.
-_FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
+# As the kernel lays out its shared memory: barriers, LoRA entries; at the end sums of A x.
+_FIXED_BYTES = 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
 # A batch is four blocks of 64; a row of sums has four places more than it needs.
 _BATCH, _STRIDE = 4, 20
-# Name, outputs of each member, columns, rows of x, whether two members are multiplied.
+# "cut" or another layout than bitsandbytes'; outputs of each member, columns, rows of x, whether two members are multiplied.
 CutKey = tuple[str, tuple[int, ...], int, int, bool]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the kernels' shared memory and registers depend on in a format (cuda/nf4.cuh and the headers beside it).
+
+    block_bytes: of 64 values of a row. scales: of 64 values. has_zero: whether groups have zero points. first_bytes: of a table of
+    codes, or of room for A x. pads: behind each row of a stage, up to few_rows rows of x and beyond. value_bytes: of one value with
+    its scale, about. whole: values of which rows must be a multiple.
+    """
+
+    block_bytes: int = 32
+    scales: int = 1
+    has_zero: bool = False
+    first_bytes: int = 65536
+    pads: tuple[int, int] = (64, 32)
+    few_rows: int = 4
+    whole: int = BLOCK
+    value_bytes: float = 0.516
+
+    @property
+    def has_table(self) -> bool:
+        """Whether values are looked up; else they are made of their bits."""
+        return self.first_bytes == 65536
+
+
+# By name: `StoredFormat.layout`.
+LAYOUTS = {
+    "nf4": Layout(),
+    "int4": Layout(first_bytes=32768, value_bytes=0.53), "int4-zp": Layout(has_zero=True, first_bytes=32768, value_bytes=0.54),
+    "int4-2": Layout(scales=2, first_bytes=32768, value_bytes=0.5625),
+    "int4-2-zp": Layout(scales=2, has_zero=True, first_bytes=32768, value_bytes=0.594),
+    "fp8": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, whole=256, value_bytes=1.0),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +82,7 @@ class LaunchConfig:
     estimated_us: float
     held: int = 0
     normed: bool = False  # the norm in front was measured to be faster as a part of it
+    layout: str = "nf4"  # of LAYOUTS
 
     @property
     def kernel(self) -> str:
@@ -61,15 +96,17 @@ class LaunchConfig:
 
     @property
     def stage_bytes(self) -> int:
-        return 16 * (-(-self.piece * 32 // 128) * 128 + (64 if self.n <= 4 else 32))
+        layout = LAYOUTS[self.layout]
+        return 16 * (-(-self.piece * layout.block_bytes // 128) * 128 + layout.pads[self.n > layout.few_rows])
 
     def needed_bytes(self, n: int) -> int:
         """Return the shared memory that the kernel uses with n rows of x (its layout is in matvec4.cu)."""
-        scales = self.units * 16 * ((self.chunk // _BATCH) | 1) * 16
-        factors = self.chunk * 4 * (n if n <= 4 else MAX_ROWS)
+        layout = LAYOUTS[self.layout]
+        scales = self.units * 16 * ((self.chunk // _BATCH * layout.scales) | 1) * 16
+        factors = self.chunk * 4 * (n if n <= layout.few_rows else MAX_ROWS) * (1 + layout.scales * layout.has_zero)
         sums = self.units * self.k_warps * n * _STRIDE * 4
         x = n * (self.chunk // 2 * 288 + 16)
-        return _FIXED_BYTES + self.stages * self.stage_bytes + scales + x + factors + sums
+        return layout.first_bytes + _FIXED_BYTES + self.stages * self.stage_bytes + scales + x + factors + sums
 
     def normed_bytes(self, columns: int) -> int:
         """Return the shared memory of a launch with the norm in front: its two weights are kept there."""
@@ -87,7 +124,7 @@ class LaunchConfig:
     def _registers(self) -> int:
         """About how many registers a thread has: those of weights in flight, and the rest."""
         batches = self.chunk // 2 // self.k_warps // self.held if self.held else 0
-        return -(-(56 + min(2, batches) * self.held * 8) // 8) * 8 if self.held else 80
+        return -(-(56 + min(2, batches) * self.held * LAYOUTS[self.layout].block_bytes // 4) // 8) * 8 if self.held else 80
 
     @property
     def may_be_normed(self) -> bool:
@@ -95,6 +132,11 @@ class LaunchConfig:
         three pieces of 256 values of one."""
         each = min(self.k_warps * self.units // self.n, self.chunk // 4)
         return bool(self.held) and self.splits == 1 and each > 0 and -(-(self.chunk // 4) // each) <= 3
+
+    def is_like(self, other: LaunchConfig) -> bool:
+        """Whether it cuts the product as a configuration of another layout does."""
+        plain = {"shared_bytes": 0, "estimated_us": 0.0, "normed": False, "layout": "nf4"}
+        return replace(self, **plain) == replace(other, **plain)
 
     def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:
         """Return the compiler options of a kernel for rows of this many blocks of 64."""
@@ -118,6 +160,11 @@ class LaunchConfig:
         )
 
 
+def key_name(layout: str) -> str:
+    """Return the first value of a CutKey."""
+    return "cut" if layout == "nf4" else layout
+
+
 def units_of(rows: Sequence[int], *, pair: bool) -> int:
     """Return the units of 16 rows of all members. pair: one of each in turn, as many of both."""
     return 2 * -(-rows[0] // 16) if pair else sum(-(-count // 16) for count in rows)
@@ -125,15 +172,16 @@ def units_of(rows: Sequence[int], *, pair: bool) -> int:
 
 def cuts(
     rows: Sequence[int], columns: int, n: int, *, multiprocessors: int, shared_bytes: int, pair: bool = False,
-    bandwidth: float = 4.2e12,
+    bandwidth: float = 4.2e12, layout: str = "nf4",
 ) -> list[LaunchConfig]:  # fmt: skip
     """Return the launch configurations of a matmul, the probably fastest first; empty if none fits.
 
     rows: D_out of each member. shared_bytes: the limit of a block. pair: the outputs of two members are multiplied, so both are
-    in one block. The estimate (µs) is a rough model of measurements on an H200.
+    in one block. layout: of LAYOUTS. The estimate (µs) is a rough model of measurements on an H200.
     """
     blocks = columns // BLOCK
     units = units_of(rows, pair=pair)
+    nbytes = columns * sum(rows) * LAYOUTS[layout].value_bytes
     configs = []
     for splits in (1, 2, 3, 4, 6, 8, 14):
         whole = math.ceil(blocks / splits / _BATCH) * _BATCH
@@ -148,19 +196,21 @@ def cuts(
                 if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
                     continue
                 for k_warps, groups in _warps(piece // _BATCH, each):
-                    cut = _with_stages(LaunchConfig(n, each, k_warps, groups, piece, 0, splits, chunk, grid, 0, 0.0), shared_bytes)
-                    if cut is not None:
-                        cost = _estimate(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
+                    bare = LaunchConfig(n, each, k_warps, groups, piece, 0, splits, chunk, grid, 0, 0.0, layout=layout)
+                    if (cut := _with_stages(bare, shared_bytes)) is not None:
+                        cost = _estimate(cut, nbytes, multiprocessors, bandwidth)
                         configs.append(replace(cut, estimated_us=cost))
-    configs += _held(rows, columns, n, multiprocessors, shared_bytes, pair, bandwidth)
+    configs += _held(rows, columns, n, multiprocessors, shared_bytes, pair, bandwidth, layout)
     return sorted(configs, key=lambda cut: cut.estimated_us)
 
 
 def _held(
-    rows: Sequence[int], columns: int, n: int, multiprocessors: int, shared_bytes: int, pair: bool, bandwidth: float
-) -> list[LaunchConfig]:
+    rows: Sequence[int], columns: int, n: int, multiprocessors: int, shared_bytes: int, pair: bool, bandwidth: float,
+    layout: str,
+) -> list[LaunchConfig]:  # fmt: skip
     """Return the cuts whose weights go straight into registers: every warp has as many pairs of blocks as every other."""
     blocks, units, configs = columns // BLOCK, units_of(rows, pair=pair), []
+    nbytes, most = columns * sum(rows) * LAYOUTS[layout].value_bytes, 6 * 32 // LAYOUTS[layout].block_bytes
     for splits in (1, 2, 4, 8):
         # Gate and up of a wide layer fill the card by their rows; in a step their parts cost more than a product alone shows.
         if blocks % (4 * splits) or (pair and splits > 1 and units >= 8 * multiprocessors):
@@ -169,17 +219,17 @@ def _held(
         for k_warps in (k for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20) if chunk // 2 % k == 0):
             steps = chunk // 2 // k_warps
             # Two batches, or all of them, are in flight: no more than the thread's other registers leave room for.
-            for held in (h for h in (1, 2, 3, 4, 5) if steps % h == 0 and h * min(2, steps // h) <= 6 and steps <= 40):
+            for held in (h for h in (1, 2, 3, 4, 5) if steps % h == 0 and h * min(2, steps // h) <= most and steps <= 40):
                 for each in (2, 4, 6, 8, 10, 12, 20) if pair else (1, 2, 3, 4, 5, 8, 10, 16, 20):
                     grid, warps = -(-units // each), k_warps * each
                     if not 4 <= warps <= MAX_WARPS or each > units:
                         continue
                     if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
                         continue
-                    cut = LaunchConfig(n, each, k_warps, each, chunk, 0, splits, chunk, grid, 0, 0.0, held)
+                    cut = LaunchConfig(n, each, k_warps, each, chunk, 0, splits, chunk, grid, 0, 0.0, held, layout=layout)
                     cut = replace(cut, shared_bytes=cut.needed_bytes(n))
                     if cut.shared_bytes <= shared_bytes:
-                        cost = _estimate_held(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
+                        cost = _estimate_held(cut, nbytes, multiprocessors, bandwidth)
                         configs.append(replace(cut, estimated_us=cost))
     return configs
 
@@ -245,9 +295,11 @@ def _estimate_held(cut: LaunchConfig, nbytes: float, multiprocessors: int, bandw
     steps = cut.chunk // 2 // cut.k_warps
     pairs = each * warps * steps
     # As for a ring; a lane asks the table 32 times a pair, and a warp's share of it comes once in about 0.25 µs.
-    shared_us = (pairs * (40 if cut.n <= 4 else 48) + each * (600 + cut.units * cut.chunk // 2)) / 1750
+    layout = LAYOUTS[cut.layout]
+    asked, table = (32, 400) if layout.has_table else (0, 0)
+    shared_us = (pairs * (8 + asked if cut.n <= 4 else 16 + asked) + each * (200 + table + cut.units * cut.chunk // 2)) / 1750
     prepared_us = (0.4 + cut.n * cut.chunk * 1.5 / (warps * 32)) * 0.7
-    under_way = min(each, cut.resident) * warps * min(2 * cut.held, steps) * 1024
+    under_way = min(each, cut.resident) * warps * min(2 * cut.held, steps) * 32 * layout.block_bytes
     memory_us = nbytes / (bandwidth * min(1.0, 1.1 * count / multiprocessors) * min(1.0, under_way / 60e3)) * 1e6
     alone_us = waves * (1.6 + prepared_us + steps * 0.25)
     return max(alone_us, 1.6 + max(shared_us, memory_us)) + 0.2 * (shared_us + memory_us) + (0.8 if cut.splits > 1 else 0.0)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any
 
-from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig, cuts
+from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig, cuts, key_name
 from trimtab.process.json_file import parse
 from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
 
@@ -119,11 +119,11 @@ def _config(row: dict[str, Any]) -> tuple[CutKey, LaunchConfig]:
     cut = LaunchConfig(**row)
     if not all(isinstance(size, int) and 0 < size < 2**24 for size in (*rows, columns, cut.n, cut.shared_bytes)):
         raise ValueError("a size is out of range")
-    candidates = cuts(rows, columns, cut.n, multiprocessors=1, shared_bytes=cut.shared_bytes, pair=pair)
+    candidates = cuts(rows, columns, cut.n, multiprocessors=1, shared_bytes=cut.shared_bytes, pair=pair, layout=cut.layout)
     plain = replace(cut, estimated_us=0.0, normed=False)
     if plain not in {replace(one, estimated_us=0.0) for one in candidates} or (cut.normed and not cut.may_be_normed):
         raise ValueError("not a configuration of these kernels")
-    return ("cut", rows, columns, cut.n, pair), cut
+    return (key_name(cut.layout), rows, columns, cut.n, pair), cut
 
 
 def shipped(target: Target) -> tuple[dict[CutKey, LaunchConfig], str]:

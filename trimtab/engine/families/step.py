@@ -61,7 +61,7 @@ def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
     """Return the packed weights and scales of layers that stay on the device (a streamed one is not there yet), none if they are
     more than its L2 cache holds."""
     packed = [leaf.packed() for leaf in leaves if isinstance(leaf, ResidentLeaf)]
-    tensors = [one.parts[name] for one in packed for name in ("weight", "absmax") if name in one.parts]
+    tensors = [one.parts[name] for one in packed for name in ("weight", "absmax", "scale") if name in one.parts]
     if tensors and tensors[0].device.type == "cuda":
         near = getattr(torch.cuda.get_device_properties(tensors[0].device), "L2_cache_size", 0)
         return tensors if sum(one.nbytes for one in tensors) <= near else []

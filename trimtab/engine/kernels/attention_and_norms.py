@@ -386,10 +386,14 @@ def scratch_values(count: int, heads: int, dim: int, places: int) -> int:
     return count * heads * splits * (dim + 2) if splits > 1 else 0
 
 
-def _splits(count: int, kv_heads: int, dim: int, places: int, multiprocessors: int) -> int:
-    """Return over how many blocks the places of a row and head are split: about as many as the card runs at once."""
+def _splits(count: int, heads: int, kv_heads: int, dim: int, places: int, multiprocessors: int) -> int:
+    """Return over how many blocks the places of a row and head are split: about as many as the card runs at once, or up to a quarter
+    fewer where one block can then combine their parts without a second launch."""
     resident = multiprocessors * (1 if dim > 256 else 3 if dim > 128 else 4)  # as their registers allow
-    return max(1, min(-(-places // _TILE), _MAX_SPLITS, resident // (count * kv_heads)))
+    wanted = max(1, min(-(-places // _TILE), _MAX_SPLITS, resident // (count * kv_heads)))
+    group = heads // kv_heads
+    combined = min(_COMBINE_BYTES // (group * dim * 4), _MAX_SHARES // group)
+    return combined if wanted > combined >= wanted * 3 // 4 else wanted
 
 
 def attend(
@@ -484,7 +488,7 @@ def _launch_attend(
     assert module is not None
     heads, kv_heads, dim, *_ = shape
     n, places = out.shape[0], keys.shape[-2] if pages is None else pages.places
-    splits = _splits(n, kv_heads, dim, places, module.multiprocessors)
+    splits = _splits(n, heads, kv_heads, dim, places, module.multiprocessors)
     needed = n * heads * splits * (dim + 2) if splits > 1 else 0
     if needed and (scratch is None or scratch.numel() < needed):
         scratch = torch.empty(needed, dtype=torch.float32, device=out.device)

@@ -23,10 +23,10 @@ from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import shell
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels.gemv4 import NESTED
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
+from trimtab.formats.record import NESTED_BLOCK, StoredFormat, stored_format
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "graph_us", "keep_tuned", "relative_error",
@@ -89,25 +89,42 @@ def check(
 
 
 class RandomWeights:
-    """Makes packed weights of random bytes on a device; the code tables are bitsandbytes' own."""
+    """Makes packed weights of random bytes on a device; the code tables are bitsandbytes' own. scale_dtype: of other formats."""
 
-    def __init__(self, device: torch.device, *, quant: str = "nf4-dq") -> None:
-        self.device, self.nested = device, quant == "nf4-dq"
+    def __init__(self, device: torch.device, *, quant: str = "nf4-dq", scale_dtype: torch.dtype = torch.bfloat16) -> None:
+        self.device, self.nested, self.scale_dtype = device, quant == "nf4-dq", scale_dtype
         self.generator = torch.Generator(device=device).manual_seed(0)
+        if stored_format(quant).family != "codebook":
+            self.kind, self.codes = quant, dict[str, Tensor]()
+            return
         sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
         self.kind, self.codes = sample.kind, sample.codes
 
     def make(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Packed:
         """Return a weight [rows, columns] whose values are about 0.03."""
-        blocks = rows * columns // BLOCK
+        blocks, form = rows * columns // BLOCK, stored_format(self.kind)
+        if form.family != "codebook":
+            return Packed(self.kind, (rows, columns), dtype, self._grouped(rows, columns, form), {})
         parts = {"weight": self._bytes(rows * columns // 2).view(-1, 1)}
         if self.nested:
-            outer = torch.rand(-(-blocks // NESTED), device=self.device, generator=self.generator)
+            outer = torch.rand(-(-blocks // NESTED_BLOCK), device=self.device, generator=self.generator)
             parts |= {"absmax": self._bytes(blocks), "nested_absmax": outer * 0.01 + 0.01}
             parts["offset"] = torch.full((1,), 0.05, device=self.device)
         else:
             parts["absmax"] = torch.rand(blocks, device=self.device, generator=self.generator) * 0.1
         return Packed(self.kind, (rows, columns), dtype, parts, self.codes)
+
+    def _grouped(self, rows: int, columns: int, form: StoredFormat) -> dict[str, Tensor]:
+        if form.family == "float8":
+            high, wide = form.block
+            count = (-(-rows // high) if high else 1, -(-columns // wide) if wide else 1)
+            values = torch.randn(rows, columns, device=self.device, generator=self.generator) * 100
+            scale = torch.rand(count, device=self.device, generator=self.generator) * 0.001
+            return {"weight": values.clamp(-448, 448).to(torch.float8_e4m3fn), "scale": scale}
+        groups = form.groups(columns)
+        scale = torch.rand(rows, groups, device=self.device, generator=self.generator) * 0.01
+        parts = {"weight": self._bytes(rows * columns * form.bits // 8).view(rows, -1), "scale": scale.to(self.scale_dtype)}
+        return parts | ({"zero": self._bytes(rows * groups).view(rows, groups) & 15} if form.has_zero else {})
 
     def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
         """Return as many groups of layers over one input as take up `nbytes`, each of different bytes; at least two."""

@@ -20,6 +20,7 @@ from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import layouts
 from trimtab.errors import DeviceError
 
 
@@ -35,8 +36,11 @@ def jobs(
     """
     wanted = [Job(fused.source(), (), "fused.cu"), Job(ends.source(), (), "ends.cu")]
     wanted.append(Job(prompt_kernels.source(), (), "prompt.cu"))
+    own = [packed for group, _ in weights for packed in group if "scale" in packed.parts]
+    others = {layouts.options(packed) for packed in own if layouts.layout(packed) is not None}
+    wanted += [Job(prompt_kernels.source(), options, "prompt.cu") for options in others]
     if has_many:
-        wanted.append(Job(many_rows.source(), (), "rows.cu"))
+        wanted += [Job(many_rows.source(), options, "rows.cu") for options in ((), *others)]
     for kind in attention:
         if fused.why_not(*kind[:3], dtype) is None:
             wanted += [

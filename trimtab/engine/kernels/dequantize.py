@@ -1,4 +1,4 @@
-"""Kernels for prompt chunks in addition to cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
+"""Kernels for prompt chunks in addition to cuBLAS: packed weights unpacked in one launch, LoRA in two.
 
 bitsandbytes unpacks a weight with doubly quantized scales in three launches, and torch adds a LoRA in five that pass over the
 output in float32. Here a weight becomes the same bits in one launch (`unpack`), and a LoRA is A x, then y + scale B (A x) in
@@ -24,12 +24,14 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora.store import Selection
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
+from trimtab.formats.record import rounds_change, stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ LARGEST_ERROR = 4e-3
 
 def source() -> str:
     """Return the source as it is compiled."""
-    return nvrtc.source("values.cuh") + nvrtc.source("prompt.cu")
+    return layouts.source("prompt.cu")
 
 
 def load(device: torch.device | str) -> nvrtc.Module:
@@ -72,11 +74,22 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 def can_unpack(packed: Packed) -> bool:
     """Whether the kernel knows this form of a weight."""
-    if packed.kind not in ("nf4", "fp4") or packed.dtype not in _TYPES:
+    if layouts.layout(packed) is None or packed.dtype not in _TYPES:
         return False
+    if "scale" in packed.parts:
+        form = stored_format(packed.kind)
+        if form.family == "float8":
+            return packed.shape[1] % 8 == 0
+        group = form.group
+        return packed.shape[1] % 8 == 0 and packed.shape[1] % (group or 1) == 0
     sizes = [packed.blocksize] + ([packed.nested_blocksize] if "nested_absmax" in packed.parts else [])
     values = packed.shape[0] * packed.shape[1]
     return values % 32 == 0 and all(size >= 32 and size & (size - 1) == 0 for size in sizes)
+
+
+def fits_type(packed: Packed, dtype: torch.dtype) -> bool:
+    """Whether a weight may be unpacked in this type: bitsandbytes' only in its own, others are cast afterwards."""
+    return packed.dtype == dtype or "scale" in packed.parts
 
 
 def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> Tensor:
@@ -85,20 +98,26 @@ def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> T
     weight = out.view(-1)[:values].view(packed.shape[0], packed.shape[1])
     if module is None or not can_unpack(packed):
         return weight.copy_(dequantize(packed))
-    module.launch(
-        "unpack_nested" if "nested_absmax" in packed.parts else "unpack_plain", (-(-values // _UNPACKED),), (_THREADS,),
-        unpack_arguments(packed, weight),
-    )  # fmt: skip
+    own, name = unpacking(packed, module)
+    own.launch(f"unpack_{name}", (-(-values // _UNPACKED),), (_THREADS,), unpack_arguments(packed, weight))
     return weight
+
+
+def unpacking(packed: Packed, module: nvrtc.Module) -> tuple[nvrtc.Module, str]:
+    """Return the module with the kernels that unpack a weight's layout, and the end of their names. Where it is the first of its
+    layout they are compiled: not within a capture."""
+    if "absmax" in packed.parts:
+        return module, "nested" if "nested_absmax" in packed.parts else "plain"
+    return module.variant(layouts.options(packed)), "plain"
 
 
 def unpack_arguments(packed: Packed, weight: Tensor) -> list[nvrtc.Argument]:
     """Return the unpacking kernel's arguments for a weight and its output memory."""
-    parts, codes = packed.parts, packed.codes
+    codes = packed.codes
+    sizes = [packed.blocksize.bit_length() - 1, packed.nested_blocksize.bit_length() - 1] if codes else [packed.shape[1], 0]
     return [
-        parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset"), codes.get("nested_code"),
-        codes["code"], nvrtc.Long(packed.shape[0] * packed.shape[1]), packed.blocksize.bit_length() - 1,
-        packed.nested_blocksize.bit_length() - 1, weight, int(packed.dtype == torch.float16),
+        *layouts.tensors(packed), codes.get("nested_code"), codes.get("code"), nvrtc.Long(packed.shape[0] * packed.shape[1]),
+        *sizes, weight, int(weight.dtype == torch.float16),
     ]  # fmt: skip
 
 
@@ -202,7 +221,7 @@ class ChunkAdapters(short_ops.ShortAdapters):
         flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         if not can_add(adapter.A, adapter.B, flat, out):
             return super().add(leaf, x, y)
-        add(adapter.A, adapter.B, adapter.scale, flat, out, self.module, round_change=leaf.quant_kind != "none")
+        add(adapter.A, adapter.B, adapter.scale, flat, out, self.module, round_change=rounds_change(leaf.quant_kind))
         return y
 
 
@@ -244,9 +263,9 @@ class PromptKernels:
             if x.numel() // x.shape[-1] < LEAST_TOKENS or x.dtype not in _TYPES:
                 return original(x)
             packed = leaf.packed()
-            if packed.dtype != x.dtype or not can_unpack(packed):
+            if not fits_type(packed, x.dtype) or not can_unpack(packed):
                 return original(x)
-            return functional.linear(x, unpack(packed, self._weight(packed), self.module), leaf.bias)
+            return functional.linear(x, unpack(packed, self._weights[x.dtype], self.module), leaf.bias)
 
         return base
 
@@ -257,18 +276,20 @@ class PromptKernels:
             if self.unpacks and (dtype not in self._weights or self._weights[dtype].numel() < values):
                 self._weights[dtype] = torch.empty(values, dtype=dtype, device=leaf.device)
 
-    def _weight(self, packed: Packed) -> Tensor:
-        return self._weights[packed.dtype]
-
     def room(self, dtype: torch.dtype) -> Tensor | None:
         """Return the memory that weights of a type are unpacked into, None if there is none."""
         return self._weights.get(dtype)
 
 
 def four_bit(hf_model: HFModel) -> list[Leaf]:
-    """Return the decoder's layers over 4-bit weights."""
+    """Return the decoder's layers over packed weights that kernels read."""
     decoder = hf_model.get_decoder()
-    return [one for one in decoder.modules() if isinstance(one, Leaf) and one.quant_kind in ("nf4", "fp4")]
+    return [one for one in decoder.modules() if isinstance(one, Leaf) and is_read(one)]
+
+
+def is_read(leaf: Leaf) -> bool:
+    """Whether kernels read weights in a layer's format."""
+    return stored_format(leaf.quant_kind).layout is not None
 
 
 def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> PromptKernels:
@@ -284,8 +305,20 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
         leaves = four_bit(hf_model)
         leaf = tried_leaf(leaves)
         width = hf_model.config.get_text_config().hidden_size
-        form = None if leaf is None else (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts))
+        form = (
+            None
+            if leaf is None
+            else (
+                leaf.quant_kind,
+                leaf.out_features,
+                leaf.in_features,
+                sorted(leaf.packed().parts),
+                *layouts.scale_type(leaf.packed()),
+            )
+        )
         checks, key = KeptChecks.of(device), ("kernels of a prompt", str(dtype), form, width)
+        for one in {other.quant_kind: other for other in leaves}.values():
+            unpacking(one.packed(), module)  # a capture finds it compiled
         before = checks.find(*key)
         if before is not None:
             chosen.measured_us |= {name: (ours, theirs) for name, (ours, theirs) in before["us"].items()}
@@ -294,12 +327,12 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
             return chosen
         with torch.no_grad():
             if leaves:
-                why = "no layer is in a form that it reads" if leaf is None else wrong_unpack(leaf.packed(), module)
+                why = "no layer is in a form that it reads" if leaf is None else wrong_unpack(leaf.packed(), module, dtype)
                 chosen.unpacks = _passed(chosen, "unpacked 4-bit weights", why)
             why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
             chosen.adds = _passed(chosen, "adapters of a prompt", why)
             if chosen.unpacks and leaf is not None:
-                chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module), device)
+                chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module, dtype), device)
             if chosen.adds:
                 chosen.adds = _pays(chosen, "adapters of a prompt", *_add_runs(width, dtype, module), device)
         if chosen.adds and (chosen.unpacks or not leaves):
@@ -354,14 +387,14 @@ def chosen_with_short_ops(
     return kernels, short
 
 
-def wrong_unpack(packed: Packed, module: nvrtc.Module) -> str | None:
-    """Return why the kernel's weight is not bitsandbytes' own, bit for bit, None if it is."""
-    expected = dequantize(packed)
+def wrong_unpack(packed: Packed, module: nvrtc.Module, dtype: torch.dtype | None = None) -> str | None:
+    """Return why the kernel's weight is not that of its format's own library, bit for bit, None if it is. dtype: as `fits_type`."""
+    expected = dequantize(packed).to(dtype if dtype is not None and fits_type(packed, dtype) else packed.dtype)
     actual = unpack(packed, torch.full_like(expected, float("nan")), module)
     if torch.equal(actual, expected):
         return None
     count = int((actual != expected).sum())
-    return f"{count} of {expected.numel()} values are not those of bitsandbytes"
+    return f"{count} of {expected.numel()} values are not those of the format"
 
 
 def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9, 64, 515)) -> str | None:
@@ -418,8 +451,9 @@ def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence
     return None
 
 
-def _unpack_runs(packed: Packed, module: nvrtc.Module) -> tuple[Callable[[], object], Callable[[], object]]:
-    out = torch.empty(packed.shape[0] * packed.shape[1], dtype=packed.dtype, device=module.device)
+def _unpack_runs(packed: Packed, module: nvrtc.Module, dtype: torch.dtype) -> tuple[Callable[[], object], Callable[[], object]]:
+    dtype = dtype if fits_type(packed, dtype) else packed.dtype
+    out = torch.empty(packed.shape[0] * packed.shape[1], dtype=dtype, device=module.device)
     return lambda: unpack(packed, out, module), lambda: dequantize(packed)
 
 

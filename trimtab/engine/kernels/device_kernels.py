@@ -24,7 +24,7 @@ from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import delta_rule
+from trimtab.engine.kernels import delta_rule, layouts
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
@@ -296,6 +296,8 @@ class DeviceKernels:
             lambda module, measured: _wrong_rows(module, list(shapes.values()), dtype, measured),
             self.checks, [_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype), measured=self.measured_us,
         )  # fmt: skip
+        for leaf in {leaf.quant_kind: leaf for leaf in leaves}.values() if self.rows is not None else ():
+            many_rows.own_module(leaf.packed(), self.rows)  # a capture finds it compiled
         self.checks.save()
         return self
 
@@ -439,7 +441,7 @@ def _choose(
 
 def _form_of(weights: Sequence[Packed]) -> tuple[object, ...]:
     """Return the properties of packed weights that select their kernel, as values that print the same in every process."""
-    return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts)) for one in weights)
+    return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts), *layouts.scale_type(one)) for one in weights)
 
 
 def _tried(
@@ -537,7 +539,7 @@ def _wrong_rows(
         packed = leaf.packed()
         if many_rows.why_not(packed, dtype) is not None:
             continue  # this layer stays with its own product
-        why = many_rows.why_no_room(module) or many_rows.wrong([packed], module, dtype)
+        why = many_rows.why_no_room(module, many_rows.scale_bytes(packed)) or many_rows.wrong([packed], module, dtype)
         if why is not None:
             return why
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)

@@ -29,8 +29,11 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import layouts
+from trimtab.engine.kernels.dequantize import fits_type
 from trimtab.engine.kernels.gemv4 import LoraArgs
 from trimtab.engine.layers.linear import Leaf, with_products
+from trimtab.formats.record import rounds_change, stored_format
 
 MOST_ROWS, MOST_TOKENS = 64, 128
 # Up to here prompts use the kernel. Beyond, a weight that is unpacked for cuBLAS has the adapter in its columns
@@ -40,7 +43,7 @@ NAMES = ("rows_product_16", "rows_product_32", "rows_product_64", "rows_low", "r
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/rows.cu.
 _CHUNK, _UNIT, _THREADS, _UP, _RANKS = 256, 128, 256, 256, 8
-_TILES, _STAGES = (16, 32, 64), 2
+_TILES, _STAGES, _SCALE_BYTES = (16, 32, 64), 2, 16
 # Blocks that one multiprocessor runs at once.
 _BLOCKS = 2
 # Shared memory in front of the stages: codes of each lane's own, codes of scales, sums of 8 rows; and to a multiple of 2048.
@@ -53,7 +56,7 @@ PIECE_VALUES = 2**20
 
 def source() -> str:
     """Return the source as it is compiled."""
-    return nvrtc.source("values.cuh") + nvrtc.source("rows.cu")
+    return layouts.source("rows.cu")
 
 
 def load(device: torch.device | str) -> nvrtc.Module:
@@ -63,43 +66,61 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 def why_not(packed: Packed, dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot multiply with this weight, None if it can."""
-    if packed.kind not in ("nf4", "fp4"):
-        return f"the weight is {packed.kind}, not 4-bit"
-    if dtype not in _TYPES or packed.dtype != dtype:
+    if layouts.layout(packed) is None:
+        return layouts.why_not(packed)
+    if dtype not in _TYPES or not fits_type(packed, dtype):
         return f"the activation is {dtype}, the weight is {packed.dtype}"
-    if len(packed.shape) != 2 or packed.shape[1] % _CHUNK:
-        return f"the rows of a weight of shape {list(packed.shape)} are not whole chunks of {_CHUNK}"
-    if packed.blocksize != 64 or ("nested_absmax" in packed.parts and packed.nested_blocksize != 256):
-        return f"blocks of {packed.blocksize}, nested blocks of {packed.nested_blocksize}; not 64 and 256"
-    for name, part in packed.parts.items():
-        if not part.is_contiguous() or part.data_ptr() % (4 if part.numel() == 1 else 16):
-            return f"{name} is not contiguous or not aligned to 16 bytes"
-    return None
+    if len(packed.shape) != 2 or packed.shape[1] % (chunk := chunk_of(packed)):
+        return f"the rows of a weight of shape {list(packed.shape)} are not whole chunks of {chunk}"
+    return layouts.why_not(packed)
 
 
-def shared_bytes(tile: int) -> int:
-    """Return the shared memory of a block that multiplies `tile` rows."""
-    return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * (_CHUNK // 2) + _UNIT * 16)
+def chunk_of(packed: Packed) -> int:
+    """Return the columns that a block has at a time: 128 bytes of a row."""
+    return 1024 // stored_format(packed.kind).bits
 
 
-def why_no_room(module: nvrtc.Module) -> str | None:
-    """Return why a card has too little shared memory for these products, None if it has."""
-    needed = shared_bytes(_TILES[0])
+def scale_bytes(packed: Packed) -> int:
+    """Return the bytes of the scales and zero points of a row in a stage (`Many::ROW_BYTES`)."""
+    form = stored_format(packed.kind)
+    if form.family == "codebook":
+        return _SCALE_BYTES
+    if form.family == "float8":
+        return 0
+    return (_CHUNK // form.group if form.group in (32, 64, 128) else 1) * (packed.parts["scale"].element_size() + form.has_zero)
+
+
+def own_module(packed: Packed, module: nvrtc.Module) -> nvrtc.Module:
+    """Return the module whose products read a weight's layout. Where it is the first of its layout it is compiled: not within a
+    capture."""
+    return module if "absmax" in packed.parts else module.variant(layouts.options(packed))
+
+
+def shared_bytes(tile: int, scales: int = _SCALE_BYTES) -> int:
+    """Return the shared memory of a block that multiplies `tile` rows. scales: `scale_bytes`."""
+    return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * 128 + _UNIT * scales)
+
+
+def why_no_room(module: nvrtc.Module, scales: int = _SCALE_BYTES) -> str | None:
+    """Return why a card has too little shared memory for these products, None if it has. scales: `scale_bytes`."""
+    needed = shared_bytes(_TILES[0], scales)
     if needed <= module.shared_bytes:
         return None
     return f"a block needs {needed} B of shared memory, this card has {module.shared_bytes}"
 
 
-def _tile(n: int, module: nvrtc.Module) -> int:
+def _tile(n: int, module: nvrtc.Module, scales: int) -> int:
     """Return how many rows a block multiplies: all of them, or as many as there is shared memory for."""
-    fitting = [size for size in _TILES if shared_bytes(size) <= module.shared_bytes]
+    fitting = [size for size in _TILES if shared_bytes(size, scales) <= module.shared_bytes]
     return next((size for size in fitting if size >= n), fitting[-1])
 
 
-def each_of(rows: Sequence[int], columns: int, multiprocessors: int, pieces: int = 1) -> tuple[int, int, int]:
+def each_of(
+    rows: Sequence[int], columns: int, multiprocessors: int, pieces: int = 1, *, chunk: int = _CHUNK
+) -> tuple[int, int, int]:  # fmt: skip
     """Return (items of a block, all items, the most blocks that share a unit): an item is a chunk of the columns of a unit of
     outputs. rows: outputs of each member. pieces: of the rows of x."""
-    units, chunks = sum(-(-count // _UNIT) for count in rows), columns // _CHUNK
+    units, chunks = sum(-(-count // _UNIT) for count in rows), columns // chunk
     items = units * chunks
     each = -(-items * pieces // (_BLOCKS * multiprocessors))
     shared = max(((unit + 1) * chunks - 1) // each - unit * chunks // each + 1 for unit in range(units))
@@ -108,7 +129,7 @@ def each_of(rows: Sequence[int], columns: int, multiprocessors: int, pieces: int
 
 def linear(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
-    module: nvrtc.Module | None = None, round_change: bool = True, unpacked: Tensor | None = None,
+    module: nvrtc.Module | None = None, round_change: bool | None = None, unpacked: Tensor | None = None,
     beside: torch.cuda.Stream | None = None,
 ) -> None:  # fmt: skip
     """Write x W^T (+ bias), with each row's adapter, for up to three weights over the same x, side by side.
@@ -119,6 +140,7 @@ def linear(
     Shapes: x [n, D_in], out [n, all D_out], n up to MOST_ROWS; bias [D_out] each. module None: in torch. Ask `why_not` about each
     weight first.
     """
+    round_change = rounds_change(weights[0].kind) if round_change is None else round_change
     biases = [*bias, *[None] * (matvec.MAX_MEMBERS - len(bias))][: len(weights)]
     if module is None:
         start = 0
@@ -133,7 +155,7 @@ def linear(
         return
     n, columns = x.shape
     rows = [packed.shape[0] for packed in weights]
-    assert len({(packed.kind, "nested_absmax" in packed.parts) for packed in weights}) == 1
+    assert len({layouts.options(packed) for packed in weights}) == 1
     assert n <= MOST_TOKENS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     assert out.shape == (n, sum(rows)) and out.stride(1) == 1 and out.dtype == x.dtype and len(weights) <= matvec.MAX_MEMBERS
     fork = None if lora is None else beside
@@ -148,31 +170,24 @@ def linear(
             _meet(x, lora, module, fork)
             _up(out, rows, lora, module, round_change=round_change, dependent=None if fork is None else False)
         return
-    tile = _tile(n, module)
+    scales = scale_bytes(weights[0])
+    tile = _tile(n, module, scales)
     pieces = -(-n // tile)
-    each, items, shared = each_of(rows, columns, module.multiprocessors, pieces)
+    each, items, shared = each_of(rows, columns, module.multiprocessors, pieces, chunk=chunk_of(weights[0]))
     parts = torch.empty(shared, n, sum(rows), device=x.device) if shared > 1 else None
     half = int(x.dtype == torch.float16)
     members: list[nvrtc.Argument] = []
     for packed, own in zip(weights, biases, strict=True):
-        tensors = packed.parts
-        members += [
-            tensors["weight"],
-            tensors["absmax"],
-            tensors.get("nested_absmax"),
-            tensors.get("offset"),
-            own,
-            packed.shape[0],
-        ]
+        members += [*layouts.tensors(packed), own, packed.shape[0]]
     members += [None, None, None, None, None, 0] * (matvec.MAX_MEMBERS - len(weights))
     codes = weights[0].codes
-    module.launch(
+    own_module(weights[0], module).launch(
         f"rows_product_{tile}", (-(-items // each), 1, pieces), (_THREADS,),
         [
-            x, x.stride(0), n, columns, *members, codes["code"], codes.get("nested_code"), out, out.stride(0), parts, sum(rows),
+            x, x.stride(0), n, columns, *members, codes.get("code"), codes.get("nested_code"), out, out.stride(0), parts, sum(rows),
             each, items, half,
         ],
-        shared_bytes=shared_bytes(tile),
+        shared_bytes=shared_bytes(tile, scales),
     )  # fmt: skip
     if lora is not None:
         _meet(x, lora, module, fork)
@@ -185,7 +200,7 @@ def linear(
             round_change=round_change,
             parts=parts,
             bias=biases,
-            chunks=columns // _CHUNK,
+            chunks=columns // chunk_of(weights[0]),
             each=each,
             dependent=None if fork is None else False,
         )

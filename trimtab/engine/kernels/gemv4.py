@@ -1,4 +1,4 @@
-"""4-bit matrix-vector products for 1 to 8 rows, with LoRA adapters selected per row: CUDA kernels and the same in torch.
+"""Products of packed weights with 1 to 8 rows, and LoRA adapters selected per row: CUDA kernels and the same in torch.
 
     y = round(x W^T [+ bias]);  with an adapter: y = round(y + round(scale * (B @ low))),  low = A @ x in float32
     with a norm in front: x is norm(h) next, h = (residual + norm(y) post) scalar, rounded as fused.add_norm rounds it
@@ -34,18 +34,17 @@ from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, CutKey, LaunchConfig
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import layouts
 from trimtab.errors import DeviceError
+from trimtab.formats.record import rounds_change
 
 MAX_MEMBERS = 3
-NESTED = 256
-_TYPES = (torch.bfloat16, torch.float16)
 # As in the kernel for adapters of other layers: threads of a block, outputs of one.
 _LORA_THREADS, _LORA_OUTPUTS = 256, 64
 NAMES = ("lora_add",)
 PRODUCT_NAMES = ("matvec_4", "matvec_8")
 # The content of `low` and parts of sums before a product makes them: all bits set, a NaN that no operation makes.
 EMPTY = -1
-_TABLE_BYTES = 65536
 HELD_NAME = "matvec_held"
 
 
@@ -161,19 +160,8 @@ def decoded(packed: Packed, dtype: torch.dtype = torch.float32, *, rows: slice =
 
     Errors: AssertionError if rows are not whole blocks.
     """
-    D_out, D_in = packed.shape
-    start, stop, _ = rows.indices(D_out)
-    assert D_in % packed.blocksize == 0 or (start, stop) == (0, D_out)
-    values = packed.parts["weight"].reshape(-1).view(torch.uint8)[start * D_in // 2 : stop * D_in // 2]
-    code = packed.codes["code"].to(values.device)
-    pairs = torch.stack((code[(values >> 4).int()], code[(values & 15).int()]), dim=1)
-    blocks = torch.arange(start * D_in // packed.blocksize, -(-stop * D_in // packed.blocksize), device=values.device)
-    absmax = packed.parts["absmax"].reshape(-1)[blocks]
-    if "nested_absmax" in packed.parts:
-        outer = packed.parts["nested_absmax"][blocks // packed.nested_blocksize]
-        absmax = torch.addcmul(packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer)
-    scaled = pairs.view(-1, packed.blocksize).to(dtype) * absmax[:, None].to(dtype)
-    return scaled.view(stop - start, D_in)
+    start, stop, _ = rows.indices(packed.shape[0])
+    return layouts.decoded(packed, range(start, stop), dtype)
 
 
 def lora_shrink_torch(x: Tensor, lora: LoraArgs) -> None:
@@ -218,7 +206,7 @@ def matvec4_torch(
         part.copy_(y.to(out.dtype))
         for i in range(x.shape[0]):
             if lora is not None and (change := _changes(lora, i, m)) is not None:
-                part[i] += change.to(out.dtype)
+                part[i] = part[i] + (change.to(out.dtype) if rounds_change(packed.kind) else change)
         start += packed.shape[0]
 
 
@@ -239,7 +227,7 @@ def lora_add_torch(y: Tensor, lora: LoraArgs, *, round_change: bool) -> None:
 
 def source() -> str:
     """Return the source as it is compiled."""
-    return nvrtc.source("values.cuh") + nvrtc.source("matvec4.cu")
+    return layouts.source("matvec4.cu")
 
 
 def source_hash() -> str:
@@ -283,6 +271,11 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     configs, status = products.shipped
     if key in configs:
         return configs[key], status
+    # Other formats than bitsandbytes': what was the fastest for the same shape there.
+    other = configs.get(("cut", *key[1:]))
+    like = None if other is None else next((one for one in ways(weights, n, module, pair=pair) if one.is_like(other)), None)
+    if like is not None and other is not None:
+        return replace(like, normed=other.normed and like.may_be_normed), launch_configs.ESTIMATED
     best = next(iter(ways(weights, n, module, pair=pair)), None)
     return None if best is None else (best, launch_configs.ESTIMATED)
 
@@ -309,24 +302,18 @@ def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
 
 def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n: int = 1) -> str | None:
     """Return why the kernel cannot compute with this weight, or None. Reads one small table: not for the inner loop."""
-    if packed.kind not in ("nf4", "fp4"):
-        return f"the weight is {packed.kind}, not 4-bit"
-    if dtype not in _TYPES:
+    if layouts.layout(packed) is None:
+        return layouts.why_not(packed)
+    if dtype not in layouts.TYPES:
         return f"the activation is {dtype}, not bfloat16 or float16"
-    if len(packed.shape) != 2 or packed.shape[1] % BLOCK:
-        return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {BLOCK}"
-    if packed.blocksize != BLOCK:
-        return f"blocks of {packed.blocksize}, not {BLOCK}"
-    if "nested_absmax" in packed.parts and packed.nested_blocksize != NESTED:
-        return f"nested blocks of {packed.nested_blocksize}, not {NESTED}"
+    size = cuts.LAYOUTS[layouts.layout(packed) or ""].whole
+    if len(packed.shape) != 2 or packed.shape[1] % size:
+        return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {size}"
     if not 1 <= n <= MAX_ROWS:
         return f"{n} rows, not 1 to {MAX_ROWS}"
-    if float(packed.codes["code"].abs().max()) > 2:
+    if "code" in packed.codes and float(packed.codes["code"].abs().max()) > 2:
         return "codes beyond 2"
-    for name, part in packed.parts.items():
-        if not part.is_contiguous() or part.data_ptr() % (4 if part.numel() == 1 else 16):
-            return f"{name} is not contiguous or not aligned to 16 bytes"
-    return nvrtc.why_not(device)
+    return layouts.why_not(packed) or nvrtc.why_not(device)
 
 
 def _lora_arguments(lora: LoraArgs | None, makers: int, low_room: int) -> list[nvrtc.Argument]:
@@ -361,9 +348,8 @@ def options(
     fixed: bool = False,
 ) -> tuple[str, ...]:
     """Return the compiler options of products of weights like this. fixed: as `LoraArgs.is_fixed`."""
-    half, nested = dtype == torch.float16, "nested_absmax" in packed.parts
     own = () if cut is None else cut.options(packed.shape[1] // BLOCK, members, pair=pair, normed=normed)
-    format_of = (f"-DHALF={half:d}", f"-DNESTED={nested:d}", f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}")
+    format_of = (f"-DHALF={dtype == torch.float16:d}", *layouts.options(packed), f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}")
     return (*format_of, *own, *(("-DFIXED_RANKS=1",) if fixed else ()))
 
 
@@ -376,16 +362,14 @@ def arguments(
     gate: Gate | None, module: nvrtc.Module, low_room: int = 0, norm: Norm | None = None, ahead: Sequence[Tensor] = (),
 ) -> list[nvrtc.Argument]:  # fmt: skip
     """Return the kernel's arguments in its order; no part is read."""
-    offsets = [packed.parts.get("offset") for packed in weights]
     bias = [*bias, *[None] * (len(weights) - len(bias))]
     nested_code = next((p.codes["nested_code"] for p in weights if "nested_code" in p.codes), None)
     other = None if gate is None else gate.other
     return [
         x, x.stride(0), x.shape[0], x.shape[1] // BLOCK, out, out.stride(0),
-        *_three([packed.parts["weight"] for packed in weights]),
-        *_three([packed.parts["absmax"] for packed in weights]),
-        *_three([packed.parts.get("nested_absmax") for packed in weights]), *_three(offsets), *_three(bias),
-        *_three([packed.shape[0] for packed in weights], 0), _table(weights[0].codes["code"], module), nested_code,
+        *(one for tensors in zip(*map(layouts.tensors, weights), strict=True) for one in _three(tensors)), *_three(bias),
+        *_three([packed.shape[0] for packed in weights], 0),
+        _table(weights[0].codes["code"], module) if "code" in weights[0].codes else None, nested_code,
         *_lora_arguments(lora, module.side_by_side, low_room), len(weights), 0 if gate is None else 1 if other is None else 2,
         0 if gate is None else fused.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
         module.scratch["parts"], cut.units, cut.k_warps, cut.groups, cut.chunk,
@@ -395,17 +379,15 @@ def arguments(
     ]  # fmt: skip
 
 
-def _same_codes(weights: Sequence[Packed]) -> bool:
-    # One launch has one table of codes, and is compiled for scales of scales or for plain ones.
-    for name in ("code", "nested_code"):
-        if len({packed.codes[name].data_ptr() if name in packed.codes else None for packed in weights}) > 1:
-            return False
-    return True
-
-
 def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
     """Return under which name a module keeps the cut of a product."""
-    return ("cut", tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n, pair)
+    return (
+        cuts.key_name(layouts.layout(weights[0]) or ""),
+        tuple(packed.shape[0] for packed in weights),
+        weights[0].shape[1],
+        n,
+        pair,
+    )
 
 
 def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
@@ -415,7 +397,7 @@ def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: b
 
 def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
     """Whether the norm in front of this product is to be a part of it on this card."""
-    return module is not None and _same_codes(weights) and choose(weights, n, module, pair=pair).normed
+    return module is not None and layouts.is_same(weights) and choose(weights, n, module, pair=pair).normed
 
 
 def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, LaunchConfig]:
@@ -428,7 +410,7 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
     """Return the cuts of this product that fit the module's device, the most likely to be fast first."""
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
     facts = {"multiprocessors": module.multiprocessors, "shared_bytes": module.shared_bytes}
-    return cuts.cuts(rows, columns, n, pair=pair, **facts)
+    return cuts.cuts(rows, columns, n, pair=pair, layout=layouts.layout(weights[0]) or "", **facts)
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> LaunchConfig:
@@ -468,7 +450,7 @@ def matvec4(
         matvec4_torch(x, weights, out, bias=bias, lora=lora, gate=gate, norm=norm)
         return
     assert x.stride(1) == 1 and out.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    if not _same_codes(weights):
+    if not layouts.is_same(weights):
         assert norm is None
         parts = torch.empty(x.shape[0], wide, dtype=x.dtype, device=x.device) if pair else out
         start = 0
@@ -496,7 +478,7 @@ def matvec4(
         low_bytes = -(-lora.low.numel() * 4 // 16) * 16
         low_room = int(bool(cut.held) and shared_bytes + low_bytes <= module.shared_bytes)
         shared_bytes += low_room * low_bytes
-        if not low_room and low_bytes > _TABLE_BYTES:
+        if not low_room and low_bytes > cuts.LAYOUTS[cut.layout].first_bytes:
             raise DeviceError(
                 f"{x.shape[0]} rows with ranks up to {lora.low.shape[2]} need {low_bytes} B of shared memory for A x",
                 device=str(module.device),

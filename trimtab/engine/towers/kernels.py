@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from trimtab.engine.kernels.dequantize import ChunkAdapters, PromptKernels
+from trimtab.engine.kernels.dequantize import ChunkAdapters, PromptKernels, is_read
 from trimtab.engine.layers.linear import HostLeaf, Leaf
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import TOWERS
@@ -58,6 +58,6 @@ def four_bit_towers(model: EngineContext) -> list[Leaf]:
     paths = {row.module_path for row in model.anatomy.rows if row.part in TOWERS}
     return [
         one for one in model.hf_model.modules()
-        if isinstance(one, Leaf) and not isinstance(one, HostLeaf) and one.quant_kind in ("nf4", "fp4")
+        if isinstance(one, Leaf) and not isinstance(one, HostLeaf) and is_read(one)
         and one.module_path in paths
     ]  # fmt: skip

@@ -18,9 +18,9 @@ from dataclasses import replace
 from math import prod
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
-from trimtab.formats.record import is_dequantized
+from trimtab.formats.record import stored_format
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, FUSED_QUANTS, KERNEL_ROWS
+from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, KERNEL_ROWS
 
 ITEM = "unpacked_weights"
 # Columns after each row for a prompt's adapter (engine/batched_lora/unpacked_columns.py): three for each rank of the
@@ -62,8 +62,9 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     shared_bytes: of the memory that device and host share on a CPU, None on a GPU.
     """
     share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE
-    # On a GPU only kernels of bitsandbytes' 4-bit formats read the copy.
-    is_read = plan.request.quant in FUSED_QUANTS if shared_bytes is None else is_dequantized(plan.request.quant)
+    # On a GPU only products that kernels compute otherwise read the copy.
+    form = stored_format(plan.request.quant)
+    is_read = form.layout is not None if shared_bytes is None else form.is_dequantized
     if (
         not share or not is_read
         or any(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)

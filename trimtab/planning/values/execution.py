@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
-from trimtab.formats.record import HEAD8, packed_bytes
+from trimtab.formats.record import HEAD8, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
@@ -37,7 +37,6 @@ KERNEL_ROWS = 8
 # Numbers of rows with separate launch configurations of matrix-vector products; more rows use another kernel.
 PRODUCT_ROWS = tuple(size for size in BUCKETS if size <= KERNEL_ROWS)
 LEAST_CAPABILITY = (8, 0)
-FUSED_QUANTS = ("nf4", "nf4-dq", "fp4")
 FUSED_DTYPES = ("bfloat16", "float16")
 
 # Device code and tables of torch, cuBLAS and bitsandbytes after prompts, steps and media have run: 175 MiB after
@@ -164,9 +163,14 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"compute capability {capability[0]}.{capability[1]}; trimtab's kernels need {need} and more shared memory"
     if anatomy.dtype not in FUSED_DTYPES:
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
-    if quant not in FUSED_QUANTS:
-        return f"trimtab's kernels read {', '.join(FUSED_QUANTS)}, the weights are {quant}"
+    if stored_format(quant).layout is None:
+        return f"trimtab's kernels do not read weights in {quant}"
     return None
+
+
+def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
+    """Whether kernels multiply with the weights of a captured mode as they are stored; else each product dequantizes them."""
+    return mode in CAPTURED and anatomy.dtype in FUSED_DTYPES and stored_format(quant).layout is not None
 
 
 # Bytes -----------------------------------------------------------------------------------------------------------------

@@ -114,6 +114,15 @@ def why_not_int8(anatomy: Anatomy) -> str | None:
     return f"heads of {', '.join(map(str, odd))} values are no multiple of {SCALE_BYTES}" if odd else None
 
 
+def check_invariant(is_invariant: bool, anatomy: Anatomy) -> None:
+    """Raise RequestError for batch-invariant answers of a family whose layers keep a state of all tokens."""
+    if is_invariant and any(layer.state_values for layer in anatomy.kv_layers):
+        raise RequestError(
+            f"{anatomy.model_class} keeps a state of all tokens, which a row that is computed apart would advance twice",
+            field="batch_invariant", value=True, hint="Leave it out",
+        )  # fmt: skip
+
+
 def check_kv(kv: str, anatomy: Anatomy) -> None:
     """Raise RequestError for 8 bits of a family that does not support them (`why_not_int8`)."""
     why = why_not_int8(anatomy) if kv == "int8" else None

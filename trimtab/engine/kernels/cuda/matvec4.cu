@@ -1,7 +1,8 @@
 // 4-bit matrix-vector products for 1 to 8 rows, with LoRA and what follows a product at once. Read engine/kernels/gemv4.py first: it
-// says what is computed, in which shapes, and how the launch is cut. values.cuh stands in front of this.
+// says what is computed, in which shapes, and how the launch is cut. values.cuh and the header of each format stand in front of this.
 //
-// How a weight is decoded. A byte holds two weights; a table of 256 entries in shared memory gives both as fp16 at once.
+// How a weight is decoded. `Format` (nf4.cuh, int4.cuh) makes eight neighbours of a row fp16, as four pairs. Codes are looked up: a byte
+// holds two weights; a table of 256 entries in shared memory gives both as fp16 at once.
 // The table is there once for every lane (32 x 4 bytes an entry), so that no two lanes ask the same bank. An entry takes
 // 256 bytes, half of them empty: byte b and lane l are at offset b * 256 + l * 4, which one PRMT puts together.
 // The products are tensor core instructions m16n8k16: 16 rows of W, up to 8 rows of x, fp16 in, float32 out. A block of
@@ -11,6 +12,8 @@
 // Up to 4 rows of x (matvec_4), an instruction works on two blocks of 64 at once: lanes t = 0, 1 bring weights of the even
 // one, t = 2, 3 of the odd one, and a row of x has two columns: one with zeros where the odd block's weights are, one with
 // zeros where the even block's are. So a lane reads 16 bytes where it would read 8. Five to 8 rows (matvec_8) fill all columns.
+// Where 32 values have a scale, each lane's part of a pair has its own: up to 2 rows of x have four columns each. More rows take two
+// passes over the same weights, each with zeros where the other's are.
 //
 // How weights come. 16 rows of a whole K are neighbours in memory. One warp of a block does nothing but ask for them, piece
 // by piece, into a ring of stages; on 9.0 and newer the copy engine brings them, so no warp spends a register or a turn.
@@ -19,7 +22,7 @@
 // Or each warp asks for its own weights, into registers (matvec_held): compiled for one shape and one cut, so that every
 // loop is straight code and all that a block reads, or two batches of it, is under way before the kernel in front has ended.
 //
-// Compiled for one format: HALF (1: fp16, 0: bf16), NESTED (1: scales of scales), WHOLE (1: a row is a multiple of 4 blocks).
+// Compiled for one format: HALF (1: fp16, 0: bf16), FORMAT and what its header names, WHOLE (1: a row is a multiple of 4 blocks).
 // FIXED_RANKS (1): how the sums of an adapter are shared among threads follows `low_width`, not the largest rank of these rows, so
 // that no bit of a row depends on whose adapters the others have.
 // Without them only the kernels for adapters of other layers are there. With HELD (pairs of blocks that a warp asks for at
@@ -29,8 +32,6 @@
 // All that does not depend on the kernel in front (weights, scales, table, addresses of adapters) is asked for before
 // `wait_for_previous`.
 
-#define TABLE_BYTES 65536
-#define MEMBERS 3
 #define COLUMNS 8
 #define UB 4        // blocks of 64 weights of a row that a warp takes at once
 #define STRIDE 20   // of the sums of 16 rows: two columns side by side fall on different banks
@@ -85,13 +86,10 @@ struct Matvec {
   u16* out;
   int out_stride, half;
   const u8* weight[MEMBERS];
-  const void* absmax[MEMBERS];
-  const float* nested[MEMBERS];
-  const float* offset[MEMBERS];
+  Stored stored;
   const u16* bias[MEMBERS];
   int rows[MEMBERS];
   const u32* table;
-  const float* nested_code;
   const i64 *lora_A, *lora_B;
   int lora_A_stride, lora_B_stride;
   const int* lora_rank;
@@ -115,10 +113,6 @@ struct Matvec {
   Ahead ahead;
 };
 
-template <typename T>
-__device__ __forceinline__ T of(const T* member, int m) {
-  return m == 0 ? member[0] : m == 1 ? member[1] : member[2];
-}
 // i / d for 0 <= i < 2^21, with inverse = 1.f / d: half a step of d is more than what
 // float32 loses.
 __device__ __forceinline__ int quotient(int i, float inverse) { return (int)(((float)i + 0.5f) * inverse); }
@@ -282,9 +276,12 @@ __device__ __forceinline__ void normed(const Matvec& a, float* sums, uint4* weig
 // The product ----------------------------------------------------------------------------------------------------------
 
 // A block computes `units` units of 16 rows over one chunk of K; k_warps warps share each piece of a unit, `groups` such groups take
-// units in turn, and the last warp asks for the pieces. FEW: up to 4 rows of x. HELD: a group has one unit, and asks itself.
-template <bool FEW>
+// units in turn, and the last warp asks for the pieces. SPREAD: columns that a row of x has; 2 or 4 (FEW): up to 4 or 2 rows. HELD: a
+// group has one unit, and asks itself.
+template <int SPREAD>
 __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
+  constexpr bool FEW = SPREAD > 1;
+  constexpr int SCALES = Format::SCALES, BYTES = Format::BYTES, PASSES = SCALES == 2 && SPREAD < 4 ? 2 : 1;
 #if HELD
   const int threads = THREADS;
 #else
@@ -297,34 +294,35 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   const int first_block = split * a.chunk_blocks, blocks = min(a.chunk_blocks, a.blocks - first_block);
   const int units = min(a.units, a.all_units - own * a.units), chunks = (blocks + a.piece_blocks - 1) / a.piece_blocks;
   const int x_bytes = a.chunk_blocks / 2 * PAIR_BYTES + 16;  // 16: two rows of x side by side fall on different banks
-  const int quads = a.chunk_blocks / UB, scale_stride = (quads | 1) * UB;  // 16-byte reads of 8 rows touch every bank once
+  const int quads = a.chunk_blocks / UB * SCALES, scale_stride = (quads | 1) * UB;  // 16-byte reads of 8 rows touch every bank once
   const int group = a.groups > 1 ? warp / a.k_warps : 0, kw = warp - group * a.k_warps;
   // Rows of a stage: 8 of them are read at once, 16 bytes (FEW) or 8 bytes of each lane.
-  const int stage_stride = (a.piece_blocks * 32 + 127) / 128 * 128 + (FEW ? 64 : 32), stage_bytes = 16 * stage_stride;
-  u64* filled = (u64*)(shared + TABLE_BYTES);
+  const int stage_stride = (a.piece_blocks * BYTES + 127) / 128 * 128 + (FEW ? Format::PAD_FEW : Format::PAD), stage_bytes = 16 * stage_stride;
+  u64* filled = (u64*)(shared + Format::FIRST_BYTES);
   u64* emptied = filled + MOST_STAGES;
   LoraEntry* lora = (LoraEntry*)(emptied + MOST_STAGES);
   u8* ring = (u8*)(lora + MEMBERS * COLUMNS);
   float* scales = (float*)(ring + a.stages * stage_bytes);
   u8* xs = (u8*)(scales + a.units * 16 * scale_stride);
   float* factors = (float*)(xs + n * x_bytes);
-  float* sums = factors + a.chunk_blocks * (FEW ? n : COLUMNS);
+  float* x_sums = factors + a.chunk_blocks * (FEW ? n : COLUMNS);  // of each group of values, where there are zero points
+  float* sums = x_sums + (Format::HAS_ZERO ? a.chunk_blocks * SCALES * (FEW ? n : COLUMNS) : 0);
   float* dot_sums = sums + a.units * a.k_warps * n * STRIDE;  // two sets of a value a warp
   // A x, where all of it fits beside the rest; else it is taken where the table was.
   float* lows = a.low_room ? dot_sums + 64 + (HELD && NORMED ? a.columns : 0) : (float*)shared;
 
 #if HELD
   // Row g of the unit and the row 8 further, two batches of them: `t` has 16 bytes of a pair of blocks, or 8 of each.
-  uint4 held0[BUFFERS][HELD], held1[BUFFERS][HELD];
+  Format::Lane held0[BUFFERS][HELD], held1[BUFFERS][HELD];
   const Unit own_unit = locate(a, own * a.units + group);
   const int last_row = of(a.rows, max(own_unit.member, 0)) - 1;  // past the end: not stored
-  const u8* weight = of(a.weight, max(own_unit.member, 0)) + (size_t)first_block * 32 + kw * STEPS * 64 + t * (FEW ? 16 : 8);
-  const u8* from0 = weight + (size_t)min(own_unit.row + g, last_row) * a.blocks * 32;
-  const u8* from1 = weight + (size_t)min(own_unit.row + g + 8, last_row) * a.blocks * 32;
+  const u8* weight = of(a.weight, max(own_unit.member, 0)) + (size_t)first_block * BYTES + kw * STEPS * 2 * BYTES + t * (FEW ? BYTES / 2 : BYTES / 4);
+  const u8* from0 = weight + (size_t)min(own_unit.row + g, last_row) * a.blocks * BYTES;
+  const u8* from1 = weight + (size_t)min(own_unit.row + g + 8, last_row) * a.blocks * BYTES;
   const auto ask = [&](int batch, int i) {
-    const int at = (batch * HELD + i) * 64;
-    held0[batch % BUFFERS][i] = FEW ? streamed_16(from0 + at) : streamed_8_8(from0 + at);
-    held1[batch % BUFFERS][i] = FEW ? streamed_16(from1 + at) : streamed_8_8(from1 + at);
+    const int at = (batch * HELD + i) * 2 * BYTES;
+    held0[batch % BUFFERS][i] = Format::streamed<FEW>(from0 + at);
+    held1[batch % BUFFERS][i] = Format::streamed<FEW>(from1 + at);
   };
 #pragma unroll
   for (int batch = 0; batch < BUFFERS; batch++)
@@ -340,10 +338,10 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       if (u >= units) break;
       const Unit unit = locate(a, own * a.units + u);
       const int row = min(unit.row + (lane & 15), of(a.rows, unit.member) - 1);  // past the end: not stored
-      const u8* from = of(a.weight, unit.member) + ((size_t)row * a.blocks + first_block + block) * 32;
+      const u8* from = of(a.weight, unit.member) + ((size_t)row * a.blocks + first_block + block) * BYTES;
       const int stage = group * depth + turn % depth;
       if (again) barrier_wait(emptied + stage, (turn / depth - 1) & 1);
-      fill(ring + stage * stage_bytes, stage_stride, from, min(a.piece_blocks, blocks - block) * 32, filled + stage);
+      fill(ring + stage * stage_bytes, stage_stride, from, min(a.piece_blocks, blocks - block) * BYTES, filled + stage);
     }
   };
   const int asks = a.k_warps * a.groups;  // the warp that asks
@@ -369,65 +367,31 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   const int lora_i = lane % COLUMNS, lora_m = lane / COLUMNS;
   int lora_slot = -1;
   if (all_low && lora_m < a.members && lora_i < n) lora_slot = __ldcg(a.slots + lora_i);
-#if NESTED && WHOLE
-  int near = __ldg((const int*)a.nested_code + (tid & 255));  // all of it is in L1 when it is looked up
-#endif
+  Format::Near near;
+  near.ask(a.stored);
   u32 words[TABLE_WORDS];
 #pragma unroll
-  for (int k = 0; k < TABLE_WORDS; k++) words[k] = tid + k * threads < 2048 ? __ldg(a.table + ((tid + k * threads) >> 3)) : 0;
+  for (int k = 0; k < TABLE_WORDS && Format::HAS_TABLE; k++) words[k] = tid + k * threads < 2048 ? __ldg(a.table + ((tid + k * threads) >> 3)) : 0;
   // Scales of the rows of this block, four of a row at once, as they were stored; blocks that are not there get none.
   const float quads_inverse = __fdividef(1.f, (float)quads);
   const int all_quads = a.units * 16 * quads;
-#if NESTED && WHOLE
-  u32 codes[KEPT];
-  float outer[KEPT], offset[KEPT];
-#endif
-  float4 found[KEPT];
+  Format::Four found[KEPT];
   const auto ask_scales = [&](int from) {
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
       const int e = from + k * threads, r = quotient(e, quads_inverse), q = (e - r * quads) * UB;
-      found[k] = make_float4(0.f, 0.f, 0.f, 0.f);
-#if NESTED && WHOLE
-      codes[k] = 0;
-      outer[k] = offset[k] = 0.f;
-#endif
+      found[k].none();
       const Unit unit = locate(a, own * a.units + (r >> 4));
-      if (e >= all_quads || q >= blocks || unit.member < 0) continue;
-      const size_t at = (size_t)min(unit.row + (r & 15), of(a.rows, unit.member) - 1) * a.blocks + first_block + q;
-      const void* absmax = of(a.absmax, unit.member);
-#if NESTED && WHOLE
-      codes[k] = __ldg((const u32*)((const u8*)absmax + at));
-      outer[k] = __ldg(of(a.nested, unit.member) + (at >> 8));
-      offset[k] = __ldg(of(a.offset, unit.member));
-#elif WHOLE
-      found[k] = __ldg((const float4*)((const float*)absmax + at));
-#else
-      float one[UB];
-#pragma unroll
-      for (int u = 0; u < UB; u++) {
-        one[u] = 0.f;
-        if (q + u >= blocks) continue;
-        one[u] = NESTED ? fmaf(__ldg(a.nested_code + __ldg((const u8*)absmax + at + u)),
-                               __ldg(of(a.nested, unit.member) + ((at + u) >> 8)), __ldg(of(a.offset, unit.member)))
-                        : __ldg((const float*)absmax + at + u);
-      }
-      found[k] = make_float4(one[0], one[1], one[2], one[3]);
-#endif
+      if (e >= all_quads || q >= blocks * SCALES || unit.member < 0) continue;
+      const int row = min(unit.row + (r & 15), of(a.rows, unit.member) - 1);
+      found[k].ask(a.stored, unit.member, row, a.blocks, first_block * SCALES + q, (first_block + blocks) * SCALES);
     }
   };
   const auto keep_scales = [&](int from) {
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
       const int e = from + k * threads, r = quotient(e, quads_inverse), q = (e - r * quads) * UB;
-      if (e >= all_quads) continue;
-#if NESTED && WHOLE
-      found[k].x = fmaf(__ldg(a.nested_code + (codes[k] & 255)), outer[k], offset[k]);
-      found[k].y = fmaf(__ldg(a.nested_code + (codes[k] >> 8 & 255)), outer[k], offset[k]);
-      found[k].z = fmaf(__ldg(a.nested_code + (codes[k] >> 16 & 255)), outer[k], offset[k]);
-      found[k].w = fmaf(__ldg(a.nested_code + (codes[k] >> 24)), outer[k], offset[k]);
-#endif
-      *(float4*)(scales + r * scale_stride + q) = found[k];
+      if (e < all_quads) *(float4*)(scales + r * scale_stride + q) = found[k].all(a.stored);
     }
   };
   ask_scales(tid);
@@ -442,17 +406,15 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
   }
 #pragma unroll
-  for (int k = 0; k < TABLE_WORDS; k++) {
+  for (int k = 0; k < TABLE_WORDS && Format::HAS_TABLE; k++) {
     const int i = tid + k * threads;
     if (i < 2048) *(uint4*)(shared + (i >> 3) * 256 + (i & 7) * 16) = make_uint4(words[k], words[k], words[k], words[k]);
   }
-  for (int i = tid + TABLE_WORDS * threads; i < 2048; i += threads) {
+  for (int i = tid + TABLE_WORDS * threads; Format::HAS_TABLE && i < 2048; i += threads) {
     const u32 v = __ldg(a.table + (i >> 3));
     *(uint4*)(shared + (i >> 3) * 256 + (i & 7) * 16) = make_uint4(v, v, v, v);
   }
-#if NESTED && WHOLE
-  as_is(near);
-#endif
+  near.keep();
   // This block's first values of A x, one or, where there are more than blocks, `side` of them by as many groups of warps: what a
   // thread has of A is on its way before x is there, the rest on its way to L2.
   float4 first_A[AHEAD];
@@ -524,9 +486,22 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     const int exponent = min(max((int)(m >> 23), 15), 254);  // within what a power of two in float32 can undo
     const float up = __uint_as_float((u32)(268 - exponent) << 23);
     const int b = vector >> 3;
-    *(uint4*)(xs + row * x_bytes + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (vector & 7) * 16) =
-        make_uint4(two_halves(v[0] * up, v[1] * up), two_halves(v[2] * up, v[3] * up), two_halves(v[4] * up, v[5] * up),
-                   two_halves(v[6] * up, v[7] * up));
+    const uint4 halves = Format::IS_CROSSED  // as the pairs of weights are
+        ? make_uint4(two_halves(v[0] * up, v[4] * up), two_halves(v[1] * up, v[5] * up), two_halves(v[2] * up, v[6] * up),
+                     two_halves(v[3] * up, v[7] * up))
+        : make_uint4(two_halves(v[0] * up, v[1] * up), two_halves(v[2] * up, v[3] * up), two_halves(v[4] * up, v[5] * up),
+                     two_halves(v[6] * up, v[7] * up));
+    *(uint4*)(xs + row * x_bytes + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (vector & 7) * 16) = halves;
+    if constexpr (Format::HAS_ZERO) {
+      float own[8], sum = 0.f;
+      unpack_8(own, halves, 1);
+#pragma unroll
+      for (int e = 0; e < 8; e++) sum += own[e];
+#pragma unroll
+      for (int d = 1; d < 8 / SCALES; d *= 2) sum += __shfl_xor_sync(ALL, sum, d);
+      const int group = vector / (8 / SCALES);
+      if (lane % (8 / SCALES) == 0) x_sums[FEW ? row * a.chunk_blocks * SCALES + group : group * COLUMNS + row] = sum;
+    }
     if ((lane & 7) == 0)
       factors[FEW ? row * a.chunk_blocks + b : b * COLUMNS + row] = __uint_as_float((u32)(exponent - 14) << 23);
   };
@@ -566,7 +541,14 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       return make_float4(low_value(v.x, a.half), high_value(v.x, a.half), low_value(v.y, a.half), high_value(v.y, a.half));
     }
     const int b = four >> 4;
-    const uint2 v = *(const uint2*)(xs + i * x_bytes + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (four & 15) * 8);
+    uint2 v;
+    if constexpr (Format::IS_CROSSED) {  // the low halves of 16 bytes, or the high ones
+      const uint4 w = *(const uint4*)(xs + i * x_bytes + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (four & 14) * 8);
+      const u32 which = four & 1 ? 0x7632 : 0x5410;
+      v = make_uint2(__byte_perm(w.x, w.y, which), __byte_perm(w.z, w.w, which));
+    } else {
+      v = *(const uint2*)(xs + i * x_bytes + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (four & 15) * 8);
+    }
     const float f = factors[FEW ? i * a.chunk_blocks + b : b * COLUMNS + i];
     return make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
                        f * from_half((u16)(v.y >> 16)));
@@ -648,7 +630,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
   }
 
-#define TWO(w, byte) shared_word(__byte_perm(w, lane4, 0x5504 + (byte)*16))
+#define TWO(w, k) Format::pair(w, k, lane4)
   const u32 lane4 = lane * 4;
 #if !HELD
   if (warp == asks) {
@@ -657,14 +639,29 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #endif
   {
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
-    uint4 xa = make_uint4(0, 0, 0, 0), xb = xa;  // lanes without a row keep zeros: their columns are not stored
-    // FEW: column g is row g / 2 of x where the weights of its half of the pair are.
-    const bool has_x = FEW ? (g >> 1) < n && (t >> 1) == (g & 1) : g < n;
-    const u8* x_lane = FEW ? xs + (g >> 1) * x_bytes + (t >> 1) * 160 + (t & 1) * 64 : xs + g * x_bytes + t * 32;
-    const float* factor_lane = FEW ? factors + min(t, n - 1) * a.chunk_blocks : factors + 2 * t;
+    // Lanes without a row, or with zeros in their column, keep zeros: their columns are not stored, or are another part's.
+    uint4 xa[PASSES], xb[PASSES];
+    bool has_x[PASSES];
+#pragma unroll
+    for (int p = 0; p < PASSES; p++) {
+      xa[p] = xb[p] = make_uint4(0, 0, 0, 0);
+      // FEW: column g is row g / SPREAD of x where the weights of its part of the pair are.
+      const bool is_part = SPREAD == 4 ? t == (g & 3) : PASSES == 2 ? (FEW ? t == (g & 1) * 2 + p : t >> 1 == p)
+                                                                   : !FEW || t >> 1 == (g & 1);
+      has_x[p] = g / SPREAD < n && is_part;
+    }
+    const u8* x_lane = FEW ? xs + g / SPREAD * x_bytes + (t >> 1) * 160 + (t & 1) * 64 : xs + g * x_bytes + t * 32;
+    // Of two columns, whose sums this lane gets: of both blocks, of the parts of one (SPREAD 4), or of two rows.
+    const int own_row = SPREAD == 4 ? t >> 1 : t, own_block = SPREAD == 4 ? t & 1 : 0;
+    const int factor_at = FEW ? min(own_row, n - 1) * a.chunk_blocks + own_block : 2 * t;
+    const float *factor_lane = factors + factor_at, *sum_lane = x_sums + (FEW ? factor_at * SCALES : factor_at);
     const auto keep = [&](int u) {
       float* to = sums + (u * a.k_warps + kw) * n * STRIDE + g;
-      if constexpr (FEW) {
+      if constexpr (SPREAD == 4) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) sum[i] += __shfl_xor_sync(ALL, sum[i], 1);
+        if (own_row < n && own_block == 0) to[own_row * STRIDE] = sum[0], to[own_row * STRIDE + 8] = sum[1];
+      } else if constexpr (FEW) {
         if (t < n) to[t * STRIDE] = sum[0], to[t * STRIDE + 8] = sum[1];
       } else {
 #pragma unroll
@@ -673,58 +670,91 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       }
       sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
     };
-    // A pair of blocks of two rows: pair `pair` of the chunk, the rows' scales, their weights.
-    const auto multiply = [&](int pair, float2 z0, float2 z1, uint4 v0, uint4 v1) {
-      const u32 word0[4] = {v0.x, v0.y, v0.z, v0.w}, word1[4] = {v1.x, v1.y, v1.z, v1.w};
+    // A pair of blocks of two rows: pair `pair` of the chunk, the rows' scales (PairScales), their weights.
+    struct PairScales {
+      float of[SPREAD == 4 ? 2 : 2 * SCALES];
+    };
+    const auto scales_of = [&](const float* from) {
+      PairScales z;
+      if constexpr (SCALES == 1 || SPREAD == 4) {
+        const float2 v = *(const float2*)(from + own_block * 2);
+        z.of[0] = v.x, z.of[1] = v.y;
+      } else {
+        const float4 v = *(const float4*)from;
+        z.of[0] = v.x, z.of[1] = v.y, z.of[2] = v.z, z.of[3] = v.w;
+      }
+      return z;
+    };
+    const auto multiply = [&](int pair, PairScales z0, PairScales z1, Format::Lane v0, Format::Lane v1) {
+      // What the zero point of a group takes from its sum c.
+      const auto less = [&](float c, float z, int at) { return Format::HAS_ZERO ? fmaf(-Format::zero_of(z), sum_lane[at], c) : c; };
       if constexpr (FEW) {
         const u8* x = x_lane + pair * PAIR_BYTES;
-        const float2 f = *(const float2*)(factor_lane + pair * 2);
-        float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+        const float2 f = SPREAD == 4 ? make_float2(factor_lane[pair * 2], factor_lane[pair * 2]) : *(const float2*)(factor_lane + pair * 2);
+        float c[PASSES][4] = {}, d[PASSES][4] = {};
 #pragma unroll
         for (int q = 0; q < 4; q++) {
-          if (has_x) xa = *(const uint4*)(x + q * 16);
-          mma_m16n8k16(c, TWO(word0[q], 0), TWO(word1[q], 0), TWO(word0[q], 1), TWO(word1[q], 1), xa.x, xa.y);
-          mma_m16n8k16(d, TWO(word0[q], 2), TWO(word1[q], 2), TWO(word0[q], 3), TWO(word1[q], 3), xa.z, xa.w);
+          const auto w0 = Format::word(v0, q), w1 = Format::word(v1, q);
+#pragma unroll
+          for (int p = 0; p < PASSES; p++) {
+            if (has_x[p]) xa[p] = *(const uint4*)(x + q * 16);
+            mma_m16n8k16(c[p], TWO(w0, 0), TWO(w1, 0), TWO(w0, 1), TWO(w1, 1), xa[p].x, xa[p].y);
+            mma_m16n8k16(d[p], TWO(w0, 2), TWO(w1, 2), TWO(w0, 3), TWO(w1, 3), xa[p].z, xa[p].w);
+          }
         }
-        sum[0] = fmaf(z0.x * f.x, c[0] + d[0], fmaf(z0.y * f.y, c[1] + d[1], sum[0]));
-        sum[1] = fmaf(z1.x * f.x, c[2] + d[2], fmaf(z1.y * f.y, c[3] + d[3], sum[1]));
+#pragma unroll
+        for (int p = PASSES - 1; p >= 0; p--) {
+          const int first = p, second = SPREAD == 4 ? 1 : SCALES + p, at = pair * 2 * SCALES;
+          const float a0 = z0.of[first], b0 = z0.of[second], a1 = z1.of[first], b1 = z1.of[second];
+          sum[0] = fmaf(Format::scale_of(a0) * f.x, less(c[p][0] + d[p][0], a0, at + first),
+                        fmaf(Format::scale_of(b0) * f.y, less(c[p][1] + d[p][1], b0, at + second), sum[0]));
+          sum[1] = fmaf(Format::scale_of(a1) * f.x, less(c[p][2] + d[p][2], a1, at + first),
+                        fmaf(Format::scale_of(b1) * f.y, less(c[p][3] + d[p][3], b1, at + second), sum[1]));
+        }
       } else {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          if (has_x) {
-            const u8* x = x_lane + pair * PAIR_BYTES + k * 160;
-            xa = *(const uint4*)x;
-            xb = *(const uint4*)(x + 16);
-          }
-          float c[4] = {0.f, 0.f, 0.f, 0.f};
+          const u8* x = x_lane + pair * PAIR_BYTES + k * 160;
+#pragma unroll
+          for (int p = 0; p < PASSES; p++)
+            if (has_x[p]) xa[p] = *(const uint4*)x, xb[p] = *(const uint4*)(x + 16);
+          float c[PASSES][4] = {};
 #pragma unroll
           for (int q = 0; q < 2; q++) {
-            const u32 w0 = word0[2 * k + q], w1 = word1[2 * k + q];
-            mma_m16n8k16(c, TWO(w0, 0), TWO(w1, 0), TWO(w0, 1), TWO(w1, 1), q ? xb.x : xa.x, q ? xb.y : xa.y);
-            mma_m16n8k16(c, TWO(w0, 2), TWO(w1, 2), TWO(w0, 3), TWO(w1, 3), q ? xb.z : xa.z, q ? xb.w : xa.w);
+            const auto w0 = Format::word(v0, 2 * k + q), w1 = Format::word(v1, 2 * k + q);
+#pragma unroll
+            for (int p = 0; p < PASSES; p++) {
+              mma_m16n8k16(c[p], TWO(w0, 0), TWO(w1, 0), TWO(w0, 1), TWO(w1, 1), q ? xb[p].x : xa[p].x, q ? xb[p].y : xa[p].y);
+              mma_m16n8k16(c[p], TWO(w0, 2), TWO(w1, 2), TWO(w0, 3), TWO(w1, 3), q ? xb[p].z : xa[p].z, q ? xb[p].w : xa[p].w);
+            }
           }
           const float2 f = *(const float2*)(factor_lane + (pair * 2 + k) * COLUMNS);
-          sum[0] = fmaf(k ? z0.y : z0.x, c[0] * f.x, sum[0]);
-          sum[1] = fmaf(k ? z0.y : z0.x, c[1] * f.y, sum[1]);
-          sum[2] = fmaf(k ? z1.y : z1.x, c[2] * f.x, sum[2]);
-          sum[3] = fmaf(k ? z1.y : z1.x, c[3] * f.y, sum[3]);
+#pragma unroll
+          for (int p = 0; p < PASSES; p++) {
+            const int which = k * SCALES + p, at = (pair * 2 * SCALES + which) * COLUMNS;
+            const float a0 = z0.of[which], a1 = z1.of[which];
+            sum[0] = fmaf(Format::scale_of(a0), less(c[p][0], a0, at) * f.x, sum[0]);
+            sum[1] = fmaf(Format::scale_of(a0), less(c[p][1], a0, at + 1) * f.y, sum[1]);
+            sum[2] = fmaf(Format::scale_of(a1), less(c[p][2], a1, at) * f.x, sum[2]);
+            sum[3] = fmaf(Format::scale_of(a1), less(c[p][3], a1, at + 1) * f.y, sum[3]);
+          }
         }
       }
     };
 #if HELD
-    const float* scale = scales + (group * 16 + g) * scale_stride + kw * STEPS * 2;
+    const float* scale = scales + (group * 16 + g) * scale_stride + kw * STEPS * 2 * SCALES;
 #pragma unroll
     for (int batch = 0; batch < BATCHES; batch++)
 #pragma unroll
       for (int i = 0; i < HELD; i++) {
         const int step = batch * HELD + i;
-        const float2 z0 = *(const float2*)(scale + step * 2), z1 = *(const float2*)(scale + 8 * scale_stride + step * 2);
+        const PairScales z0 = scales_of(scale + step * 2 * SCALES), z1 = scales_of(scale + 8 * scale_stride + step * 2 * SCALES);
         multiply(kw * STEPS + step, z0, z1, held0[batch % BUFFERS][i], held1[batch % BUFFERS][i]);
         if (batch + BUFFERS < BATCHES) ask(batch + BUFFERS, i);
       }
     keep(group);
 #else
-    const u8* ring_lane = ring + g * stage_stride + t * (FEW ? 16 : 8);
+    const u8* ring_lane = ring + g * stage_stride + t * (FEW ? BYTES / 2 : BYTES / 4);
     const int batches = a.piece_blocks / UB;
     int u = group, chunk = 0, place = 0, phase = 0;
 #pragma unroll 1
@@ -734,23 +764,13 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #pragma unroll 1
       for (int own_batch = kw; own_batch < batches; own_batch += a.k_warps) {
         const int batch = chunk * batches + own_batch;  // of the unit
-        if (batch >= quads) break;
-        const u8 *from0 = ring_lane + stage * stage_bytes + own_batch * 128, *from1 = from0 + 8 * stage_stride;
-        const float* scale = scales + (u * 16 + g) * scale_stride + batch * UB;
-        const float4 z0 = *(const float4*)scale, z1 = *(const float4*)(scale + 8 * scale_stride);
+        if (batch * UB >= blocks) break;  // what no copy has filled may be NaN
+        const u8 *from0 = ring_lane + stage * stage_bytes + own_batch * UB * BYTES, *from1 = from0 + 8 * stage_stride;
+        const float* scale = scales + (u * 16 + g) * scale_stride + batch * UB * SCALES;
 #pragma unroll
         for (int p = 0; p < 2; p++) {
-          uint4 v0, v1;
-          if constexpr (FEW) {
-            v0 = *(const uint4*)(from0 + p * 64), v1 = *(const uint4*)(from1 + p * 64);
-          } else {
-            const uint2 a0 = *(const uint2*)(from0 + p * 64), b0 = *(const uint2*)(from0 + p * 64 + 32);
-            const uint2 a1 = *(const uint2*)(from1 + p * 64), b1 = *(const uint2*)(from1 + p * 64 + 32);
-            v0 = make_uint4(a0.x, a0.y, b0.x, b0.y), v1 = make_uint4(a1.x, a1.y, b1.x, b1.y);
-          }
-          const float2 y0 = p ? make_float2(z0.z, z0.w) : make_float2(z0.x, z0.y);
-          const float2 y1 = p ? make_float2(z1.z, z1.w) : make_float2(z1.x, z1.y);
-          multiply(batch * 2 + p, y0, y1, v0, v1);
+          const PairScales z0 = scales_of(scale + p * 2 * SCALES), z1 = scales_of(scale + 8 * scale_stride + p * 2 * SCALES);
+          multiply(batch * 2 + p, z0, z1, Format::near<FEW>(from0 + p * 2 * BYTES), Format::near<FEW>(from1 + p * 2 * BYTES));
         }
       }
       __syncwarp();
@@ -864,7 +884,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
         for (int d = 1; d < 8; d *= 2) product += __shfl_xor_sync(0xffu << (lane & 24), product, d);
       }
       const float change = entry.scale * product;
-      y = rounded(y, a.half) + rounded(change, a.half);
+      y = rounded(y, a.half) + (Format::ROUNDS_CHANGE ? rounded(change, a.half) : change);
     }
     return rounded(y, a.half);
   };
@@ -884,8 +904,8 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 
 #define PARAMETERS                                                                                                \
   const u16 *x, int x_stride, int n, int blocks, u16 *out, int out_stride, const u8 *w0, const u8 *w1,            \
-  const u8 *w2, const void *s0, const void *s1, const void *s2, const float *t0, const float *t1,                 \
-  const float *t2, const float *f0, const float *f1, const float *f2, const u16 *b0, const u16 *b1,               \
+  const u8 *w2, const void *s0, const void *s1, const void *s2, const void *t0, const void *t1,                   \
+  const void *t2, const float *f0, const float *f1, const float *f2, const u16 *b0, const u16 *b1,               \
   const u16 *b2, int r0, int r1, int r2, const u32 *table, const float *nested_code, const i64 *lora_A,           \
   int lora_A_stride, const i64 *lora_B, int lora_B_stride, const int *lora_rank, int lora_rank_stride,            \
   const float *lora_scale, int lora_scale_stride, const int *slots, float *low, int low_row, int low_member,      \
@@ -894,8 +914,8 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   int stages, int splits, int grid, int all_units, const u16 *residual, int residual_stride, const u16 *post,     \
   const u16 *next, const u16 *scalar, u16 *h, int h_stride, float eps, AHEAD_PARAMETERS
 #define GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits)       \
-  {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, {f0,     \
-  f1, f2}, {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride, lora_B_stride,          \
+  {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {{s0, s1, s2}, {t0, t1, t2}, {f0,    \
+  f1, f2}, nested_code}, {b0, b1, b2}, {r0, r1, r2}, table, lora_A, lora_B, lora_A_stride, lora_B_stride,          \
   lora_rank, lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width,         \
   makers, low_room, members, gate, kind, other, other_stride, parts, units, k_warps, groups,                      \
   chunk_blocks, piece_blocks, stages, splits, grid, all_units, residual, post, next, scalar, residual_stride, h,  \
@@ -911,18 +931,20 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2) matvec_held(PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
   GATHER
-  matvec<(ROWS <= 4)>(a, shared);
+  matvec<(ROWS > Format::FEW_ROWS ? 1 : Format::SCALES == 2 && ROWS <= 2 ? 4 : 2)>(a, shared);
 }
 #else
 extern "C" __global__ void __launch_bounds__(768, 1) matvec_4(PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
   GATHER
-  matvec<true>(a, shared);
+  if constexpr (Format::SCALES == 2)
+    if (a.n <= 2) return matvec<4>(a, shared);
+  matvec<(Format::FEW_ROWS ? 2 : 1)>(a, shared);
 }
 extern "C" __global__ void __launch_bounds__(768, 1) matvec_8(PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
   GATHER
-  matvec<false>(a, shared);
+  matvec<1>(a, shared);
 }
 #endif
 #endif

@@ -1,47 +1,36 @@
 // What a chunk of a prompt needs beside cuBLAS: 4-bit weights unpacked, LoRA of many tokens. Read engine/kernels/dequantize.py first:
 // it says what each kernel computes and in which shapes. n tokens. values.cuh stands in front of this.
 
-// out = code[q] * absmax, rounded once; with NESTED absmax = code2[absmax8] * outer + offset, rounded after each of the two, as
-// bitsandbytes does. A thread is 4 times 4 bytes of packed weight, 8 values each, the even one in a byte's upper half; neighbours
-// read and write what lies beside each other. Values that share a scale are 8 or more. Grid: [values / 8192].
+// A packed weight in 16 bits, with the bits of its format's own library (`Unpacked`, a header for each format). A thread is 4 times 8
+// neighbours; neighbours read and write what lies beside each other. Values that share a scale are 8 or more. Grid: [values / 8192].
 // APART: rows of `width` values (a multiple of 8) begin `stride` apart.
-template <bool NESTED, bool APART>
-__device__ __forceinline__ void unpack_4bit(
-    const u8* packed, const void* absmax, const float* outer, const float* offset, const float* code2, const float* code,
+template <bool SCALES_OF_SCALES, bool APART>
+__device__ __forceinline__ void unpack_values(
+    const u8* packed, const void* scale, const void* second, const float* offset, const float* code2, const float* code,
     i64 values, int shift, int outer_shift, u16* out, int half, int width = 0, int stride = 0) {
-  __shared__ float table[16 * 32];  // of each lane's own: no two lanes meet in a bank
-  for (int i = threadIdx.x; i < 16 * 32; i += blockDim.x) table[i] = code[i >> 5];
-  __syncthreads();
-  const int lane = threadIdx.x & 31;
+  typedef Unpacked<SCALES_OF_SCALES> Own;
+  const Own own(scale, second, offset, code2, code, shift, outer_shift);
   const i64 first = (i64)blockIdx.x * 8192 + threadIdx.x * 8;
-  u32 words[4];
-  float scales[4];
+  typename Own::Word words[4];
+  typename Own::Scale scales[4];
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     const i64 at = first + k * 2048;
-    words[k] = at < values ? __ldcg((const u32*)(packed + at / 2)) : 0;
+    words[k] = {};
+    if (at < values) words[k] = __ldcg((const typename Own::Word*)packed + at / 8);
   }
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const i64 at = first + k * 2048, block = at >> shift;
-    scales[k] = 0.f;
-    if (at >= values) continue;
-    if (NESTED)
-      scales[k] = __fadd_rn(__fmul_rn(__ldg(code2 + ((const u8*)absmax)[block]), __ldg(outer + (block >> outer_shift))), __ldg(offset));
-    else
-      scales[k] = __ldg((const float*)absmax + block);
+    const i64 at = first + k * 2048;
+    scales[k] = {};
+    if (at < values) scales[k] = own.scale_at(at);
   }
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     const i64 at = first + k * 2048;
     if (at >= values) break;
     float v[8];
-#pragma unroll
-    for (int b = 0; b < 4; b++) {
-      const u32 byte = words[k] >> (8 * b) & 255;
-      v[2 * b] = table[(byte >> 4) * 32 + lane] * scales[k];
-      v[2 * b + 1] = table[(byte & 15) * 32 + lane] * scales[k];
-    }
+    own.values(v, words[k], scales[k], half);
     i64 to = at;
     if (APART) {
       const u32 piece = (u32)(at >> 3), each = (u32)width >> 3, row = piece / each;
@@ -51,14 +40,13 @@ __device__ __forceinline__ void unpack_4bit(
   }
 }
 #define UNPACK_PARAMETERS \
-  const u8 *packed, const void *absmax, const float *outer, const float *offset, const float *code2, const float *code, i64 values, \
+  const u8 *packed, const void *scale, const void *second, const float *offset, const float *code2, const float *code, i64 values, \
       int shift, int outer_shift, u16 *out, int half
-extern "C" __global__ void __launch_bounds__(256) unpack_nested(UNPACK_PARAMETERS) {
-  unpack_4bit<true, false>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half);
-}
-extern "C" __global__ void __launch_bounds__(256) unpack_plain(UNPACK_PARAMETERS) {
-  unpack_4bit<false, false>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half);
-}
+#define UNPACK_GIVEN packed, scale, second, offset, code2, code, values, shift, outer_shift, out, half
+#if FORMAT == 0
+extern "C" __global__ void __launch_bounds__(256) unpack_nested(UNPACK_PARAMETERS) { unpack_values<true, false>(UNPACK_GIVEN); }
+#endif
+extern "C" __global__ void __launch_bounds__(256) unpack_plain(UNPACK_PARAMETERS) { unpack_values<false, false>(UNPACK_GIVEN); }
 
 // The same with columns behind each row of bfloat16, from `width` to `stride`: they multiply what extend_input puts behind x. Three for
 // each rank of the layer's B [rows, rank]: hi(b), hi(b), lo(b), where hi(b) is b rounded and lo(b) is b - hi(b) rounded. `before` ranks
@@ -85,23 +73,24 @@ __device__ __forceinline__ void store_columns(
   *(uint4*)(out + (size_t)row * stride + width + first) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 #define COLUMN_PARAMETERS const float *B, int rank, int before, int width, int stride
-template <bool NESTED>
+template <bool SCALES_OF_SCALES>
 __device__ __forceinline__ void unpack_with_columns(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
   const int blocks = (int)((values + 8191) / 8192);
   if ((int)blockIdx.x < blocks)
-    unpack_4bit<NESTED, true>(packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half, width, stride);
+    unpack_values<SCALES_OF_SCALES, true>(UNPACK_GIVEN, width, stride);
   else
     store_columns((blockIdx.x - blocks) * 256 + threadIdx.x, B, rank, before, (int)(values / width), width, stride, stride, out);
 }
+#if FORMAT == 0
 extern "C" __global__ void __launch_bounds__(256) unpack_columns_nested(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
-  unpack_with_columns<true>(
-      packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half, B, rank, before, width, stride);
+  unpack_with_columns<true>(UNPACK_GIVEN, B, rank, before, width, stride);
 }
+#endif
 extern "C" __global__ void __launch_bounds__(256) unpack_columns_plain(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
-  unpack_with_columns<false>(
-      packed, absmax, outer, offset, code2, code, values, shift, outer_shift, out, half, B, rank, before, width, stride);
+  unpack_with_columns<false>(UNPACK_GIVEN, B, rank, before, width, stride);
 }
 
+#if FORMAT == 0  // what knows no weights is compiled once
 // The columns of weights that stay unpacked, for one adapter. A line of `lines` is a weight: the addresses of its B (0: none) and of its
 // first row, then rank, before, rows, width, end and stride, see store_columns. Grid: [the most columns of a weight / 2048, weights].
 extern "C" __global__ void __launch_bounds__(256) write_columns(const i64* lines) {
@@ -375,3 +364,4 @@ extern "C" __global__ void __launch_bounds__(256) lora_up_rows(
         low, slices, n, rank, stride, (const float*)__ldg(lora_B + slot), __ldg(lora_scale + slot), y, y_stride, width, round_change,
         tile, half);
 }
+#endif

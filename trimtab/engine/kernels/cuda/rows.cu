@@ -1,62 +1,10 @@
 // 9 to 128 rows: a product of 4-bit weights on tensor cores, and LoRA adapters chosen by each row. Read
-// engine/kernels/gemm4.py first: it says what each kernel computes and in which shapes. values.cuh stands in front of this.
+// engine/kernels/gemm4.py first: it says what each kernel computes and in which shapes. values.cuh and the headers of the formats
+// stand in front of this.
 
-#define CHUNK 256  // columns of x that a block holds at a time
+#define CHUNK Many::COLUMNS  // of x that a block holds at a time: 128 bytes of a row of weights
 #define UNIT 128   // outputs of a block
 #define THREADS 256
-#define MEMBERS 3
-
-// 4 or 16 bytes to shared memory; the copies between two commits are a group. Compute capability 7.5 copies at once: a stage that is
-// being filled is read behind the next barrier at the earliest.
-#ifndef TRIMTAB_CPU
-#if __CUDA_ARCH__ >= 800
-template <int BYTES>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all groups but the last PENDING are there.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-#else
-template <int BYTES>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  if constexpr (BYTES == 16)
-    *(uint4*)to = __ldcg((const uint4*)from);
-  else
-    *(u32*)to = __ldcg((const u32*)from);
-}
-__device__ __forceinline__ void commit_copies() {}
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {}
-#endif
-#endif
-
-struct Member {
-  const u8* weight;
-  const u8* absmax;
-  const float *nested, *offset;
-  const u16* bias;
-  int rows;
-};
-
-// The code of a nibble, from the table of the block's own copy for each lane: nibble times 128 bytes, then the lane's 4. The table begins at
-// a multiple of 2048, so that nothing is added.
-#ifndef TRIMTAB_CPU
-__device__ __forceinline__ float code_of(const float*, u32 mine, u32 shifted) {
-  float v;
-  asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"((shifted & 0x780u) | mine));
-  return v;
-}
-// Byte k and what is above it (k 0), or that byte alone: shifting it left then is another unit's work than masking it.
-__device__ __forceinline__ u32 byte_of(u32 word, int k) { return k ? __byte_perm(word, 0, 0x4440 + k) : word; }
-#else
-__device__ __forceinline__ float code_of(const float* mine, u32, u32 shifted) { return mine[(shifted & 0x780u) / 4]; }
-__device__ __forceinline__ u32 byte_of(u32 word, int k) { return word >> (8 * k); }
-#endif
 
 // The member that a unit of 128 outputs belongs to; its first output in the member, and the outputs of the members in front.
 struct Unit {
@@ -87,16 +35,17 @@ template <int TILES>
 __device__ __forceinline__ void rows_product(
     const u16* x, int x_stride, int n, int columns, const Member* members, const float* code, const float* nested_code, u16* out,
     int out_stride, float* parts, int total, int each, int items, int half, u8* shared) {
-  constexpr int X_BYTES = TILES * 8 * CHUNK * 2, W_BYTES = UNIT * CHUNK / 2, STAGE = X_BYTES + W_BYTES + UNIT * 16;
-  float *table = (float*)shared, *codes = table + 16 * 32, *made = codes + 256;
-  constexpr int UNROLLED = TILES == 8 ? 1 : 4;  // registers of the largest do not suffice for more
+  constexpr int X_BYTES = TILES * 8 * CHUNK * 2, W_BYTES = UNIT * 128, STAGE = X_BYTES + W_BYTES + UNIT * Many::ROW_BYTES;
+  float* made = (float*)shared + Many::FRONT;
+  constexpr int HS = CHUNK / 64;  // eights of neighbours that a lane has
+  constexpr int UNROLLED = TILES == 8 ? 1 : HS;  // registers of the largest do not suffice for more
   u8* stages = (u8*)(made + 8 * (UNIT + 1));
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   let_next_start();
   const int row_first = blockIdx.z * (TILES * 8), here = min(n - row_first, TILES * 8);
   x += (size_t)row_first * x_stride;
-  const bool nested = members[0].nested != nullptr;
-  const int blocks = columns / 64, chunks = columns / CHUNK, scale_bytes = nested ? 4 : 16;
+  Many many(members[0], (float*)shared);
+  const int chunks = columns / CHUNK;
   const int from = blockIdx.x * each, count = min(each, items - from);
 
   // Of the item that is copied next: its unit and chunk. Rows beyond the member's last are the last again. Pieces of 16 bytes lie where
@@ -108,16 +57,9 @@ __device__ __forceinline__ void rows_product(
 #pragma unroll
     for (int i = tid; i < UNIT * 8; i += THREADS) {
       const int r = i >> 3, piece = i & 7, row = min(unit.first + r, unit.own.rows - 1);
-      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), unit.own.weight + (size_t)row * (columns / 2) + next_chunk * 128 + piece * 16);
+      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), unit.own.weight + (size_t)row * (columns / CHUNK * 128) + next_chunk * 128 + piece * 16);
     }
-    if (tid < UNIT) {
-      const size_t at = (size_t)min(unit.first + tid, unit.own.rows - 1) * blocks + next_chunk * 4;
-      u8* scales = to + W_BYTES + tid * scale_bytes;
-      if (nested)
-        copy_async<4>(scales, unit.own.absmax + at);
-      else
-        copy_async<16>(scales, unit.own.absmax + at * 4);
-    }
+    if (tid < UNIT) many.copy_scales(to + W_BYTES, tid, unit.own, min(unit.first + tid, unit.own.rows - 1), columns, next_chunk);
   };
   const auto copy_x = [&](int stage) {
     u8* to = stages + stage * STAGE;
@@ -132,9 +74,7 @@ __device__ __forceinline__ void rows_product(
     if (++next_chunk == chunks) next_chunk = 0, next_unit++;
   };
   copy_weights(0);
-  for (int i = tid; i < 16 * 32; i += THREADS) table[i] = __ldg(code + (i >> 5));
-  if (nested)
-    for (int i = tid; i < 256; i += THREADS) codes[i] = __ldg(nested_code + i);
+  many.prepare(code, nested_code);
   // Rows of x that are not there: zeros, once, in both stages.
   for (int i = tid; i < 2 * (TILES * 8 - here) * (CHUNK / 8); i += THREADS) {
     const int piece = i % (CHUNK / 8), r = i / (CHUNK / 8);
@@ -146,25 +86,17 @@ __device__ __forceinline__ void rows_product(
 
   float sums[2][TILES][4] = {};
   const int r0 = (warp & 3) * 32 + g, step = warp >> 2, high = t >> 1;
-  // The 32 neighbours of a row that a lane has.
+  // The neighbours of a row that a lane has.
   const int w_at = r0 * 128 + (((step * 4 + t) ^ ((g & 1) << 2)) << 4);
-  const int x_at = g * (CHUNK * 2), x_piece = step * 16 + t * 4, block = step * 2 + high;
-#ifndef TRIMTAB_CPU
-  const u32 mine = shared_address(table) + lane * 4;
-#else
-  const u32 mine = 0;
-#endif
+  const int x_at = g * (CHUNK * 2), x_piece = (step * 4 + t) * HS, piece = step * 4 + t;
   int chunk = next_chunk, number = next_unit;
   Unit unit = unit_of(members, number);
-  float offset = nested ? __ldg(unit.own.offset) : 0.f;
+  many.begin(unit.own);
 #pragma unroll 1
   for (int item = 0; item < count; item++) {
     float outer[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-      const int row = min(unit.first + r0 + 8 * r, unit.own.rows - 1);
-      outer[r] = nested ? __ldg(unit.own.nested + (int)(((i64)row * blocks + chunk * 4 + block) >> 8)) : 0.f;
-    }
+    for (int r = 0; r < 4; r++) outer[r] = many.outer(unit.own, min(unit.first + r0 + 8 * r, unit.own.rows - 1), columns, chunk, piece);
     wait_for_copies<0>();
     __syncthreads();
     advance();
@@ -175,30 +107,31 @@ __device__ __forceinline__ void rows_product(
     commit_copies();
     const u8* stage = stages + (item & 1) * STAGE;
     const u8 *w = stage + X_BYTES, *scales = w + W_BYTES;
-    // 32 neighbours of each of four rows; lanes 2 and 3 take theirs in another order, as the banks of x want it.
-    u32 words[4][4];
-    float scale[4];
+    // The neighbours that a lane has of each of four rows; lanes 2 and 3 take theirs in another order, as the banks of x want it.
+    Many::Word words[4][HS];
+    Many::Scale scale[4];
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const uint4 a = *(const uint4*)(w + w_at + r * (8 * 128));
-      words[r][0] = high ? a.y : a.x, words[r][1] = high ? a.x : a.y, words[r][2] = high ? a.w : a.z, words[r][3] = high ? a.z : a.w;
-      const u8* own_scales = scales + (r0 + 8 * r) * scale_bytes;
-      scale[r] = nested ? __fadd_rn(__fmul_rn(codes[own_scales[block]], outer[r]), offset) : *(const float*)(own_scales + block * 4);
+      Many::words(words[r], a, high);
+      scale[r] = many.scale(scales, r0 + 8 * r, piece, outer[r]);
     }
 #pragma unroll UNROLLED
-    for (int h = 0; h < 4; h++) {
-      u32 pairs[4][4], now[4];
+    for (int h = 0; h < HS; h++) {
+      u32 pairs[4][4];
+      Many::Word now[4];
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         now[r] = words[r][0];
-        words[r][0] = words[r][1], words[r][1] = words[r][2], words[r][2] = words[r][3];
+#pragma unroll
+        for (int i = 0; i < HS - 1; i++) words[r][i] = words[r][i + 1];
       }
 #pragma unroll
       for (int k = 0; k < 4; k++) {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-          const u32 byte = byte_of(now[r], k);
-          const float v0 = code_of(table + lane, mine, byte << 3) * scale[r], v1 = code_of(table + lane, mine, byte << 7) * scale[r];
+          float v0, v1;
+          many.values(v0, v1, now[r], k, scale[r], half);
           pairs[r][k] = half ? two_halves(v0, v1) : two_bf16(v0, v1);
         }
       }
@@ -253,20 +186,20 @@ __device__ __forceinline__ void rows_product(
     }
     chunk = 0;
     unit = unit_of(members, ++number);
-    if (nested && item + 1 < count) offset = __ldg(unit.own.offset);
+    if (item + 1 < count) many.begin(unit.own);
   }
 }
 
 #define MEMBER(i) \
-  const u8 *weight##i, const u8 *absmax##i, const float *nested##i, const float *offset##i, const u16 *bias##i, int rows##i
+  const u8 *weight##i, const void *scale##i, const void *second##i, const float *offset##i, const u16 *bias##i, int rows##i
 #define PRODUCT_PARAMETERS \
   const u16 *x, int x_stride, int n, int columns, MEMBER(0), MEMBER(1), MEMBER(2), const float *code, const float *nested_code, \
       u16 *out, int out_stride, float *parts, int total, int each, int items, int half
 // A program for each type, but for the largest, whose registers do not suffice for that.
 #define PRODUCT(TILES) \
-  const Member members[MEMBERS] = {{weight0, absmax0, nested0, offset0, bias0, rows0}, \
-                                   {weight1, absmax1, nested1, offset1, bias1, rows1}, \
-                                   {weight2, absmax2, nested2, offset2, bias2, rows2}}; \
+  const Member members[MEMBERS] = {{weight0, scale0, second0, offset0, bias0, rows0}, \
+                                   {weight1, scale1, second1, offset1, bias1, rows1}, \
+                                   {weight2, scale2, second2, offset2, bias2, rows2}}; \
   extern __shared__ __align__(16) u8 given[]; \
   const auto product = [&](int type) { \
     rows_product<TILES>( \
@@ -284,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_16(PRODUCT
 extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_32(PRODUCT_PARAMETERS) { PRODUCT(4); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_64(PRODUCT_PARAMETERS) { PRODUCT(8); }
 
+#if FORMAT == 0  // what knows no weights is compiled once
 // low[i, m, r] = row r of A of the adapter that row i has for member m, times x_i, float32. A block is a row, a member and 8 values.
 // Grid: [n, members, largest rank / 8].
 #define LOW_THREADS 256
@@ -384,3 +318,4 @@ extern "C" __global__ void __launch_bounds__(256) rows_up(
   }
   y[(size_t)i * y_stride + at] = stored(sum, half);
 }
+#endif

@@ -41,6 +41,17 @@ __device__ __forceinline__ float from_half(u16 h) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
   return f;
 }
+// Two halves at once: a b + c, rounded once, and a + b.
+__device__ __forceinline__ u32 halves_fma(u32 a, u32 b, u32 c) {
+  u32 v;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+  return v;
+}
+__device__ __forceinline__ u32 halves_add(u32 a, u32 b) {
+  u32 v;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ u16 to_bf16(float f) {
   u16 v;
@@ -296,4 +307,47 @@ __device__ __forceinline__ float activated(float x, int kind) {
   if (kind == 0) return 0.5f * x * (1.f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
   if (kind == 1) return x / (1.f + expf(-x));
   return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
+}
+
+// 4, 8 or 16 bytes to shared memory; the copies between two commits are a group. Compute capability 7.5 copies at once: a stage that is
+// being filled is read behind the next barrier at the earliest.
+#ifndef TRIMTAB_CPU
+#if __CUDA_ARCH__ >= 800
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all groups but the last PENDING are there.
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+#else
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  if constexpr (BYTES == 16)
+    *(uint4*)to = __ldcg((const uint4*)from);
+  else if constexpr (BYTES == 8)
+    *(uint2*)to = __ldcg((const uint2*)from);
+  else
+    *(u32*)to = __ldcg((const u32*)from);
+}
+__device__ __forceinline__ void commit_copies() {}
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copies() {}
+#endif
+#endif
+// Of any size, a power of two up to 32: what is too small for such a copy is read at once.
+template <int BYTES>
+__device__ __forceinline__ void copy_few(void* to, const void* from) {
+  if constexpr (BYTES == 32)
+    copy_async<16>(to, from), copy_async<16>((u8*)to + 16, (const u8*)from + 16);
+  else if constexpr (BYTES >= 4)
+    copy_async<BYTES>(to, from);
+  else if constexpr (BYTES == 2)
+    *(u16*)to = __ldg((const u16*)from);
+  else if constexpr (BYTES == 1)
+    *(u8*)to = __ldg((const u8*)from);
 }

@@ -1,0 +1,280 @@
+"""How fast are the formats of publishers against bitsandbytes' NF4 of the same model, in one run on one GPU?
+
+    python -m bench.formats --work FOLDER --save bench/results/formats.json [--models e4b,...] [--cases e4b:ct-g32,...] [--layers N]
+
+Checkpoints have random weights and real sizes; the decoder's linear layers are packed. An adapter of rank 8 is on. Each case is a
+process, and one that has a row in the file is not run again (`--again`). A row: `tok_s` of an answer behind a prompt of 512 tokens,
+`first_ms` of its first token, `weights_gib`, `mode` of the planned step. A short table is printed last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT, DEVICE = 512, 256, 5, 1024, "cuda"
+# Standard deviation of 4-bit values that are drawn evenly, less 8; with a zero point drawn evenly too.
+_SPREAD, _SPREAD_ZERO = 4.6, 6.5
+_SEVENS = 0x77777777  # zero points of 8, each stored less one
+Tensors = dict[str, Any]
+
+
+def _words(rows: int, columns: int) -> Any:
+    import torch
+
+    return torch.randint(-(2**31), 2**31 - 1, (rows, columns), dtype=torch.int32, device=DEVICE)
+
+
+def _scales(rows: int, columns: int, inputs: int, spread: float, dtype: str) -> Any:
+    """Return scales with which a weight of this many inputs keeps the size of what it multiplies; half of it, as a layer adds."""
+    import torch
+
+    values = torch.rand(rows, columns, device=DEVICE) * 0.2 + 0.9
+    return (values * (0.3 / spread / inputs**0.5)).to(getattr(torch, dtype))
+
+
+def _ct(stem: str, rows: int, columns: int, group: int) -> Tensors:
+    import torch
+
+    return {
+        f"{stem}weight_packed": _words(rows, columns // 8),
+        f"{stem}weight_scale": _scales(rows, columns // group, columns, _SPREAD, "bfloat16"),
+        f"{stem}weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+def _awq(stem: str, rows: int, columns: int, group: int) -> Tensors:
+    return {
+        f"{stem}qweight": _words(columns, rows // 8), f"{stem}qzeros": _words(columns // group, rows // 8),
+        f"{stem}scales": _scales(columns // group, rows, columns, _SPREAD_ZERO, "float16"),
+    }  # fmt: skip
+
+
+def _gptq(stem: str, rows: int, columns: int, group: int) -> Tensors:
+    import torch
+
+    return {
+        f"{stem}qweight": _words(columns // 8, rows),
+        f"{stem}qzeros": torch.full((columns // group, rows // 8), _SEVENS, dtype=torch.int32),
+        f"{stem}scales": _scales(columns // group, rows, columns, _SPREAD, "float16"),
+        f"{stem}g_idx": torch.arange(columns, dtype=torch.int32) // group,
+    }  # fmt: skip
+
+
+def _fp8(stem: str, rows: int, columns: int, group: int) -> Tensors:
+    import torch
+
+    values = torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) * 64
+    return {
+        f"{stem}weight": values.clamp(-448, 448).to(torch.float8_e4m3fn),
+        f"{stem}weight_scale_inv": _scales(-(-rows // group), -(-columns // group), columns, 64, "bfloat16"),
+    }
+
+
+def _int4_scheme(group: int) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+
+
+# name -> (quantization_config, what makes the tensors of a weight, group, the model's dtype)
+FORMS: dict[str, tuple[dict[str, Any], Callable[[str, int, int, int], Tensors], int, str]] = {
+    "ct-g32": (_int4_scheme(32), _ct, 32, "bfloat16"),
+    "ct-g128": (_int4_scheme(128), _ct, 128, "bfloat16"),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, _awq, 128, "float16"),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, _gptq, 128, "float16"),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, _fp8, 128, "bfloat16"),
+}  # fmt: skip
+CASES = {"e4b": ("nf4-dq", "ct-g32", "ct-g128", "fp8"), "qwen3-8b": ("nf4-dq", "ct-g128", "awq", "gptq", "fp8")}
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(size: str, layers: int | None) -> Any:
+    """Return the config of a model of real size, or of its first layers."""
+    from bench import checkpoints
+
+    config = checkpoints.config_of(size)
+    text = config.get_text_config()
+    if layers is not None:
+        shared = getattr(text, "num_kv_shared_layers", 0)
+        if shared:
+            text.num_kv_shared_layers = shared * layers // text.num_hidden_layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+        text.num_hidden_layers = layers
+    config.eos_token_id = text.eos_token_id = None  # random weights may draw an end token at once
+    return config
+
+
+def write(size: str, form: str, folder: Path, layers: int | None) -> Path:
+    """Write a checkpoint of this form, and its adapter."""
+    from bench import checkpoints
+
+    if (folder / "done").exists():
+        return folder
+    config = config_of(size, layers)
+    if form == "nf4-dq":
+        checkpoints.write_checkpoint(size, folder, config=config, device=DEVICE, packed=True)
+    else:
+        settings, make, group, dtype = FORMS[form]
+
+        def packed(name: str, empty: Any) -> Tensors:
+            if empty.dim() != 2 or not re.search(checkpoints.PACKED, name):
+                return {}
+            return make(name.removesuffix("weight"), *empty.shape, group)
+
+        checkpoints.write_checkpoint(size, folder, config=config, made_of=packed, device=DEVICE)
+        file = folder / "config.json"
+        whole = json.loads(file.read_text(encoding="utf-8")) | {"quantization_config": settings, "dtype": dtype}
+        file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    checkpoints.write_adapter(folder, folder / "r8", 8, size=size)
+    (folder / "done").touch()
+    return folder
+
+
+# One case -------------------------------------------------------------------------------------------------------------
+
+
+def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) -> dict[str, Any]:
+    import torch
+
+    import trimtab
+    from bench.checkpoints import text_inputs
+
+    folder = write(size, form, work / f"{size}-{form}-{layers or 'all'}", layers)
+    torch.cuda.empty_cache()
+    start = time.perf_counter()
+    plan = trimtab.plan(folder, adapters={"r8": folder / "r8"}, context=CONTEXT, place={"*": "resident"})
+    row: dict[str, Any] = {"model": size, "form": form, "layers": layers, "quant": plan.request.quant}
+    row |= {
+        "mode": plan.execution.step.mode,
+        "chunks": plan.execution.prompt.mode,
+        "planned_tok_s": round(plan.execution.tokens_per_s, 1),
+    }
+    with trimtab.load(plan) as model:
+        row["load_s"] = round(time.perf_counter() - start, 1)
+        if tunes:
+            row["tuned"] = _tuned(model)
+        numbers = itertools.count(3)
+
+        def answer(count: int) -> float:
+            # No prompt comes twice: its keys and values might be kept.
+            inputs = text_inputs(model.hf_model.config, PROMPT_TOKENS, device=DEVICE, seed=next(numbers))
+            prompt = inputs["input_ids"][0].tolist()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            given = model.answer_inputs(model.prepare(prompt), trimtab.GenerateRequest(max_new_tokens=count), adapter="r8")
+            torch.cuda.synchronize()
+            assert len(given.token_ids) == count
+            return time.perf_counter() - began
+
+        answer(ANSWER_TOKENS)
+        first = statistics.median(answer(1) for _ in range(REPEATS))
+        whole = statistics.median(answer(1 + ANSWER_TOKENS) for _ in range(REPEATS))
+        row |= {
+            "tok_s": round(ANSWER_TOKENS / (whole - first), 1), "first_ms": round(first * 1000, 1),
+            "weights_gib": round(plan.gpu["weights"] / 2**30, 2), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "notes": sorted({str(one) for one in getattr(model, "fallbacks", ())}),
+        }  # fmt: skip
+    return row
+
+
+def _tuned(model: Any) -> str:
+    from trimtab.engine.tune import tune_model
+    from trimtab.errors import TrimtabError
+
+    try:
+        return f"{tune_model(model, rows=1)[0].products} products"
+    except TrimtabError as exc:
+        return str(exc)
+
+
+# All of them ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--models", default=",".join(CASES))
+    parser.add_argument("--cases", default="", help="MODEL:FORM,...; all of the models by default")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument(
+        "--tune", action="store_true", help="time the launch configurations of one row first, as `trimtab tune` does"
+    )
+    parser.add_argument("--timeout-s", type=float, default=400)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        size, form = given.one.split(":")
+        print("ROW " + json.dumps(run(size, form, given.work, given.layers, tunes=given.tune)), flush=True)
+        return
+    from bench.memory import environment
+
+    rows: list[dict[str, Any]] = []
+    if given.save and given.save.exists() and not given.again:
+        rows = json.loads(given.save.read_text(encoding="utf-8"))["rows"]
+    wanted = (
+        given.cases.split(",") if given.cases else [f"{size}:{form}" for size in given.models.split(",") for form in CASES[size]]
+    )
+    for name in wanted:
+        if not any((f"{row['model']}:{row['form']}", row["layers"]) == (name, given.layers) and "tok_s" in row for row in rows):
+            rows = [row for row in rows if (f"{row['model']}:{row['form']}", row["layers"]) != (name, given.layers)]
+            rows.append(_case(name, given))
+            if given.save:
+                given.save.parent.mkdir(parents=True, exist_ok=True)
+                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    print(table(rows))
+
+
+def _case(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.formats", "--work", str(given.work), "--one", name]
+    command += ["--tune"] if given.tune else []
+    command += [] if given.layers is None else ["--layers", str(given.layers)]
+    size, form = name.split(":")
+    failed = {"model": size, "form": form, "layers": given.layers}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
+    except subprocess.TimeoutExpired:
+        return failed | {"error": f"longer than {given.timeout_s:g} s"}
+    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if not found:
+        print(done.stderr[-3000:], flush=True)
+        return failed | {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
+    row: dict[str, Any] = json.loads(found[-1][4:])
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a table, with the rate against NF4 of the same model."""
+    base = {(row["model"], row["layers"]): row["tok_s"] for row in rows if row["form"] == "nf4-dq" and "tok_s" in row}
+    lines = [f"{'model':10} {'form':8} {'step':6} {'tok/s':>7} {'x NF4':>6} {'first ms':>8} {'GiB':>6}"]
+    for row in rows:
+        if "tok_s" not in row:
+            lines.append(f"{row['model']:10} {row['form']:8} {row['error']}")
+            continue
+        against = row["tok_s"] / base.get((row["model"], row["layers"]), float("nan"))
+        lines.append(
+            f"{row['model']:10} {row['form']:8} {row['mode']:6} {row['tok_s']:7.1f} {against:6.2f} {row['first_ms']:8.1f} "
+            f"{row['weights_gib']:6.2f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Kernels over publishers' formats, run on the CPU: products and unpacked weights against float64 and each format's own bits."""
+
+import math
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico, quantized_files
+from tests.cuda_on_cpu import run
+from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
+from tests.engine.kernels.test_fused_kernels import STEP_TOLERANCE, on_cpu  # noqa: F401 - on_cpu is a fixture
+from trimtab.engine.batched_lora import columns as extended
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import layouts
+
+pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+CPU = torch.device("cpu")
+BF16, HALF = torch.bfloat16, torch.float16
+FORMS = {
+    "int4-g32": BF16,
+    "int4-g128": HALF,
+    "int4-g32-zp": HALF,
+    "int4-g128-zp": BF16,
+    "int4-row": BF16,
+    "int4-g64-f32": torch.float32,
+    "fp8-128x128": BF16,
+    "fp8-row": BF16,
+    "fp8-tensor": BF16,
+}
+
+
+@pytest.fixture(scope="module")
+def products():
+    module = run.CpuModule(matvec.source(), matvec.NAMES, order=7)
+    matvec.prepare(module)
+    return module
+
+
+def weights_of(form, rows, columns, dtype=BF16):
+    made = tuning.RandomWeights(CPU, quant=form, scale_dtype=FORMS[form])
+    return [made.make(one, columns, dtype) for one in rows]
+
+
+def exact(x, group):
+    return x.double() @ torch.cat([layouts.decoded(one, range(one.shape[0]), torch.float64) for one in group]).T
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_exact_weights_round_to_those_of_the_format(form):
+    (packed,) = weights_of(form, [40], 320)
+    ours = layouts.decoded(packed, range(40), torch.float64)
+    assert torch.equal(ours[8:24], layouts.decoded(packed, range(8, 24), torch.float64))
+    rounded = ours.float() if form.endswith("f32") or form.startswith("fp8") else ours.to(FORMS[form])
+    assert torch.equal(rounded.to(BF16), dequantize(packed))
+
+
+@pytest.mark.parametrize("form, columns, n", [
+    ("int4-g32", 192, 3), ("int4-g32", 256, 8), ("int4-g128", 256, 1), ("int4-g32-zp", 256, 2), ("int4-g128-zp", 320, 6),
+    ("int4-row", 256, 1), ("int4-g64-f32", 256, 4), ("fp8-128x128", 512, 1), ("fp8-row", 256, 5), ("fp8-tensor", 256, 3),
+])  # fmt: skip
+def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, n):
+    """x has a mean, which zero points of a group multiply; rows are no multiple of 16, groups end within a row."""
+    group, x = weights_of(form, [20, 40], columns), (torch.randn(n, columns) + 0.5).bfloat16()
+    for rank, places in ((0, None), (6, torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32))):
+        pair = [[(torch.randn(rank, columns) / columns**0.5, torch.randn(one, rank), 0.5)] * 2 for one in (20, 40)]
+        lora = None if places is None else matvec.lora_args(pair, places, rank)
+        out, own = (torch.full((n, 60), math.nan, dtype=BF16) for _ in range(2))
+        matvec.matvec4(x, group, out, lora=lora, module=products)
+        matvec.matvec4(x, group, own, lora=lora, module=None)
+        wanted = exact(x, group)
+        for i in range(n if places is not None else 0):
+            if places[i] >= 0:
+                wanted[i] += torch.cat([0.5 * (B.double() @ (A.double() @ x[i].double())) for ((A, B, _), _) in pair])
+        assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
+        # Sums in another order: a few values are a step of bfloat16 away.
+        assert (out != own).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("form, n", [("int4-g32", 1), ("int4-g32", 4), ("int4-g32-zp", 8), ("int4-g128", 1), ("fp8-128x128", 1)])
+def test_weights_held_in_registers_give_the_same_product(products, form, n):
+    group, x = weights_of(form, [64], 512), torch.randn(n, 512).bfloat16()
+    cut = next(one for one in matvec.ways(group, n, products) if one.held and one.splits == 2)
+    out = torch.full((n, 64), math.nan, dtype=BF16)
+    matvec.matvec4(x, group, out, module=products, cut=cut)
+    assert products.launches[-1] == "matvec_held" and cut.layout == layouts.layout(group[0]) != "nf4"
+    assert tuning.relative_error(out, exact(x, group)) < tuning.LARGEST_ERROR
+
+
+def test_configurations_of_each_layout_are_kept_apart():
+    nf4 = tuning.RandomWeights(CPU).make(64, 512)
+    groups = [weights_of(form, [64], 512)[0] for form in ("int4-g32", "int4-g128", "int4-g32-zp", "int4-row")]
+    keys = [matvec.cut_key([one], 1) for one in (nf4, *groups)]
+    assert [key[0] for key in keys] == ["cut", "int4-2", "int4", "int4-2-zp", "int4"]
+    facts = {"multiprocessors": 132, "shared_bytes": 232448}
+    for layout in cuts.LAYOUTS:
+        for cut in cuts.cuts((64,), 512, 1, layout=layout, **facts):
+            assert cut.needed_bytes(1) == cut.shared_bytes <= facts["shared_bytes"] and cut.layout == layout
+
+
+@pytest.mark.parametrize("form, words", [("int8-g32", "no kernel"), ("int4-g32-zp-idx", "no kernel"), ("int4-g96", "no kernel")])
+def test_what_no_kernel_reads_is_said(form, words):
+    packed = tuning.RandomWeights(CPU, quant="int4-g32").make(8, 192)
+    packed = type(packed)(form, packed.shape, packed.dtype, packed.parts, {})
+    assert words in matvec.why_not(packed, BF16, "cpu")
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    module = run.CpuModule(prompt_kernels.source(), prompt_kernels.NAMES, order=1)
+    module.variant_names = ("unpack_plain", "unpack_columns_plain")
+    return module
+
+
+@pytest.mark.parametrize("form, columns, dtype", [
+    ("int4-g32", 320, BF16), ("int4-g128-zp", 256, BF16), ("int4-g32-zp", 96, BF16), ("int4-g32", 64, HALF), ("int4-row", 40, BF16),
+    ("int4-g64-f32", 64, BF16), ("fp8-128x128", 200, BF16), ("fp8-row", 64, BF16), ("fp8-tensor", 64, BF16),
+])  # fmt: skip
+def test_unpacked_weights_have_the_bits_of_the_format(prompts, form, columns, dtype):
+    (packed,) = weights_of(form, [50], columns, dtype if form.endswith("f32") else FORMS[form])
+    assert prompt_kernels.can_unpack(packed) and prompt_kernels.wrong_unpack(packed, prompts, dtype) is None
+    if dtype == BF16 and columns % 16 == 0:
+        B, wide = torch.randn(50, 4), columns + 64
+        out = extended.unpack_extended(packed, B, 0, wide, torch.empty(50 * wide, dtype=BF16), prompts)
+        assert torch.equal(out[:, :columns], dequantize(packed).to(BF16)) and torch.equal(out[:, columns], B[:, 0].bfloat16())
+
+
+def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
+    (packed,) = weights_of("int4-g128", [8], 320)
+    assert not prompt_kernels.can_unpack(packed)
+
+
+# Many rows ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form, n, dtype", [
+    ("int4-g32", 9, BF16), ("int4-g128-zp", 33, BF16), ("int4-g32-zp", 17, BF16), ("int4-row", 9, BF16), ("int4-g64-f32", 9, HALF),
+    ("fp8-128x128", 9, BF16),
+])  # fmt: skip
+def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
+    module = run.CpuModule(many_rows.source(), many_rows.NAMES, order=7)
+    module.variant_names = ("rows_product_16", "rows_product_32", "rows_product_64")
+    own = dtype if form.endswith("f32") else FORMS[form]
+    group = weights_of(form, [130, 24], 512, own)
+    assert not any(many_rows.why_not(one, dtype) for one in group)
+    x, out = torch.randn(n, 512).to(dtype), torch.full((n, 154), math.nan, dtype=dtype)
+    many_rows.linear(x, group, out, module=module)
+    wanted = x.double() @ torch.cat([dequantize(one).to(dtype) for one in group]).double().T
+    assert tuning.relative_error(out, wanted) < torch.finfo(dtype).eps / 2
+
+
+# A whole step ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["ct-int4", "awq"])
+def test_a_step_over_packed_weights_is_the_modules(on_cpu, replayed, tmp_path, form):  # noqa: F811
+    """A tiny Llama from a publisher's file, rows with an adapter and without."""
+    small, _ = quantized_files.write(pico.built("llama"), tmp_path, form)
+    adapters = {"a": pico.adapter(pico.built("llama"), tmp_path / "a", seed=1, rank=6)}
+    with trimtab.load(trimtab.plan(small, adapters=adapters, context=64, device="cpu")) as model:
+        asked = [("a", [5, 6, 7], {}), (None, [9, 8], {})]
+        expected, batch = (joined(model, way, asked, rows=2) for way in ("eager", "fused"))
+        wanted, found = expected.logits(), batch.logits()
+        assert (found - wanted).abs().max() <= STEP_TOLERANCE * wanted.abs().max()
+        assert "matvec_4" in on_cpu.matvec.launches and batch.steps.fallbacks == []

@@ -1,0 +1,72 @@
+"""The kernels over publishers' formats on a GPU, against float64 and each format's own bits, at sizes of real layers."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
+
+REASON = nvrtc.why_not("cuda:0")
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
+DEVICE = torch.device("cuda:0")
+BF16, HALF = torch.bfloat16, torch.float16
+# A format, and the type of its scales.
+FORMS = [
+    ("int4-g32", BF16), ("int4-g128", BF16), ("int4-g128-zp", HALF), ("int4-g32-zp", BF16), ("int4-row", BF16),
+    ("int4-g64-f32", torch.float32), ("fp8-128x128", BF16), ("fp8-row", BF16), ("fp8-tensor", BF16),
+]  # fmt: skip
+
+
+def weights_of(form, scales, rows, columns, dtype=BF16):
+    made = tuning.RandomWeights(DEVICE, quant=form, scale_dtype=scales)
+    return [made.make(one, columns, scales if scales in (HALF,) else dtype) for one in rows]
+
+
+@pytest.fixture(scope="module")
+def products():
+    return matvec.load(DEVICE)
+
+
+@pytest.mark.parametrize("form, scales", FORMS)
+def test_products_agree_with_float64(products, form, scales):
+    for rows, columns in (((2048, 512, 512), 2560), ((10240, 10240), 2560), ((2560,), 10240), ((4096,), 12288), ((48, 17), 768)):
+        group = weights_of(form, scales, rows, columns)
+        assert matvec.why_not(group[0], BF16, DEVICE, n=8) is None
+        # The relative error of a bfloat16 output, LARGEST_ERROR.
+        assert tuning.check(group, products, rows=(1, 2, 3, 8)) is None
+    assert tuning.check(weights_of(form, scales, (96,), 1536), products, dtype=HALF, rows=(1, 4, 7)) is None
+
+
+@pytest.mark.parametrize("form, scales, n", [(*form, n) for form in FORMS[:4] + FORMS[6:7] for n in (1, 2, 4, 8)])
+def test_every_likely_cut_is_right(products, form, scales, n):
+    group = weights_of(form, scales, (10240,), 2560)
+    for cut in cuts.unlike(matvec.ways(group, n, products), 6):
+        assert tuning.check(group, products, rows=(n,), cut=cut) is None, cut
+
+
+@pytest.mark.parametrize("form, scales", FORMS)
+def test_unpacked_weights_have_the_bits_of_the_format(form, scales):
+    module = prompt_kernels.load(DEVICE)
+    for shape in ((10240, 2560), (96, 512), (40, 128)):
+        (packed,) = weights_of(form, scales, shape[:1], shape[1])
+        assert prompt_kernels.wrong_unpack(packed, module, BF16) is None
+    room = torch.empty(shape[0] * (shape[1] + ADAPTER_COLUMNS), dtype=BF16, device=DEVICE)
+    assert adapter_columns.wrong(packed, room, module, tokens=(1, 64, 515)) is None
+
+
+@pytest.mark.parametrize("form, scales", FORMS)
+def test_products_of_many_rows_agree_with_float64(form, scales):
+    module = many_rows.load(DEVICE)
+    for rows, columns in (((2048, 512, 512), 2560), ((2560,), 10240), ((130, 24), 512)):
+        group = weights_of(form, scales, rows, columns)
+        assert all(many_rows.why_not(one, BF16) is None for one in group)
+        assert many_rows.wrong(group, module, BF16) is None

@@ -1,0 +1,117 @@
+"""How do the kernels read a stored weight: which sources, compiler options and tensors, and which forms of it do they not know?
+
+`cuda/nf4.cuh` and the headers beside it hold what a layout is; here a format's record and its parts become options and arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats.packed import Packed
+from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, stored_format
+
+TYPES = (torch.bfloat16, torch.float16)
+# One header a family of formats, each compiled where FORMAT names it.
+HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh")
+_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2}
+
+
+def source(name: str) -> str:
+    """Return a source of products behind the headers of every format."""
+    return "".join(map(nvrtc.source, ("values.cuh", *HEADERS, name)))
+
+
+def layout(packed: Packed) -> str | None:
+    """Return `StoredFormat.layout` of a weight."""
+    return stored_format(packed.kind).layout
+
+
+def options(packed: Packed) -> tuple[str, ...]:
+    """Return the compiler options that name a weight's layout."""
+    form = stored_format(packed.kind)
+    number = _FORMATS[form.family]
+    if form.family == "codebook":
+        return (f"-DNESTED={'nested_absmax' in packed.parts:d}",)
+    facts: dict[str, int] = {"FORMAT": number}
+    if form.family == "float8":
+        facts |= {"HIGH": form.block[0], "GROUP": form.block[1], "SCALE_HALF": packed.dtype == torch.float16}
+    else:
+        scale = packed.parts["scale"].dtype
+        facts |= {"GROUP": form.group, "SCALE_HALF": scale == torch.float16, "WIDE_SCALE": scale == torch.float32}
+        facts |= {"ZERO": form.has_zero}
+    return tuple(f"-D{name}={value:d}" for name, value in facts.items())
+
+
+def scale_type(packed: Packed) -> tuple[str, ...]:
+    """Return the type of a weight's scales, nothing where its format names it."""
+    return (str(packed.parts["scale"].dtype),) if "scale" in packed.parts else ()
+
+
+def tensors(packed: Packed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return (weight, scales, scales of scales or zero points, offset) as the kernels take them."""
+    parts: Mapping[str, Tensor] = packed.parts
+    if "absmax" in parts:
+        return parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset")
+    return parts["weight"], parts["scale"], parts.get("zero"), None
+
+
+def is_same(weights: Sequence[Packed]) -> bool:
+    """Whether one launch can read all these weights: it is compiled for one layout, and has one table of codes."""
+    if len({options(packed) for packed in weights}) > 1:
+        return False
+    names = ("code", "nested_code")
+    return all(len({one.codes[name].data_ptr() if name in one.codes else None for one in weights}) == 1 for name in names)
+
+
+def why_not(packed: Packed) -> str | None:
+    """Return why no kernel reads this weight, None if they do."""
+    if layout(packed) is None:
+        return f"the weight is {packed.kind}, which no kernel reads"
+    if "absmax" in packed.parts:
+        if packed.blocksize != WEIGHT_BLOCK:
+            return f"blocks of {packed.blocksize}, not {WEIGHT_BLOCK}"
+        if "nested_absmax" in packed.parts and packed.nested_blocksize != NESTED_BLOCK:
+            return f"nested blocks of {packed.nested_blocksize}, not {NESTED_BLOCK}"
+    for name, part in packed.parts.items():
+        if not part.is_contiguous() or part.data_ptr() % (4 if part.numel() == 1 else 16):
+            return f"{name} is not contiguous or not aligned to 16 bytes"
+    return None
+
+
+def decoded(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    """Return rows of a weight [D_out, D_in], exact: not rounded to the weight's type. Errors: AssertionError if rows of
+    bitsandbytes' formats are not whole blocks."""
+    if "absmax" in packed.parts:
+        return _codes(packed, rows, dtype)
+    parts, form, columns = packed.parts, stored_format(packed.kind), packed.shape[1]
+    part = slice(rows.start, rows.stop)
+    if form.family == "float8":
+        high, wide = form.block
+        of_row = torch.arange(rows.start, rows.stop, device=parts["scale"].device) // (high or packed.shape[0])
+        of_column = torch.arange(columns, device=parts["scale"].device) // (wide or columns)
+        return parts["weight"][part].to(torch.float32).to(dtype) * parts["scale"].to(dtype)[of_row][:, of_column]
+    data = parts["weight"][part]
+    values = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)[:, :columns].to(dtype)
+    group = torch.arange(columns, device=data.device) // (form.group or columns)
+    zero = parts["zero"][part].to(dtype)[:, group] if form.has_zero else 8
+    return (values - zero) * parts["scale"][part].to(dtype)[:, group]
+
+
+def _codes(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    D_out, D_in = packed.shape
+    start, stop = rows.start, rows.stop
+    assert D_in % packed.blocksize == 0 or (start, stop) == (0, D_out)
+    values = packed.parts["weight"].reshape(-1).view(torch.uint8)[start * D_in // 2 : stop * D_in // 2]
+    code = packed.codes["code"].to(values.device)
+    pairs = torch.stack((code[(values >> 4).int()], code[(values & 15).int()]), dim=1)
+    blocks = torch.arange(start * D_in // packed.blocksize, -(-stop * D_in // packed.blocksize), device=values.device)
+    absmax = packed.parts["absmax"].reshape(-1)[blocks]
+    if "nested_absmax" in packed.parts:
+        outer = packed.parts["nested_absmax"][blocks // packed.nested_blocksize]
+        absmax = torch.addcmul(packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer)
+    scaled = pairs.view(-1, packed.blocksize).to(dtype) * absmax[:, None].to(dtype)
+    return scaled.view(stop - start, D_in)
