@@ -257,5 +257,5 @@ def _safetensors(tensors: dict[str, tuple[str, list[int]]], tail: bytes) -> byte
 KINDS: dict[str, tuple[Callable[[Path], list[Input]], int]] = {
     "adapters": (adapters, 20_000), "plans": (plans, 20_000), "configs": (configs, 20_000), "headers": (headers, 20_000),
     "formats": (formats, 2_000), "indexes": (indexes, 2_000), "tokenizers": (tokenizers, 2_000), "media": (media, 2_000),
-    "gguf": (gguf, 10_000),
+    "gguf": (gguf, 2_000),
 }  # fmt: skip
