@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 import trimtab
 from tests import gguf_files, pico, stock
 from tests.long_runs import slow_on_cpu
-from trimtab.checkpoint.folder import find_folder
+from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning.values.blocks import blocks_of
 from trimtab.verification.routes import stock_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -127,6 +129,10 @@ def test_a_plan_counts_the_bytes_of_each_type(root):
     for one in layers:
         assert one.nbytes == one.shape[0] * one.shape[1] // 256 * {"q4_k": 144, "q6_k": 210}[one.kind]
     assert plan.gpu["weights"] == sum(one.nbytes for one in layers)
+    # While a weight is read, its rows may be moved: the head's and the table's never are.
+    anatomy = hf.read_anatomy(read_checkpoint(file), quant="none", dtype="bfloat16")
+    blocks = {block.block_path: block for block in blocks_of(anatomy, "auto")}
+    assert blocks["lm_head"].load_transient_bytes == 320 * 210 and blocks["model.layers.0"].load_transient_bytes == 2 * 512 * 210
 
 
 @pytest.mark.parametrize("home", ["device", "host", "file"])

@@ -138,12 +138,14 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
     own = row.stored or quant
     is_table = row.kind == "embedding"
     kind = HEAD8 if row.is_head8 else own if (row.stored if is_table else row.quantized) else "none"
+    form = stored_format(kind)
+    stays = is_table or (row.part == "head" and form.has_packed_rows)  # no row of it is moved while it is read
     return tuple(
         Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
             packs=kind == HEAD8 or (kind != "none" and not prequantized),
-            reading_bytes=stored_format(kind).reading_bytes(tensor.shape) if row.stored and not is_table else 0,
+            reading_bytes=form.reading_bytes(tensor.shape) if row.stored and not stays else 0,
         )
         for tensor in tensors
         if tensor.tensor_path not in tied
