@@ -2,9 +2,6 @@
 # On Windows, which has no make: see CONTRIBUTING.md for the four lines that do the same.
 PYTHON ?= python3
 WORKERS ?= logical
-# Many tests start processes and wait for them, on machines that may be slow and busy. One that fails is run once more; the closing
-# line counts it ("1 rerun") and the summary names it. Such a test has a defect, or found one: see CONTRIBUTING.md.
-RERUNS ?= --reruns 1 -rR
 TIDY = trimtab tests tools bench
 # Bytecode is written even where the environment says not to: the tests start many processes, and each would compile every module.
 ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH=. PYTHONDONTWRITEBYTECODE=
@@ -25,10 +22,10 @@ demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
 
 test: $(NEWEST)
-	$(ENV) .venv/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 $(RERUNS) tests
+	$(ENV) .venv/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
 
 test-oldest: $(OLDEST)
-	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 $(RERUNS) tests
+	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
 
 # Everything that runs on a CPU without a network: the tests, what takes minutes, and mutated files by the ten thousand (15 minutes
 # on two cores; TRIMTAB_FUZZ_CASES sets another number of each kind).
@@ -87,7 +84,7 @@ test-page: $(NEWEST)
 	test -e .npm-page/made-from-$(AXE) || (rm -rf .npm-page && mkdir .npm-page && \
 		npm install --silent --no-audit --no-fund --ignore-scripts --prefix .npm-page $(subst axe-core-,axe-core@,$(AXE)) && \
 		touch .npm-page/made-from-$(AXE)) || echo "no npm or no network: the page is not looked through by axe-core"
-	$(ENV) .venv/bin/python -m pytest -q -m slow $(RERUNS) tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
+	$(ENV) .venv/bin/python -m pytest -q -m slow tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
 test-gpu:

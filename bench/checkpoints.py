@@ -123,8 +123,8 @@ def write_checkpoint(
     made_of: Callable[[str, Any], dict[str, Any]] | None = None,
 ) -> Path:  # fmt: skip
     """Write the checkpoint as shards with an index, made tensor by tensor on the device. packed: the decoder's linears in NF4
-    with double quantization, as transformers saves them. config: another of this size. made_of: the tensors of a weight in another format,
-    by name; none for a weight that stays as it is."""
+    with double quantization, as transformers saves them. config: another of this size. made_of: the tensors of a weight in another
+    format, by name; none for a weight that stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(size) if config is None else config
     config.dtype, config.architectures = torch.bfloat16, [CLASSES[size]]

@@ -105,8 +105,7 @@ def run_stock(case: dict[str, Any], work: Path) -> dict[str, Any]:
     def once(tokens: int) -> float:
         ids = torch.tensor([next(asks)], device="cuda")
         begin = time.perf_counter()
-        model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
-        )
+        model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 

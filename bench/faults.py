@@ -172,14 +172,16 @@ def serving(server: Served | None, *arguments: str) -> Iterator[Served]:
 
 
 def killed(
-    kills: int = 100, clients: int = 32, *, retry: bool = False, seed: int = 0, limit_s: float = float("inf")
-) -> dict[str, Any]:
+    kills: int = 100, clients: int = 32, *, retry: bool = False, seed: int = 0, limit_s: float = float("inf"),
+    server: Served | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """SIGKILL to the worker at random moments under load, also while it prepares, reads and answers.
 
     limit_s: after so long no more kills, however many were asked for; the counts are those of the kills that there were.
     """
     tally, chance, back_s, begun = Tally(), random.Random(seed), [], time.monotonic()
-    with Served([*DEMO, *(["--retry"] if retry else [])]) as server:
+    with serving(server, *(["--retry"] if retry else [])) as server:
+        earlier = server.status()["restarts"]
         with Clients(server, clients, tally, seed=seed):
             while len(back_s) < kills and time.monotonic() - begun < limit_s:
                 # After none to as many more answers as there are clients: also while it prepares and reads the first of them.
@@ -192,7 +194,7 @@ def killed(
                 if is_back is None:
                     raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
                 back_s.append(time.monotonic() - start)
-        found = {**tally.shown(), "restarts": server.status()["restarts"], "left": rest(server)}
+        found = {**tally.shown(), "restarts": server.status()["restarts"] - earlier, "left": rest(server)}
     return {
         "kills": len(back_s), "clients": clients, "retry": retry, **found, "back_s": client.percentiles(back_s, digits=2),
         "load_after": round(os.getloadavg()[0], 2),

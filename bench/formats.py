@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -119,6 +120,10 @@ def config_of(size: str, layers: int | None) -> Any:
     return config
 
 
+def folder_of(size: str, form: str, work: Path, layers: int | None) -> Path:
+    return work / f"{size}-{form}-{layers or 'all'}"
+
+
 def write(size: str, form: str, folder: Path, layers: int | None) -> Path:
     """Write a checkpoint of this form, and its adapter."""
     from bench import checkpoints
@@ -154,7 +159,7 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
     import trimtab
     from bench.checkpoints import text_inputs
 
-    folder = write(size, form, work / f"{size}-{form}-{layers or 'all'}", layers)
+    folder = write(size, form, folder_of(size, form, work, layers), layers)
     torch.cuda.empty_cache()
     start = time.perf_counter()
     plan = trimtab.plan(folder, adapters={"r8": folder / "r8"}, context=CONTEXT, place={"*": "resident"})
@@ -187,7 +192,7 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
         row |= {
             "tok_s": round(ANSWER_TOKENS / (whole - first), 1), "first_ms": round(first * 1000, 1),
             "weights_gib": round(plan.gpu["weights"] / 2**30, 2), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-            "notes": sorted({str(one) for one in getattr(model, "fallbacks", ())}),
+            "notes": sorted({f"{one.what}: {one.why}" for one in model.fallbacks}),
         }  # fmt: skip
     return row
 
@@ -213,6 +218,7 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="MODEL:FORM,...; all of the models by default")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoints there, up to 12 GB each")
     parser.add_argument(
         "--tune", action="store_true", help="time the launch configurations of one row first, as `trimtab tune` does"
     )
@@ -251,6 +257,9 @@ def _case(name: str, given: argparse.Namespace) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
     except subprocess.TimeoutExpired:
         return failed | {"error": f"longer than {given.timeout_s:g} s"}
+    finally:
+        if not given.keep:
+            shutil.rmtree(folder_of(size, form, given.work, given.layers), ignore_errors=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if not found:
         print(done.stderr[-3000:], flush=True)

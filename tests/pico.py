@@ -7,6 +7,7 @@ random but tame: residual branches are small and query norms 1/16, or a rounding
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -199,7 +200,7 @@ _CONFIGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
 }
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 # With tests of their own; not in those of every family.
-_ALL = {**_CONFIGS, "qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5)}
+_OTHERS = {"qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5)}
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def make_model(family: str, *, seed: int = 0, dtype: str = "bfloat16") -> Any:
     """Return the family's real model on the CPU with tame random weights, in eval mode."""
     import transformers
 
-    class_name, make_config = _ALL[family]
+    class_name, make_config = _CONFIGS.get(family) or _OTHERS[family]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
@@ -322,12 +323,34 @@ _LANGUAGE = rf"model\.(language_model\.)?layers\.\d+\.(self_attn|mlp)\.{_PROJECT
 _TOWERS = r"model\.(vision_tower|visual|audio_tower|embed_vision|embed_audio|multi_modal_projector)\..+"
 
 
-def adapter(
+def adapter(base_folder: Path, folder: Path, **options: Any) -> Path:
+    """Write an adapter for a checkpoint with stock PEFT, random and not zero, and return its folder. options: of `_adapter`.
+
+    PEFT makes it once a process for checkpoints with the same files; folders of tests have copies.
+    """
+    files = sorted(file for file in Path(base_folder).iterdir() if file.is_file())
+    known = hashlib.sha256(repr(sorted(options.items())).encode())
+    for file in files:
+        known.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    made = Path(_cache_folder().name) / f"adapter-{known.hexdigest()}"
+    if not made.exists():
+        _adapter(base_folder, made, **options)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    config = json.loads((made / "adapter_config.json").read_text(encoding="utf-8"))
+    former, config["base_model_name_or_path"] = config["base_model_name_or_path"], str(base_folder)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    card = (made / "README.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(card.replace(former, str(base_folder)), encoding="utf-8")
+    torch.manual_seed(options.get("seed", 0))  # whether it was made or copied
+    return folder
+
+
+def _adapter(
     base_folder: Path, folder: Path, *, targets: str = "text", rank: int = 4, rslora: bool = False, dora: bool = False,
     bias: bool = False, embeddings: bool = False, modules_to_save: Sequence[str] = (),
     rank_pattern: Mapping[str, int] | None = None, alpha_pattern: Mapping[str, int] | None = None, seed: int = 0,
-) -> Path:  # fmt: skip
-    """Write an adapter for a checkpoint with stock PEFT, random and not zero, and return its folder.
+) -> None:  # fmt: skip
+    """Write an adapter into a new folder.
 
     targets: "text" is every attention and MLP projection of the language model; "all" also every Linear of towers and
     connectors, inside Gemma 4's wrappers by their inner `.linear`. bias: lora_bias. embeddings: LoRA on embed_tokens
@@ -347,7 +370,6 @@ def adapter(
         peft_model = get_peft_model(model, config)
         _randomize(peft_model, torch.Generator().manual_seed(seed))
         peft_model.save_pretrained(folder)
-    return folder
 
 
 def _load(folder: Path) -> Any:

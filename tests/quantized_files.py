@@ -90,9 +90,41 @@ def fp8(weight: Tensor, *, block: tuple[int, int], name: str = "weight_scale_inv
     return {"weight": q, name: scale.reshape(1) if block == (0, 0) else scale}, dense
 
 
+def float4(weight: Tensor, *, group: int, layout: str) -> Packed:
+    """NVFP4 (group 16, layout ct or modelopt) and MXFP4 (group 32)."""
+    rows = weight.shape[0]
+    blocks = weight.float().view(rows, -1, group)
+    largest = blocks.abs().amax(-1).clamp(min=1e-6) / 6
+    if group == 32:
+        exponent = largest.log2().ceil()
+        side, factor = {"weight_scale": (exponent + 127).to(torch.uint8)}, exponent.exp2().double()
+    else:
+        whole = largest.max().reshape(1) / 448
+        scale = (largest / whole).to(torch.float8_e4m3fn)
+        if layout == "ct":
+            side = {"weight_scale": scale, "weight_global_scale": 1 / whole}
+            factor = (scale.double() / (1 / whole).double()).float().double()
+        else:
+            side = {"weight_scale": scale, "weight_scale_2": whole[0], "input_scale": torch.tensor(0.1)}
+            factor = (scale.double() * whole.double()).float().double()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    part = blocks.double() / factor[..., None]
+    code = (part.abs()[..., None] - values).abs().argmin(-1)
+    dense = (torch.copysign(values[code], part) * factor[..., None]).float().to(torch.bfloat16).view(weight.shape)
+    nibbles = (code | (part < 0).long() << 3).view(rows, -1, 2)
+    data = (nibbles[..., 0] | nibbles[..., 1] << 4).to(torch.uint8)
+    return {"weight" if layout == "modelopt" else "weight_packed": data} | side, dense
+
+
 def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
     scheme = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
-    form = "pack-quantized" if kind == "int" else "float-quantized"
+    form = (
+        "pack-quantized"
+        if kind == "int"
+        else "float-quantized"
+        if bits == 8
+        else f"{'nv' if weights['group_size'] == 16 else 'mx'}fp4-pack-quantized"
+    )
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -101,6 +133,8 @@ def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+TIERS = ("resident", "stream", "disk", "host")
+FAMILIES = ("llama", "qwen3_vl", "gemma4", "qwen3_moe", "gemma3n")
 # name -> (quantization_config, what packs a weight [D_out, D_in], the format's name in plans)
 FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
     "ct-int4": (ct_config(4, "int", strategy="group", group_size=32), ct, "int4-g32"),
@@ -121,6 +155,17 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
         lambda weight: fp8(weight, block=(32, 32), dtype=torch.float32), "fp8-32x32",
     ),
     "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, lambda weight: fp8(weight, block=(0, 0)), "fp8-tensor"),
+    "nvfp4-ct": (
+        ct_config(4, "float", strategy="tensor_group", group_size=16),
+        lambda weight: float4(weight, group=16, layout="ct"), "nvfp4-g16",
+    ),
+    "nvfp4-modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        lambda weight: float4(weight, group=16, layout="modelopt"), "nvfp4-g16",
+    ),
+    "mxfp4": (
+        ct_config(4, "float", strategy="group", group_size=32), lambda weight: float4(weight, group=32, layout="ct"), "mxfp4-g32"
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq, "int4-g32-zp"),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq, "int4-g32-zp"),
     "gptq-ordered": (

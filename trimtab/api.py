@@ -20,7 +20,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
 from trimtab.errors import DoesNotFitError, RequestError
-from trimtab.formats.packed import format_names, split_packed
+from trimtab.formats.packed import format_names, formats_of, split_packed
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import ServedMedia, media_memory
@@ -440,4 +440,5 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
     from trimtab.engine.loader import transformers_model as hf
 
     anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
-    return describe(file, match_adapter(file, anatomy)) | report
+    formats = {"model_formats": formats_of(split_packed(checkpoint)[1])}
+    return describe(file, match_adapter(file, anatomy)) | report | formats

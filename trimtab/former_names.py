@@ -22,11 +22,11 @@ process (.): child<inside exit_codes files interrupts json_file packages redact 
     user_cache</machine/own_folder work_folder
 report (report): __init__ charts
 . (.): adapter_names request
-checkpoint (checkpoint): __init__ anatomy config_limits end_tokens folder headers hub</download names renames
-    unreadable writer<write
+checkpoint (checkpoint): __init__ anatomy config_limits end_tokens folder headers hub</download names patterns
+    renames unreadable writer<write
 formats (checkpoint): packed
 adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match
-    patch<adapter_patch patterns rules<adapter_rules stack_layout values<adapter_values vocabulary
+    patch<adapter_patch rules<adapter_rules stack_layout values<adapter_values vocabulary
     weights_beside<adapter_beside
 planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool machine
     pipeline reading rows

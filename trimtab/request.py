@@ -23,7 +23,9 @@ TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
 # Formats of files (formats/record.py): they are read, never made.
-STORED = re.compile(r"(?:int[48]|fp8)-[a-z0-9-]{1,40}\Z|(?:q[4568]_[01k]|bf16|f16|f32)(?:-idx)?\Z", re.ASCII)
+STORED = re.compile(
+    r"(?:int[48]|fp8|mobile[248]|mxfp4|nvfp4)-[a-z0-9-]{1,40}\Z|(?:q[4568]_[01k]|bf16|f16|f32)(?:-idx)?\Z", re.ASCII
+)
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
 # Values of a request's head: "auto" lets the plan choose.

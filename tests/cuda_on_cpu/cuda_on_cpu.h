@@ -56,18 +56,18 @@ struct dim3 { unsigned x, y, z; };
 // Fibers ----------------------------------------------------------------------------------------------------------------
 namespace cuda_on_cpu {
 enum Wait { RUNS, BLOCK, WARP, TURN, DONE };  // TURN: until all others have had one
-constexpr size_t STACK_BYTES = 256 << 10;
+constexpr size_t STACK_BYTES = (256 << 10) + 832;  // of a power of two all tops would share a few lines of the cache
 constexpr int GUARD_BYTES = 256;
+inline const char* const ENDED = "its end";
 
 struct Fiber {
-  ucontext_t first;
   jmp_buf here;
-  bool started;
-  Wait wait;
+  bool started = false;  // on its stack; between two blocks it waits in `entry`
+  Wait wait = DONE;
   uint3 thread;
   int lane, warp;
   unsigned mask;
-  const char* at;
+  const char* at = nullptr;
 };
 struct Warp {
   alignas(16) unsigned long long slot[32];
@@ -95,11 +95,11 @@ __attribute__((noinline)) inline void pause(Wait wait, unsigned mask, const char
   now->at = at;
   if (!_setjmp(now->here)) _longjmp(scheduler, 1);
 }
-inline void entry() {
-  body(body_args);
-  now->wait = DONE;
-  now->at = "its end";
-  _longjmp(scheduler, 1);
+inline void entry() {  // a fiber goes on with the next block's thread: to begin one takes calls of the system
+  for (;;) {
+    body(body_args);
+    pause(DONE, 0, ENDED);
+  }
 }
 __attribute__((noinline)) inline void resume(Fiber& fiber) {
   now = &fiber;
@@ -107,11 +107,33 @@ __attribute__((noinline)) inline void resume(Fiber& fiber) {
   if (_setjmp(scheduler)) return;
   if (fiber.started) _longjmp(fiber.here, 1);
   fiber.started = true;
-  setcontext(&fiber.first);
+  static ucontext_t first;
+  getcontext(&first);
+  first.uc_stack.ss_sp = stacks + (&fiber - fibers.data()) * STACK_BYTES;
+  first.uc_stack.ss_size = STACK_BYTES;
+  first.uc_link = nullptr;
+  makecontext(&first, entry, 0);
+  setcontext(&first);
 }
 
+// Whether every thread of a warp that has not ended waits at one place, as in most programs.
+inline bool is_together(int first, int count) {
+  const Fiber* one = nullptr;
+  for (int l = 0; l < count; l++) {
+    const Fiber& mine = fibers[first + l];
+    if (mine.wait == DONE) continue;
+    if (!one) one = &mine;
+    if (mine.wait != WARP || mine.mask != one->mask || mine.at != one->at || !(mine.mask >> l & 1)) return false;
+  }
+  return one;
+}
 inline bool release_warp(int first, int count) {
   bool any = false;
+  if (is_together(first, count)) {
+    for (int l = 0; l < count; l++)
+      if (fibers[first + l].wait == WARP) fibers[first + l].wait = RUNS;
+    return true;
+  }
   unsigned here[32] = {};
   for (int l = 0; l < count; l++) {
     Fiber& mine = fibers[first + l];
@@ -180,10 +202,17 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
     stacks = (char*)mmap(nullptr, count * STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     stack_count = stacks == MAP_FAILED ? 0 : count;
     if (!stack_count) return stacks = nullptr, error = "no memory for the threads' stacks", 1;
+    fibers.clear();
   }
   std::vector<unsigned char> memory(shared_bytes + 2 * GUARD_BYTES + 256);
   shared_memory = (unsigned char*)(((uintptr_t)memory.data() + GUARD_BYTES + 255) & ~(uintptr_t)255);
-  fibers.assign(count, Fiber());
+  fibers.resize(count);
+  for (size_t i = 0; i < count; i++) {
+    Fiber& fiber = fibers[i];
+    fiber.thread = {(unsigned)(i % block[0]), (unsigned)(i / block[0] % block[1]), (unsigned)(i / block[0] / block[1])};
+    fiber.lane = (int)(i % 32);
+    fiber.warp = (int)(i / 32);
+  }
   warps.assign((count + 31) / 32, Warp());
   std::vector<int> warp_order, lane_order;
   std::mt19937 random((unsigned)order);
@@ -206,17 +235,9 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
     mix(lane_order);
     for (size_t i = 0; i < count; i++) {
       Fiber& fiber = fibers[i];
-      fiber.started = false;
+      if (fiber.wait != DONE || fiber.at != ENDED) fiber.started = false;  // left in the midst of an earlier block
       fiber.wait = RUNS;
       fiber.at = "its start";
-      fiber.thread = {(unsigned)(i % block[0]), (unsigned)(i / block[0] % block[1]), (unsigned)(i / block[0] / block[1])};
-      fiber.lane = (int)(i % 32);
-      fiber.warp = (int)(i / 32);
-      getcontext(&fiber.first);
-      fiber.first.uc_stack.ss_sp = stacks + i * STACK_BYTES;
-      fiber.first.uc_stack.ss_size = STACK_BYTES;
-      fiber.first.uc_link = nullptr;
-      makecontext(&fiber.first, entry, 0);
     }
     if (!run_block(warp_order, lane_order)) return 1;
     if (postponed) {

@@ -38,7 +38,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_loaded(flags, field,
 def model(monkeypatch, tmp_path):
     """Return a model of one product on a card that is not there; `steps` is what was timed."""
     done = []
-    product = SimpleNamespace(groups=[[SimpleNamespace(shape=(2560, 2048))]], n=1, gate=None, key=KEY)
+    product = SimpleNamespace(groups=[[SimpleNamespace(kind="nf4", shape=(2560, 2048))]], n=1, gate=None, key=KEY)
     module = SimpleNamespace(products=ProductCuts({KEY: WAYS[1]}))
 
     class Tuned(DeviceKernels):

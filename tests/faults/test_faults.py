@@ -51,8 +51,8 @@ def check_killed(found):
     assert found["back_s"]["max"] <= BACK_S * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1)), found["back_s"]
 
 
-def test_a_worker_killed_under_load_loses_no_answer_without_a_name():
-    found = faults.killed(1, 4)
+def test_a_worker_killed_under_load_loses_no_answer_without_a_name(server):
+    found = faults.killed(1, 4, server=server)
     check_killed(found)
     assert found["error"] > 0
 

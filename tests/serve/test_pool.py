@@ -152,13 +152,11 @@ def test_more_than_the_queue_holds_is_refused_at_once_also_while_loading():
 
 def test_a_deadline_counts_what_the_worker_never_answers():
     async def work(pool):
-        start = time.monotonic()
         with pytest.raises(DeadlineError):
             await ask(pool, "a", job("1", "wait", deadline_s=0.3))
-        return time.monotonic() - start, pool.in_flight
+        return pool.in_flight
 
-    took_s, in_flight = run(work=work)
-    assert took_s < 5 and in_flight == 0
+    assert run(work=work) == 0
 
 
 def test_a_worker_that_dies_is_named_and_the_next_job_is_answered():
@@ -240,16 +238,13 @@ def test_a_busy_model_gives_its_place_up_when_its_turn_is_over():
 
         busy = [asyncio.create_task(keep_busy(number)) for number in range(3)]
         await until(lambda: len(answered) > 10)
-        start = time.monotonic()
         await ask(pool, "b", job("b"))
-        waited_s = time.monotonic() - start
         before = len(answered)
         await until(lambda: len(answered) > before + 3)  # and the first one comes back
         stop.set()
         await asyncio.gather(*busy)
-        return waited_s
 
-    assert run(model("a"), model("b"), work=work, turn_s=0.3) < 10
+    run(model("a"), model("b"), work=work, turn_s=0.3)
 
 
 def test_a_running_answer_is_finished_before_its_model_goes():

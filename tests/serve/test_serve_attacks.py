@@ -183,18 +183,18 @@ def open_to(server, data=b""):
 
 
 def said(raw):
-    """Return everything that the server says on a socket until it closes it, and the seconds until then."""
-    start, pieces = time.monotonic(), []
+    """Return everything that the server says on a socket until it closes it, within the socket's time."""
+    pieces = []
     with suppress(ConnectionError):
         while piece := raw.recv(65536):
             pieces.append(piece)
-    return b"".join(pieces), time.monotonic() - start
+    return b"".join(pieces)
 
 
 def refusal(server, data):
     """Return the status and error of what is refused, after which the connection is closed."""
     with open_to(server, data) as raw:
-        head, _, body = said(raw)[0].partition(b"\r\n\r\n")
+        head, _, body = said(raw).partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower(), head
     return int(head.split()[1]), json.loads(body)["error"]
 
@@ -212,28 +212,22 @@ def quick():
 
 @pytest.mark.parametrize("begun, stage", [(b"GET /health HT", "head"), (HEAD + b"Content-Length: 99\r\n\r\n{", "body")])
 def test_a_head_or_body_that_does_not_come_ends_with_408(quick, begun, stage):
-    start = time.monotonic()
     status, error = refusal(quick, begun)
     assert (status, error["code"]) == (408, "too_slow") and f"request's {stage}" in error["message"]
-    assert time.monotonic() - start < 3
 
 
 def test_dripping_does_not_move_a_deadline(quick):
-    with open_to(quick) as raw:
-        start = time.monotonic()
-        with suppress(OSError):
-            for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100:
-                raw.send(bytes([byte]))
-                time.sleep(0.05)
-        assert time.monotonic() - start < 3
+    with open_to(quick) as raw, pytest.raises(OSError):
+        for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000:  # a minute, if nothing ends it
+            raw.send(bytes([byte]))
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", WHOLE])
 def test_a_connection_that_says_nothing_more_is_closed(quick, first):
     with open_to(quick, first) as raw:
-        text, waited_s = said(raw)
+        text = said(raw)  # or its timeout
     assert text.startswith(b"HTTP/1.1 200") if first else not text
-    assert waited_s < 3
 
 
 def test_an_answer_takes_longer_than_every_deadline_of_its_request(quick):

@@ -153,14 +153,12 @@ def test_what_lives_for_good_is_not_looked_through_again():
 
 
 def test_a_stream_comes_piece_by_piece(server):
-    connection, answer = server.stream("count 4")
-    start = time.monotonic()
-    answer.readline()
-    answer.readline()
-    assert time.monotonic() - start > 0  # the rest is still being made
-    text = answer.read().decode()
+    connection, _ = server.stream("wait")  # its first piece was read, and the rest never comes
     connection.close()
-    assert text.rstrip().endswith("data: [DONE]")
+    connection, answer = server.stream("count 4")
+    pieces = answer.read().decode().split("\n\n")
+    connection.close()
+    assert len(pieces) > 4 and pieces[-2] == "data: [DONE]"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -263,10 +261,8 @@ def test_a_server_told_to_end_finishes_its_streams_and_refuses_what_is_new(numbe
 def test_a_stream_longer_than_the_grace_time_is_cut():
     with serving(grace_s=0.5) as found:
         connection, answer = found.stream("wait")
-        start = time.monotonic()
         found.process.send_signal(signal.SIGTERM)
         found.process.wait(30)
-        assert time.monotonic() - start < 15
         assert b"[DONE]" not in _rest(answer)
         connection.close()
 
@@ -295,7 +291,7 @@ def test_a_killed_server_leaves_no_worker_behind():
     with serving() as found:
         found.process.kill()
         found.process.wait()
-        end = time.monotonic() + 10
+        end = time.monotonic() + WAIT_S
         while _group_lives(found.process.pid):
             assert time.monotonic() < end
             time.sleep(0.05)

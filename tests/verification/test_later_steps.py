@@ -87,7 +87,7 @@ def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number
     _, err = process.communicate(timeout=60)
     assert process.returncode == interrupts.ENDING[number] == 128 + number
     assert err.decode().splitlines()[-1] == "trimtab: stopped" and "Traceback" not in err.decode()
-    assert psutil.wait_procs(children, timeout=1)[1] == []
+    assert psutil.wait_procs(children, timeout=5)[1] == []
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("trimtab-")] == []
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any
 
-from trimtab.adapters.patterns import MAX_CHARS, PatternError, check_count, is_plain, parse, shown
 from trimtab.checkpoint.config_limits import short
+from trimtab.checkpoint.patterns import MAX_CHARS, PatternError, check_count, is_plain, parse, shown
 
 # Read by match_adapter or by the checks below.
 SUPPORTED = (

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapters.patterns import MAX_CHARS, Matcher, PatternError, is_plain, shown
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.patterns import MAX_CHARS, Matcher, PatternError, is_plain, shown
 from trimtab.errors import AdapterError
 
 # PEFT adds these to modules_to_save depending on the task, and ignores those that a model does not have. Source: PEFT

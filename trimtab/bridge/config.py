@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trimtab.adapters.match import AdapterSpec
-from trimtab.adapters.patterns import is_plain, is_quick
 from trimtab.adapters.rules import Rules
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.patterns import is_plain, is_quick
 from trimtab.errors import AdapterError, RequestError
 
 ALLOWED = ("autocast_adapter_dtype", "is_trainable")

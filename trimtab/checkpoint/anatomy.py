@@ -58,13 +58,13 @@ class TensorRow:
 class ModuleRow:
     """One module of the model that owns tensors, or that wraps one which does.
 
-    block: path of the placement block it belongs to (a decoder or tower layer, a table, the head, the rest of a part).
-    quantized: whether the request's quantization applies to its weight; otherwise why_unquantized says why not (empty
-    for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
-    Gemma4ClippableLinear. gather_only: an embedding whose table is only indexed, so rows can be fetched on demand.
-    is_head8: the output head in 8 bits (`--head int8`). is_router: a router of experts that multiplies with its weight
-    like a Linear; before transformers 5 it was one. stored: the format in which the checkpoint's files hold its quantized weight
-    (`formats/record.py`); None if the files hold it unquantized.
+    block: path of the placement block it belongs to (a decoder or tower layer, a table, the head, the rest of a part). quantized:
+    whether the request's quantization applies to its weight; otherwise why_unquantized says why not (empty for modules that have
+    nothing to quantize). wraps: path of the inner linear of a wrapper such as Gemma4ClippableLinear. gather_only: an embedding
+    whose table is only indexed, so rows can be fetched on demand. is_head8: the output head in 8 bits (`--head int8`). is_router: a
+    router of experts that multiplies with its weight like a Linear; before transformers 5 it was one. stored: the format in which
+    the checkpoint's files hold its quantized weight, or its quantized table (`formats/record.py`); None if the files hold it
+    unquantized.
     """
 
     module_path: str

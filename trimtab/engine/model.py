@@ -45,7 +45,7 @@ from trimtab.engine.memory.shared_pool import PrefillMemoryPool, room_of
 from trimtab.engine.model_calls import Asking
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
-from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
+from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.planning.request.dtypes import was_chosen
@@ -106,6 +106,7 @@ class LoadedModel(Asking):
         self.unpacked: UnpackedWeights | None = None
         self.unpacked_bytes = 0
         self.own_fallbacks: tuple[Fallback, ...] = ()
+        self._no_processor: CheckpointError | None = None
         self._loaded: Loaded | None = None
         self._give_back_attention: Callable[[], object] = lambda: None
         self._baseline_bytes = 0
@@ -204,7 +205,13 @@ class LoadedModel(Asking):
     @cached_property
     def processor(self) -> Any:
         """The checkpoint's processor or tokenizer. Errors: CheckpointError, also for another model's tokenizer."""
-        return hf_processor.load_processor(self.processor_folder)
+        if self._no_processor is not None:  # every answer asks, and reading such a folder takes milliseconds
+            raise self._no_processor
+        try:
+            return hf_processor.load_processor(self.processor_folder)
+        except CheckpointError as exc:
+            self._no_processor = exc
+            raise
 
     @cached_property
     def control_tokens(self) -> ControlTokens:

@@ -1,9 +1,10 @@
-"""compressed-tensors checkpoints: integers packed into int32, and float8, each with its scales.
+"""compressed-tensors checkpoints: integers packed into int32, float8, and 4-bit floats, each with its scales.
 
 `pack-quantized`: `X.weight_packed` int32 [D_out, D_in bits / 32], the first value in the lowest bits, each plus half the range;
 `X.weight_scale` [D_out, groups] (or [D_out]), `X.weight_shape` int64 [2], and where zero points are not 0 `X.weight_zero_point`
-int32, packed along D_out. `float-quantized`, `naive-quantized`: `X.weight` float8 with `X.weight_scale` (float8.py). Source:
-compressed-tensors 0.20.0, compressors/pack_quantized and naive_quantized. Of the weights only `weight_shape` is read.
+int32, packed along D_out. `float-quantized`, `naive-quantized`: `X.weight` float8 with `X.weight_scale` (float8.py).
+`nvfp4-pack-quantized`, `mxfp4-pack-quantized`: float4.py. Source: compressed-tensors 0.20.0, compressors/pack_quantized and
+naive_quantized. Of the weights only `weight_shape` is read.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
-from trimtab.formats import float8
+from trimtab.formats import float4, float8
 from trimtab.formats.record import SCALE_DTYPES, PackedEntry, refuse
 
 PACKED = "weight_packed"
 # Formats of weights that are not read, with what they are, for the message.
 NOT_READ = {
-    "nvfp4-pack-quantized": "4-bit floats (NVFP4)", "mxfp4-pack-quantized": "4-bit floats (MXFP4)",
-    "mxfp6-pack-quantized": "6-bit floats (MXFP6)", "mxfp8-quantized": "8-bit floats in groups of 32 (MXFP8)",
-    "int-quantized": "8-bit integers with rounded activations", "marlin-24": "2:4 sparse weights",
+    "mxfp6-pack-quantized": "6-bit floats (MXFP6)", "int-quantized": "8-bit integers with rounded activations",
+    "marlin-24": "2:4 sparse weights",
     "sparse-24-bitmask": "2:4 sparse weights", "sparse-bitmask": "sparse weights",
 }  # fmt: skip
 BITS = (4, 8)
@@ -37,13 +37,16 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pack
     schemes = list(_schemes(checkpoint))
     problems: list[tuple[str, str]] = []
     blocks = [one["block_structure"] for one in schemes if one.get("block_structure")]
-    packed, used = float8.weights(checkpoint.tensors, problems, blocks[0] if blocks else None)
+    packed, used = float4.weights(checkpoint.tensors, problems)
+    left = {name: entry for name, entry in checkpoint.tensors.items() if name not in used}
+    others, more = float8.weights(left, problems, blocks[0] if blocks else None)
+    packed, used = packed | others, used | more
     for name, entry in checkpoint.tensors.items():
         stem, dot, last = name.rpartition(".")
-        if last != PACKED:
+        if last != PACKED or name in used:
             continue
         parts = {"weight": entry}
-        for part in ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"):
+        for part in ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"):
             if (side := checkpoint.tensors.get(f"{stem}{dot}{part}")) is not None:
                 parts[part] = side
                 used.add(f"{stem}{dot}{part}")
@@ -91,8 +94,6 @@ def _refused(checkpoint: Checkpoint, why: str, value: object) -> CheckpointError
 def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[str, Any]]) -> PackedEntry | str:
     """Return a weight, or what is wrong with its file tensors."""
     weight, scale, shape_entry = parts["weight"], parts.get("weight_scale"), parts.get("weight_shape")
-    if "weight_global_scale" in parts or weight.dtype == "uint8":
-        return "is in 4-bit floats (NVFP4), which are not read"
     if "weight_g_idx" in parts:
         return "has the order of its activations (weight_g_idx), which is not read in this layout"
     if scale is None or shape_entry is None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
-from trimtab.formats import bitsandbytes, compressed_tensors, float8, gguf, transposed
-from trimtab.formats.record import PackedEntry, refuse
+from trimtab.formats import bitsandbytes, compressed_tensors, float4, float8, gguf, mobile, transposed
+from trimtab.formats.record import PackedEntry, packed_bytes, refuse
 
 Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
 # quant_method of config.json -> what reads that layout of files.
 READERS: Mapping[str, Read] = {
     "bitsandbytes": bitsandbytes.read, "compressed-tensors": compressed_tensors.read, "fp8": float8.read,
-    "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq, "gguf": gguf.read,
+    "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq,
+    "gemma": mobile.read, "modelopt": float4.read_modelopt, "gguf": gguf.read,
 }  # fmt: skip
 # Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
-MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight")
+MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".embedding_quantized")
 # What no reader leaves over: a weight would be computed from its integers, or without a part of what it means.
 LEFT_OVER = (*MARKS, ".qzeros", ".act.scales")
 INTEGERS = ("int8", "uint8", "int32")
@@ -73,11 +75,20 @@ def quant_method(quantization: Mapping[str, Any] | None) -> str | None:
 
 
 def format_names(packed: Mapping[str, PackedEntry]) -> list[str]:
-    """Return the formats of packed weights by their names in plans, that of the most values first."""
+    """Return the formats of packed weights by their names in plans, that of the most values first, those of tables last."""
     values: dict[str, int] = {}
+    linear = {entry.format_name for entry in packed.values() if not entry.state.get("is_table")}
     for entry in packed.values():
-        count = 1
-        for side in entry.shape:
-            count *= side
-        values[entry.format_name] = values.get(entry.format_name, 0) + count
-    return sorted(values, key=lambda name: (-values[name], name))
+        values[entry.format_name] = values.get(entry.format_name, 0) + prod(entry.shape)
+    return sorted(values, key=lambda name: (name not in linear, -values[name], name))
+
+
+def formats_of(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
+    """Return the formats of packed weights in the order of `format_names`: name, number of weights, bits per value; JSON-ready."""
+    found = []
+    for name in format_names(packed):
+        entries = [entry for entry in packed.values() if entry.format_name == name]
+        nbytes = sum(packed_bytes(entry.shape, name, entry.dtype) for entry in entries)
+        bits = 8 * nbytes / sum(prod(entry.shape) for entry in entries)
+        found.append({"name": name, "weights": len(entries), "bits_per_value": round(bits, 3)})
+    return found

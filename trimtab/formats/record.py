@@ -40,12 +40,17 @@ DEQUANTIZED_VALUES = 2**20
 DEQUANTIZED_BYTES = 10
 # Bytes a value that these operations read and write in a pass, counted over the operations of engine/formats/grouped.py.
 DEQUANTIZED_TRAFFIC = 18
+# Of Gemma 4's mobile weights: values dequantized at a time, and of a product of a large weight.
+MOBILE_VALUES, MOBILE_PIECE_VALUES = 2**22, 2**25
 # Types of scales that are read.
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
-Family = Literal["none", "codebook", "int8", "head8", "grouped", "float8", "ggml"]
+Family = Literal["none", "codebook", "int8", "head8", "grouped", "float8", "mobile", "float4", "ggml"]
+# Families that only torch's operations read.
+OWN = ("grouped", "float8", "mobile", "float4", "ggml")
 _PLAIN: dict[str, Family] = {
     "none": "none", "int8": "int8", HEAD8: "head8", "fp4": "codebook", "nf4": "codebook", "nf4-dq": "codebook",
+    "nvfp4-g16": "float4", "mxfp4-g32": "float4",
 }  # fmt: skip
 _GROUPED = re.compile(r"int([48])-(?:g([1-9]\d{0,5})|row)((?:-zp|-idx|-f32)*)\Z", re.ASCII)
 # ggml's types of matrices -> (values, bytes) of a block along a row. Source: ggml-common.h.
@@ -54,6 +59,7 @@ GGML_BLOCKS: dict[str, tuple[int, int]] = {
     "f16": (1, 2), "bf16": (1, 2), "f32": (1, 4),
 }  # fmt: skip
 INDEXED = "-idx"
+_MOBILE = re.compile(r"mobile([248])-(?:g([1-9]\d{0,5})|row)(-a8)?\Z", re.ASCII)
 _FLOAT8 = re.compile(r"fp8-(?:([1-9]\d{0,5})x([1-9]\d{0,5})|row|tensor)\Z", re.ASCII)
 
 
@@ -63,7 +69,8 @@ class StoredFormat:
 
     name: in plans. family: which code reads it (engine/formats). bits: of one value. group: values of a row that share a scale, 0
     for the whole row; of float8 blocks, block is (rows, columns), (1, 0) a row, (0, 0) the weight. has_zero, has_index: whether
-    groups have a zero point, and columns the number of their group. scale_bytes: of one scale.
+    groups have a zero point, and columns the number of their group. scale_bytes: of one scale. has_rounding: whether inputs and
+    outputs of its layer are rounded to 8 bits.
     """
 
     name: str
@@ -74,21 +81,22 @@ class StoredFormat:
     has_zero: bool = False
     has_index: bool = False
     scale_bytes: int = 4
+    has_rounding: bool = False
 
     @property
     def is_dequantized(self) -> bool:
         """Whether a product without a separate kernel makes the whole weight in 16 bits."""
-        return self.family in ("codebook", "grouped", "float8", "ggml")
+        return self.family in ("codebook", *OWN)
 
     @property
     def is_own(self) -> bool:
         """Whether only torch's operations read it: every product dequantizes the weight, also of one row."""
-        return self.family in ("grouped", "float8", "ggml")
+        return self.family in OWN
 
     @property
-    def has_packed_rows(self) -> bool:
-        """Whether a table stays packed: a row is looked up without the others."""
-        return self.family == "ggml" and not self.has_index
+    def shares_tables(self) -> bool:
+        """Whether a table that shares its weight with a head is kept in 16 bits; else such a file is refused."""
+        return self.family == "ggml"
 
     @property
     def layout(self) -> str | None:
@@ -142,6 +150,14 @@ class StoredFormat:
         if self.family == "ggml":
             values, nbytes = GGML_BLOCKS[self.name.removesuffix(INDEXED)]
             return {"weight": numel // values * nbytes} | ({"index": 4 * shape[-1]} if self.has_index else {})
+        if self.family == "float4":
+            whole = {"global": 8} if self.group == 16 else {}
+            return {"weight": rows * ceil(shape[-1] / 2), "scale": rows * self.groups(shape[-1])} | whole
+        if self.family == "mobile":
+            scales = 4 * rows * self.groups(shape[-1])
+            return {"weight": rows * ceil(shape[-1] * self.bits / 8), "scale": scales} | (
+                {"activation": 8} if self.has_rounding else {}
+            )
         if self.family == "grouped":
             groups = rows * self.groups(shape[-1])
             parts = {"weight": rows * ceil(shape[-1] * self.bits / 8), "scale": self.scale_bytes * groups}
@@ -159,7 +175,8 @@ def stored_format(name: str) -> StoredFormat:
     """Return the record of a format. Errors: ValueError for a name that is none."""
     if name in _PLAIN:
         family = _PLAIN[name]
-        return StoredFormat(name=name, family=family, bits={"none": 16, "codebook": 4}.get(family, 8))
+        bits = {"none": 16, "codebook": 4, "float4": 4}.get(family, 8)
+        return StoredFormat(name=name, family=family, bits=bits, group=int(name[-2:]) if family == "float4" else 0)
     if (found := _GROUPED.match(name)) is not None:
         bits, group, marks = int(found[1]), int(found[2] or 0), found[3].split("-")[1:]
         if len(set(marks)) == len(marks):
@@ -167,6 +184,10 @@ def stored_format(name: str) -> StoredFormat:
                 name=name, family="grouped", bits=bits, group=group, has_zero="zp" in marks, has_index="idx" in marks,
                 scale_bytes=4 if "f32" in marks else 2,
             )  # fmt: skip
+    if (found := _MOBILE.match(name)) is not None:
+        return StoredFormat(
+            name=name, family="mobile", bits=int(found[1]), group=int(found[2] or 0), has_rounding=bool(found[3])
+        )  # fmt: skip
     if (found := _FLOAT8.match(name)) is not None:
         block = (int(found[1]), int(found[2])) if found[1] else (1, 0) if name == "fp8-row" else (0, 0)
         return StoredFormat(name=name, family="float8", bits=8, block=block)

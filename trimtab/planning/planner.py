@@ -37,7 +37,7 @@ from trimtab.planning.reasons import Reasons, refusal
 from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
 from trimtab.planning.search import Search
 from trimtab.planning.step_work import prompt_linears, step_work, works_of
-from trimtab.planning.values.blocks import Block, blocks_of, places_of, quant_of, unquantized_of
+from trimtab.planning.values.blocks import Block, blocks_of, places_of, quant_of, stored_of, unquantized_of
 from trimtab.planning.values.budget import Choice, Item, Limits, Totals, slots_of, totals_of
 from trimtab.planning.values.byte_sizes import (
     Rates,
@@ -421,6 +421,7 @@ class _Planner:
             prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
             unquantized=unquantized_of(self.anatomy, request.quant), checkpoint_stamps=(), rates=self.rates,
             execution=self._execution(chosen, totals.slots), adapter_bytes=self.adapter_sizes, media_reason=self.media.reason,
+            stored=stored_of(self.anatomy),
         )  # fmt: skip
 
     def _execution(self, chosen: Sequence[Choice], slots: int) -> Execution:

@@ -79,7 +79,7 @@ def columned(on_cpu):  # noqa: F811
     """The demo model, its unpacked weights with columns, and a batch whose chunks use them."""
     with demo() as model:
         model.unpacked = UnpackedWeights(prompt_kernels.four_bit(model.hf_model), COLUMNS)
-        batch = batch_of(model, sizes=(16, 64))
+        batch = batch_of(model, sizes=(8, 24))
         answered(batch, model.prepare(ids(5)))  # the cache's layers are known from here on
         step = batch.steps.fused_step()
         first = batch.prompts.firsts.first_shared
@@ -95,7 +95,7 @@ def test_prompts_with_adapters_in_turn_have_the_scores_of_the_modules(columned):
     expected, written = eager(model), []
     for name in ("specialist", "specialist", "style", None, "specialist", "rslora-dora", "style"):
         before = module.launches.count("write_columns")
-        wanted, found = (answered(one, model.prepare(ids(40)), adapter=name)[0] for one in (expected, batch))
+        wanted, found = (answered(one, model.prepare(ids(20)), adapter=name)[0] for one in (expected, batch))
         assert differ(found, wanted) < BFLOAT16_TOLERANCE, name
         written.append(module.launches.count("write_columns") - before)
     # Once for an adapter's turn; the base and an adapter of another kind read none, and leave what is there.
@@ -110,7 +110,7 @@ def test_an_adapter_whose_table_has_gone_has_its_columns_written_again(columned,
     monkeypatch.setattr(unpacked_columns, "MOST_TABLES", 1)
     expected = eager(model)
     for name in ("specialist", "style", "specialist"):
-        wanted, found = (answered(one, model.prepare(ids(40)), adapter=name)[0] for one in (expected, batch))
+        wanted, found = (answered(one, model.prepare(ids(20)), adapter=name)[0] for one in (expected, batch))
         assert differ(found, wanted) < BFLOAT16_TOLERANCE, name
     assert len(batch.prompts.firsts.columns._tables) == 1
 
@@ -118,7 +118,7 @@ def test_an_adapter_whose_table_has_gone_has_its_columns_written_again(columned,
 @needs_sources
 def test_a_short_chunk_and_passes_whose_rows_look_theirs_up_do_without(columned):
     model, batch, module = columned
-    answered(batch, model.prepare(ids(9)), adapter="specialist")  # 16 tokens: written, not read
+    answered(batch, model.prepare(ids(6)), adapter="specialist")  # 8 tokens: written, not read
     assert "extend_input" not in module.launches
     columns = batch.prompts.firsts.columns
     group = next(one for one in columns.groups if one[0] in columns._table.changed)
@@ -132,8 +132,8 @@ def test_a_short_chunk_and_passes_whose_rows_look_theirs_up_do_without(columned)
 def test_columns_of_another_adapter_would_be_seen(columned):
     model, batch, _ = columned
     expected = eager(model)
-    wanted = answered(expected, model.prepare(ids(40)), adapter="specialist")[0]
-    answered(batch, model.prepare(ids(40)), adapter="style")
+    wanted = answered(expected, model.prepare(ids(20)), adapter="specialist")[0]
+    answered(batch, model.prepare(ids(20)), adapter="style")
     own = UnpackedColumns.hold
 
     def kept(self, key, name, content):
@@ -142,7 +142,7 @@ def test_columns_of_another_adapter_would_be_seen(columned):
 
     UnpackedColumns.hold = kept
     try:
-        found = answered(batch, model.prepare(ids(40)), adapter="specialist")[0]
+        found = answered(batch, model.prepare(ids(20)), adapter="specialist")[0]
     finally:
         UnpackedColumns.hold = own
     assert differ(found, wanted) > BFLOAT16_TOLERANCE
@@ -151,7 +151,7 @@ def test_columns_of_another_adapter_would_be_seen(columned):
 @needs_sources
 def test_an_adapter_that_is_unloaded_is_held_by_nobody(columned):
     model, batch, _ = columned
-    answered(batch, model.prepare(ids(40)), adapter="specialist")
+    answered(batch, model.prepare(ids(20)), adapter="specialist")
     leaf = model.hf_model.get_decoder().layers[0].mlp.down_proj
     held = weakref.ref(leaf.adapters["specialist"].A)
     model.unload_adapter("specialist")

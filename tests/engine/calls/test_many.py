@@ -236,7 +236,8 @@ def test_an_event_loop_is_not_held_up_and_cancelling_ends_the_answer(model):
         )
         texts = [piece async for piece in model.generate_async(QUESTION, max_new_tokens=6)]
         long = asyncio.create_task(model.answer_async("Hello", max_new_tokens=110, temperature=100.0, seed=1))
-        await asyncio.sleep(0.2)
+        while model.turns._owner is None and not long.done():  # its thread has begun
+            await asyncio.sleep(0)
         long.cancel()
         with pytest.raises(asyncio.CancelledError):
             await long

@@ -14,13 +14,12 @@ from safetensors.torch import load_file
 import trimtab
 from tests import pico, stock
 from tests.long_runs import slow_on_cpu
-from tests.quantized_files import FORMS, write
+from tests.quantized_files import FAMILIES, FORMS, TIERS, write
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.errors import RequestError
 from trimtab.verification.routes import stock_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-TIERS = ("resident", "stream", "disk", "host")
 VARIANTS = {
     "none": None,
     "lora": {},
@@ -28,7 +27,6 @@ VARIANTS = {
     "rslora": {"rslora": True},
     "saved": {"modules_to_save": ["norm"]},
 }
-FAMILIES = ("llama", "qwen3_vl", "gemma4", "qwen3_moe", "gemma3n")
 
 
 @cache

@@ -367,7 +367,7 @@ def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
     monkeypatch.setattr(kernels.tuning, "graph_us", lambda call, calls: next(times))
     monkeypatch.setattr(kernels.fused, "load", lambda device: "small")
     monkeypatch.setattr(kernels, "_wrong_small", lambda *args: None)
-    monkeypatch.setattr(kernels.matvec, "load", lambda device: "products")
+    monkeypatch.setattr(kernels.matvec, "load", lambda *args: "products")
     monkeypatch.setattr(kernels, "_wrong_products", lambda *args: None)
     source = ends.source()
     for changed, why in (

@@ -1,6 +1,7 @@
 """Kernels over publishers' formats, run on the CPU: products and unpacked weights against float64 and each format's own bits."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,3 +173,16 @@ def test_a_step_over_packed_weights_is_the_modules(on_cpu, replayed, tmp_path, f
         wanted, found = expected.logits(), batch.logits()
         assert (found - wanted).abs().max() <= STEP_TOLERANCE * wanted.abs().max()
         assert "matvec_4" in on_cpu.matvec.launches and batch.steps.fallbacks == []
+
+
+@pytest.mark.parametrize("kind, is_rounded", [("int4-g32", False), ("fp8-row", False), ("nf4", True), ("none", False)])
+def test_an_adapter_of_a_prompt_is_rounded_as_peft_rounds_it_over_the_layer(monkeypatch, kind, is_rounded):
+    """PEFT rounds the change over bitsandbytes' layers, and the sum over a plain Linear, as all others are in the stock stack."""
+    said = []
+    monkeypatch.setattr(prompt_kernels, "add", lambda *given, round_change: said.append(round_change))
+    monkeypatch.setattr(prompt_kernels, "can_add", lambda *given: True)
+    adapter = SimpleNamespace(A=torch.zeros(4, 8), B=torch.zeros(8, 4), scale=1.0)
+    store = SimpleNamespace(selection=SimpleNamespace(rows=None, name="a"))
+    leaf = SimpleNamespace(adapter_store=store, adapters={"a": adapter}, quant_kind=kind)
+    prompt_kernels.ChunkAdapters(object()).add(leaf, torch.zeros(9, 8), torch.zeros(9, 8))
+    assert said == [is_rounded]

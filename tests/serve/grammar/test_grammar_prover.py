@@ -112,6 +112,8 @@ def test_a_process_of_low_priority_is_not_used_again(prover, monkeypatch):
     monkeypatch.setattr(grammar_prover, "SLOW_S", 0.0)
     monkeypatch.setattr(grammar_prover, "MOST_S", 0.3)
     monkeypatch.setattr(grammar_prover, "POLL_S", 0.01)
+    if os.name == "posix":  # below these tests, which may be of low priority themselves
+        monkeypatch.setattr(grammar_prover, "SLOW_NICE", psutil.Process().nice() + 5)
     nices, leave = [], grammar_prover.leave_cores
 
     def left(pid, nice):
@@ -147,7 +149,7 @@ def submit(made, client, do):
     return future
 
 
-def test_a_client_who_leaves_ends_its_process_within_a_second_and_others_go_on_before(made):
+def test_a_client_who_leaves_ends_its_process_and_others_go_on_before(made):
     slow = submit(made, "a", "spin")
     wait_until(lambda: made.pids)
     mine = [submit(made, "a", f"a{i}") for i in range(3)]
@@ -155,11 +157,10 @@ def test_a_client_who_leaves_ends_its_process_within_a_second_and_others_go_on_b
         assert submit(made, "b", f"b{i}").result(WAIT_S).grammars == {"": f"b{i}"}
     assert not slow.done() and not any(one.done() for one in mine)
     busy = set(made.pids)
-    start = time.monotonic()
     assert slow.cancel()
     assert [one.result(WAIT_S).grammars[""] for one in mine] == ["a0", "a1", "a2"]
     gone = [pid for pid in busy if is_gone(pid)]
-    assert len(gone) == 1 and time.monotonic() - start < 5  # 0.05 s and a start when quiet
+    assert len(gone) == 1
 
 
 def test_what_was_compiled_is_not_compiled_again(made, monkeypatch):
@@ -243,7 +244,8 @@ owner = Compiling()
 grammar = Grammar(talking._tokenizer(), [1], owner.prove)
 grammar.constraint({})
 owner.submit("a", Future(), lambda: grammar.constraint(%r))
-time.sleep(0.3)
+while not owner.pids:
+    time.sleep(0.005)
 print(*owner.pids, flush=True)
 time.sleep(60)
 """
@@ -255,7 +257,8 @@ def test_a_process_that_compiles_ends_with_a_parent_that_is_killed():
     with parent:
         pids = [int(one) for one in parent.stdout.readline().split()]
         spinning = [psutil.Process(pid) for pid in pids]
-        assert spinning and sum(one.cpu_times().user for one in spinning) > 0
+        wait_until(lambda: all(one.cpu_times().user > 0 for one in spinning))
+        assert spinning
         parent.kill()
     wait_until(lambda: all(map(is_gone, pids)))
 

@@ -189,7 +189,7 @@ class Slow:
     def read(self, parts):
         self.begun.append(parts.path)
         if "slow" in parts.path:
-            assert self.let_go.wait(10)
+            assert self.let_go.wait(60)
         elif "wrong" in parts.path:
             raise RequestError("cannot be fetched", field=FIELD)
         return b"picture"
@@ -209,14 +209,14 @@ def test_slow_addresses_of_one_client_leave_threads_to_others(monkeypatch):
         try:
             while len(slow.begun) < fetch.OF_ONE_CLIENT:
                 await asyncio.sleep(0.005)
-            assert await asyncio.wait_for(found.get_all(urls("b"), sender="b"), 5)
+            assert await asyncio.wait_for(found.get_all(urls("b"), sender="b"), 60)
             # A request that ends frees no thread that still reads for it, and what it had not begun is not read.
             waiting.pop(0).cancel()
             await asyncio.sleep(0.05)
             assert len(slow.begun) == fetch.OF_ONE_CLIENT + 1
         finally:
             slow.let_go.set()
-        await asyncio.wait_for(waiting[0], 5)
+        await asyncio.wait_for(waiting[0], 60)
         assert not any(f"slow0{i}" in path for path in slow.begun for i in range(fetch.OF_ONE_CLIENT, 16))
 
     asyncio.run(ask())
@@ -229,7 +229,7 @@ def test_the_first_address_that_fails_ends_the_others(monkeypatch):
         with pytest.raises(RequestError, match="cannot be fetched"):
             await found.get_all(urls("wrong", *(f"slow{i}" for i in range(15))))
         slow.let_go.set()
-        assert await asyncio.wait_for(found.get_all(urls("after")), 5)
+        assert await asyncio.wait_for(found.get_all(urls("after")), 60)
 
     asyncio.run(ask())
     assert len(slow.begun) <= 2 * fetch.OF_ONE_CLIENT + 1

@@ -270,7 +270,7 @@ def test_the_process_that_compiles_is_gone_when_its_client_leaves(engine, monkey
     scheduler = Scheduler(engine, lambda event: events.append(event))
     events: list[Event] = []
     scheduler.submit(replace(ask("slow", schema=endless), sender="a"))
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not compiling and time.monotonic() < end:
         scheduler.turn()
     scheduler.submit(replace(ask("other", schema=SCHEMA, tokens=100), sender="b"))

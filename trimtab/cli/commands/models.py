@@ -21,7 +21,7 @@ from trimtab.cli.flags.flags import add_budgets, add_device, add_dtype, load_req
 from trimtab.cli.flags.output import Command, print_json, print_text
 from trimtab.demo_names import BASE, FOLDER, without_demo_name
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
-from trimtab.formats.packed import format_names, split_packed
+from trimtab.formats.packed import formats_of, split_packed
 from trimtab.gguf.companion import is_model_file
 from trimtab.process.text_table import aligned
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
@@ -113,8 +113,10 @@ def _model(name: str, request: LoadRequest | None) -> dict[str, Any]:
         about |= {
             "folder": str(checkpoint.folder), "class": (checkpoint.config.get("architectures") or ["-"])[0],
             "bytes": sum(entry.nbytes for entry in checkpoint.tensors.values()),
-            "format": ", ".join(format_names(split_packed(checkpoint)[1])) or _dtype(checkpoint.tensors.values()),
         }  # fmt: skip
+        formats = formats_of(split_packed(checkpoint)[1])
+        about["format"] = ", ".join(one["name"] for one in formats) or _dtype(checkpoint.tensors.values())
+        about["formats"] = formats
         if request is None:
             return about
         plan = plan_request(replace(request, model=name))
@@ -144,7 +146,8 @@ def _model_row(one: dict[str, Any]) -> tuple[str, ...]:
         away = ", ".join(f"{count} {tier}" for tier, count in one["tiers"].items() if tier != "resident")
         memory = f"{gib(one['gpu_bytes'])} on {one['device']}"
         fits = f"{one['quant']}, {memory}" + (f", blocks elsewhere: {away}" if away else "")
-    return one["model"], one.get("class", "-"), size, one.get("format", "-"), fits
+    formats = ", ".join(f"{form['name']} ({form['bits_per_value']:.2f} bits)" for form in one.get("formats", ()))
+    return one["model"], one.get("class", "-"), size, formats or one.get("format", "-"), fits
 
 
 # Adapters -------------------------------------------------------------------------------------------------------------

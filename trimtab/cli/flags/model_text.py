@@ -56,6 +56,9 @@ def _match_lines(report: Mapping[str, Any]) -> list[str]:
         f"applied   to {total} modules: {kinds}; {gib(report['bytes_attached'])} on the device, in float32",
         f"ranks     {ranks or '-'}; scales {scales or '-'}",
     ]
+    formats = ", ".join(f"{form['name']} ({form['bits_per_value']:.2f} bits a value)" for form in report.get("model_formats", ()))
+    if formats:
+        lines.insert(0, f"model     holds {formats}")
     if report["dora"]:
         lines.append(f"dora      on {report['dora']} modules")
     if report["lora_bias"]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 BLOCK = 64
 MAX_ROWS = 8
@@ -29,7 +30,7 @@ CutKey = tuple[str, tuple[int, ...], int, int, bool]
 
 @dataclass(frozen=True)
 class Layout:
-    """What the kernels' shared memory and registers depend on in a format (cuda/nf4.cuh and the headers beside it).
+    """What the kernels' shared memory and registers depend on in a format (cuda/nf4.cuh and the other headers of formats).
 
     block_bytes: of 64 values of a row. scales: of 64 values. has_zero: whether groups have zero points. first_bytes: of a table of
     codes, or of room for A x. pads: behind each row of a stage, up to few_rows rows of x and beyond. value_bytes: of one value with
@@ -135,7 +136,7 @@ class LaunchConfig:
 
     def is_like(self, other: LaunchConfig) -> bool:
         """Whether it cuts the product as a configuration of another layout does."""
-        plain = {"shared_bytes": 0, "estimated_us": 0.0, "normed": False, "layout": "nf4"}
+        plain: dict[str, Any] = {"shared_bytes": 0, "estimated_us": 0.0, "normed": False, "layout": "nf4"}
         return replace(self, **plain) == replace(other, **plain)
 
     def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from trimtab.engine.formats.float4 import powers
 from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
 from trimtab.errors import CheckpointError
 from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_format
@@ -19,8 +20,10 @@ from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_forma
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
     """Return the weight of file tensors. dtype: of a weight whose scales are float32. Errors: CheckpointError for scales that are
     not finite."""
-    own = parts["scale"].dtype
-    scale = parts["scale"].float().reshape(_scales(entry.kind, entry.shape))
+    own, scale = parts["scale"].dtype, parts["scale"]
+    if own == torch.uint8:
+        own, scale = torch.float32, powers(scale)
+    scale = scale.float().reshape(_scales(entry.kind, entry.shape))
     if not bool(torch.isfinite(scale).all()):
         raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
     found = {"weight": parts["weight"], "scale": scale}

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats import bitsandbytes, float8, ggml, grouped
+from trimtab.engine.formats import bitsandbytes, float4, float8, ggml, grouped, mobile
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import Packed, PlainShell, Shell, WideShell, is_narrow
+from trimtab.engine.formats.packed import unpacked_shell as packed_shell
 from trimtab.formats.record import Family, PackedEntry, stored_format
 
 
@@ -58,6 +59,8 @@ FORMATS: Mapping[Family, WeightFormat] = {
         lambda packed, bias, _: head8.Head(packed.parts["weight"], packed.parts["scale"], bias, packed.kernel),
     ),
     "grouped": WeightFormat(grouped.dequantize, grouped.dequantize_rows, grouped.shell, grouped.read),
+    "mobile": WeightFormat(mobile.dequantize, mobile.dequantize_rows, mobile.shell, mobile.read),
+    "float4": WeightFormat(float4.dequantize, float4.dequantize_rows, float4.shell, float4.read),
     "float8": WeightFormat(float8.dequantize, float8.dequantize_rows, float8.shell, float8.read),
     "ggml": WeightFormat(ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read),
 }
@@ -91,3 +94,14 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
     """Return a callable layer over the packed parts: x [..., D_in] -> y [..., D_out]."""
     return _of(packed.kind).shell(packed, bias, compute_dtype)
+
+
+def unpacked_shell(packed: Packed, weight: Tensor, bias: Tensor | None) -> Shell:
+    """Return a callable layer over the weight as it is kept unpacked, which computes what `shell` computes on a CPU."""
+    return mobile.rounding(packed, packed_shell(weight, bias))
+
+
+def dequantize_at(packed: Packed, ids: Tensor) -> Tensor:
+    """Return the rows of a table [n, D] by their ids [n], on their device. packed: of a format whose parts have a row each."""
+    parts = {name: part[ids] for name, part in packed.parts.items()}
+    return dequantize(replace(packed, shape=(len(ids), packed.shape[1]), parts=parts))

@@ -387,8 +387,8 @@ def scratch_values(count: int, heads: int, dim: int, places: int) -> int:
 
 
 def _splits(count: int, heads: int, kv_heads: int, dim: int, places: int, multiprocessors: int) -> int:
-    """Return over how many blocks the places of a row and head are split: about as many as the card runs at once, or up to a quarter
-    fewer where one block can then combine their parts without a second launch."""
+    """Return over how many blocks the places of a row and head are split: about as many as the card runs at once, or up to a
+    quarter fewer where one block can then combine their parts without a second launch."""
     resident = multiprocessors * (1 if dim > 256 else 3 if dim > 128 else 4)  # as their registers allow
     wanted = max(1, min(-(-places // _TILE), _MAX_SPLITS, resident // (count * kv_heads)))
     group = heads // kv_heads

@@ -7,7 +7,7 @@ in front by itself and as a part of the product.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -94,8 +94,9 @@ class RandomWeights:
     def __init__(self, device: torch.device, *, quant: str = "nf4-dq", scale_dtype: torch.dtype = torch.bfloat16) -> None:
         self.device, self.nested, self.scale_dtype = device, quant == "nf4-dq", scale_dtype
         self.generator = torch.Generator(device=device).manual_seed(0)
+        self.codes: Mapping[str, Tensor]
         if stored_format(quant).family != "codebook":
-            self.kind, self.codes = quant, dict[str, Tensor]()
+            self.kind, self.codes = quant, {}
             return
         sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
         self.kind, self.codes = sample.kind, sample.codes

@@ -1,6 +1,6 @@
 """How do the kernels read a stored weight: which sources, compiler options and tensors, and which forms of it do they not know?
 
-`cuda/nf4.cuh` and the headers beside it hold what a layout is; here a format's record and its parts become options and arguments.
+`cuda/nf4.cuh` and the other headers of formats hold what a layout is; here a record and its parts become options and arguments.
 """
 
 from __future__ import annotations

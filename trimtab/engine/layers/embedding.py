@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.formats.packed import Packed, is_narrow, widened
-from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.formats.weights import dequantize_at, dequantize_rows
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of, seen_by
@@ -18,16 +19,17 @@ from trimtab.engine.tiers.reader import PositionedFile, bytes_of, seen_by
 
 class Table(nn.Module):
     """An embedding table with its adapters: ids [B, S] -> rows [B, S, D]. embed_scale: the factor of the original class, or
-    None. Subclasses store the rows."""
+    None. exact_scale: that factor where it is not rounded to the rows' type first. Subclasses store the rows."""
 
     def __init__(
         self, module_path: str, shape: tuple[int, int], *, embed_scale: Tensor | None, device: torch.device,
         dtype: torch.dtype, store: AdapterStore, padding_idx: int | None,
+        exact_scale: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.module_path, self.device, self.dtype, self.adapter_store = module_path, device, dtype, store
         self.num_embeddings, self.embedding_dim = shape
-        self.padding_idx = padding_idx
+        self.padding_idx, self.exact_scale = padding_idx, exact_scale
         self.adapters: dict[str, lora.EmbeddingAdapter] = {}
         self.embed_scale: Tensor | None
         self.__dict__["embed_scale"] = embed_scale
@@ -43,7 +45,9 @@ class Table(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.rows(ids)
-        if self.embed_scale is not None:
+        if self.exact_scale is not None:
+            rows = rows * self.exact_scale
+        elif self.embed_scale is not None:
             rows = rows * self.embed_scale.to(rows.dtype)
         return self.adapter_store.applier.apply(self, ids, rows)
 
@@ -67,50 +71,24 @@ class ResidentTable(Table):
 
 
 class PackedTable(Table):
-    """The whole table is on the execution device, packed as in its file; rows that are looked up are dequantized. `weight` is its
-    first rows, as in GatheredTable."""
+    """The whole table is on the execution device as its file stores it; the rows of the tokens are dequantized. `weight` is the
+    first few rows, as in `GatheredTable`."""
 
-    def __init__(self, module_path: str, stored: Packed, first_rows: int, **kwargs: Any) -> None:
-        super().__init__(module_path, (stored.shape[0], stored.shape[1]), **kwargs)
-        self.stored = stored
-        self.__dict__["weight"] = self.rows(torch.arange(min(first_rows, stored.shape[0]), device=self.device))
+    def __init__(self, module_path: str, packed: Packed, first_rows: int, **kwargs: Any) -> None:
+        super().__init__(module_path, (packed.shape[0], packed.shape[1]), **kwargs)
+        self.stored = packed
+        self.__dict__["weight"] = dequantize_rows(packed, 0, min(first_rows, packed.shape[0]), self.device)
 
     def rows(self, ids: Tensor) -> Tensor:
-        data = self.stored.parts["weight"].index_select(0, ids.reshape(-1))
-        return _unpacked(self.stored, data, self.dtype).view(*ids.shape, self.embedding_dim)
-
-
-def _unpacked(stored: Packed, data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows [N, D] of a packed table. data: their bytes [N, bytes of a row]."""
-    rows = replace(stored, shape=(data.shape[0], stored.shape[1]), parts={"weight": data})
-    return dequantize(rows).to(dtype)
-
-
-class PackedRows:
-    """The rows of a table that stays packed in host memory, or in its file: those that are read are dequantized.
-
-    data: the packed table [V, bytes of a row] on the CPU, or its rows in the file.
-    """
-
-    def __init__(self, stored: Packed, data: Tensor | FileRows) -> None:
-        self.stored, self.data = stored, data
-
-    def read(self, ids: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """Return rows [N, D]. Errors: CheckpointError if the file changed since it was opened."""
-        if isinstance(self.data, Tensor):
-            data = self.data.index_select(0, ids)
-        else:
-            data = self.data.read(ids, torch.uint8, pinned=False)
-        rows = _unpacked(self.stored, data, dtype)
-        return rows.pin_memory() if pinned else rows
+        return dequantize_at(self.stored, ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
 
 
 class GatheredTable(Table):
     """The table stays in host memory or in the checkpoint file; only the requested rows are fetched.
 
-    source: the table [V, D] on the CPU, or a file and the offset of its first row, or either packed. `weight` is the first few
-    rows on the execution device: Gemma4Model.forward reads the padding row of its token table on every call. `seen` is the table in
-    host memory as the device itself reads it, None where that is unavailable: then the host has to fetch the rows of every step.
+    source: the table [V, D] on the CPU, or what reads its rows. `weight` is the first few rows on the
+    execution device: Gemma4Model.forward reads the padding row of its token table on every call. `seen` is the table in host
+    memory as the device itself reads it, None where that is unavailable: then the host has to fetch the rows of every step.
     """
 
     def __init__(
@@ -179,3 +157,19 @@ class FileRows:
 
     def close(self) -> None:
         self.file.close()
+
+
+class PackedRows:
+    """The rows of a table that is packed, in host memory or with its parts left in the checkpoint file."""
+
+    def __init__(self, packed: Packed, files: Mapping[str, FileRows] | None = None) -> None:
+        self.packed, self.files = packed, files
+
+    def read(self, ids: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return rows [N, D]. Errors: CheckpointError if the file changed since it was opened."""
+        packed = self.packed
+        if self.files is not None:
+            parts = {name: rows.read(ids, rows.dtype, pinned=False) for name, rows in self.files.items()}
+            packed, ids = replace(packed, shape=(len(ids), packed.shape[1]), parts=parts), torch.arange(len(ids))
+        rows = dequantize_at(packed, ids).to(dtype)
+        return rows.pin_memory() if pinned else rows

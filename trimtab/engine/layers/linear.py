@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.packed import Packed, Shell, is_narrow, unpacked_shell, widened
-from trimtab.engine.formats.weights import dequantize, dequantize_rows, shell
+from trimtab.engine.formats.packed import Packed, Shell, is_narrow, widened
+from trimtab.engine.formats.weights import dequantize, dequantize_rows, shell, unpacked_shell
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.streaming import Group, Staged
@@ -133,7 +133,7 @@ class ResidentLeaf(StationaryLinear):
 
     def keep_unpacked(self, weight: Tensor) -> None:
         """Compute with this copy of the weight, unpacked, [D_out, D_in]: the same bits on a CPU."""
-        self.__dict__["shell"] = unpacked_shell(weight, self._own_bias)
+        self.__dict__["shell"] = unpacked_shell(self._packed, weight, self._own_bias)
 
 
 class StagedLinear(Leaf):

@@ -18,7 +18,7 @@ from trimtab.checkpoint.names import is_under, matches, near_names
 from trimtab.engine.loader.renames import read_renames
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.routers import takes_lora
-from trimtab.errors import RequestError
+from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import format_names
 from trimtab.formats.record import PackedEntry, stored_format
 
@@ -52,7 +52,7 @@ def build_anatomy(
         copies, ties = _untied_head(_head_path(model, sources, packed, keep_unquantized), ties)
     places = _Places(model, config, ties)
     formats = _Formats(sources, packed, quant, unquantized, keep_unquantized)
-    rows = tuple(_rows(places, formats, sources, ties, copies))
+    rows = tuple(_rows(places, formats, sources, ties, copies, config))
     if file_dtype is not None:
         rows = _narrowed(rows, places, sources, file_dtype)
     _check_keep(keep_unquantized, rows)
@@ -127,7 +127,7 @@ def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) 
 
 def _rows(
     places: _Places, formats: _Formats, sources: Mapping[str, Expression], ties: Mapping[str, str],
-    head_copies: Mapping[str, str] | None,
+    head_copies: Mapping[str, str] | None, config: Any,
 ) -> Iterator[ModuleRow]:  # fmt: skip
     for path, module in places.modules.items():
         is_head8 = head_copies is not None and path == places.head
@@ -137,8 +137,15 @@ def _rows(
             continue
         kind = _kind(path, module, tensors)
         quantized, why = (False, "") if is_head8 else formats.of(path, module, kind)
-        stored = formats.stored(path) if quantized or path in places.tables else None
-        if stored is not None and not quantized and not stored_format(stored).has_packed_rows:
+        stored = formats.stored(path) if quantized or kind == "embedding" else None
+        if kind == "embedding" and stored is not None and path not in places.tables:
+            shared = ties.get(f"{path}.weight") or next((name for name, owner in ties.items() if owner == f"{path}.weight"), None)
+            if shared is not None and not stored_format(stored).shares_tables:
+                raise CheckpointError(
+                    f"is a quantized table that {shared} shares, which transformers cannot compute with either",
+                    path=str(getattr(config, "_name_or_path", "")), tensor_name=f"{path}.weight",
+                    hint="Mobile files have tie_word_embeddings false and a head of their own",
+                )  # fmt: skip
             stored = None
         yield ModuleRow(
             module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,

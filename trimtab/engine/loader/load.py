@@ -38,7 +38,7 @@ from trimtab.engine.tiers.reader import Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import HEAD8, UNREAD_PARTS, PackedEntry, packed_parts
+from trimtab.formats.record import HEAD8, UNREAD_PARTS, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
@@ -207,7 +207,7 @@ class _Filler:
             return 0
         if row.is_head8:
             return buffer_bytes(packed_parts(weight.shape, HEAD8, weight.dtype))
-        if not row.quantized:
+        if not row.stored and not row.quantized:
             return 0
         expression = self.probe.sources[weight.tensor_path]
         entry = self.packed.get(expression.leaves[0]) if expression.is_leaf else None
@@ -483,11 +483,10 @@ class _Filler:
         if weight is None or not plain or getattr(module, "max_norm", None) is not None:
             self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
             return
-        is_packed = row.stored is not None
-        stays = self.tier[row.block] != "gather"
-        parameter = self._parameter(weight) if stays and not is_packed else None
-        stored = self._packed(row, weight) if stays and is_packed else None
-        source = None if stays else self._rows(row, weight)
+        is_resident = self.tier[row.block] != "gather"
+        resident = self.arena.hold(self._packed(row, weight)) if is_resident and row.stored else None
+        parameter = self._parameter(weight) if is_resident and resident is None else None
+        source = None if is_resident else self._rows(row, weight)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
         scale = getattr(module, "embed_scale", None)
         if isinstance(scale, float):
@@ -496,12 +495,14 @@ class _Filler:
             "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
             "dtype": self.dtype, "store": self.adapter_store, "padding_idx": module.padding_idx,
         }  # fmt: skip
+        if row.stored and stored_format(row.stored).family == "mobile":
+            common["exact_scale"] = float(getattr(module, "scalar_embed_scale", 1.0))
         table: tables.Table
         first_rows = int(getattr(module, "padding_idx", None) or 0) + 1
-        if parameter is not None:
+        if resident is not None:
+            table = tables.PackedTable(row.module_path, resident, first_rows, **common)
+        elif parameter is not None:
             table = tables.ResidentTable(row.module_path, parameter, **common)
-        elif stored is not None:
-            table = tables.PackedTable(row.module_path, stored, first_rows, **common)
         else:
             assert source is not None
             table = tables.GatheredTable(row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common)
@@ -509,15 +510,14 @@ class _Filler:
 
     def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tables.FileRows | tables.PackedRows:
         """Return where the rows of a gathered table are: in host memory, or left in the checkpoint file."""
-        if row.stored is not None:
-            if self.home[row.block] != "file":
-                stored = self._packed(row, weight)
-                return tables.PackedRows(stored, stored.parts["weight"])
-            packed = self.packed[self.probe.sources[weight.tensor_path].leaves[0]]
-            part = packed.parts["weight"]
-            self.file_rows.append(tables.FileRows(part.file, part.start, (part.shape[0], part.shape[1]), torch.uint8))
-            return tables.PackedRows(Packed(packed.kind, packed.shape, self.dtype, {}, {}), self.file_rows[-1])
-        if self.home[row.block] != "file":
+        is_in_file = self.home[row.block] == "file"
+        if row.stored and is_in_file:
+            stored = self.packed[self.probe.sources[weight.tensor_path].leaves[0]]
+            files = {name: self._file_rows(part) for name, part in stored.parts.items()}
+            return tables.PackedRows(Packed(stored.kind, stored.shape, self.dtype, {}, {}), files)
+        if row.stored:
+            return tables.PackedRows(self._packed(row, weight))
+        if not is_in_file:
             dense = self._dense(weight)
             assert dense is not None
             return dense
@@ -525,7 +525,10 @@ class _Filler:
             weight, "so its rows cannot be read from there",
             hint="Give the plan more host_memory, so that the table fits there",
         )  # fmt: skip
-        rows = tables.FileRows(entry.file, entry.start, (weight.shape[0], weight.shape[1]), getattr(torch, entry.dtype))
+        return self._file_rows(entry)
+
+    def _file_rows(self, entry: TensorEntry) -> tables.FileRows:
+        rows = tables.FileRows(entry.file, entry.start, (entry.shape[0], entry.shape[1]), getattr(torch, entry.dtype))
         self.file_rows.append(rows)
         return rows
 

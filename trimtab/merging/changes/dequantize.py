@@ -86,7 +86,7 @@ class StoredRows:
         read = {name: part for name, part in entry.parts.items() if name not in UNREAD_PARTS}
         parts = {name: EntryRows(open_file(part), part).all() for name, part in read.items()}
         packed = prequantized(entry, parts, torch.float32)
-        wide = {name: part.float() if name == "scale" else part for name, part in packed.parts.items()}
+        wide = {name: part.float() if name == "scale" and part.is_floating_point() else part for name, part in packed.parts.items()}
         self.shape, self._packed = entry.shape, replace(packed.with_parts(wide, {}), dtype=torch.float32)
 
     def __call__(self, start: int, stop: int) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 
 from trimtab.errors import gib
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.plan.table import grouped, keys_and_values, marked_rate, memory_use, time_text, verdict
+from trimtab.planning.plan.table import grouped, keys_and_values, marked_rate, memory_use, stored_rows, time_text, verdict
 
 WIDTH = 80
 # What a plan is printed in at the least and at the most.
@@ -57,6 +57,8 @@ def narrow_table(plan: Plan, width: int = WIDTH) -> str:
     lines += wrapped(f"output head: {execution.head}: {execution.head_reason}", hanging=4)
     for what, form, size, _, why in keys_and_values(plan):
         lines += wrapped(f"{what}: {form}, {size}: {why}", hanging=4)
+    for name, modules, size, bits, how in stored_rows(plan)[1:]:
+        lines += wrapped(f"stored as {name}: {modules} modules, {size}, {bits} bits per value: {how}", hanging=4)
     if plan.unquantized:
         total = sum(row.bytes for row in plan.unquantized)
         reasons = "; ".join(dict.fromkeys(row.reason or "not quantized" for row in plan.unquantized))

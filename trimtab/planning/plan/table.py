@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trimtab.adapters.file import TENSORS_NAME
 from trimtab.errors import gib
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
-from trimtab.planning.values.execution import Execution, Phase
+from trimtab.planning.values.execution import Execution, Phase, how_computed
 from trimtab.planning.values.kv_bytes import KV8_KL
 from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, Placement, Unquantized
 from trimtab.process.text_table import aligned
@@ -54,6 +54,8 @@ def table(plan: Plan) -> str:
     sections = [verdict(plan), "", head, "", *aligned(rows, right=range(4, 9)), "", *_devices(plan)]
     sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason)
     sections += [f"prefix cache: {plan.prefix_reason}"] * bool(plan.prefix_reason) + ["", *_execution(plan)]
+    if plan.stored:
+        sections += ["", *aligned(stored_rows(plan), right=range(1, 4))]
     if plan.unquantized:
         sections += ["", *_unquantized(plan.unquantized)]
     return "\n".join(line.rstrip() for line in sections)
@@ -201,6 +203,19 @@ def marked_rate(plan: Plan) -> str:
 def rate_text(tokens_per_s: float) -> str:
     """Return a rate for people."""
     return f"{tokens_per_s:.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
+
+
+def stored_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the formats of the checkpoint's files: modules, bytes, bits per value, and how each is computed."""
+    is_kept = plan.execution_device == "cpu" and "unpacked_weights" in plan.gpu
+    rows: list[tuple[str, ...]] = [("stored as", "modules", "bytes", "bits per value", "computed")]
+    return rows + [
+        (
+            one.format_name, str(one.modules), gib(one.bytes), f"{one.bits_per_value:.2f}",
+            how_computed(one, step_mode=plan.execution.step.mode, is_kept=is_kept),
+        )
+        for one in plan.stored
+    ]  # fmt: skip
 
 
 def _unquantized(rows: Sequence[Unquantized]) -> list[str]:

@@ -18,7 +18,7 @@ from trimtab.errors import gib
 from trimtab.formats.record import DEQUANTIZED_TRAFFIC, HEAD8, packed_bytes, packed_parts, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes
 from trimtab.planning.values.copy_order import pieces_of
-from trimtab.planning.values.rows import Unquantized
+from trimtab.planning.values.rows import StoredWeights, Unquantized
 from trimtab.request import DEFAULT_QUANT, TIERS
 
 Paid = Literal["token", "image", "audio", "request"]
@@ -136,10 +136,10 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
     else:
         return ()
     own = row.stored or quant
-    is_table = row.kind == "embedding"
-    kind = HEAD8 if row.is_head8 else own if (row.stored if is_table else row.quantized) else "none"
+    kind = HEAD8 if row.is_head8 else own if row.quantized or (row.stored and row.kind == "embedding") else "none"
     form = stored_format(kind)
-    stays = is_table or (row.part == "head" and form.has_packed_rows)  # no row of it is moved while it is read
+    # No row of a table or a head is moved while it is read (GGUF).
+    stays = row.kind == "embedding" or (row.part == "head" and form.family == "ggml")
     return tuple(
         Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
@@ -291,3 +291,19 @@ def unquantized_of(anatomy: Anatomy, quant: str) -> tuple[Unquantized, ...]:
             shared = "" if not any(t and t.tensor_path in tied for t in weights) else "shared with another module"
             kept.append(Unquantized(module_path=row.module_path, bytes=nbytes, reason=row.why_unquantized or shared))
     return tuple(kept)
+
+
+def stored_of(anatomy: Anatomy) -> tuple[StoredWeights, ...]:
+    """Return the formats in which a checkpoint's files hold its weights, that of the most values first, tables last."""
+    found: dict[tuple[str, bool], list[TensorRow]] = {}
+    for row in anatomy.rows:
+        if row.stored and row.weight is not None:
+            found.setdefault((row.stored, row.kind == "embedding"), []).append(row.weight)
+    made = [
+        StoredWeights(
+            format_name=name, modules=len(weights), values=sum(one.numel for one in weights),
+            bytes=sum(packed_bytes(one.shape, name, one.dtype) for one in weights), are_tables=are_tables,
+        )
+        for (name, are_tables), weights in found.items()
+    ]  # fmt: skip
+    return tuple(sorted(made, key=lambda one: (one.are_tables, -one.values)))

@@ -22,6 +22,7 @@ from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
 from trimtab.planning.values.pipeline import Stage, pipeline_s
+from trimtab.planning.values.rows import StoredWeights
 
 MIB = 2**20
 MODES = ("eager", "graph", "fused")
@@ -171,6 +172,18 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
 def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
     """Whether kernels multiply with the weights of a captured mode as they are stored; else each product dequantizes them."""
     return mode in CAPTURED and anatomy.dtype in FUSED_DTYPES and stored_format(quant).layout is not None
+
+
+def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool) -> str:
+    """Return how products with the weights of a file's format are computed. is_kept: the decoder's are kept unpacked on a CPU."""
+    form = stored_format(stored.format_name)
+    if stored.are_tables:
+        return "the rows of the tokens are dequantized"
+    rounded = "; inputs and outputs rounded to 8 bits" if form.has_rounding else ""
+    if step_mode == "fused" and form.layout is not None:
+        return "steps by trimtab's kernels, packed"
+    rest = "dequantized for each product" if form.is_own else "by bitsandbytes' layers"
+    return (f"the decoder's kept unpacked, others {rest}" if is_kept and form.is_dequantized else rest) + rounded
 
 
 # Bytes -----------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,21 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """The weights that a checkpoint's files hold in one format: how many modules, values and bytes, and whether they are tables."""
+
+    format_name: str
+    modules: int
+    values: int
+    bytes: int
+    are_tables: bool
+
+    @property
+    def bits_per_value(self) -> float:
+        return 8 * self.bytes / self.values
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unquantized:
     """A weight that stays at full precision although the request quantizes."""
 

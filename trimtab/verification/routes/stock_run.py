@@ -35,6 +35,8 @@ from trimtab.verification.routes.loaded_changes import sketch
 Emit = Callable[[dict[str, Any]], None]
 # quant_method -> the package that transformers needs to dequantize such weights while it loads (None: no other).
 DEQUANTIZED_BY_STOCK: dict[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
+# quant_method that transformers computes with as it is, which PEFT adapts too (I19 of the doctor's catalogue: it cannot merge).
+MOBILE = "gemma"
 LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
 _KEY = re.compile(r"^base_model\.model\.(.+?)\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(\..*)?$")
 
@@ -95,6 +97,8 @@ def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
     name = (config.architectures or ["AutoModelForCausalLM"])[0]
     model_class = getattr(transformers, name)
     source: str | None = folder
+    if method == MOBILE:
+        return _mobile_model(model_class, config, Path(folder), dtype, device)
     if method not in (None, "bitsandbytes"):
         options["config"] = config
         if not dense_note(folder):
@@ -106,6 +110,27 @@ def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
             source, options["state_dict"] = None, _dense_state(Path(folder), getattr(torch, dtype))
     model = model_class.from_pretrained(source, dtype=getattr(torch, dtype), **options)
     return without_cpu_repacking(model.eval())
+
+
+def _mobile_model(model_class: Any, config: Any, folder: Path, dtype: str, device: str) -> Any:
+    """Return transformers' own model of Gemma's mobile files.
+
+    transformers 5.23 refuses a table with more than one scale a row, as official files have it, although its forward takes them:
+    they are set after it has loaded the first of each row.
+    """
+    from trimtab.checkpoint.folder import read_checkpoint
+    from trimtab.engine.tiers.reader import read_small
+
+    state: dict[str, torch.Tensor] = dict(read_small(read_checkpoint(folder).tensors))
+    wide = {name: scale for name, scale in state.items() if name.endswith(".embedding_scale") and scale.shape[-1] > 1}
+    state |= {name: scale[:, :1].contiguous() for name, scale in wide.items()}
+    options = {"device_map": {"": device}, "dtype": getattr(torch, dtype)}
+    model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+    for name, scale in wide.items():
+        stem = name.removesuffix(".embedding_scale")
+        table = next(module for path, module in model.named_modules() if path and f".{stem}".endswith(f".{path}"))
+        table.embedding_scale = torch.nn.Parameter(scale.to(device), requires_grad=False)
+    return model.eval()
 
 
 def _method(folder: str) -> str | None:
@@ -124,7 +149,7 @@ def dense_note(folder: str) -> list[str]:
     """Return a note where the stock stack cannot load a checkpoint's format here, and computes with what our reader made of it."""
     method = _method(folder)
     is_nested = "quantization_config" not in read_object(Path(folder) / "config.json", "config.json")
-    if method in (None, "bitsandbytes"):
+    if method in (None, "bitsandbytes", MOBILE):
         return []
     if method in DEQUANTIZED_BY_STOCK and _has(DEQUANTIZED_BY_STOCK[method]) and not is_nested:
         return []

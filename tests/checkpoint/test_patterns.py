@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.adapter_files import TEXT, match, problems_of, q_proj
-from trimtab.adapters import patterns
-from trimtab.adapters.patterns import MAX_PATTERNS, Matcher, PatternError, is_quick, parse, shown
+from trimtab.checkpoint import patterns
+from trimtab.checkpoint.patterns import MAX_PATTERNS, Matcher, PatternError, is_quick, parse, shown
 
 # As in adapters that others published, and as LLaMA-Factory, Unsloth, ms-swift, axolotl and PEFT's documentation write them.
 PUBLIC = (
@@ -172,6 +172,17 @@ def test_a_rank_for_each_of_many_modules_is_found_by_name() -> None:
 def test_quick_patterns_are_those_that_adapters_have() -> None:
     assert [pattern for pattern in PUBLIC[:12] if not is_quick(pattern)] == []
     assert not is_quick(".*" * 5)
+    # Short repeats inside another, and many alternatives, take as long.
+    assert [one for one in (r"((a{0,8}){0,8}){0,8}!", "(a|a)" * 13, "(a?){30}", "(ab*)+") if is_quick(one)] == []
+
+
+@pytest.mark.parametrize(
+    "patterns", [("layers", "model"), (r"\d+$", "mlp", "^x"), ("^lm_head$", r"layers\.\d\.", ".*q_proj"), ("b*", "a")]
+)
+def test_the_leftmost_pattern_is_found_as_python_finds_alternatives(patterns: tuple[str, ...]) -> None:
+    joined = re.compile("|".join(f"(?P<g{place}>{one})" for place, one in enumerate(patterns)))
+    expected = {name: patterns[int(found.lastgroup[1:])] for name in NAMES if (found := joined.search(name)) is not None}
+    assert Matcher(NAMES).leftmost(patterns) == expected
 
 
 def test_an_adapter_with_a_hostile_pattern_is_matched(tmp_path: Path) -> None:

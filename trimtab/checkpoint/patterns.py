@@ -1,4 +1,4 @@
-"""Regular expressions from adapter files, matched over many names at once in bounded time and memory, without
+"""Regular expressions from files, matched over many names at once in bounded time and memory, without
 backtracking.
 
 Python's parser reads a pattern. Its tree is evaluated with one set of positions in the text of all names, stored as the
@@ -37,6 +37,8 @@ MAX_CHARS, MAX_DEPTH, MAX_PATTERNS, MAX_EXPRESSIONS = 100_000, 50, 50_000, 2_000
 WORK = 500_000_000
 _OPERATION, _PROBE, _PATTERN, _CHARACTER = 800, 1_000, 50_000, 3_000
 _SHOWN_CHARS = 60
+# Ways to match at one place of a name, apart from long repeats.
+_WAYS = 4096
 
 _META = frozenset("\\^$*+?{}[]|()")
 _TYPES = int(re.ASCII | re.LOCALE | re.UNICODE)  # as integers: operations on enum members take microseconds
@@ -100,29 +102,27 @@ def parse(pattern: str) -> Any:
 
 
 def is_quick(pattern: str) -> bool:
-    """Return whether Python's `re` certainly matches a pattern quickly on names: at most 4 long repeats, none inside
-    another.
-    """
+    """Return whether Python's `re` certainly matches a pattern quickly on names: few long repeats and other ways to match."""
     if is_plain(pattern):
         return True
-    repeats = _long_repeats(parse(pattern))
-    return repeats is not None and repeats <= 4
+    repeats, ways = _effort(parse(pattern))
+    return repeats <= 4 and ways <= _WAYS
 
 
-def _long_repeats(tree: Any) -> int | None:
-    """Return the largest number of long repeats in any branch; None if one is inside another."""
-    total = 0
+def _effort(tree: Any) -> tuple[int, int]:
+    """Return upper limits of (long repeats one after another, other ways to match at one place; more than _WAYS is _WAYS + 1)."""
+    repeats, ways = 0, 1
     for op, av in tree:
-        counts = [_long_repeats(inner) for inner in _inner(op, av)]
-        if None in counts:
-            return None
-        most = max((count for count in counts if count is not None), default=0)
-        if op in (sre.MAX_REPEAT, sre.MIN_REPEAT) and av[1] > 8:
-            if most or len(av[2]) != 1 or av[2][0][0] not in _ONE:
-                return None
-            most = 1
-        total += most
-    return total
+        inner = [_effort(one) for one in _inner(op, av)]
+        own_repeats, own_ways = max((one[0] for one in inner), default=0), sum(one[1] for one in inner) or 1
+        if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            least, most = int(av[0]), min(int(av[1]), _WAYS)
+            if most > 8 and inner == [(0, 1)]:
+                own_repeats = 1
+            else:
+                own_repeats, own_ways = own_repeats * most, own_ways**most * (most - min(least, most) + 1)
+        repeats, ways = repeats + own_repeats, min(ways * own_ways, _WAYS + 1)
+    return repeats, ways
 
 
 def _check(tree: Any, depth: int) -> None:
@@ -196,6 +196,21 @@ class Matcher:
         used = {listed[place] for _, place in self._hits(listed)}
         return [pattern for pattern in listed if pattern not in used]
 
+    def leftmost(self, patterns: Iterable[str]) -> dict[str, str]:
+        """Return name -> the pattern that `re.search` of all as alternatives finds in it: the leftmost, of several the first; other
+        names have none.
+        """
+        listed = list(patterns)
+        check_count(listed)
+        best: dict[str, tuple[int, int]] = {}
+        for place, pattern in enumerate(listed):
+            found, at = f"{self._starting(pattern):b}"[::-1], 0
+            for name in self.names:
+                if (start := found.find("1", at, at + len(name) + 1)) >= 0:
+                    best[name] = min(best.get(name, (start, place)), (start, place))
+                at += len(name) + 1
+        return {name: listed[place] for name, (_, place) in best.items()}
+
     def _hits(self, listed: list[str]) -> Iterator[tuple[int, int]]:
         """Yield (name index, pattern index) for every pattern that matches the last segments of a name."""
         yield from self._plain_hits(listed)
@@ -239,13 +254,20 @@ class Matcher:
         """Return the positions where a pattern can end if it starts at the start of a name. named: the pattern in
         errors.
         """
+        return self._evaluated(pattern, self._starts, False, named or pattern)
+
+    def _starting(self, pattern: str) -> int:
+        """Return the positions where a pattern can start."""
+        return self._evaluated(pattern, self._all, True, pattern)
+
+    def _evaluated(self, pattern: str, places: int, back: bool, named: str) -> int:
         try:
             self._spend(_PATTERN + _CHARACTER * len(pattern))
             tree = parse(pattern)
             self._of_node.clear()
-            return self._sequence(tree, self._starts, tree.state.flags, False)
+            return self._sequence(tree, places, tree.state.flags, back)
         except PatternError as exc:
-            raise PatternError(str(exc), named or pattern) from exc
+            raise PatternError(str(exc), named) from exc
 
     def _sequence(self, tree: Any, places: int, flags: int, back: bool) -> int:
         for op, av in reversed(tree.data) if back else tree.data:

@@ -1,0 +1,78 @@
+"""NVFP4 and MXFP4 weights: 4-bit floats (e2m1), a scale for 16 or 32 values of a row, and perhaps one for the weight.
+
+weight uint8 [D_out, D_in / 2] as in the file, the first value in the low half; scale float8_e4m3fn [D_out, D_in / 16] or exponents
+uint8 [D_out, D_in / 32]; global float32 [2], by which scales are divided and multiplied, one of them 1. A value is q * scale in
+float32, rounded once to the weight's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
+from trimtab.errors import CheckpointError
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_format
+
+# float16 has the bits of e2m1 in the same order, with an exponent that is larger by 14.
+FLOAT16_STEP = 2.0**14
+
+
+def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
+    """Return the weight of file tensors. dtype: of the weight. Errors: CheckpointError for scales that are not finite."""
+    found = {"weight": parts["weight"], "scale": parts["scale"]}
+    one = torch.ones(1, device=found["scale"].device)
+    if (divisor := parts.get("weight_global_scale")) is not None:
+        found["global"] = torch.cat((divisor.reshape(1), one))
+    elif (factor := parts.get("weight_scale_2")) is not None:
+        found["global"] = torch.cat((one, factor.reshape(1)))
+    if not bool(torch.isfinite(factors(found)).all()):
+        raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
+    return Packed(entry.kind, entry.shape, dtype, found, {})
+
+
+def factors(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return the scales float32 of groups, with that of the weight."""
+    if parts["scale"].dtype == torch.uint8:
+        return powers(parts["scale"])
+    return parts["scale"].float() / parts["global"][0] * parts["global"][1]
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """Return 2^(e - 127) float32 of exponents (e8m0), NaN for 255: their bits, because powers may be rounded."""
+    wide = exponents.to(torch.int32)
+    bits = torch.where(wide == 0, 1 << 22, wide << 23)
+    return torch.where(wide == 255, torch.nan, bits.view(torch.float32))
+
+
+def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory in addition at a time."""
+    return dequantize_rows(packed, 0, packed.shape[0], packed.parts["weight"].device, dtype)
+
+
+def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return rows of the weight as `weights.dequantize_rows`, or then cast to another type."""
+    columns, size = packed.shape[1], stored_format(packed.kind).group
+    out = torch.empty(stop - start, columns, dtype=dtype or packed.dtype, device=device)
+    whole = {name: part.to(device) for name, part in packed.parts.items() if name == "global"}
+    step = max(1, DEQUANTIZED_VALUES // columns)
+    for first in range(start, stop, step):
+        rows = slice(first, min(first + step, stop))
+        data, scale = (packed.parts[name][rows].to(device) for name in ("weight", "scale"))
+        values = _values(data).view(len(data), -1, size)
+        values *= factors({"scale": scale, **whole})[..., None]
+        out[first - start : rows.stop - start].copy_(values.view(len(data), columns).to(packed.dtype))
+    return out
+
+
+def _values(data: Tensor) -> Tensor:
+    """Return the values float32 [n, 2 m] of bytes [n, m]. No table: a captured step cannot copy one to the device."""
+    codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1).to(torch.int16)
+    return ((codes & 8) << 12 | (codes & 7) << 9).view(torch.float16).float().mul_(FLOAT16_STEP)
+
+
+def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
+    """Return a layer that dequantizes the weight at each call."""
+    return DequantizedShell(packed, bias, compute_dtype, dequantize)

@@ -1,0 +1,86 @@
+"""NVFP4 and MXFP4 checkpoints: 4-bit floats (e2m1) with a scale for 16 or 32 values, and NVFP4 with one for the weight.
+
+compressed-tensors: `X.weight_packed` uint8 [D_out, D_in / 2], the first value in the low half, `X.weight_scale` float8_e4m3fn
+[D_out, D_in / 16], and `X.weight_global_scale` float32 [1], by which scales are divided. MXFP4 has `X.weight_scale` uint8 [D_out,
+D_in / 32], powers of 2 (e8m0), alone. ModelOpt: `X.weight`, `X.weight_scale` and `X.weight_scale_2`, by which scales are
+multiplied; its FP8 weights have one `X.weight_scale` (float8.py). Scales of activations and of the KV cache are left out: trimtab
+does not round activations. Source: compressed-tensors 0.20.0, compressors/nvfp4 and mxfp4; ModelOpt,
+torch/quantization/qtensor/nvfp4_tensor.py (read, not run). Only headers are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from trimtab.checkpoint.folder import Checkpoint
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.errors import CheckpointError
+from trimtab.formats import float8
+from trimtab.formats.record import PackedEntry, refuse
+
+# Type of the scales of groups -> size of a group, name of the format, whether the weight has a scale too.
+GROUPS = {float8.E4M3: (16, "nvfp4-g16", True), "uint8": (32, "mxfp4-g32", False)}
+# Name of the packed values -> name of the scale of the weight: compressed-tensors, ModelOpt.
+LAYOUTS = {"weight_packed": "weight_global_scale", "weight": "weight_scale_2"}
+ACTIVATIONS = ("input_global_scale", "input_scale")
+CACHE = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "FP8", "MIXED_PRECISION")
+
+
+def read_modelopt(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
+    """Return (plain tensors, packed weights by name) of ModelOpt's files. Errors: CheckpointError for what is not
+    read, and with every wrong weight."""
+    algorithm = (checkpoint.quantization or {}).get("quant_algo")
+    if algorithm not in ALGORITHMS:
+        raise CheckpointError(
+            f"is quantized by ModelOpt with {algorithm!s:.60}; {', '.join(ALGORITHMS)} are read", path=checkpoint.folder,
+            hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads",
+        )  # fmt: skip
+    problems: list[tuple[str, str]] = []
+    packed, used = weights(checkpoint.tensors, problems)
+    used |= {name for name, entry in checkpoint.tensors.items() if name.endswith(CACHE) and prod(entry.shape) == 1}
+    left = {name: entry for name, entry in checkpoint.tensors.items() if name not in used}
+    others, more = float8.weights(left, problems, None)
+    problems += [
+        (name, "its inputs are scaled (pre_quant_scale), which is not read") for name in left if name.endswith("pre_quant_scale")
+    ]
+    refuse(checkpoint, problems)
+    return {name: entry for name, entry in left.items() if name not in more}, packed | others
+
+
+def weights(tensors: Mapping[str, TensorEntry], problems: list[tuple[str, str]]) -> tuple[dict[str, PackedEntry], set[str]]:
+    """Return (the weights by name, the names of their tensors); what is wrong with a weight is added to the problems."""
+    packed: dict[str, PackedEntry] = {}
+    used: set[str] = set()
+    for name, weight in tensors.items():
+        stem, dot, last = name.rpartition(".")
+        if last not in LAYOUTS or weight.dtype != "uint8":
+            continue
+        sides = {part: f"{stem}{dot}{part}" for part in ("weight_scale", LAYOUTS[last], *ACTIVATIONS)}
+        found = {part: tensors[side] for part, side in sides.items() if side in tensors}
+        used |= {name, *(sides[part] for part in found)}
+        one = _weight(f"{stem}{dot}weight", weight, found, LAYOUTS[last])
+        if isinstance(one, str):
+            problems.append((f"{stem}{dot}weight", one))
+        else:
+            packed[one.tensor_name] = one
+    return packed, used
+
+
+def _weight(name: str, weight: TensorEntry, sides: Mapping[str, TensorEntry], whole: str) -> PackedEntry | str:
+    """Return a weight, or what is wrong with its file tensors. whole: the name of the scale of the weight."""
+    scale, of_all = sides.get("weight_scale"), sides.get(whole)
+    size, kind, has_whole = GROUPS[float8.E4M3 if scale is None or scale.dtype not in GROUPS else scale.dtype]
+    if scale is None or (of_all is None) == has_whole:
+        return f"is uint8 and has no {'weight_scale' if scale is None else whole}, or one too many; NVFP4 and MXFP4 are read"
+    if len(weight.shape) != 2 or not prod(weight.shape):
+        return f"its values are {list(weight.shape)}, not a matrix"
+    rows, columns = weight.shape[0], 2 * weight.shape[1]
+    if scale.dtype not in GROUPS or columns % size or scale.shape != (rows, columns // size):
+        needed = f"{' or '.join(GROUPS)} [{rows}, {columns / size:g}]"
+        return f"weight_scale is {scale.dtype} {list(scale.shape)}, {needed} is needed for [{rows}, {columns}]"
+    if of_all is not None and (of_all.dtype != "float32" or prod(of_all.shape) != 1):
+        return f"{whole} is {of_all.dtype} {list(of_all.shape)}, one float32 is needed"
+    parts = {"weight": weight, "scale": scale} | ({} if of_all is None else {whole: of_all})
+    return PackedEntry(name, kind, (rows, columns), "bfloat16", size, False, parts, {})
