@@ -1,9 +1,9 @@
 """float8 checkpoints: `X.weight` in e4m3, and the scale of each block, row or weight in a second tensor.
 
 `X.weight_scale_inv` [D_out / 128, D_in / 128] (quant_method fp8; also [1] or none of a dimension: the whole weight), or
-`X.weight_scale` [D_out, 1], [D_out], [1] or [blocks] (compressed-tensors, fbgemm_fp8), or
-`X.weight_scale` uint8 [D_out, D_in / 32], powers of 2 (MXFP8). Scales of activations are left out:
-trimtab does not round activations. Source: transformers 5.23, integrations/finegrained_fp8.py, Fp8Dequantize.
+`X.weight_scale` [D_out, 1], [D_out], [1] or [blocks] (compressed-tensors, fbgemm_fp8), or `X.weight_scale` uint8 [D_out, D_in /
+32], powers of 2 (MXFP8). Scales of activations are left out: trimtab does not round activations. Source: transformers 5.23,
+integrations/finegrained_fp8.py, Fp8Dequantize.
 """
 
 from __future__ import annotations

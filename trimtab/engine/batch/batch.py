@@ -513,7 +513,13 @@ class Batch:
         return logits
 
     def _forward(self) -> tuple[Tensor, Tensor]:
-        return self.steps.run(self.state())
+        try:
+            return self.steps.run(self.state())
+        except Exception as exc:
+            if self.cache.has_recurrent:  # some layers have advanced their states, and nobody knows which: no second try
+                for row in self.active:
+                    row.error, row.finish = row.error or exc, row.finish or "error"
+            raise
 
     def _advance(self) -> None:
         assert self.context_tokens is not None

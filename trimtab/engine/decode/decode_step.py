@@ -114,9 +114,9 @@ class DecodeStep:
     # One step ----------------------------------------------------------------------------------------------------------
 
     def may_look_ahead(self) -> bool:
-        """Whether the next step can be queued before the host knows its tokens: the tokens are on the device, and the host
-        brings no other input."""
-        return self.wrote_tokens and not self._tables
+        """Whether the next step can be queued before the host knows its tokens: the tokens are on the device, the host brings no
+        other input, and a step that turns out wrong can be done again: states of recurrent layers have advanced by then."""
+        return self.wrote_tokens and not self._tables and not self.cache.has_recurrent
 
     def run(self, state: BatchState) -> tuple[Tensor, Tensor]:
         """Return the logits [count, V] float32 of one step of these rows, and each row's most likely token [count],

@@ -1,4 +1,4 @@
-"""The state of layers that keep no keys and values: a convolution's window and one matrix a head for each row, whatever its length.
+"""The state of layers that keep no keys and values: a convolution's window and one matrix a head for each row of any length.
 
 A state has no positions: a row's is that of exactly the tokens that it has read. It cannot be cut back to a prefix of them.
 Modules of transformers find it by its cache interface, the kernels of a step by the tensors. Source: transformers 5.23.0,
@@ -82,7 +82,7 @@ class RecurrentLayer(_Base):  # type: ignore[misc]
         """Both states of all rows."""
         return [one for one in (self.conv, self.recurrent) if one is not None]
 
-    # The interface of transformers' modules, for one step of the rows that the cache has been told of ------------------
+    # The interface of transformers' modules, for the rows of the cache's present step ------------------------------
 
     def _rows(self, tensor: Tensor | None) -> Tensor:
         assert tensor is not None

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf, with_products
-from trimtab.formats.record import is_dequantized, rounds_change
+from trimtab.formats.record import is_dequantized, rounds_change, stored_format
 from trimtab.planning.memory.unpacked import ITEM, aligned, columns_of
 
 
@@ -53,6 +53,8 @@ class UnpackedWeights:
         leaves = [
             one for one in model.hf_model.get_decoder().modules()
             if isinstance(one, ResidentLeaf) and is_dequantized(one.quant_kind) and one.dtype == model.dtype
+            # Products of several layers at once do not round activations (`mobile`); a plan counts none, an edited one might.
+            and (model.device.type == "cpu" or not stored_format(one.quant_kind).has_rounding)
             # Of another type, releases of bitsandbytes round in different places.
             and (one.packed().dtype == one.dtype or not rounds_change(one.quant_kind))
         ]  # fmt: skip
