@@ -30,6 +30,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -84,11 +85,16 @@ def test_attention_compiles(dim, dtype, target, tmp_path):
     assert compiled(fused.source("attend.cu"), options, tmp_path, target)
 
 
+def test_the_gated_delta_rule_compiles(tmp_path):
+    options = delta_rule.options(delta_rule.DeltaShape(16, 32, 128, 128, 4), torch.float16)
+    assert compiled(delta_rule.source(), options, tmp_path, TARGET)
+
+
 def test_every_source_of_kernels_is_compiled_here():
     """A new file of kernels belongs into the list above."""
     folder = Path(matvec.__file__).parent / "cuda"
     assert {file.name for file in folder.glob("*.cu")} == {
-        "attend.cu", "ends.cu", "fused.cu", "head8.cu", "matvec4.cu", "prompt.cu", "rows.cu",
+        "attend.cu", "delta.cu", "ends.cu", "fused.cu", "head8.cu", "matvec4.cu", "prompt.cu", "rows.cu",
     }  # fmt: skip
 
 

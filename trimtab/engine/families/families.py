@@ -121,7 +121,7 @@ def _llama(text: Any, *, qk_norms: bool = False) -> Decoder:
 
 
 def _qwen3_5(text: Any) -> Decoder:
-    """Qwen3.5: gated delta layers beside attention, whose queries have a gate each; norms as Gemma 3's, in front alone."""
+    """Qwen3.5: gated delta layers next to attention, whose queries have a gate each; norms as Gemma 3's, in front alone."""
     config, kinds = text.config, _kinds(text, _LINEAR)
     layers = []
     for one, kind in zip(text.layers, kinds, strict=True):

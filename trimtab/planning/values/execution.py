@@ -170,8 +170,8 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
 
 
 def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
-    """Whether kernels multiply with the weights of a captured mode as they are stored; else each product dequantizes them."""
-    return mode in CAPTURED and anatomy.dtype in FUSED_DTYPES and stored_format(quant).layout is not None
+    """Whether kernels multiply with the weights of a mode as they are stored; else each product dequantizes them."""
+    return mode == "fused" and anatomy.dtype in FUSED_DTYPES and stored_format(quant).layout is not None
 
 
 def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool) -> str:
