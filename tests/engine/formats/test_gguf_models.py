@@ -193,3 +193,11 @@ def test_a_vocabulary_that_is_cut_in_an_unknown_way_is_refused(tmp_path):
     file, _ = gguf_files.model("qwen3", "q8_0", tmp_path, **keys)
     with pytest.raises(CheckpointError, match="cuts words as 'own-cut'"):
         find_folder(file)
+
+
+def test_a_merge_is_compared_with_a_quantized_base_as_it_is(root):
+    from trimtab.verification.verify import _request
+
+    file, dense = files("llama", "q4_k", root)
+    quants = [_request(str(model), None, None, None, dense).quant for model in (file, dense)]
+    assert quants == ["auto", "none"]
