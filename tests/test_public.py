@@ -28,7 +28,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PURE = [
     file for file in SOURCES
-    if file.relative_to(PACKAGE).parts[0] in ("checkpoint", "adapters", "planning", "report", "request.py", "errors.py")
+    if file.relative_to(PACKAGE).parts[0] in ("checkpoint", "gguf", "adapters", "planning", "report", "request.py", "errors.py")
+    and file.name != "companion.py"
 ]  # fmt: skip
 NO_TORCH = [file for file in SOURCES if file.parent.name == "machine"]
 PSUTIL = (
@@ -37,9 +38,10 @@ PSUTIL = (
 )  # fmt: skip
 # What asks transformers for classes and functions; everything else gets its objects.
 TRANSFORMERS = tuple(
-    f"trimtab/engine/{name}.py" for name in (
-        "batch/sampling", "families/chunk", "kv/int8", "kv/kv_cache", "kv/recurrent", "loader/processor",
-        "loader/renames", "loader/transformers_model", "passes/attention", "passes/chunk_forward", "templates/render",
+    f"trimtab/{name}.py" for name in (
+        "engine/batch/sampling", "engine/families/chunk", "engine/kv/int8", "engine/kv/kv_cache", "engine/kv/recurrent",
+        "engine/loader/processor", "engine/loader/renames", "engine/loader/transformers_model", "engine/passes/attention",
+        "engine/passes/chunk_forward", "engine/templates/render", "gguf/companion",
     )
 )  # fmt: skip
 HEAVY = {

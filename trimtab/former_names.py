@@ -19,7 +19,7 @@ from typing import Any
 TABLE = """
 . (.): _version errors printable
 process (.): child<inside exit_codes files interrupts json_file packages redact runner<process text_table<columns threads
-    work_folder
+    user_cache</machine/own_folder work_folder
 report (report): __init__ charts
 . (.): adapter_names request
 checkpoint (checkpoint): __init__ anatomy config_limits end_tokens folder headers hub</download names patterns
@@ -37,7 +37,7 @@ planning/memory (plan): activations adapters<adapter_room media<media_memory pre
 planning (plan): __init__ options options<head_cost planner reasons search step_work
 machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
     environment_child</environment_inside gpus gpus<gpu_process installed machine_cache<known memory preload
-    rates_cache<rates_file user_cache<own_folder
+    rates_cache<rates_file
 engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn finite graph_cache launch_config<cuts nvrtc
     nvrtc<product_cuts shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant importing int8_head<head8

@@ -17,12 +17,15 @@ from typing import Any, TypedDict
 from trimtab.adapter_names import NAME, NAME_RULE, Adapters
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
+from trimtab.gguf.adapter import adapter_folder
 
 TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
 # Formats of files (formats/record.py): they are read, never made.
-STORED = re.compile(r"(?:int[48]|fp8|mobile[248]|mxfp4|nvfp4)-[a-z0-9-]{1,40}\Z", re.ASCII)
+STORED = re.compile(
+    r"(?:int[48]|fp8|mobile[248]|mxfp4|nvfp4)-[a-z0-9-]{1,40}\Z|(?:q[4568]_[01k]|bf16|f16|f32)(?:-idx)?\Z", re.ASCII
+)
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
 # Values of a request's head: "auto" lets the plan choose.
@@ -203,7 +206,9 @@ class LoadRequest:
         for name in self.adapters:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise RequestError(NAME_RULE, field="adapters", value=name)
-        named = {name: without_demo_name(path) if isinstance(path, str) else path for name, path in self.adapters.items()}
+        named = {
+            name: adapter_folder(without_demo_name(path)) if isinstance(path, str) else path for name, path in self.adapters.items()
+        }
         object.__setattr__(self, "adapters", named)
         for pattern, tier in self.place.items():
             if not pattern:

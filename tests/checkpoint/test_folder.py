@@ -291,6 +291,20 @@ def test_pickle_alone_is_refused_with_the_next_step(tmp_path: Path, name: str) -
     assert "Convert it to safetensors" in error.hint
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}, "packed for MLX"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "packed for MLX"),
+        ({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}, "packed for ExLlama (EXL2)"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "packed for ExLlama (EXL3)"),
+    ],
+)
+def test_models_of_mlx_and_exllama_are_refused_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    error = refusal(folder_of(tmp_path / "m", {"model.safetensors": safetensors()}, config))
+    assert words in str(error) and "Use a GGUF file" in error.hint
+
+
 def test_pickle_beside_safetensors_is_left_alone(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", {"pytorch_model.bin": b"", "model.safetensors": safetensors()})
     assert list(read_checkpoint(folder).tensors) == ["a"]
@@ -497,16 +511,13 @@ def test_the_cache_is_where_huggingface_hub_has_it(
     assert hub_cache() == Path(done.stdout.strip())
 
 
-def test_a_gguf_file_or_folder_is_called_that(tmp_path: Path) -> None:
-    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    for path, reason in (
-        (tmp_path / "model-Q4_K_M.gguf", "is a GGUF file"),
-        (tmp_path, "has GGUF files and no checkpoint"),
-    ):
-        with pytest.raises(CheckpointError) as caught:
+def test_a_damaged_gguf_file_is_called_that(tmp_path: Path) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for path in (file, tmp_path):
+        with pytest.raises(CheckpointError, match="ends within its version") as caught:
             read_checkpoint(str(path))
-        assert reason in str(caught.value) and caught.value.path == str(path)
-        assert "original model" in caught.value.hint
+        assert caught.value.path == str(file)
     # Beside a checkpoint such files are somebody else's.
     (tmp_path / "config.json").write_text("{}")
     assert find_folder(str(tmp_path)) == tmp_path

@@ -18,7 +18,7 @@ from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.errors import DeviceError, RequestError
-from trimtab.machine import user_cache as own_folder
+from trimtab.process import user_cache as own_folder
 
 TARGET = launch_configs.Target("a card", (9, 0), 132, 232448, "source")
 WAYS = cuts.cuts((2560,), 2048, 1, multiprocessors=132, shared_bytes=232448)

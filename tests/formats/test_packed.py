@@ -153,7 +153,7 @@ def test_a_config_alone_is_not_asked_for_packed_weights(tmp_path: Path) -> None:
 # What is refused: the whole -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "exl3", None])
+@pytest.mark.parametrize("method", ["mxfp4", "vptq", None])
 def test_another_quantization_is_refused_by_name(tmp_path: Path, method: str | None) -> None:
     error = refusal(tmp_path, four_bit(), {"quantization_config": {"quant_method": method, "bits": 4}})
     named = f"is quantized with {method!r}" if method else "names no quant_method"

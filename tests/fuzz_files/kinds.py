@@ -10,7 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests import pico
+import torch
+
+from tests import gguf_files, pico
 from tests.adapter_files import TEXT, embedding, q_proj, small_anatomy, write_adapter
 from tests.fuzz_files import mutate
 from trimtab import api
@@ -208,6 +210,29 @@ def media(work: Path) -> list[Input]:
     return inputs
 
 
+def gguf(work: Path) -> list[Input]:
+    """GGUF headers of three architectures, with a vocabulary and without, read as far as a checkpoint's folder; and LoRAs."""
+
+    def use(folder: Path) -> None:
+        split_packed(read_checkpoint(folder / "a.gguf"))
+
+    inputs = []
+    table = (
+        "Q8_0",
+        gguf_files.pack("Q8_0", torch.zeros(pico.VOCABULARY, gguf_files.WIDTH))[0],
+        (pico.VOCABULARY, gguf_files.WIDTH),
+    )
+    for place, family in enumerate(("qwen3", "gemma4", "qwen3_5")):
+        keys = gguf_files.FAMILIES[family][2] | (gguf_files.tokenizer_keys() if place == 0 else {})
+        norm = ("F32", torch.ones(gguf_files.WIDTH), (gguf_files.WIDTH,))
+        gguf_files.write(_made(work / family) / "a.gguf", keys, {"token_embd.weight": table, "output_norm.weight": norm})
+        inputs.append(Input(work / family, (("a.gguf", mutate.of_start),), use))
+    pair = {f"blk.0.attn_q.weight.lora_{role}": ("F32", torch.ones(2, 2), (2, 2)) for role in "ab"}
+    own = {"general.type": "adapter", "general.architecture": "qwen3", "adapter.type": "lora", "adapter.lora.alpha": 2.0}
+    gguf_files.write(_made(work / "lora") / "a.gguf", own, pair)
+    return [*inputs, Input(work / "lora", (("a.gguf", mutate.of_start),), lambda folder: read_adapter(folder / "a.gguf"))]
+
+
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -232,4 +257,5 @@ def _safetensors(tensors: dict[str, tuple[str, list[int]]], tail: bytes) -> byte
 KINDS: dict[str, tuple[Callable[[Path], list[Input]], int]] = {
     "adapters": (adapters, 20_000), "plans": (plans, 20_000), "configs": (configs, 20_000), "headers": (headers, 20_000),
     "formats": (formats, 2_000), "indexes": (indexes, 2_000), "tokenizers": (tokenizers, 2_000), "media": (media, 2_000),
+    "gguf": (gguf, 2_000),
 }  # fmt: skip

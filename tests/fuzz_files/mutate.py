@@ -110,6 +110,19 @@ CHANGES: tuple[Callable[[Any, Any, Random, list[str]], None], ...] = (
 )  # fmt: skip
 
 
+def of_start(raw: bytes, random: Random) -> bytes:
+    """Return bytes with some of the first few thousand changed: the header of a GGUF file. Lengths stay in two of three cases."""
+    end = random.choice((64, 1024, 4096))
+    if random.randrange(3) == 0:
+        return of_bytes(raw[:end], random) + raw[end:]
+    data = bytearray(raw)
+    for _ in range(random.choice((1, 2, 5))):
+        at, size = random.randrange(min(end, len(raw) - 8)), random.choice((1, 4, 8))
+        number = random.choice((0, 1, 255, 2**31, 2**62, 2**64 - 1, random.randrange(2**16))) % 256**size
+        data[at : at + size] = number.to_bytes(size, "little")
+    return bytes(data)
+
+
 def of_bytes(raw: bytes, random: Random) -> bytes:
     """Return bytes that are flipped, cut, doubled or replaced."""
     data = bytearray(raw)

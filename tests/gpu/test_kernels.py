@@ -16,7 +16,7 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.machine import user_cache as own_folder
+from trimtab.process import user_cache as own_folder
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")

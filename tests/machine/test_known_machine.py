@@ -22,10 +22,10 @@ from trimtab.machine import anatomy_cache as anatomies
 from trimtab.machine import installed
 from trimtab.machine import machine_cache as known
 from trimtab.machine import rates_cache as rates_file
-from trimtab.machine import user_cache as own_folder
 from trimtab.machine.anatomy_cache import read_anatomy, write_anatomy
 from trimtab.machine.gpus import Gpu
 from trimtab.planning import Machine, Plan, Rates
+from trimtab.process import user_cache as own_folder
 from trimtab.request import LoadRequest
 
 GIB, MIB = 2**30, 2**20

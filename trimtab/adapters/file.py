@@ -19,6 +19,7 @@ from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, reading
 from trimtab.demo_names import MODEL, NAMED, without_demo_name
 from trimtab.errors import AdapterError
+from trimtab.gguf.adapter import adapter_folder
 from trimtab.printable import printable
 from trimtab.process.json_file import JsonError, read_json
 
@@ -51,7 +52,7 @@ class AdapterFile:
 
 
 GGUF = ".gguf"
-GGUF_HINT = "give the folder that PEFT wrote, from which it was converted"
+GGUF_HINT = "give one of the files, or the folder that PEFT wrote"
 
 
 def _only_gguf(folder: Path) -> str | None:
@@ -64,11 +65,9 @@ def _only_gguf(folder: Path) -> str | None:
 @reading(adapter_refusal)
 def check_is_adapter(path: str | Path) -> None:
     """Raise AdapterError for what is no folder that PEFT wrote. Nothing in it is read."""
-    folder = Path(path)
+    folder = Path(adapter_folder(str(path)))
     if not folder.is_dir():
         check_reachable(folder)
-        if folder.is_file() and folder.suffix.lower() == GGUF:
-            raise AdapterError(folder, [f"is a GGUF file; {GGUF_HINT}"])
         if hint := address_hint(str(path)):
             raise AdapterError(str(path), ["is an address, not a folder"], hint=hint)
         is_file = folder.is_file()
@@ -91,7 +90,7 @@ def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str
     other weights in the folder that change the output, bad JSON, another method than LoRA, configuration fields that change the
     output in a way not supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
     """
-    folder = Path(without_demo_name(path))
+    folder = Path(adapter_folder(without_demo_name(path)))
     check_is_adapter(folder)
     stamps = stamps_of(folder)
     config = _read_config(folder / CONFIG_NAME)
@@ -132,7 +131,7 @@ def _log(notes: Collection[str], name: str) -> None:
 
 def stamps_of(path: str | Path) -> tuple[Stamp, ...]:
     """Return (file, size, mtime in ns) of an adapter's two files; -1 for one that does not exist."""
-    folder = Path(path)
+    folder = Path(adapter_folder(str(path)))
     return tuple(stamp_of(folder, folder / name) for name in (CONFIG_NAME, TENSORS_NAME))
 
 

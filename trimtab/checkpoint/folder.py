@@ -1,6 +1,7 @@
 """The files of a checkpoint: a config, and the weight files that transformers would read.
 
-`read_checkpoint` takes a folder, a hub-cache folder, a hub id that is in the local cache, or `demo`; nothing is ever downloaded.
+`read_checkpoint` takes a folder, a hub-cache folder, a hub id that is in the local cache, a GGUF file, or `demo`; nothing is ever
+downloaded. A GGUF file means the folder that gguf/companion.py makes of it.
 Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are
 never chosen by pattern: some repositories carry the weights a second time under another name. Not covered: the extra
 weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").
@@ -12,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
@@ -21,6 +22,8 @@ from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import CheckpointError
+from trimtab.gguf import companion
+from trimtab.gguf.architectures import Order
 from trimtab.process.json_file import read_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -41,7 +44,8 @@ class Checkpoint:
     """A checkpoint folder by its config and headers.
 
     tensors: by file tensor name. quantization: the config's quantization_config, None for plain weights. stamps:
-    (file name in the folder, bytes, modification time in ns) of the config, the index and every weight file.
+    (file name in the folder, bytes, modification time in ns) of the config, the index and every weight file. orders: of tensors
+    of GGUF files, "rows" or "columns" and their order there. files of GGUF are not in the folder.
     """
 
     folder: Path
@@ -51,6 +55,12 @@ class Checkpoint:
     has_weights: bool
     quantization: dict[str, Any] | None
     stamps: tuple[Stamp, ...]
+    orders: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether its matrices are in GGUF files."""
+        return bool(self.orders)
 
 
 @reading(checkpoint_refusal)
@@ -66,6 +76,9 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         _refuse_without_config(folder)
     config = read_object(config_file, "config.json")
     check_config(config, config_file)
+    check_not_foreign(config, folder)
+    if (quantization := _quantization(config_file, config)) and quantization.get("quant_method") == "gguf":
+        return _of_gguf(folder, config, quantization)
     files, index = _weight_files(folder, config)
     # Stamped before it is read, so a change during reading is detected.
     stamps = tuple(stamp_of(folder, file) for file in (config_file, *([index] if index else []), *files))
@@ -74,7 +87,44 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         check_layers(config, len(tensors), config_file)
     if index is not None:
         _check_index(folder, index, tensors)
-    return Checkpoint(folder, config, files, tensors, bool(files), _quantization(config_file, config), stamps)
+    return Checkpoint(folder, config, files, tensors, bool(files), quantization, stamps)
+
+
+def check_not_foreign(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError for a config of MLX or ExLlama, whose weights no stock stack reads either."""
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    own = config.get("quantization")
+    name = {"exl2": "EXL2", "exl3": "EXL3"}.get(str(method))
+    if name is None and method is None and isinstance(own, dict) and "group_size" in own:
+        name = "MLX"
+    if name is not None:
+        raise CheckpointError(
+            f"is packed for {'MLX' if name == 'MLX' else 'ExLlama'} ({name}), which is not read", path=path,
+            hint="Use a GGUF file, the FP8 or W4A16 files, or the unquantized files of the same model",
+        )  # fmt: skip
+
+
+def _of_gguf(folder: Path, config: dict[str, Any], quantization: dict[str, Any]) -> Checkpoint:
+    """Return the checkpoint of a companion's folder. The types of its tensors are ggml's; formats/gguf.py reads them."""
+    if not companion.is_made_here(folder):
+        raise CheckpointError("config.json says GGUF: give the GGUF file itself", path=folder)
+    table = read_object(folder / companion.TABLE, "own state")
+    files = tuple(Path(name) for name, *_ in table["files"])
+    changed = [
+        file.name for file, (_, *then) in zip(files, table["files"], strict=True) if list(stamp_of(folder, file)[1:]) != then
+    ]
+    if changed:
+        raise CheckpointError(f"{', '.join(changed)} changed or went away", path=files[0], hint="Give the model again")
+    tensors = read_header(folder / companion.SMALL, most_tensors=most_tensors(config)).tensors
+    orders: dict[str, dict[str, Order]] = {}
+    for name, (kind, shape, place, start, nbytes, rows, columns) in table["tensors"].items():
+        tensors[name] = TensorEntry(name, kind, tuple(shape), files[place], start, nbytes)
+        orders[name] = {side: order for side, order in (("rows", rows), ("columns", columns)) if order}
+    check_layers(config, len(tensors), folder / CONFIG)
+    own = (folder / CONFIG, folder / companion.SMALL)
+    stamps = tuple(stamp_of(folder, file) for file in (*own, *files))
+    return Checkpoint(folder, config, (own[1], *files), tensors, True, quantization, stamps, orders)
 
 
 def read_loadable(model: str | os.PathLike[str]) -> Checkpoint:
@@ -105,8 +155,8 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def stamp_of(folder: Path, file: Path) -> Stamp:
-    """Return (name, size, mtime in ns) of a file; -1 for both if it does not exist."""
-    name = file.relative_to(folder).as_posix()
+    """Return (name, size, mtime in ns) of a file; -1 for both if it does not exist. A file elsewhere has its whole path."""
+    name = (file.relative_to(folder) if file.is_relative_to(folder) else file).as_posix()
     try:
         stat = file.stat()
     except OSError:
@@ -126,24 +176,24 @@ def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any
 # Which folder ---------------------------------------------------------------------------------------------------------
 
 
-GGUF_HINT = (
-    "trimtab reads the safetensors files that a GGUF file was made from: give the folder or hub id of the original model. "
-    "Its adapters need them too"
-)
-
-
-def _check_not_gguf(folder: Path) -> None:
-    """Raise CheckpointError for a folder that has GGUF files but no checkpoint."""
+def _gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF file that a folder without a checkpoint holds, the first of a set. Errors: CheckpointError for several."""
     with suppress(OSError):
         names = os.listdir(folder)
-        packed = sorted(name for name in names if name.lower().endswith(".gguf"))
-        if packed and CONFIG not in names and not any(name.endswith(".safetensors") for name in names):
-            raise CheckpointError(f"has GGUF files and no checkpoint ({packed[0]})", path=folder, hint=GGUF_HINT)
+        if CONFIG in names or any(name.endswith(".safetensors") for name in names):
+            return None
+        models = sorted(name for name in names if companion.is_model_file(folder / name))
+        if len(models) > 1:
+            raise CheckpointError(
+                f"has {len(models)} GGUF files: {', '.join(models[:SHOWN_NAMES])}", path=folder, hint="Give one of the files"
+            )
+        return folder / models[0] if models else None
+    return None
 
 
 @reading(checkpoint_refusal)
 def find_folder(model: str | os.PathLike[str]) -> Path:
-    """Return the folder that holds the config: the given one, a hub-cache folder's snapshot, or a cached hub id's.
+    """Return the folder that holds the config: the given one, a hub-cache folder's snapshot, a cached hub id's, a GGUF file's.
 
     A folder wins over a hub id of the same name, as in transformers. "demo" is the bundled model (demo_names.py). Errors:
     CheckpointError; nothing is downloaded.
@@ -153,17 +203,18 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
         raise CheckpointError("the name is empty", path=text, hint="Give a folder or a hub id")
     path = Path(text)
     if os.path.isdir(path):  # pathlib raises for a name that is too long
-        _check_not_gguf(path)
         is_cache = path.resolve().name.startswith("models--") and not (path / CONFIG).is_file()
-        return _snapshot(path) if is_cache else path
+        return _of_folder(_snapshot(path) if is_cache else path)
     if os.path.exists(path):
         if path.suffix.lower() == ".gguf":
-            raise CheckpointError("is a GGUF file", path=path, hint=GGUF_HINT)
+            return companion.folder_of(path)
         raise CheckpointError("is a file; give the folder that holds it", path=path, hint=f"Give {path.parent}")
     check_reachable(path)
     if hint := address_hint(text, takes_hub_id=True):
         raise CheckpointError("is an address, not a folder", path=text, hint=hint)
     parts = text.split("/")
+    if len(parts) > 2 and parts[-1].lower().endswith(".gguf") and all(_HUB_NAME.fullmatch(part) for part in parts):
+        return companion.folder_of(_cached_gguf(text, parts))
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
         raise CheckpointError("no such folder", path=path)
     cached = hub_cache() / "--".join(("models", *parts))
@@ -172,7 +223,25 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
             f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is downloaded automatically",
             path=text, hint=f"Fetch it first with `trimtab pull {text}`, or give a folder",
         )  # fmt: skip
-    return _snapshot(cached)
+    return _of_folder(_snapshot(cached))
+
+
+def _cached_gguf(text: str, parts: list[str]) -> Path:
+    """Return the file of OWNER/NAME/FILE.gguf in the local hub cache. Errors: CheckpointError if it is not there."""
+    cached = hub_cache() / "--".join(("models", *parts[:2]))
+    file = _snapshot(cached).joinpath(*parts[2:]) if os.path.isdir(cached) else cached
+    if not _is_file(file):
+        raise CheckpointError(
+            f"is neither a file nor in the local hub cache ({cached.parent}), and nothing is downloaded automatically", path=text,
+            hint=f"Fetch it first with `trimtab pull {text}`, or give a file",
+        )  # fmt: skip
+    return file
+
+
+def _of_folder(folder: Path) -> Path:
+    """Return a folder, or the companion of the GGUF file that it holds instead of a checkpoint."""
+    file = _gguf_in(folder)
+    return folder if file is None else companion.folder_of(file)
 
 
 def hub_cache() -> Path:
@@ -346,5 +415,5 @@ def _refuse_other_weights(folder: Path) -> None:
     if other:
         raise CheckpointError(
             f"has {other[0]}{_others(other[1:])}, but neither {SINGLE} nor {INDEX}, which name the files that transformers reads",
-            path=folder, hint="Copy or download the missing file; GGUF and adapter files are not a checkpoint",
+            path=folder, hint="Copy or download the missing file; a GGUF file is given itself, an adapter beside its model",
         )  # fmt: skip

@@ -1,10 +1,9 @@
 """Downloads from a hub, on request only: config, tokenizer and safetensors of one revision, into the hub's cache.
 
-Nothing else is ever fetched: no pickle, no Python file, no file in a sub-folder. The weight files are those that the
-config and index name, as `checkpoint/folder.py` reads them. A lost connection is resumed inside a file. After a kill,
-the next pull keeps whole files. huggingface_hub 2 then restarts the interrupted file, because its temporary files
-belong to one process. The revision is the commit that the hub named when the pull began; the snapshot's folder has its
-name.
+Nothing else is ever fetched: no pickle, no Python file, no file in a sub-folder but a GGUF file that is named. The weight files are
+those that the config and index name, as `checkpoint/folder.py` reads them. A lost connection is resumed inside a file. After a
+kill, the next pull keeps whole files. huggingface_hub 2 then restarts the interrupted file, because its temporary files belong to
+one process. The revision is the commit that the hub named when the pull began; the snapshot's folder has its name.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from trimtab.checkpoint.folder import CONFIG, INDEX, SINGLE, hub_cache
+from trimtab.checkpoint.folder import CONFIG, INDEX, SINGLE, check_not_foreign, hub_cache
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.demo_names import MODEL
 from trimtab.errors import CheckpointError, RequestError, gib
-from trimtab.process.json_file import read_json
+from trimtab.gguf.companion import is_model_file
+from trimtab.gguf.header import SPLIT
+from trimtab.process.json_file import read_json, read_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Whole names; a name with a folder matches none of them.
@@ -34,6 +35,7 @@ _SMALL = re.compile(
     r"|chat_template\.jinja|merges\.txt|vocab\.txt|tokenizer\.model|tekken\.json|LICEN[CS]E(\.txt|\.md)?"
 )
 _SHARD = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
+_GGUF = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*/){0,3}[A-Za-z0-9_][A-Za-z0-9._-]*\.gguf", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Larger files are no config or index.
 MOST_JSON_BYTES = 256 * 2**20
@@ -41,7 +43,8 @@ MOST_JSON_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Pulled:
-    """The downloaded snapshot. folder: its path. revision: its commit. license: from the hub, None without one.
+    """The downloaded snapshot. folder: its path, or that of a GGUF file that was named. revision: its commit. license: from the
+    hub, None without one.
 
     bytes: of all files; fetched_bytes: those that were not in the cache before.
     """
@@ -90,6 +93,7 @@ def pull(
 
 def _pull(model: str, branch: str, emit: Callable[[str], None], endpoint: str | None) -> Pulled:
     api = huggingface_hub.HfApi(endpoint=endpoint)
+    model, _, file = _of_file(model)
     info = api.model_info(model, revision=branch, files_metadata=True)
     commit = str(info.sha or "")
     if not _COMMIT.fullmatch(commit):
@@ -101,8 +105,16 @@ def _pull(model: str, branch: str, emit: Callable[[str], None], endpoint: str | 
     def fetch(name: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(model, name, revision=commit, endpoint=endpoint))
 
-    small = sorted(name for name in sizes if _SMALL.fullmatch(name))
-    if CONFIG not in small and ADAPTER_CONFIG not in small:
+    small = [] if file else sorted(name for name in sizes if _SMALL.fullmatch(name))
+    packed = sorted(name for name in sizes if _GGUF.fullmatch(name) and is_model_file(Path(name)))
+    if file:
+        parts = _parts_of(model, file, sizes, packed)
+    elif packed and not {SINGLE, INDEX, ADAPTER_CONFIG} & sizes.keys():
+        raise CheckpointError(
+            f"the repository has GGUF files ({', '.join(packed[:8])}{', ...' if len(packed) > 8 else ''})", path=model,
+            hint=f"Name one of them: `trimtab pull {model}/{packed[0]}`",
+        )  # fmt: skip
+    elif CONFIG not in small and ADAPTER_CONFIG not in small:
         raise CheckpointError(f"the repository has neither {CONFIG} nor {ADAPTER_CONFIG}", path=model)
     large = [name for name in small if sizes[name] > MOST_JSON_BYTES]
     if large:
@@ -111,20 +123,42 @@ def _pull(model: str, branch: str, emit: Callable[[str], None], endpoint: str | 
     _check_room(model, sum(sizes[name] for name in missing))
     for name in small:
         fetch(name)
-    weights = _weight_files(model, sizes, small, fetch)
+    if CONFIG in small:
+        check_not_foreign(read_object(fetch(CONFIG), CONFIG), model)
+    weights = parts if file else _weight_files(model, sizes, small, fetch)
     missing += [name for name in weights if not _is_cached(model, name, commit)]
     _check_room(model, sum(sizes[name] for name in missing if name in weights))
     for number, name in enumerate(weights, 1):
         is_there = name not in missing
         emit(f"{number}/{len(weights)} {name}, {gib(sizes[name])}{': is there' if is_there else ''}")
         fetch(name)
-    folder = fetch(small[0]).parent
+    folder = fetch(weights[0]) if file else fetch(small[0]).parent
     if branch != commit:
         _record(model, branch, commit)
     files = (*small, *weights)
     return Pulled(
         model, folder, commit, license_name, files, sum(sizes[name] for name in files), sum(sizes[name] for name in missing)
     )  # fmt: skip
+
+
+def _of_file(model: str) -> tuple[str, str, str]:
+    """Return (OWNER/NAME, "/", FILE) of OWNER/NAME/FILE.gguf, and a hub id with two empty texts."""
+    owner, _, rest = model.partition("/")
+    name, slash, file = rest.partition("/")
+    return (f"{owner}/{name}", slash, file) if file.lower().endswith(".gguf") else (model, "", "")
+
+
+def _parts_of(model: str, file: str, sizes: dict[str, int], packed: list[str]) -> list[str]:
+    """Return a GGUF file and the others of its set. Errors: CheckpointError for a file that the repository does not have."""
+    if file not in sizes or not _GGUF.fullmatch(file):
+        raise CheckpointError(
+            f"the repository has no {file!r:.200}; its GGUF files are {', '.join(packed[:8]) or 'none'}", path=model,
+        )  # fmt: skip
+    named = SPLIT.fullmatch(file)
+    if named is None:
+        return [file]
+    others = ((other, SPLIT.fullmatch(other)) for other in sorted(filter(_GGUF.fullmatch, sizes)))
+    return [other for other, parts in others if parts and (parts[1], parts[3]) == (named[1], named[3])]
 
 
 def _license_of(info: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
-from trimtab.formats import bitsandbytes, compressed_tensors, float4, float8, mobile, transposed
+from trimtab.formats import bitsandbytes, compressed_tensors, float4, float8, gguf, mobile, transposed
 from trimtab.formats.record import PackedEntry, packed_bytes, refuse
 
 Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
@@ -17,7 +17,7 @@ Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntr
 READERS: Mapping[str, Read] = {
     "bitsandbytes": bitsandbytes.read, "compressed-tensors": compressed_tensors.read, "fp8": float8.read,
     "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq,
-    "gemma": mobile.read, "modelopt": float4.read_modelopt,
+    "gemma": mobile.read, "modelopt": float4.read_modelopt, "gguf": gguf.read,
 }  # fmt: skip
 # Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
 MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".embedding_quantized")

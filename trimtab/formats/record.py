@@ -45,14 +45,20 @@ MOBILE_VALUES, MOBILE_PIECE_VALUES = 2**22, 2**25
 # Types of scales that are read.
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
-Family = Literal["none", "codebook", "int8", "head8", "grouped", "float8", "mobile", "float4"]
+Family = Literal["none", "codebook", "int8", "head8", "grouped", "float8", "mobile", "float4", "ggml"]
 # Families that only torch's operations read.
-OWN = ("grouped", "float8", "mobile", "float4")
+OWN = ("grouped", "float8", "mobile", "float4", "ggml")
 _PLAIN: dict[str, Family] = {
     "none": "none", "int8": "int8", HEAD8: "head8", "fp4": "codebook", "nf4": "codebook", "nf4-dq": "codebook",
     "nvfp4-g16": "float4", "mxfp4-g32": "float4",
 }  # fmt: skip
 _GROUPED = re.compile(r"int([48])-(?:g([1-9]\d{0,5})|row)((?:-zp|-idx|-f32)*)\Z", re.ASCII)
+# ggml's types of matrices -> (values, bytes) of a block along a row. Source: ggml-common.h.
+GGML_BLOCKS: dict[str, tuple[int, int]] = {
+    "q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
+    "f16": (1, 2), "bf16": (1, 2), "f32": (1, 4),
+}  # fmt: skip
+INDEXED = "-idx"
 _MOBILE = re.compile(r"mobile([248])-(?:g([1-9]\d{0,5})|row)(-a8)?\Z", re.ASCII)
 _FLOAT8 = re.compile(r"fp8-(?:([1-9]\d{0,5})x([1-9]\d{0,5})|row|tensor)\Z", re.ASCII)
 
@@ -88,6 +94,11 @@ class StoredFormat:
         return self.family in OWN
 
     @property
+    def shares_tables(self) -> bool:
+        """Whether a table that shares its weight with a head is kept in 16 bits; else such a file is refused."""
+        return self.family == "ggml"
+
+    @property
     def layout(self) -> str | None:
         """Its name to trimtab's kernels (`LAYOUTS` in engine/cuda/launch_config.py), None if they do not read it."""
         if self.family == "codebook":
@@ -103,6 +114,8 @@ class StoredFormat:
 
     def reading_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""
+        if self.family == "ggml":  # rows in another order
+            return sum(self.parts(shape, "").values())
         if self.family != "grouped":
             return 0
         return prod(shape) * (3 if self.has_zero else 2 if self.bits == 4 else 1)
@@ -134,6 +147,9 @@ class StoredFormat:
             high, wide = self.block
             scales = (ceil(rows / high) if high else 1) * (ceil(shape[-1] / wide) if wide else 1)
             return {"weight": numel, "scale": 4 * scales}
+        if self.family == "ggml":
+            values, nbytes = GGML_BLOCKS[self.name.removesuffix(INDEXED)]
+            return {"weight": numel // values * nbytes} | ({"index": 4 * shape[-1]} if self.has_index else {})
         if self.family == "float4":
             whole = {"global": 8} if self.group == 16 else {}
             return {"weight": rows * ceil(shape[-1] / 2), "scale": rows * self.groups(shape[-1])} | whole
@@ -175,6 +191,8 @@ def stored_format(name: str) -> StoredFormat:
     if (found := _FLOAT8.match(name)) is not None:
         block = (int(found[1]), int(found[2])) if found[1] else (1, 0) if name == "fp8-row" else (0, 0)
         return StoredFormat(name=name, family="float8", bits=8, block=block)
+    if (blocks := GGML_BLOCKS.get(name.removesuffix(INDEXED))) is not None:
+        return StoredFormat(name=name, family="ggml", bits=blocks[1] * 8 // blocks[0], has_index=name.endswith(INDEXED))
     raise ValueError(f"unknown weight format: {name!r}")
 
 

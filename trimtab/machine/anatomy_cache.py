@@ -21,8 +21,8 @@ from trimtab.checkpoint.folder import CONFIG, Checkpoint
 from trimtab.checkpoint.renames import Rename
 from trimtab.formats.packed import split_packed
 from trimtab.machine.installed import versions
-from trimtab.machine.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.process.json_file import JsonError, parse, read_bytes
+from trimtab.process.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.request import LoadRequest
 
 FOLDER = "anatomies"
@@ -32,7 +32,7 @@ SHAPING_FILES = (CONFIG, "generation_config.json")
 # This package's files that make an anatomy: an editable installation keeps its version when they change.
 MAKERS = (
     "checkpoint/anatomy.py", "formats/record.py", "formats/packed.py", "formats/bitsandbytes.py", "formats/compressed_tensors.py",
-    "formats/float8.py", "formats/transposed.py", "engine/loader/anatomy_builder.py",
+    "formats/float8.py", "formats/transposed.py", "formats/gguf.py", "engine/loader/anatomy_builder.py",
     "engine/loader/transformers_model.py", "engine/loader/tracing.py", "engine/families/step.py", "engine/kv/kv_cache.py",
     "engine/passes/chunk_forward.py",
 )  # fmt: skip

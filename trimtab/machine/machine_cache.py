@@ -19,11 +19,11 @@ from trimtab.machine import gpus
 from trimtab.machine import rates_cache as rates_file
 from trimtab.machine.installed import torch_build, versions
 from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
-from trimtab.machine.user_cache import hashed, own_folder, read_own, write_own
 from trimtab.planning.request.card_machine import context_bytes
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.machine import Machine
 from trimtab.process.json_file import parse
+from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
 
 # Host memory that the first forward on a GPU adds permanently: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
 # tables. 0.85 GiB with torch 2.11, CUDA 13 on an H200 (bench/results/memory.json: resident, host peak over base).

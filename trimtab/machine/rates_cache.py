@@ -12,9 +12,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from trimtab.errors import RequestError
-from trimtab.machine.user_cache import own_folder, read_own, write_own
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.process.json_file import parse
+from trimtab.process.user_cache import own_folder, read_own, write_own
 
 FOLDER = "machine"
 MOST_BYTES = 64 * 1024

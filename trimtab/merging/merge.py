@@ -23,6 +23,7 @@ from trimtab.adapters.file import check_is_adapter
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
+from trimtab.gguf.companion import TABLE
 from trimtab.merging.changes.request import AdapterOption, MergeRequest, full_dtype, parts_of
 from trimtab.merging.files.output_dir import Workplace, check_place, check_room, disk_error
 from trimtab.merging.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
@@ -253,7 +254,7 @@ def _small_files(checkpoint: Checkpoint, replaced: Mapping[str, bytes]) -> dict[
             path = Path(folder, name)
             place = path.relative_to(checkpoint.folder).as_posix()
             is_weight = name.endswith(WEIGHT_ENDINGS) and place not in indexes
-            if name.startswith(".") or is_weight or path in checkpoint.files or place == RECORD_NAME:
+            if name.startswith(".") or is_weight or path in checkpoint.files or place in (RECORD_NAME, TABLE):
                 continue
             if path.is_file():
                 files[place] = replaced.get(place, path)

@@ -200,7 +200,7 @@ def _folder_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, fold
     packed = bool(split_packed(read_checkpoint(folder))[1])
     merged = _of(
         ours, f"merged model {folder.name}", model=str(folder), adapters={}, gpu_memory_bytes=None,
-        **({"quant": "auto"} if packed else {}),
+        **({"quant": "auto"} if packed else {"quant": "none"} if split_packed(checkpoint)[1] else {}),
     )  # fmt: skip
     reference = replace(ours, label=f"adapter {common['adapter']} loaded")
     return Case(against=str(folder), reference=reference, subject=merged, subject_adapter=None, merged=folder, **common)

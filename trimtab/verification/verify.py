@@ -107,11 +107,17 @@ def _request(
                 raise RequestError("is part of the plan; make the plan with it", field=name, value=value)
         if isinstance(plan_or_model, Plan):
             return plan_or_model.request
-        return replace(plan_or_model, quant="none") if merged and plan_or_model.quant == "auto" else plan_or_model
+        whole = merged and plan_or_model.quant == "auto" and not _is_packed(plan_or_model.model)
+        return replace(plan_or_model, quant="none") if whole else plan_or_model
     return LoadRequest(
         model=str(plan_or_model), adapters=paths_of(adapters),
-        quant=quant or ("none" if merged else "auto"), head=head or "full",
+        quant=quant or ("none" if merged and not _is_packed(str(plan_or_model)) else "auto"), head=head or "full",
     )  # fmt: skip
+
+
+def _is_packed(model: str) -> bool:
+    """Return whether a model's files are quantized, so that it is compared as it is."""
+    return bool(split_packed(read_checkpoint(model))[1])
 
 
 def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:

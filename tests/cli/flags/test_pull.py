@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, gguf_files
 from trimtab import demo
 
 COMMIT, OLD = "a" * 40, "b" * 40
@@ -151,6 +151,30 @@ def test_config_tokenizer_and_the_named_weights_are_fetched_and_nothing_else(hub
     assert again["fetched_bytes"] == 0
     listed = trimtab_("models", "--quick", HF_HUB_OFFLINE="1")  # and from now on without the hub
     assert "someone/demo  Gemma4ForConditionalGeneration" in listed.stdout
+
+
+def test_a_gguf_file_is_fetched_by_name_with_its_set_and_read_from_the_cache(hub, trimtab_, tmp_path):
+    file, _ = gguf_files.model("qwen3", "q8_0", tmp_path / "made")
+    parts = [f"Q8/m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    whole = [part.read_bytes() for part in gguf_files.split(file, tmp_path)]
+    config = {"quantization": {"group_size": 64, "bits": 4}}
+    hub.repositories |= {
+        "someone/gguf": {"config.json": b"{}", "one.gguf": file.read_bytes(), **dict(zip(parts, whole, strict=True))},
+        "someone/mlx": {"config.json": json.dumps(config).encode(), "model.safetensors": b"x"},
+    }
+    wrong = ("someone/gguf", "someone/gguf/two.gguf", "someone/mlx")
+    first = (
+        f"from trimtab.cli.main import main; [main(['pull', one]) for one in {wrong}]; main(['pull', 'someone/gguf/{parts[1]}'])"
+    )
+    done = trimtab_("plan", f"someone/gguf/{parts[0]}", "--device", "cpu", "--json", before=first)
+    for words in (
+        "has GGUF files (Q8/m-00001-of-00002.gguf, one.gguf)", "trimtab pull someone/gguf/Q8/m-00001-of-00002.gguf",
+        "has no 'two.gguf'; its GGUF files are", "is packed for MLX",
+    ):  # fmt: skip
+        assert words in done.stderr
+    assert not [path for _, path, _ in hub.asked if "someone/mlx/resolve" in path and "safetensors" in path]
+    assert {path.name for path in (tmp_path / "cache").rglob("snapshots/*/*/*")} == {part.rpartition("/")[2] for part in parts}
+    assert done.returncode == 0 and '"quant": "q8_0"' in done.stdout
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(hub, trimtab_, tmp_path):

@@ -9,7 +9,7 @@ from trimtab.engine.cuda import check_cache as kept_checks
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.kernels import device_kernels as kernels
-from trimtab.machine import user_cache as own_folder
+from trimtab.process import user_cache as own_folder
 
 CARD = SimpleNamespace(name="a card", uuid="1", total_memory=2**33, multi_processor_count=4, major=9, minor=0)
 

@@ -13,7 +13,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.shipped_configs import KernelLimits, Target
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.machine import user_cache as own_folder
+from trimtab.process import user_cache as own_folder
 
 H200 = {"multiprocessors": 132, "shared_bytes": 232448}
 TARGET = Target("NVIDIA H200", (9, 0), 132, 232448, "0123")

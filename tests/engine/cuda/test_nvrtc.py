@@ -10,7 +10,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.errors import DeviceError
-from trimtab.machine import user_cache as own_folder
+from trimtab.process import user_cache as own_folder
 
 SOURCE = 'extern "C" __global__ void fill(float* p, int n) { if (threadIdx.x < n) p[threadIdx.x] = 1.f; }'
 

@@ -164,7 +164,7 @@ def with_weights(**changes):
     ("config", "words"),
     [
         (None, "no quantization_config"),
-        ({"quant_method": "exl3"}, "'exl3'"),
+        ({"quant_method": "vptq"}, "'vptq'"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
         (CT | {"config_groups": {}}, "config_groups"),
         (CT | {"config_groups": {str(n): {} for n in range(100)}}, "config_groups"),

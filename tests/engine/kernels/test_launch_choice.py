@@ -187,7 +187,7 @@ def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module
 
 
 def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):
-    from trimtab.machine import user_cache as own_folder
+    from trimtab.process import user_cache as own_folder
 
     monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(tuning, "graph_us", lambda *_, **__: 1.0)

@@ -14,8 +14,8 @@ from trimtab.engine.memory import rates as devices
 from trimtab.errors import RequestError
 from trimtab.machine import memory
 from trimtab.machine import rates_cache as rates_file
-from trimtab.machine import user_cache as own_folder
 from trimtab.planning import Rates
+from trimtab.process import user_cache as own_folder
 
 MIB = 2**20
 MEASURED = Rates(host_Bps=7e9)

@@ -1,10 +1,12 @@
 """Writes the golden weights of the formats: file tensors as a format's own library stores them, and what it makes of them.
 
-    python -m tests.golden.formats.make    (with compressed-tensors 0.20.0 and auto-round 0.16.1, without their dependencies)
+    python -m tests.golden.formats.make         (with compressed-tensors 0.20.0 and auto-round 0.16.1, without their dependencies)
+    python -m tests.golden.formats.make ggml    (with gguf 0.19.0)
 
 golden.safetensors has, for each case of `cases.json`, `CASE/part` and `CASE/expected`. compressed-tensors packs and unpacks its
 own files and AWQ's; transformers' Fp8Dequantize unpacks official FP8 files; auto-round's layers unpack GPTQ's. No line of trimtab
-runs.
+runs. ggml.safetensors has the same of ggml's types: gguf unpacks blocks of random bits, and transformers' dequant.py has to agree.
+small.gguf is a file of gguf's own writer.
 """
 
 from __future__ import annotations
@@ -155,7 +157,52 @@ CASES = {
 }  # fmt: skip
 
 
+# type -> the places of the float16 numbers in a block of it, and bytes whose random bits would be no finite scale.
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def ggml() -> None:
+    import gguf
+    import numpy as np
+    from transformers.integrations.gguf import dequant
+
+    tensors: dict[str, Tensor] = {}
+    random = np.random.default_rng(0)
+    for name, places in HALVES.items():
+        kind = gguf.GGMLQuantizationType[name]
+        values, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        rows, columns = 6, 2 * values
+        blocks = random.integers(0, 256, (rows * 2, nbytes), dtype=np.uint8)
+        for place in places:
+            scale = (random.random((rows * 2, 1)) * 0.02 - 0.005).astype(np.float16)
+            blocks[:, place : place + 2] = scale.view(np.uint8).reshape(-1, 2)
+        stored = blocks.reshape(rows, -1)
+        expected = torch.from_numpy(gguf.quants.dequantize(stored, kind).reshape(rows, columns).astype(np.float32))
+        other = dequant.dequantize(torch.from_numpy(stored), int(kind)).view(rows, columns)
+        assert torch.equal(expected, other), name
+        tensors |= {f"{name}/weight": torch.from_numpy(stored), f"{name}/expected": expected}
+    save_file(tensors, FOLDER / "ggml.safetensors", {"gguf": version("gguf"), "transformers": version("transformers")})
+    writer = gguf.GGUFWriter(FOLDER / "small.gguf", "llama")
+    writer.add_name("small")
+    writer.add_context_length(64)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_array("a.list", [1, 2, 3])
+    writer.add_token_list(["a", "b\u00e9"])
+    weight = np.arange(64 * 2, dtype=np.float32).reshape(2, 64)
+    writer.add_tensor(
+        "a.weight", gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q8_0), raw_dtype=gguf.GGMLQuantizationType.Q8_0
+    )
+    writer.add_tensor("b.weight", np.arange(5, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def main() -> None:
+    if sys.argv[1:] == ["ggml"]:
+        ggml()
+        return
     tensors: dict[str, Tensor] = {}
     configs: dict[str, Any] = {}
     for name, make in CASES.items():

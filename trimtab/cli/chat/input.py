@@ -10,7 +10,7 @@ from typing import Any, Protocol, TextIO
 
 from trimtab.cli.flags.output import print_text
 from trimtab.errors import RequestError
-from trimtab.machine.user_cache import own_folder
+from trimtab.process.user_cache import own_folder
 
 HISTORY_LINES, HISTORY_FILE = 1000, "lines"
 # A longer line is refused: it fits no context, and a terminal would redraw it for every key.

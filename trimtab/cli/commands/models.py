@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import os
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from trimtab.cli.flags.output import Command, print_json, print_text
 from trimtab.demo_names import BASE, FOLDER, without_demo_name
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
 from trimtab.formats.packed import formats_of, split_packed
+from trimtab.gguf.companion import is_model_file
 from trimtab.process.text_table import aligned
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
 
@@ -85,9 +87,7 @@ def run_models(options: argparse.Namespace) -> int:
         print_json({"folder": str(folder), "models": models})
         return 0
     if not models:
-        packed = sorted(file.name for file in folder.glob("*.gguf"))
-        note = f"; it has GGUF files ({packed[0]}), and trimtab reads safetensors" if packed else ""
-        print_text(f"no models in {folder}{note}", file=sys.stderr)
+        print_text(f"no models in {folder}", file=sys.stderr)
     rows = [("model", "class", "size", "format", "fits"), *(_model_row(one) for one in models)]
     _print_table(rows if models else [])
     return 0
@@ -99,7 +99,8 @@ def _model_names(folder: Path) -> list[str]:
     if cached:
         is_default = folder.resolve() == hub_cache().resolve()
         return [path.name.removeprefix("models--").replace("--", "/", 1) if is_default else str(path) for path in cached]
-    return [str(path.parent) for path in _below(folder, CONFIG) if not (path.parent / ADAPTER_CONFIG).is_file()]
+    found = [path.parent for path in _below(folder, CONFIG) if not (path.parent / ADAPTER_CONFIG).is_file()]
+    return [str(path) for path in sorted((*found, *filter(is_model_file, _below(folder, "*.gguf"))))]
 
 
 def _model(name: str, request: LoadRequest | None) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def _sorted(folder: Path) -> list[Path]:
 
 
 def _below(folder: Path, name: str) -> list[Path]:
-    """Return the files of a name in a folder and up to DEPTH below it; links to folders are not followed below it."""
+    """Return the files of a name or pattern in a folder and up to DEPTH below it; links to folders are not followed below it."""
     paths: list[Path] = []
     for count, (at, folders, files) in enumerate(os.walk(folder)):
         path = Path(at)
@@ -240,8 +241,7 @@ def _below(folder: Path, name: str) -> list[Path]:
             print_text(f"stopped after {MOST_FOLDERS} folders", file=sys.stderr)
             break
         folders[:] = sorted(one for one in folders if not one.startswith("."))
-        if name in files:
-            paths.append(path / name)
+        paths += [path / one for one in sorted(fnmatch.filter(files, name))]
         if len(path.relative_to(folder).parts) >= DEPTH:
             folders.clear()
     return paths

@@ -17,8 +17,8 @@ from trimtab.errors import CheckpointError, RequestError, gib
 
 def add(command: Command) -> None:
     """Add the command."""
-    parser = command("pull", run_pull, "download a model or adapter: config, tokenizer and safetensors only")
-    parser.add_argument("model", metavar="MODEL", help="a hub id, such as google/gemma-4-E4B-it")
+    parser = command("pull", run_pull, "download a model or adapter: config, tokenizer and safetensors, or a GGUF file")
+    parser.add_argument("model", metavar="MODEL", help="a hub id, such as google/gemma-4-E4B-it, or OWNER/NAME/FILE.gguf")
     parser.add_argument("--revision", metavar="NAME", help="a branch, tag or commit (default: main)")
 
 

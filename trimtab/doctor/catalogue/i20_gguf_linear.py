@@ -19,7 +19,7 @@ BUG = Bug(
     way_round="load the file dequantized (in 16 bits), or use the safetensors files of the same model",
     owner=("peft", "transformers"),
     trackers=(),
-    trimtab="it does not read GGUF yet, and says so by name",
+    trimtab="it reads the packed weights itself, and an adapter is added to each product",
     evidence="run",
 )  # fmt: skip
 

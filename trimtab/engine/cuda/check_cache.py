@@ -21,8 +21,8 @@ import torch
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.machine.installed import versions
-from trimtab.machine.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.process.json_file import parse
+from trimtab.process.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 
 FOLDER = "checked"
 MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 32, 32 * 2**20, 4 * 2**20

@@ -30,7 +30,7 @@ from torch import Tensor
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.cuda.shipped_configs import KernelLimits
 from trimtab.errors import DeviceError
-from trimtab.machine.user_cache import hashed, own_folder, prune, read_own, touch, write_own
+from trimtab.process.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 
 
 @dataclass(eq=False)

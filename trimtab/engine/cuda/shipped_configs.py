@@ -16,8 +16,8 @@ from importlib import resources
 from typing import Any
 
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig, cuts, key_name
-from trimtab.machine.user_cache import hashed, own_folder, read_own, write_own
 from trimtab.process.json_file import parse
+from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
 
 FORM = 1
 # Bytes a thread for spilled registers, up to which a timing on another such card counts: another compiler may spill more there.

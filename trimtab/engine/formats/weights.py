@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats import bitsandbytes, float4, float8, grouped, mobile
+from trimtab.engine.formats import bitsandbytes, float4, float8, ggml, grouped, mobile
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import Packed, PlainShell, Shell, WideShell, is_narrow
 from trimtab.engine.formats.packed import unpacked_shell as packed_shell
@@ -62,6 +62,7 @@ FORMATS: Mapping[Family, WeightFormat] = {
     "mobile": WeightFormat(mobile.dequantize, mobile.dequantize_rows, mobile.shell, mobile.read),
     "float4": WeightFormat(float4.dequantize, float4.dequantize_rows, float4.shell, float4.read),
     "float8": WeightFormat(float8.dequantize, float8.dequantize_rows, float8.shell, float8.read),
+    "ggml": WeightFormat(ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read),
 }
 
 

@@ -20,7 +20,7 @@ from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import format_names
-from trimtab.formats.record import PackedEntry
+from trimtab.formats.record import PackedEntry, stored_format
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -140,7 +140,7 @@ def _rows(
         stored = formats.stored(path) if quantized or kind == "embedding" else None
         if kind == "embedding" and stored is not None and path not in places.tables:
             shared = ties.get(f"{path}.weight") or next((name for name, owner in ties.items() if owner == f"{path}.weight"), None)
-            if shared is not None:
+            if shared is not None and not stored_format(stored).shares_tables:
                 raise CheckpointError(
                     f"is a quantized table that {shared} shares, which transformers cannot compute with either",
                     path=str(getattr(config, "_name_or_path", "")), tensor_name=f"{path}.weight",

@@ -38,7 +38,7 @@ from trimtab.engine.tiers.reader import Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import HEAD8, UNREAD_PARTS, PackedEntry, packed_parts
+from trimtab.formats.record import HEAD8, UNREAD_PARTS, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
@@ -495,7 +495,7 @@ class _Filler:
             "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
             "dtype": self.dtype, "store": self.adapter_store, "padding_idx": module.padding_idx,
         }  # fmt: skip
-        if row.stored:
+        if row.stored and stored_format(row.stored).family == "mobile":
             common["exact_scale"] = float(getattr(module, "scalar_embed_scale", 1.0))
         table: tables.Table
         first_rows = int(getattr(module, "padding_idx", None) or 0) + 1

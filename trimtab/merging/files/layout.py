@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.checkpoint.folder import CONFIG, INDEX_SUFFIX, Checkpoint
+from trimtab.checkpoint.folder import CONFIG, INDEX_SUFFIX, SINGLE, Checkpoint
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.writer import Layout, NewTensor, lay_out, same_layout
 from trimtab.engine.loader.transformers_model import Probe
@@ -107,9 +107,7 @@ def plan_shards(
     # Some layouts have no file tensor of the weight's own name: it stands where its packed values do.
     weights = {entry.parts["weight"].tensor_name: name for name, entry in packed.items()}
     shards = []
-    for file in checkpoint.files:
-        header = read_header(file)
-        entries = sorted(header.tensors.values(), key=lambda entry: entry.start)
+    for place, file, entries, metadata in _files(checkpoint):
         outs = []
         for entry in entries:
             name = weights.get(entry.tensor_name, entry.tensor_name)
@@ -125,16 +123,26 @@ def plan_shards(
             )  # fmt: skip
         for name, holder in recipe.added.items():
             leaf, edit = recipe.copies[name]
-            if holder == file.name:
+            if holder == file.name or checkpoint.is_gguf:
                 source = packed[leaf].parts["weight"] if leaf in packed else checkpoint.tensors[leaf]
                 shape = packed[leaf].shape if leaf in packed else source.shape
                 outs.append(Out(name, leaf, dtypes.of(leaf, source), shape, (edit,)))
-        shards.append(_shard(checkpoint.folder, file, outs, entries, header.metadata))
+        shards.append(_shard(place, file, outs, entries, metadata))
     return tuple(shards)
 
 
-def _shard(folder: Path, file: Path, outs: list[Out], entries: list[TensorEntry], metadata: Mapping[str, str]) -> Shard:
-    name = file.relative_to(folder).as_posix()
+def _files(checkpoint: Checkpoint) -> Iterator[tuple[str, Path, list[TensorEntry], Mapping[str, str]]]:
+    """Yield (name, base's file, its tensors in the order of its data, its metadata); all tensors of a GGUF model come into one."""
+    if checkpoint.is_gguf:
+        yield SINGLE, checkpoint.files[1], list(checkpoint.tensors.values()), {"format": "pt"}
+        return
+    for file in checkpoint.files:
+        header = read_header(file)
+        name = file.relative_to(checkpoint.folder).as_posix()
+        yield name, file, sorted(header.tensors.values(), key=lambda entry: entry.start), header.metadata
+
+
+def _shard(name: str, file: Path, outs: list[Out], entries: list[TensorEntry], metadata: Mapping[str, str]) -> Shard:
     expected = [(tensor.tensor_name, tensor.dtype, tensor.shape) for out in outs for tensor in out.tensors()]
     if expected == [(entry.tensor_name, entry.dtype, entry.shape) for entry in entries]:
         with open(file, "rb") as handle:
@@ -156,14 +164,16 @@ class _Dtypes:
             for leaf in expression.leaves:
                 self.model.setdefault(leaf, str(tensors[path].dtype).removeprefix("torch."))
         self.base = config_dtype(checkpoint.config)
+        # GGUF files hold vectors in float32, in models of any type.
+        self.is_gguf = checkpoint.is_gguf
 
     def of(self, leaf: str, entry: TensorEntry) -> str:
         if leaf in self.packed:
             return self.model.get(leaf, self.asked or self.base) if self.asked else self.base
-        if self.asked is None or entry.dtype not in FLOATS:
+        if entry.dtype not in FLOATS or (self.asked is None and not self.is_gguf):
             return entry.dtype
         # Tensors that the architecture keeps in float32 stay in float32, as in stock.
-        return self.model.get(leaf, self.asked)
+        return self.model.get(leaf, self.asked or self.base)
 
 
 def config_dtype(config: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from trimtab.machine import user_cache as own_folder
-from trimtab.machine.user_cache import DIGEST_BYTES, RefusedError, hashed, prune, read_own, touch, write_own
+from trimtab.process import user_cache as own_folder
+from trimtab.process.user_cache import DIGEST_BYTES, RefusedError, hashed, prune, read_own, touch, write_own
 
 needs_owners = pytest.mark.skipif(sys.platform == "win32", reason="Windows has access lists instead")
 

@@ -1,0 +1,203 @@
+"""Do models in GGUF files answer as the stock stack does with the same weights, in every tier, adapters on?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trimtab
+from tests import gguf_files, pico, stock
+from tests.long_runs import slow_on_cpu
+from trimtab.checkpoint.folder import find_folder, read_checkpoint
+from trimtab.engine.layers.embedding import PackedTable
+from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.loader import transformers_model as hf
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning.values.blocks import blocks_of
+from trimtab.verification.routes import stock_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+TIERS = ("resident", "stream", "disk", "host")
+VARIANTS = {"none": None, "lora": {}, "dora": {"dora": True}, "rslora": {"rslora": True}, "saved": {"modules_to_save": ["norm"]}}
+
+
+@cache
+def files(family: str, form: str, root: Path) -> tuple[Path, Path]:
+    return gguf_files.model(family, form, root / f"{family}-{form}")
+
+
+@cache
+def adapter(family: str, variant: str, root: Path) -> Path:
+    return pico.adapter(files(family, "q4_k", root)[1], root / f"gguf-{family}-{variant}", **VARIANTS[variant])
+
+
+@cache
+def expected(family: str, form: str, variant: str, root: Path) -> torch.Tensor:
+    model = stock.load_stock(files(family, form, root)[1])
+    if VARIANTS[variant] is not None:
+        model = stock.with_adapter(model, adapter(family, variant, root))
+    return stock.logits(model, pico.inputs("llama", model.config))
+
+
+@pytest.fixture
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+
+def cases():
+    """Yield every combination: by default each family, type, tier and variant a few times, and of Llama's each tier with each."""
+    forms, variants, families = list(gguf_files.FORMS), list(VARIANTS), list(gguf_files.FAMILIES)
+    kept = {("llama", forms[number % len(forms)], tier, variants[number % 5]) for number, tier in enumerate(TIERS * 5)}
+    kept |= {
+        (family, form, TIERS[(number + place) % 4], variants[1 + (number + place) % 4])
+        for number, family in enumerate(families)
+        for place, form in enumerate((forms[number % len(forms)], "q4_k"))
+    }
+    for one in itertools.product(families, forms, TIERS, variants):
+        yield one if one in kept else slow_on_cpu(*one)
+
+
+@pytest.mark.parametrize(("family", "form", "tier", "variant"), list(cases()))
+def test_logits_are_those_of_the_stock_stack(family, form, tier, variant, root):
+    adapters = {} if VARIANTS[variant] is None else {"one": adapter(family, variant, root)}
+    place = {"*": tier} if tier == "resident" else {"language": tier}
+    plan = trimtab.plan(files(family, form, root)[0], adapters=adapters, place=place, device="cpu", context=64)
+    with trimtab.load(plan) as model:
+        model.adapter_store.set("one" if adapters else None)
+        found = stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config))
+    assert torch.equal(found, expected(family, form, variant, root))
+
+
+def test_a_set_of_files_is_one_model(root, tmp_path):
+    file, _ = files("llama", "q4_k", root)
+    parts = gguf_files.split(file, tmp_path)
+    plan = trimtab.plan(parts[1], device="cpu", context=64, place={"*": "resident"})
+    with trimtab.load(plan) as model:
+        found = stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config))
+    assert torch.equal(found, expected("llama", "q4_k", "none", root))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_the_stock_route_of_verify_has_the_same_weights(family, root):
+    file, dense = files(family, "q4_k", root)
+    model = stock_run.load_base(str(find_folder(file)), "auto", "bfloat16", "cpu")
+    truth, found = load_file(dense / "model.safetensors"), model.state_dict()
+    assert set(truth) <= set(found)
+    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize(("family", "form"), [("llama", "q4_k"), ("qwen3_5", "q8_0"), ("gemma4", "f16")])
+def test_a_merge_is_the_sum_in_float64_rounded_once(family, form, root, tmp_path):
+    file, dense = files(family, form, root)
+    folder = adapter(family, "lora", root)
+    trimtab.merge(file, tmp_path / "merged", adapters=folder, check=True)
+    written, base = load_file(tmp_path / "merged" / "model.safetensors"), load_file(dense / "model.safetensors")
+    lora = {name: tensor.double() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert {name: tensor.dtype for name, tensor in written.items()} == {name: tensor.dtype for name, tensor in base.items()}
+    for name, tensor in base.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" not in lora:
+            assert torch.equal(written[name], tensor), name
+            continue
+        delta = lora[f"{stem}.lora_B.weight"] @ lora[f"{stem}.lora_A.weight"] * (settings["lora_alpha"] / settings["r"])
+        # Half a unit of bfloat16 for the result, and for the base, which stands here rounded to it.
+        exact = tensor.double() + delta
+        assert bool(((written[name].double() - exact).abs() <= 2**-8 * (exact.abs() + tensor.double().abs())).all()), name
+    assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "trimtab_merge.json",
+    ]
+    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+    # Stock loads what was written.
+    assert stock.load_stock(tmp_path / "merged").dtype == torch.bfloat16
+
+
+def test_a_plan_counts_the_bytes_of_each_type(root):
+    file, _ = files("llama", "q4_k", root)
+    plan = trimtab.plan(file, device="cpu", context=64, place={"*": "resident"})
+    with trimtab.load(plan) as model:
+        layers = [one.stored for one in model.hf_model.modules() if isinstance(one, (ResidentLeaf, PackedTable))]
+    assert len(layers) == 16 and {one.kind for one in layers} == {"q4_k", "q6_k"}
+    for one in layers:
+        assert one.nbytes == one.shape[0] * one.shape[1] // 256 * {"q4_k": 144, "q6_k": 210}[one.kind]
+    assert plan.gpu["weights"] == sum(one.nbytes for one in layers)
+    # While a weight is read, its rows may be moved: the head's and the table's never are.
+    anatomy = hf.read_anatomy(read_checkpoint(file), quant="none", dtype="bfloat16")
+    blocks = {block.block_path: block for block in blocks_of(anatomy, "auto")}
+    assert blocks["lm_head"].load_transient_bytes == 320 * 210 and blocks["model.layers.0"].load_transient_bytes == 2 * 512 * 210
+
+
+@pytest.mark.parametrize("home", ["device", "host", "file"])
+def test_a_table_stays_packed_in_every_home_and_takes_adapters(home, root, tmp_path):
+    table = "model.embed_tokens_per_layer"
+    file, dense = files("gemma4", "q4_k", root)
+    folder = pico.adapter(dense, tmp_path / "adapter", embeddings=True)
+    request = {"place": {table: "gather" if home == "host" else "resident"}}
+    if home == "file":
+        request = {"device_map": {table: "disk", "": "cpu"}}
+    plan = trimtab.plan(file, adapters={"one": folder}, device="cpu", context=64, **request)
+    row = next(one for one in plan.placements if one.block_path == table)
+    # 320 rows of 5 layers of 256 values in Q6_K; the scale is one value, and a gathered table has its first row on the device.
+    packed, scale, first = 320 * 5 * 210, 2, 2 * 5 * 256
+    at = {"device": (packed + scale, 0), "host": (first + scale, packed), "file": (first + scale, 0)}
+    assert (row.home, row.gpu_bytes, row.host_bytes) == (home, *at[home])
+    with trimtab.load(plan) as model:
+        model.adapter_store.set("one")
+        found = stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config))
+    truth = stock.with_adapter(stock.load_stock(dense), folder)
+    assert torch.equal(found, stock.logits(truth, pico.inputs("llama", truth.config)))
+
+
+def test_a_type_of_files_is_not_made_and_not_made_again(root):
+    with pytest.raises(RequestError, match="reads and does not make"):
+        trimtab.plan(pico.built("llama"), quant="q4_k", device="cpu")
+    with pytest.raises(RequestError, match=r"already quantized \(q4_k, q6_k\)"):
+        trimtab.plan(files("llama", "q4_k", root)[0], quant="nf4", device="cpu")
+
+
+TEXTS = ("hello world hello", "ähnlich 123 <|im_end|>\n\n  x", " hello", "")
+
+
+def test_the_tokenizer_and_the_ends_of_turns_are_the_files(tmp_path):
+    import transformers
+
+    keys = gguf_files.tokenizer_keys()
+    tokens = keys["tokenizer.ggml.tokens"]
+    first = {"tokenizer.ggml.bos_token_id": tokens.index("<|endoftext|>"), "tokenizer.ggml.add_bos_token": True}
+    truth = transformers.Qwen2Tokenizer(vocab={text: place for place, text in enumerate(tokens)}, merges=gguf_files.MERGES)
+    truth.add_special_tokens({"additional_special_tokens": list(gguf_files.SPECIAL)})
+    for number, (more, begin) in enumerate(((keys, []), (keys | first, [tokens.index("<|endoftext|>")]))):
+        file, _ = gguf_files.model("qwen3", "q8_0", tmp_path / str(number), **more)
+        folder = find_folder(file)
+        found = transformers.AutoTokenizer.from_pretrained(folder)
+        for text in TEXTS:
+            assert found(text).input_ids == begin + truth(text).input_ids
+        assert (found.eos_token, found.pad_token, found.chat_template) == ("<|im_end|>", "<|endoftext|>", gguf_files.TEMPLATE)
+        assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [266, 264]
+    with trimtab.load(trimtab.plan(file, device="cpu", context=64)) as model:
+        answer = model.answer("hello", max_new_tokens=3)
+    asked = found.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+    assert answer.prompt_tokens == len(asked["input_ids"])
+
+
+def test_a_vocabulary_that_is_cut_in_an_unknown_way_is_refused(tmp_path):
+    keys = gguf_files.tokenizer_keys() | {"tokenizer.ggml.pre": "own-cut"}
+    file, _ = gguf_files.model("qwen3", "q8_0", tmp_path, **keys)
+    with pytest.raises(CheckpointError, match="cuts words as 'own-cut'"):
+        find_folder(file)
+
+
+def test_a_merge_is_compared_with_a_quantized_base_as_it_is(root):
+    from trimtab.verification.verify import _request
+
+    file, dense = files("llama", "q4_k", root)
+    quants = [_request(str(model), None, None, None, dense).quant for model in (file, dense)]
+    assert quants == ["auto", "none"]

@@ -1,0 +1,89 @@
+"""Is a LoRA in a GGUF file the adapter that it was converted from, and is any other refused by name?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trimtab
+from tests import gguf_files, pico, stock
+from trimtab.adapters.file import read_adapter
+from trimtab.errors import AdapterError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return a function of a family: (the model's file, its folder, an adapter of PEFT with two ranks, the same in GGUF)."""
+    root = tmp_path_factory.mktemp("lora")
+
+    def of(family: str) -> tuple[Path, Path, Path, Path]:
+        file, dense = gguf_files.model(family, "q8_0", root / family)
+        folder = pico.adapter(dense, root / f"{family}-peft", rank_pattern={"down_proj": 2})
+        return file, dense, folder, gguf_files.lora(family, folder, root / f"{family}.gguf")
+
+    return of
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
+def test_answers_are_those_of_the_adapter_of_peft(family, made):
+    file, dense, folder, lora = made(family)
+    found = read_adapter(lora)
+    wanted = {name: tensor.float() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    written = load_file(found.file)
+    assert set(written) == set(wanted) and all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+    assert found.config["r"] == 4 and set(found.config["rank_pattern"].values()) == {2} and found.config["lora_alpha"] == 8.0
+    if family == "gemma4":
+        return
+    plan = trimtab.plan(file, adapters=lora, device="cpu", context=64, place={"*": "resident"})
+    truth = stock.with_adapter(stock.load_stock(dense), folder)
+    with trimtab.load(plan) as model:
+        model.adapter_store.set(lora.name)
+        logits = stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config))
+    assert torch.equal(logits, stock.logits(truth, pico.inputs("llama", truth.config)))
+
+
+def lora_file(tmp_path, keys=None, tensors=None):
+    own = {"general.type": "adapter", "general.architecture": "qwen3", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
+    pair = {
+        "blk.0.attn_q.weight.lora_a": ("F32", torch.ones(4, 256), (4, 256)),
+        "blk.0.attn_q.weight.lora_b": ("F32", torch.ones(256, 4), (256, 4)),
+    }
+    given = {name: one for name, one in (own | (keys or {})).items() if one is not None}
+    whole = {name: one for name, one in (pair | (tensors or {})).items() if one is not None}
+    return gguf_files.write(tmp_path / "a.gguf", given, whole)
+
+
+ONE = ("F32", torch.ones(4, 256), (4, 256))
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "words"),
+    [
+        ({"general.type": "model"}, None, "is a GGUF file, and no LoRA in it"),
+        ({"adapter.type": "control_vector"}, None, "no LoRA in it"),
+        ({"general.architecture": "bert"}, None, "is of the architecture 'bert'"),
+        ({"adapter.lora.alpha": None}, None, "adapter.lora.alpha is None"),
+        ({"adapter.lora.alpha": 0.0}, None, "adapter.lora.alpha is 0.0"),
+        ({"adapter.alora.invocation_tokens": [1, 2]}, None, "adapter.alora.invocation_tokens=[1, 2]: unknown key"),
+        ({"general.architecture": "llama"}, None, "attn_q.weight.lora_a: its rows are in an order that the file does not tell"),
+        (None, {"blk.0.attn_q.weight.lora_b": None}, "self_attn.q_proj has lora_a alone"),
+        (None, {"blk.0.attn_q.weight.lora_b": ("F32", torch.ones(256, 8), (256, 8))}, "lora_a [4, 256] and lora_b [256, 8]"),
+        (None, {"blk.0.ssm_x.weight.lora_a": ONE}, "blk.0.ssm_x.weight.lora_a has no module of a linear layer"),
+        (None, {"token_embd.weight.lora_a": ONE}, "token_embd.weight.lora_a has no module of a linear layer"),
+        (None, {"blk.0.attn_q.weight.lora_a": ("F32", torch.ones(4), (4,))}, "is F32 [4]; matrices of F32, F16, BF16 are read"),
+    ],
+)
+def test_an_adapter_that_is_not_read_is_refused_by_name(keys, tensors, words, tmp_path):
+    with pytest.raises(AdapterError) as told:
+        read_adapter(lora_file(tmp_path, keys, tensors))
+    assert words in str(told.value) and "a.gguf" in str(told.value)
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    first = read_adapter(lora_file(tmp_path))
+    again = read_adapter(lora_file(tmp_path, {"adapter.lora.alpha": 16.0}))
+    assert [json.loads((one.folder / "adapter_config.json").read_text())["lora_alpha"] for one in (first, again)] == [8.0, 16.0]
