@@ -18,9 +18,11 @@ from tests import pico
 from tests.cuda_on_cpu import run
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
+from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families import check, families
 from trimtab.engine.families.decoder import Decoder, UndescribedError
 from trimtab.engine.kernels import delta_rule
+from trimtab.request import GenerateRequest
 
 DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5"]
 ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]
@@ -96,6 +98,43 @@ def test_a_step_from_the_kernels_is_the_modules(family, on_cpu, replayed, tmp_pa
         compare(expected, batch, 2, 2 * TOLERANCE)
         assert batch.steps.captures == 1 and not batch.steps.fallbacks
         assert {name.partition("_")[0] for name in on_cpu.small.launches} >= {"turns"}
+
+
+def test_no_step_of_recurrent_layers_is_queued_ahead_or_tried_twice(tmp_path):
+    """A step that is thrown away, or that failed behind some layers, has advanced their states."""
+    with loaded("qwen3_5", tmp_path) as model:
+        batch = joined(model, "fused", ASKED)
+        batch.steps.wrote_tokens = True
+        assert batch.cache.has_recurrent and not batch.steps.may_look_ahead()
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("once")
+
+        handle = model.hf_model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(Exception, match="once"):
+            batch.step()
+        handle.remove()
+        assert [row.finish for row in batch.active] == ["error"] * 3 and batch.step() == []
+
+
+def test_a_fork_takes_a_state_of_the_prompt_alone(tmp_path):
+    """Two answers of one prompt, the second begun before and behind the first one's first step."""
+    with loaded("qwen3_5", tmp_path) as model:
+        answers = []
+        for steps in (0, 1):
+            batch = Batch(model, rows=4, decode="fused")
+            rows = []
+            for number in range(2):
+                prompt = batch.begin(model.prepare(ASKED[0][1]), GenerateRequest(max_new_tokens=6), adapter="a", group="answers")
+                while not prompt.step():
+                    pass
+                rows.append(batch.join(prompt).row)
+                for _ in range(steps if number == 0 else 0):
+                    batch.step()
+            while any(row.finish is None for row in rows):
+                batch.step()
+            answers += [tuple(row.answer_ids) for row in rows]
+        assert len(set(answers)) == 1
 
 
 # Planted faults ---------------------------------------------------------------------------------------------------------

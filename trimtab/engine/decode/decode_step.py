@@ -260,7 +260,7 @@ class DecodeStep:
         bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
         if self.is_invariant:
             bucket = self.rows
-        elif self.cache.has_recurrent and (self.mode == "graph" or self.fused_step() is None):
+        elif self.cache.has_recurrent and (self.mode == "graph" or bucket > many_rows.MOST_ROWS or self.fused_step() is None):
             # A capture computes a step several times, and padding rows may be placed ones: modules would advance their states.
             self._choice.fall_back("graph", "states of recurrent layers need the kernels of a step", requested=self.mode == "graph")
             return None

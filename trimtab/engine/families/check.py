@@ -17,7 +17,7 @@ from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.attention_and_norms import norm_torch, turned_torch
 from trimtab.engine.layers.linear import staged_in
 
-TOKENS = 3
+TOKENS = 6  # more than a convolution's taps
 # The norm of a difference over the norm of what a layer adds; a rounding of the layer's output comes on top. The operations are the
 # modules' own in the same order; attention's sums are not.
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}

@@ -77,6 +77,8 @@ def _ropes(text: Any, kinds: list[str], *, by_kind: bool = False) -> dict[str, R
 
 def _attention(module: Any, kind: str, config: Any, *, form: str | None, norms_values: bool = False, **more: Any) -> Attention:
     """Return a layer's attention. form: of the norms of queries and keys, None without."""
+    if getattr(module, "attn_logit_softcapping", None) is not None and config._attn_implementation != "sdpa":
+        raise UndescribedError("its attention caps scores")  # torch's sdpa does not
     dim, heads = module.head_dim, module.q_proj.out_features // module.head_dim
     norms: dict[str, Any] = {}
     if form is not None:

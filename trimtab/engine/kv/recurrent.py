@@ -22,8 +22,8 @@ _Base: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", object)
 
 
 def is_recurrent(layer: object) -> bool:
-    """Whether a layer of transformers' own cache keeps such a state, and nothing else."""
-    return type(layer).__name__ == "LinearAttentionLayer" and getattr(layer, "number_of_states", 1) == 1
+    """Whether a layer of transformers' own cache keeps such a state, and nothing else, in the form of releases that know more."""
+    return type(layer).__name__ == "LinearAttentionLayer" and getattr(layer, "number_of_states", 0) == 1
 
 
 class RecurrentLayer(_Base):  # type: ignore[misc]

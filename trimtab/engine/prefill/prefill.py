@@ -32,7 +32,7 @@ from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode.graph_uses import FormUses
 from trimtab.engine.decode.step_capture import check_replay, in_pass
 from trimtab.engine.decode.step_choice import Fallback
-from trimtab.engine.families.chunk import ChunkLayers
+from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS
@@ -209,7 +209,8 @@ class PrefillRunner:
             return False
         if self.is_recurrent:
             self.chunk_forward()  # the cache's layers are known from then on, and the step gives states memory
-            if self.batch.steps.fused_step() is None:
+            step = self.batch.steps.fused_step()
+            if step is None or not pays(step, self.device):
                 return False  # modules cannot tell padding from tokens
         try:
             job = self._begin(prompt)

@@ -11,6 +11,7 @@ from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.passes.chunk_forward import ChunkForward
 from trimtab.engine.prefill.rows import Passes
+from trimtab.errors import DeviceError
 
 
 def layers_of(
@@ -43,9 +44,15 @@ def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> 
     key, serial = prompts.layouts.set_adapter(name)
     forward.lasts = forward.firsts = None
     step = prompts.batch.steps.fused_step()
+    if step is not None:
+        forward.firsts = layers_of(prompts, forward, key, name)
+    if prompts.is_recurrent and forward.firsts is None:  # an adapter that replaces norms came between two pieces
+        raise DeviceError(
+            "the kernels of a step compute this prompt's recurrent layers, and are not used any more",
+            device=str(prompts.device), hint="Send the prompt again",
+        )  # fmt: skip
     if step is None:
         return key, serial, False
-    forward.firsts = layers_of(prompts, forward, key, name)
     if forward.first_shared < len(forward.layers) and prompts.batch.cache.kv == "full":
         if prompts.lasts is None or prompts.lasts.step is not step:
             prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
