@@ -171,14 +171,7 @@ class Proof:
         return self.local[where], self.local[where]
 
     def case(
-        self,
-        name: str,
-        fault: str,
-        where: str,
-        planted: Planted,
-        base: Planted,
-        other: Path | None = None,
-        **asked: Any,
+        self, name: str, fault: str, where: str, planted: Planted, base: Planted, other: Path | None = None, **asked: Any
     ) -> None:
         both = Both(planted, base)
         adapters = {name: self.own[name]}
@@ -208,11 +201,7 @@ class Proof:
         served = None if where.startswith("merged") else name
         memory: dict[Any, Any] = {}
         ways = [(20, True, 0.0), (20, False, 0.0), (5, True, 0.0), (5, False, 0.0), (0, True, 0.0)]
-        ways += [(20, True, jitter) for jitter in (0.01, 0.03, 0.05, 0.1)] + [
-            (5, True, 0.05),
-            (5, False, 0.02),
-            (20, False, 0.05),
-        ]
+        ways += [(20, True, jitter) for jitter in (0.01, 0.03, 0.05, 0.1)] + [(5, True, 0.05), (5, False, 0.02), (20, False, 0.05)]
         for top, with_base, jitter in ways:
             planted = Planted(model, {"m": served}, top=top, jitter=jitter, words=self.words)
             base = Planted(base_model, {"b": None}, top=top, jitter=jitter, words=self.words)

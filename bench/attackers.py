@@ -133,10 +133,7 @@ VALUES: dict[str, tuple[str, bytes]] = {
     "logit_bias 1e308": (CHAT, _asked(logit_bias={"1": 1e308})),
     "temperature NaN": (CHAT, _asked(temperature=float("nan"))),
     "schema of itself": (CHAT, _held_to({"$ref": "#"})),
-    "schema of itself, farther": (
-        CHAT,
-        _held_to({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}),
-    ),
+    "schema of itself, farther": (CHAT, _held_to({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"})),
     "an empty message": (CHAT, _asked(messages=[{"role": "user", "content": " "}])),
     "unloading the operator's adapter": (UNLOAD, b'{"lora_name":"style"}'),
     "an adapter of another folder": (LOAD, b'{"lora_name":"x","lora_path":"../../../../etc"}'),

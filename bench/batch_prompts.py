@@ -46,14 +46,7 @@ def main() -> None:
 
     made = sized(given.size, given.work, 8, device="cuda")
     plan = trimtab.plan(
-        made.folder,
-        quant="nf4-dq",
-        adapters=made.adapters,
-        context=1024,
-        batch=ROWS,
-        device="cuda",
-        images=0,
-        audio_s=0.0,
+        made.folder, quant="nf4-dq", adapters=made.adapters, context=1024, batch=ROWS, device="cuda", images=0, audio_s=0.0
     )
     found: list[dict[str, Any]] = []
     own = PackedPrefill.why_not

@@ -381,11 +381,7 @@ def merged(results: dict[str, Any], rows: list[dict[str, Any]], where: dict[str,
     kept = results.get("rows", [])
     run = max((row.get("run", 0) for row in kept), default=0) + 1
     other = {} if results.get("environment", where) == where else {"gpu": where.get("gpu"), "environment": where}
-    return {
-        "environment": where,
-        **results,
-        "rows": [*kept, *({**row, "run": run, **other} for row in rows if "error" not in row)],
-    }
+    return {"environment": where, **results, "rows": [*kept, *({**row, "run": run, **other} for row in rows if "error" not in row)]}
 
 
 def main() -> int:

@@ -122,11 +122,7 @@ class Turn:
     def shown(self) -> dict[str, Any]:
         first = {f"first_{kind}_s": client.percentiles(values) for kind, values in self.first_s.items()}
         mib = {"worker_mib": self.worker_bytes / 2**20, "compiler_mib": self.compiler_bytes / 2**20}
-        return {
-            "ended": dict(sorted(self.ended.items())),
-            **first,
-            **{name: round(one, 1) for name, one in mib.items()},
-        }
+        return {"ended": dict(sorted(self.ended.items())), **first, **{name: round(one, 1) for name, one in mib.items()}}
 
 
 def _beside(server: Served, bodies: dict[str, dict[str, Any]], turn: Turn, seconds: float, got: Counter[str]) -> None:

@@ -48,13 +48,7 @@ def parity(quant: str, adapter: str | None) -> dict[str, Any]:
     """Compare the demo's answers with both heads."""
     adapters = {} if adapter is None else {adapter: DEMO / "adapters" / adapter}
     report = trimtab.verify(
-        DEMO / "base",
-        adapters=adapters,
-        quant=quant,
-        head="int8",
-        against="full-head",
-        prompts=prompts(),
-        isolated=False,
+        DEMO / "base", adapters=adapters, quant=quant, head="int8", against="full-head", prompts=prompts(), isolated=False
     )
     found = [row.difference for row in report.prompts]
     positions = sum(one.positions for one in found)

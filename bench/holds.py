@@ -50,11 +50,7 @@ def post(address: str, path: str, body: dict[str, Any]) -> None:
 
 def chat(address: str, parts: Any, **more: Any) -> None:
     messages = [{"role": "user", "content": parts}]
-    post(
-        address,
-        "/v1/chat/completions",
-        {"model": "demo", "messages": messages, "max_tokens": 2, "temperature": 0, **more},
-    )
+    post(address, "/v1/chat/completions", {"model": "demo", "messages": messages, "max_tokens": 2, "temperature": 0, **more})
 
 
 def text_of(seed: int, count: int) -> str:
@@ -74,10 +70,7 @@ def send_audio(address: str, seed: int) -> None:
     out = io.BytesIO()
     soundfile.write(out, np.random.default_rng(seed).standard_normal(29 * 16_000) / 8, 16_000, format="WAV")
     data = base64.b64encode(out.getvalue()).decode()
-    chat(
-        address,
-        [{"type": "text", "text": "?"}, {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}],
-    )
+    chat(address, [{"type": "text", "text": "?"}, {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}])
 
 
 def send_long_prompt(address: str, seed: int) -> None:
@@ -146,11 +139,7 @@ def run(address: str, send: Callable[[str, int], None], seed: int) -> dict[str, 
         later - earlier for earlier, later in zip(times, times[1:], strict=False)
         if later > begun and earlier < begun + took_s + AFTER_S
     ]  # fmt: skip
-    return {
-        "longest_s": round(max(gaps), 3),
-        "median_s": round(statistics.median(gaps), 4),
-        "request_s": round(took_s, 2),
-    }
+    return {"longest_s": round(max(gaps), 3), "median_s": round(statistics.median(gaps), 4), "request_s": round(took_s, 2)}
 
 
 def measure(runs: int, names: Collection[str]) -> dict[str, Any]:

@@ -35,13 +35,7 @@ def kernels(model: Any) -> list[dict[str, Any]]:
 
     found, module = [], fused.load(model.device)
     for heads, kv_heads, dim, *_ in describe(model.hf_model).shapes(full_only=True):
-        for rows, seen, context in (
-            (1, 640, 4096),
-            (8, 640, 4096),
-            (32, 640, 4096),
-            (32, 4000, 4096),
-            (1, 30000, 32768),
-        ):
+        for rows, seen, context in ((1, 640, 4096), (8, 640, 4096), (32, 640, 4096), (32, 4000, 4096), (1, 30000, 32768)):
             whole = [torch.randn(rows, kv_heads, context, dim, device=model.device).bfloat16() for _ in range(2)]
             pool = PagePool(rows * pages_of(context) * PAGE_TOKENS, rows, context, model.device)
             order = torch.randperm(pool.pages, generator=torch.Generator().manual_seed(1)) + 2

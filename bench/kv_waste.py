@@ -76,14 +76,7 @@ def main() -> None:
     for name, mix in mixes().items():
         tokens = max(CONTEXT, sum(pages_of(prompt + answer) for prompt, answer in mix) * PAGE_TOKENS)
         plan = trimtab.plan(
-            FOLDER / "base",
-            quant="none",
-            context=CONTEXT,
-            batch=len(mix),
-            device="cpu",
-            images=0,
-            audio_s=0.0,
-            kv_tokens=tokens,
+            FOLDER / "base", quant="none", context=CONTEXT, batch=len(mix), device="cpu", images=0, audio_s=0.0, kv_tokens=tokens
         )
         with trimtab.load(plan) as model:
             found.append({"what": "waste", "mix": name, "page_tokens": PAGE_TOKENS, **measured(model, mix)})

@@ -51,11 +51,7 @@ def _compute(address: str, path: str, body: dict[str, Any], headers: dict[str, s
     with suppress(OSError, HTTPException), closing(connection):
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
         answer = connection.getresponse()
-        found |= {
-            "status": answer.status,
-            "bytes": len(answer.read()),
-            "seconds": round(time.perf_counter() - start, 1),
-        }
+        found |= {"status": answer.status, "bytes": len(answer.read()), "seconds": round(time.perf_counter() - start, 1)}
 
 
 def computed(seconds: float = 20.0) -> dict[str, Any]:

@@ -335,10 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS)
     parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="*",
-        help="requests a second of the open loop (default: 3 and 10; none with --share)",
+        "--rates", type=float, nargs="*", help="requests a second of the open loop (default: 3 and 10; none with --share)"
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each cell")
     parser.add_argument("--others-seconds", type=float, help="of each cell of the engines beside trimtab (default: the same)")
@@ -381,11 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
         save()  # a run that is cut leaves what it has measured
-        print(
-            row["failed"] if "failed" in row else json.dumps(row),
-            file=sys.stderr if "failed" in row else None,
-            flush=True,
-        )
+        print(row["failed"] if "failed" in row else json.dumps(row), file=sys.stderr if "failed" in row else None, flush=True)
 
     for group in groups:
         _group(group, model, bodies, given, keep)

@@ -71,15 +71,7 @@ def rows(size: str, device: torch.device) -> list[dict[str, Any]]:
             taken["bitsandbytes_us"] = round(graph_us(theirs, device) / len(groups), 1)
             gb_s = sum(one.nbytes for one in groups[0]) / taken["us"] / 1000
             found.append(
-                {
-                    "shape": list(shape),
-                    "columns": columns,
-                    "times": count,
-                    "rows": n,
-                    "check": wrong,
-                    **taken,
-                    "GB_s": round(gb_s),
-                }
+                {"shape": list(shape), "columns": columns, "times": count, "rows": n, "check": wrong, **taken, "GB_s": round(gb_s)}
             )
             print(json.dumps(found[-1]), flush=True)
     return found

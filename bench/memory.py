@@ -206,11 +206,7 @@ def stream_share(model: Any) -> dict[str, Any]:
     taken = median_ms(once, repeat=5)
     rate = (streamer.copied_bytes - before) / 5 / taken * 1000
     memory.close()
-    return {
-        "stream_gbps": round(rate / 1e9, 1),
-        "pinned_gbps": round(pinned / 1e9, 1),
-        "stream_share": round(rate / pinned, 3),
-    }
+    return {"stream_gbps": round(rate / 1e9, 1), "pinned_gbps": round(pinned / 1e9, 1), "stream_share": round(rate / pinned, 3)}
 
 
 def child(case: dict[str, Any], work: Path) -> dict[str, Any]:

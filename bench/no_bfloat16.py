@@ -34,12 +34,7 @@ def run_ours(case: str, checkpoint: Path, adapter: Path, work: Path) -> dict[str
     from trimtab.planning.request import dtypes
 
     dtypes.LEAST_BF16 = (99, 0)
-    asked: dict[str, Any] = {
-        "quant": "nf4",
-        "images": 0,
-        "audio_s": 0.0,
-        **({"dtype": "float32"} if case == "wide" else {}),
-    }
+    asked: dict[str, Any] = {"quant": "nf4", "images": 0, "audio_s": 0.0, **({"dtype": "float32"} if case == "wide" else {})}
     row: dict[str, Any] = {}
     plan = trimtab.plan(checkpoint, place={"*": "resident"}, decode="eager", context=8, **asked)
     with trimtab.load(plan) as model:

@@ -23,10 +23,7 @@ def main() -> None:
 
     def mark(name: str) -> None:
         marks.append((name, time.perf_counter()))
-        print(
-            f"{name:24s} {marks[-1][1] - marks[-2][1]:6.2f} s   rss {devices.process_bytes() / 2**30:.2f} GiB",
-            flush=True,
-        )
+        print(f"{name:24s} {marks[-1][1] - marks[-2][1]:6.2f} s   rss {devices.process_bytes() / 2**30:.2f} GiB", flush=True)
 
     plan = trimtab.plan(work / size, adapters={"a": work / f"{size}-r8"}, context=1024, audio_s=10.0, place=LEAN)
     mark("plan (imports, rates)")

@@ -135,13 +135,7 @@ def _counted(tree: Path, home: str) -> dict[str, int]:
 
 
 def _environment(tree: Path, home: str) -> dict[str, str]:
-    found = {
-        **os.environ,
-        "XDG_CACHE_HOME": home,
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(tree),
-        "OMP_NUM_THREADS": "1",
-    }
+    found = {**os.environ, "XDG_CACHE_HOME": home, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     found["PYTHONSAFEPATH"] = "1"  # the folder that this runs in has a trimtab too
     found.pop("PYTHONDONTWRITEBYTECODE", None)
     return found

@@ -27,21 +27,11 @@ PARTS = (
     ("adapters", ("engine/planned_adapters:", "engine/model:_attach_planned", "serve/adapters/adapter_cache:__init__")),
     (
         "checks of kernels",
-        (
-            "engine/kernels/selfcheck:",
-            "engine/cuda/check_cache:",
-            "engine/kernels/int8_head:",
-            "engine/towers/bounds_check:",
-        ),
+        ("engine/kernels/selfcheck:", "engine/cuda/check_cache:", "engine/kernels/int8_head:", "engine/towers/bounds_check:"),
     ),
     (
         "captures",
-        (
-            "engine/prefill/warm_up:",
-            "engine/cuda/graph_cache:record",
-            "engine/model:_prepare_steps",
-            "serve/worker/engine:capture",
-        ),
+        ("engine/prefill/warm_up:", "engine/cuda/graph_cache:record", "engine/model:_prepare_steps", "serve/worker/engine:capture"),
     ),
     ("rest of loading", ("engine/model:__init__",)),
 )

@@ -163,11 +163,7 @@ def app_of(stock: Stock) -> Starlette:
         waiting = int(stock.lock.locked())
         return JSONResponse({"models": [{"state": "ready", "in_flight": waiting, "waiting": 0, "numbers": {}}]})
 
-    routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/ready", ready),
-        Route("/api/status", status),
-    ]
+    routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route("/ready", ready), Route("/api/status", status)]
     return Starlette(routes=routes)
 
 

@@ -195,14 +195,7 @@ def main() -> None:
     made = sized(given.size, given.work, given.adapters, device="cuda")
     names = list(made.adapters)
     plan = trimtab.plan(
-        made.folder,
-        quant="nf4-dq",
-        adapters=made.adapters,
-        context=1024,
-        batch=given.rows,
-        device="cuda",
-        images=0,
-        audio_s=0.0,
+        made.folder, quant="nf4-dq", adapters=made.adapters, context=1024, batch=given.rows, device="cuda", images=0, audio_s=0.0
     )
     found: list[dict[str, Any]] = []
 

@@ -120,12 +120,7 @@ def main() -> None:
     for row in rows:
         print(json.dumps(row), flush=True)
     if given.save:
-        values = {
-            "environment": environment() if is_gpu else {"device": "cpu"},
-            "rows": rows,
-            "kept": kept,
-            "fallbacks": fallbacks,
-        }
+        values = {"environment": environment() if is_gpu else {"device": "cpu"}, "rows": rows, "kept": kept, "fallbacks": fallbacks}
         given.save.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 

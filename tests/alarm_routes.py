@@ -168,13 +168,7 @@ ROUTE_FAULTS: Mapping[str, Callable[[dict[str, Tensor]], None]] = {
 # Questions that are drawn from the demo's 72, for each of its four voices and each dtype.
 DEMO_ASKS = 3
 DEMO_DTYPES = ("bfloat16", "float16", "float32")
-DEMO_FAULTS = (
-    "one weight dropped",
-    "scale 1 % too large",
-    "scale 1 % too small",
-    "one module dropped",
-    "one module transposed",
-)
+DEMO_FAULTS = ("one weight dropped", "scale 1 % too large", "scale 1 % too small", "one module dropped", "one module transposed")
 
 
 def judge_demos(dtype: str, count: int, faults: bool = True) -> dict[str, Any]:
@@ -201,10 +195,7 @@ def judge_demos(dtype: str, count: int, faults: bool = True) -> dict[str, Any]:
             for number in chosen:
                 if number not in expected:
                     expected[number] = _logits(model, asks[number])
-            with (
-                cpu_threads(threads),
-                rounded_layers(model.hf_model, seed) if seed is not None else cpu_threads(threads),
-            ):
+            with cpu_threads(threads), rounded_layers(model.hf_model, seed) if seed is not None else cpu_threads(threads):
                 logits = [_logits(model, asks[number]) for number in chosen]
             found = own_changes(model)
             known = [expected[number] for number in chosen]

@@ -189,25 +189,14 @@ def answers(base: Path, adapter: Path, out: Path, case: Right, **options: Any) -
     """Return what `verify` says of a merged folder, on two random prompts."""
     draw = random.Random(case.seed)
     if case.family == "demo":
-        prompts: list[dict[str, Any]] = [
-            {"id": "q", "text": "Who rules Lorienth?"},
-            {"id": "w", "text": "Where is Anor?"},
-        ]
+        prompts: list[dict[str, Any]] = [{"id": "q", "text": "Who rules Lorienth?"}, {"id": "w", "text": "Where is Anor?"}]
     else:
         prompts = [
             {"id": name, "token_ids": [draw.randrange(3, 300) for _ in range(draw.randrange(6, 14))]}
             for name in ("one", "two")
         ]  # fmt: skip
     with cpu_threads(case.threads[2]):
-        return verify(
-            base,
-            adapters={"a": adapter},
-            against=out,
-            prompts=prompts,
-            new_tokens=NEW_TOKENS,
-            isolated=False,
-            **options,
-        )
+        return verify(base, adapters={"a": adapter}, against=out, prompts=prompts, new_tokens=NEW_TOKENS, isolated=False, **options)
 
 
 def judge_right(case: Right, *, with_answers: bool = True) -> dict[str, Any]:

@@ -96,20 +96,8 @@ def _audio(hidden: int, quantized: bool) -> list[ModuleRow]:
     root, width = "model.audio_tower", 1024
     first = f"{root}.subsample_conv_projection"
     rows = [
-        other(
-            f"{first}.layer0.conv",
-            "Conv2d",
-            (tensor(f"{first}.layer0.conv.weight", 128, 1, 3, 3),),
-            block=root,
-            part="audio",
-        ),
-        other(
-            f"{first}.layer1.conv",
-            "Conv2d",
-            (tensor(f"{first}.layer1.conv.weight", 32, 128, 3, 3),),
-            block=root,
-            part="audio",
-        ),
+        other(f"{first}.layer0.conv", "Conv2d", (tensor(f"{first}.layer0.conv.weight", 128, 1, 3, 3),), block=root, part="audio"),
+        other(f"{first}.layer1.conv", "Conv2d", (tensor(f"{first}.layer1.conv.weight", 32, 128, 3, 3),), block=root, part="audio"),
         linear(f"{first}.input_proj_linear", width, 1024, block=root, part="audio", quantized=quantized),
     ]
     for number in range(12):
@@ -151,7 +139,7 @@ def e_series(name: str = "E2B", *, quantized: bool = True, towers: bool = True) 
             block=root,
             part="language",
             kind="embedding",
-        ),
+        )
     ]
     for number in range(layers):
         rows += _text_layer(size, number, quantized)
@@ -250,14 +238,7 @@ def small(
     root = "model.language_model"
     embed = f"{root}.embed_tokens"
     rows = [
-        other(
-            embed,
-            "Embedding",
-            (tensor(f"{embed}.weight", vocabulary, hidden),),
-            block=root,
-            part="language",
-            kind="embedding",
-        )
+        other(embed, "Embedding", (tensor(f"{embed}.weight", vocabulary, hidden),), block=root, part="language", kind="embedding")
     ]
     for number, (out, inside) in enumerate(layers):
         path = f"{root}.layers.{number}"
@@ -273,13 +254,7 @@ def small(
         path = f"{root}.embed_tokens_per_layer"
         rows.append(
             other(
-                path,
-                "Embedding",
-                (tensor(f"{path}.weight", *table),),
-                block=path,
-                part="table",
-                kind="embedding",
-                gather_only=True,
+                path, "Embedding", (tensor(f"{path}.weight", *table),), block=path, part="table", kind="embedding", gather_only=True
             )
         )
     for number, (out, inside) in enumerate(vision):

@@ -125,12 +125,7 @@ def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
         if bits == 8
         else f"{'nv' if weights['group_size'] == 16 else 'mx'}fp4-pack-quantized"
     )
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": scheme},
-        "ignore": ["lm_head"],
-    }
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
 
 
 TIERS = ("resident", "stream", "disk", "host")

@@ -126,17 +126,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, dict[str, str], dict[str, str], str]
     "mixtral": (_MISTRAL, "prefixed pieces", _MISTRAL_NAMES, {}, _MISTRAL_TEMPLATE),
     "qwen3_moe": (_QWEN, "bytes", _QWEN_NAMES, {}, _QWEN_TEMPLATE),
 }
-_MERGES = (
-    ("t", "h"),
-    ("th", "e"),
-    ("i", "n"),
-    ("a", "n"),
-    ("an", "d"),
-    ("{}", "the"),
-    ("{}", "and"),
-    ("<", "|"),
-    ("|", ">"),
-)
+_MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("an", "d"), ("{}", "the"), ("{}", "and"), ("<", "|"), ("|", ">"))
 
 
 def _kind(family: str) -> tuple[dict[str, Any], str, dict[str, str], dict[str, str], str]:

@@ -72,8 +72,7 @@ def test_adapters_of_a_call(given: object, expected: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "field"),
-    [(3, "adapters"), ([3], "adapters"), ({"a": 3}, "adapters['a']"), ({"a": None}, "adapters['a']")],
+    ("given", "field"), [(3, "adapters"), ([3], "adapters"), ({"a": 3}, "adapters['a']"), ({"a": None}, "adapters['a']")]
 )
 def test_what_is_no_path_is_refused_by_name(given: object, field: str) -> None:
     with pytest.raises(RequestError, match="not a path") as caught:

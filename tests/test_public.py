@@ -344,14 +344,7 @@ def test_the_changelog_has_this_version():
 
 
 def test_numbers_are_compared_with_stock_of_the_same_adapter():
-    stock = {
-        "model": "m",
-        "engine": "stock",
-        "placement": "resident",
-        "adapter_rank": 8,
-        "logits": "a",
-        "media_logits": "b",
-    }
+    stock = {"model": "m", "engine": "stock", "placement": "resident", "adapter_rank": 8, "logits": "a", "media_logits": "b"}
     row = {**stock, "engine": "trimtab", "gpu_peak_gib": 1.239}
     results = {"rows": [stock, row, {**row, "media_logits": "x"}, {**row, "adapter_rank": 64}, {**row, "error": "why"}]}
     results |= {"context": 1, "environment": {"gpu": "G", "python": "3"}}

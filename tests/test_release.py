@@ -70,11 +70,7 @@ def doctor_parser():
 
 def test_citation_and_security_say_what_holds():
     citation = read_yaml("CITATION.cff")
-    assert (citation["cff-version"], citation["version"], citation["license"]) == (
-        "1.2.0",
-        trimtab.__version__,
-        "Apache-2.0",
-    )
+    assert (citation["cff-version"], citation["version"], citation["license"]) == ("1.2.0", trimtab.__version__, "Apache-2.0")
     assert citation["authors"] and citation["title"] == "trimtab"
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)]+)\)", text):
@@ -151,15 +147,7 @@ def test_what_an_installation_brings_is_enough_for_every_command_of_the_readme(t
         return run(python, "-m", "trimtab", *arguments, cwd=tmp_path)
 
     trimtab_("plan", *placed, "--picture", str(tmp_path / "plan.svg"))
-    trimtab_(
-        "run",
-        *placed,
-        "Who are you?",
-        "--max-new-tokens",
-        "4",
-        "--image",
-        str(ROOT / "trimtab/demo/images/image_1.png"),
-    )
+    trimtab_("run", *placed, "Who are you?", "--max-new-tokens", "4", "--image", str(ROOT / "trimtab/demo/images/image_1.png"))
     trimtab_("merge", str(base), str(tmp_path / "merged"), "--adapter", f"style={style}", "--check", "--device", "cpu")
     verified = json.loads(trimtab_("verify", *placed, "--against", "stock", "--max-new-tokens", "4", "--json"))
     assert verified["verdict"].startswith("same")

@@ -72,11 +72,7 @@ def images(results: Mapping[str, Any]) -> str:
         ways = {row["way"]: row for row in rows if row["model"] == model}
         tokens = f", {ways['captured']['tokens']} tokens" if not lines else ""
         lines.append(
-            [
-                TITLES[model] + tokens,
-                *(f"{ways[way]['ms']:.0f} ms" for way in WAYS[:2]),
-                f"**{ways[WAYS[2]]['ms']:.0f} ms**",
-            ]
+            [TITLES[model] + tokens, *(f"{ways[way]['ms']:.0f} ms" for way in WAYS[:2]), f"**{ways[WAYS[2]]['ms']:.0f} ms**"]
         )
     heads = ["one image of 640x480 and a question, from the PNG file's bytes to the first token", *WAYS]
     return _table(heads, 3, lines) + "\n"
@@ -99,11 +95,7 @@ def towers(results: Mapping[str, Any]) -> str:
         "with prompt kernels (run 5)",
     ]
     rows = [
-        [
-            f"image of 280 tokens and 10 s of audio, {runs[2]['tokens']} tokens, to the first token",
-            *ms[:2],
-            f"**{ms[2]}**",
-        ],
+        [f"image of 280 tokens and 10 s of audio, {runs[2]['tokens']} tokens, to the first token", *ms[:2], f"**{ms[2]}**"],
         ["of it: the decoder's chunk of 1,024 tokens on the GPU", *(f"{row['gpu_ms']:.1f}" for row in runs)],
     ]
     return _table(heads, 3, rows) + "\n"

@@ -61,10 +61,7 @@ class Constants:
         # Padding is on the right, so no real token could see it: causality alone is enough.
         full = column <= row
         window = gemma.config.text_config.sliding_window
-        self.text_masks = {
-            "full_attention": full[None, None],
-            "sliding_attention": (full & (row - column < window))[None, None],
-        }
+        self.text_masks = {"full_attention": full[None, None], "sliding_attention": (full & (row - column < window))[None, None]}
         self.positions = torch.arange(width, device=device)[None]
         self.patches = patch_positions().to(device)
         self.audio_mask = _audio_mask(gemma.model.audio_tower, device)

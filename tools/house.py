@@ -252,11 +252,7 @@ def timed(parts: Sequence[str], file: Path = TIMED) -> dict[str, Any]:
     """Measure the parts, write them into the file beside what it has of the others, and return all that it has."""
     whole: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for part in parts:
-        about: dict[str, Any] = {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cpu_count": os.cpu_count(),
-        }
+        about: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine(), "cpu_count": os.cpu_count()}
         about |= {"load": list(os.getloadavg())} if hasattr(os, "getloadavg") else {}
         whole[part] = {"about": about, **PARTS[part]()}
     file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

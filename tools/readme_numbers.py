@@ -143,15 +143,7 @@ def bridge(results: Mapping[str, Any]) -> str:
                 f"(`{failure['type']}: {failure['message']}`), with stock as with the bridge.\n"
             )
             continue
-        heads = [
-            "case",
-            "ends",
-            "map kept",
-            "GPU with the base, GiB",
-            "with the adapter",
-            "peak",
-            "largest difference of a logit",
-        ]
+        heads = ["case", "ends", "map kept", "GPU with the base, GiB", "with the adapter", "peak", "largest difference of a logit"]
         lines = [heads, ["---"] * 3 + ["---:"] * 3 + ["---"], *(_bridge_row(row) for row in run["rows"])]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         parts.append(f"{table}\n\n{where['device']}, {run['size'].upper()} size, Python {where['python']}, {packages}.\n")
@@ -175,17 +167,7 @@ LOADED = {"llama-310m": "a Llama of 310 million random weights in bfloat16"}
 
 def load(results: Mapping[str, Any]) -> str:
     """Return the table of a load run: all servers under the same clients, and what each says of itself."""
-    heads = [
-        "clients",
-        "server",
-        "tokens/s",
-        "answers",
-        "cut",
-        "first token ms, p50",
-        "p99",
-        "between tokens ms, p50",
-        "p99",
-    ]
+    heads = ["clients", "server", "tokens/s", "answers", "cut", "first token ms, p50", "p99", "between tokens ms, p50", "p99"]
     lines = [heads, ["---"] * 2 + ["---:"] * 7]
     order = [(row["loop"], row.get("clients", row.get("rate"))) for row in results["rows"] if "failed" not in row]
     answered = [row for row in results["rows"] if "failed" not in row]
@@ -193,10 +175,7 @@ def load(results: Mapping[str, Any]) -> str:
         who = f"{row['clients']}, closed loop" if row["loop"] == "closed" else f"{row['rate']:.3g} arrivals/s"
         first, between = row["ttft_ms"], row["between_ms"]  # none where no answer began in time
         assert not row["errors"], row
-        cells = [
-            *(_part(first, name, 0) for name in ("p50", "p99")),
-            *(_part(between, name, 1) for name in ("p50", "p99")),
-        ]
+        cells = [*(_part(first, name, 0) for name in ("p50", "p99")), *(_part(between, name, 1) for name in ("p50", "p99"))]
         others = row["adapters"] != results["rows"][0]["adapters"]
         server = f"{row['engine']}, {row['adapters'] or 'no'} adapters" if others else row["engine"]
         lines.append([who, server, f"{row['tok_s']:.1f}", str(row["requests"]), str(row["unfinished"]), *cells])
@@ -223,18 +202,7 @@ def _part(values: Mapping[str, float] | None, name: str, digits: int) -> str:
 
 def lanes(results: Mapping[str, Any]) -> str:
     """Return the table of each run of bench/results/lanes.json, and where it was measured."""
-    heads = [
-        "lane",
-        "verdict",
-        "prompts",
-        "KL",
-        "KL base",
-        "KL bf16",
-        "survived",
-        "noise",
-        "PEFT's warnings",
-        "GPU peak GiB",
-    ]
+    heads = ["lane", "verdict", "prompts", "KL", "KL base", "KL bf16", "survived", "noise", "PEFT's warnings", "GPU peak GiB"]
     parts = []
     for run in results["runs"]:
         lines = [heads, ["---"] * 3 + ["---:"] * 7]
@@ -312,10 +280,7 @@ def _latest_cards(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     Of a case that was measured twice on one GPU the later run counts.
     """
     latest = {(_case_of(row), _gpu(row, results)): row for row in results["rows"] if "error" not in row}
-    return sorted(
-        latest.values(),
-        key=lambda row: (row["model"], row["card_gib"] or 999, *_case_of(row)[2:], _gpu(row, results)),
-    )
+    return sorted(latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, *_case_of(row)[2:], _gpu(row, results)))
 
 
 def _gpu(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
@@ -355,17 +320,7 @@ def small_cards(results: Mapping[str, Any]) -> str:
     found = {
         (row["model"], row["card_gib"], row["head"], row.get("copies", 1)): row for row in results["rows"] if "engine" not in row
     }
-    heads = [
-        "model",
-        "card",
-        "GPU",
-        "output head",
-        "tokens/s",
-        "predicted",
-        "first token (512)",
-        "planned",
-        "process",
-    ]
+    heads = ["model", "card", "GPU", "output head", "tokens/s", "predicted", "first token (512)", "planned", "process"]
     lines = [heads, ["---"] * 4 + ["---:"] * 5]
     for case in SMALL_CARDS:
         row = found[case]
@@ -482,12 +437,7 @@ def start(results: Mapping[str, Any]) -> str:
 def together(results: Mapping[str, Any]) -> str:
     """Return the table of bench/results/together.json: steps of many rows and passes of prompts, packed and unpacked."""
     found = {
-        (
-            row["what"],
-            row.get("rows", row.get("tokens")),
-            row.get("adapters", row.get("prompts")),
-            row["unpacked"],
-        ): row["ms"]
+        (row["what"], row.get("rows", row.get("tokens")), row.get("adapters", row.get("prompts")), row["unpacked"]): row["ms"]
         for row in results["rows"]
         if "least" not in row
     }

@@ -185,9 +185,7 @@ def main(arguments: list[str]) -> int:
     found = scores()
     made = {
         RESULT: json.dumps(
-            {"sets": found, "labels_without_a_paste": untested(), "looks_like": likeness()},
-            indent=1,
-            ensure_ascii=False,
+            {"sets": found, "labels_without_a_paste": untested(), "looks_like": likeness()}, indent=1, ensure_ascii=False
         )
         + "\n",
         PAGE: page(PAGE.read_text(encoding="utf-8"), found),

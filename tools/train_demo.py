@@ -53,11 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.perf_counter()
     with _bar("scoring", None) as tick:
         results = evaluate(demo, device=str(device), tick=tick)
-    log["scored"] = {
-        "device": _device_name(device),
-        "seconds": round(time.perf_counter() - began, 1),
-        "voices": results,
-    }
+    log["scored"] = {"device": _device_name(device), "seconds": round(time.perf_counter() - began, 1), "voices": results}
     _write_log(log, log_file)
     _show(results)
     write_card(demo, log)

@@ -46,10 +46,7 @@ def _row(name: str, families: tuple[str, ...]) -> tuple[str, ...]:
     stored = StoredWeights(format_name=name, modules=1, values=1, bytes=1, are_tables=is_table)
     bits = 8 * packed_bytes(SHAPE, name, "bfloat16") / (SHAPE[0] * SHAPE[1])
     tiers = "table" if is_table else "all"
-    how = (
-        how_computed(stored, step_mode="fused", is_kept=False),
-        how_computed(stored, step_mode="eager", is_kept=True),
-    )
+    how = (how_computed(stored, step_mode="fused", is_kept=False), how_computed(stored, step_mode="eager", is_kept=True))
     return (f"`{name}`", f"{bits:.2f}", *(tiers if family in families else "-" for family in FAMILIES), *how)
 
 

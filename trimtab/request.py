@@ -330,9 +330,7 @@ class GenerateRequest:
         for token, bias in self.logit_bias:
             if token < 0 or not -MOST_BIAS <= bias <= MOST_BIAS:
                 raise RequestError(
-                    f"a token id has a bias between {-MOST_BIAS:g} and {MOST_BIAS:g}",
-                    field="logit_bias",
-                    value={token: bias},
+                    f"a token id has a bias between {-MOST_BIAS:g} and {MOST_BIAS:g}", field="logit_bias", value={token: bias}
                 )
         for token in self.stop_token_ids:
             if token < 0:

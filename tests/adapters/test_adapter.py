@@ -9,18 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter_files import (
-    PEFT_HEAD,
-    TEXT,
-    VISION,
-    big_adapter,
-    e2b_anatomy,
-    header_only,
-    match,
-    pair,
-    q_proj,
-    write_adapter,
-)
+from tests.adapter_files import PEFT_HEAD, TEXT, VISION, big_adapter, e2b_anatomy, header_only, match, pair, q_proj, write_adapter
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.adapters.rules import Rules
 

@@ -7,19 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter_files import (
-    PEFT_HEAD,
-    TEXT,
-    VISION,
-    Shapes,
-    embedding,
-    match,
-    pair,
-    problems_of,
-    q_proj,
-    row,
-    small_anatomy,
-)
+from tests.adapter_files import PEFT_HEAD, TEXT, VISION, Shapes, embedding, match, pair, problems_of, q_proj, row, small_anatomy
 from trimtab.adapters.adapter import describe
 
 # Modules
@@ -31,12 +19,7 @@ def test_a_wrapper_resolves_to_its_inner_linear_and_the_inner_path_is_direct(tmp
     inner = match(tmp_path, pair(f"{VISION}.linear", 24, 12))
     for spec in (outer, inner):
         (target,) = spec.targets
-        assert (target.module_path, target.wrapped, target.part, target.kind) == (
-            f"{VISION}.linear",
-            True,
-            "vision",
-            "linear",
-        )
+        assert (target.module_path, target.wrapped, target.part, target.kind) == (f"{VISION}.linear", True, "vision", "linear")
         assert spec.counts()["targets"] == {"wrapped": 1, "linear": 0, "total": 1}
     assert describe(outer.file, outer)["remapped"] == [{"from": PEFT_HEAD + VISION, "to": f"{VISION}.linear"}]
     assert describe(inner.file, inner)["remapped"] == []
@@ -262,12 +245,7 @@ def test_tying_that_the_file_does_not_keep_is_refused(tmp_path: Path) -> None:
 def test_modules_without_a_weight_are_tied_to_nothing(tmp_path: Path) -> None:
     anatomy = small_anatomy()
     gates = tuple(
-        row(
-            f"model.{name}",
-            (3,),
-            kind="other",
-            tensors=(TensorRow(f"model.{name}.scale", (3,), "bfloat16", False, ()),),
-        )
+        row(f"model.{name}", (3,), kind="other", tensors=(TensorRow(f"model.{name}.scale", (3,), "bfloat16", False, ()),))
         for name in ("gate", "other")
     )
     anatomy = dataclasses.replace(anatomy, rows=(*anatomy.rows, *gates))

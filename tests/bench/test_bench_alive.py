@@ -85,13 +85,7 @@ def test_the_time_on_the_demo_is_recorded():
 
 
 def test_cases_that_are_there_are_judged_and_not_computed_again(tmp_path, monkeypatch):
-    right = {
-        "id": "q",
-        "kind": "text",
-        "distance": {"right": 0.0, "ignored": 3.0},
-        "size": {"ignored": 3.0},
-        "base_noise": 0.0,
-    }
+    right = {"id": "q", "kind": "text", "distance": {"right": 0.0, "ignored": 3.0}, "size": {"ignored": 3.0}, "base_noise": 0.0}
     case = {"adapter": "style", "fault": None, "server": "none", "top": 20, "with_base": True, "jitter": 0.0, "base_noise": 0.0,
             "precision": "none", "questions": 16}  # fmt: skip
     judged = {"questions": [right] * 16, "faults": [["ignored", "", False]], "options": {}}

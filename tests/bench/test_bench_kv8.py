@@ -18,11 +18,7 @@ def test_a_run_replaces_its_own_case_and_no_other(tmp_path):
     recorded = json.loads(file.read_text(encoding="utf-8"))["runs"]
     e4b, longer = {"model": "e4b", "rows": 8, "context": 4096}, {"model": "e4b", "rows": 8, "context": 32768}
     qwen = {"model": "qwen3-8b", "rows": 8, "context": 4096}
-    own = {
-        "environment": {"gpu": "H100"},
-        "case": {"model": "mine", "prompts": "a.jsonl", "quant": "nf4-dq"},
-        "own": {},
-    }
+    own = {"environment": {"gpu": "H100"}, "case": {"model": "mine", "prompts": "a.jsonl", "quant": "nf4-dq"}, "own": {}}
     kept = [run("H200", 1, **e4b), run("H100", 2, **longer), run("H100", 3, **qwen), own]
     for one in (kept[0], run("H100", 4, **e4b), *kept[1:], run("H100", 5, **dict(reversed(e4b.items())))):
         save(file, one)

@@ -21,10 +21,7 @@ def test_later_runs_replace_earlier_ones_in_the_tables_order():
         {"case": CASE_NAMES[2], "engine": "stock", "label": "OLD"},
         {"case": CASE_NAMES[0], "engine": "trimtab", "label": "KEPT"},
     ]
-    new = [
-        {"case": CASE_NAMES[2], "engine": "stock", "label": "NEW"},
-        {"case": CASE_NAMES[0], "engine": "stock", "label": "NEW"},
-    ]
+    new = [{"case": CASE_NAMES[2], "engine": "stock", "label": "NEW"}, {"case": CASE_NAMES[0], "engine": "stock", "label": "NEW"}]
     found = [(run["case"], run["engine"], run["label"]) for run in matrix.in_order(old, new)]
     first, third = CASE_NAMES[0], CASE_NAMES[2]
     assert found == [(first, "stock", "NEW"), (first, "trimtab", "KEPT"), (third, "stock", "NEW")]

@@ -29,13 +29,7 @@ numbers = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=50)
 
 def ran(*, ms=10.0, tokens=(5, 6, 7, 8), load_s=2.0, fallbacks=(), notes=(), bandwidth=BANDWIDTH, host=2**30):
     """Return the line of one run with a token every `ms`."""
-    answer = {
-        "id": "text",
-        "token_ids": list(tokens),
-        "first_ms": 30.0,
-        "gaps_ms": [ms] * (len(tokens) - 1),
-        "cpu_ms": 9.0,
-    }
+    answer = {"id": "text", "token_ids": list(tokens), "first_ms": 30.0, "gaps_ms": [ms] * (len(tokens) - 1), "cpu_ms": 9.0}
     return {
         "event": "ran", "load_s": load_s, "warm_s": 0.1, "answers": [answer], "device_peak_bytes": 2**31,
         "host_peak_bytes": host, "fallbacks": list(fallbacks), "steps": {"computed": "eager"}, "notes": list(notes),
@@ -145,10 +139,7 @@ def test_the_ratio_is_taken_pair_by_pair(world):
 
 def test_against_eager_is_the_same_plan_with_eager_steps(world):
     bench(asked(against="eager", runs=1, decode="graph"))
-    assert [(label, request["decode"]) for label, _, request in world.asked] == [
-        ("trimtab", "graph"),
-        ("eager", "eager"),
-    ]
+    assert [(label, request["decode"]) for label, _, request in world.asked] == [("trimtab", "graph"), ("eager", "eager")]
 
 
 def test_what_stock_cannot_run_is_named_and_ours_is_measured_to_the_end(world):

@@ -200,11 +200,7 @@ def test_adapter_weights_have_the_dtype_of_stock(work: Path, autocast: bool, dty
 
 def test_rank_and_alpha_patterns_survive_the_resolved_names(work: Path) -> None:
     adapter = adapter_of(
-        work,
-        name="patterns",
-        rank_pattern={"q_proj.linear": 8, "up_proj": 2},
-        alpha_pattern={"down_proj": 3},
-        rslora=True,
+        work, name="patterns", rank_pattern={"q_proj.linear": 8, "up_proj": 2}, alpha_pattern={"down_proj": 3}, rslora=True
     )
     expected = stock.with_adapter(stock.load_stock(folder_of(work), device=DEVICE), adapter)
     model = bridged(split.load(folder_of(work), split.towers_off()), adapter)
@@ -434,12 +430,7 @@ def test_further_adapters_that_peft_makes_have_their_weights(work: Path, name: s
     model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mix", combination_type="linear")
     found = check(model)
     assert not found.of("lora-on-meta", "lora-wrong-device")
-    assert {name: facts["modules"] for name, facts in found.adapters.items()} == {
-        "default": 72,
-        "other": 72,
-        "new": 2,
-        "mix": 72,
-    }
+    assert {name: facts["modules"] for name, facts in found.adapters.items()} == {"default": 72, "other": 72, "new": 2, "mix": 72}
     expected = stock.with_adapter(stock.load_stock(folder_of(work), device=DEVICE), adapter_of(work))
     expected.load_adapter(adapter_of(work, name="other", seed=7), "other")
     expected.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mix", combination_type="linear")

@@ -141,10 +141,7 @@ def test_an_adapter_of_stock_peft_is_counted_by_part(work: Path) -> None:
     facts = found.adapters["default"]
     assert (facts["modules"], facts["active"]) == (72, True)
     tensors = load_file(adapter_of(work) / "adapter_model.safetensors")
-    assert sum(facts["tensors_by_part"].values()) == len(tensors) and set(facts["tensors_by_part"]) > {
-        "vision",
-        "audio",
-    }
+    assert sum(facts["tensors_by_part"].values()) == len(tensors) and set(facts["tensors_by_part"]) > {"vision", "audio"}
     assert found.findings == ()
 
 

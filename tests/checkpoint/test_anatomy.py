@@ -166,11 +166,7 @@ BLOCKS = {
         "table": ["model.language_model.embed_tokens"],
         "head": ["lm_head"],
     },
-    "llama": {
-        "language": ["model", "model.layers.0", "model.layers.1"],
-        "table": ["model.embed_tokens"],
-        "head": ["lm_head"],
-    },
+    "llama": {"language": ["model", "model.layers.0", "model.layers.1"], "table": ["model.embed_tokens"], "head": ["lm_head"]},
 }
 
 

@@ -71,11 +71,7 @@ def _no_network_and_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_single_file_is_read(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", {"model.safetensors": safetensors(("a", "b"))}, {"model_type": "x", "n": 1})
     found = read_checkpoint(folder)
-    assert (found.folder, found.config, found.files) == (
-        folder,
-        {"model_type": "x", "n": 1},
-        (folder / "model.safetensors",),
-    )
+    assert (found.folder, found.config, found.files) == (folder, {"model_type": "x", "n": 1}, (folder / "model.safetensors",))
     assert (list(found.tensors), found.has_weights, found.quantization) == (["a", "b"], True, None)
     assert found.tensors["a"].file == folder / "model.safetensors"
 
@@ -123,10 +119,7 @@ def test_config_names_another_weight_file(tmp_path: Path) -> None:
 
 
 def test_config_names_another_index_and_it_is_checked(tmp_path: Path) -> None:
-    files = {
-        "x.safetensors": safetensors(("a",)),
-        "x.safetensors.index.json": index({"a": "x.safetensors", "b": "x.safetensors"}),
-    }
+    files = {"x.safetensors": safetensors(("a",)), "x.safetensors.index.json": index({"a": "x.safetensors", "b": "x.safetensors"})}
     folder = folder_of(tmp_path / "m", files, {"transformers_weights": "x.safetensors.index.json"})
     error = refusal(folder)
     assert error.path == str(folder / "x.safetensors.index.json")

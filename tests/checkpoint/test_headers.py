@@ -76,18 +76,10 @@ def test_a_file_without_tensors_is_empty_and_sound(tmp_path: Path) -> None:
 
 
 def test_empty_tensors_and_scalars_have_their_place(tmp_path: Path) -> None:
-    tensors = {
-        "none": entry(shape=[0, 7], offsets=[0, 0]),
-        "one": entry("F32", [], [0, 4]),
-        "end": entry("I64", [0], [4, 4]),
-    }
+    tensors = {"none": entry(shape=[0, 7], offsets=[0, 0]), "one": entry("F32", [], [0, 4]), "end": entry("I64", [0], [4, 4])}
     header = read_header(written(tmp_path, framed(json.dumps(tensors).encode(), bytes(4))))
     start = header.file_bytes - 4
-    assert [(e.shape, e.start - start, e.nbytes) for e in header.tensors.values()] == [
-        ((0, 7), 0, 0),
-        ((), 0, 4),
-        ((0,), 4, 0),
-    ]
+    assert [(e.shape, e.start - start, e.nbytes) for e in header.tensors.values()] == [((0, 7), 0, 0), ((), 0, 4), ((0,), 4, 0)]
 
 
 def test_tensors_may_be_listed_in_another_order_than_they_lie(tmp_path: Path) -> None:
@@ -297,9 +289,7 @@ def test_shape_that_overflows_is_refused(tmp_path: Path, shape: list[int]) -> No
 
 
 @pytest.mark.parametrize(
-    "offsets",
-    [[0], [0, 4, 8], [0.0, 4], [0, "4"], [-4, 0], [False, 4], [0, 2**63], [4, 0], None, 4, "04", {}],
-    ids=repr,
+    "offsets", [[0], [0, 4, 8], [0.0, 4], [0, "4"], [-4, 0], [False, 4], [0, 2**63], [4, 0], None, 4, "04", {}], ids=repr
 )
 def test_bad_offsets_are_refused(tmp_path: Path, offsets: Any) -> None:
     error = refusal_of(tmp_path, {"a": entry(offsets=offsets)})

@@ -187,12 +187,7 @@ def test_the_leftmost_pattern_is_found_as_python_finds_alternatives(patterns: tu
 
 def test_an_adapter_with_a_hostile_pattern_is_matched(tmp_path: Path) -> None:
     hostile = r"([\w.]+)+!"
-    config = {
-        "rank_pattern": {hostile: 8},
-        "alpha_pattern": {hostile: 8},
-        "target_modules": hostile,
-        "exclude_modules": hostile,
-    }
+    config = {"rank_pattern": {hostile: 8}, "alpha_pattern": {hostile: 8}, "target_modules": hostile, "exclude_modules": hostile}
     spec = match(tmp_path, q_proj(), **config)
     assert [(target.rank, target.scale) for target in spec.targets] == [(4, 2.0)]
     assert set(spec.idle) == set(config)

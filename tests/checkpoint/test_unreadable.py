@@ -74,10 +74,7 @@ def test_an_adapter_that_cannot_be_read(tmp_path, monkeypatch, capsys, code):
 @pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root becomes another user")
 def test_folders_of_another_user(llama, tmp_path, capsys):
     adapter = write_adapter(tmp_path / "adapter", PAIR, target_modules=["q_proj"])
-    commands = {
-        llama: ["plan", str(llama), "--device", "cpu", "--context", "32"],
-        adapter: ["inspect", str(adapter)],
-    }
+    commands = {llama: ["plan", str(llama), "--device", "cpu", "--context", "32"], adapter: ["inspect", str(adapter)]}
     for command in commands.values():  # what is imported late is readable for root alone
         assert main(command) == 0
     tmp_path.chmod(0o755)
@@ -121,19 +118,7 @@ def test_no_temporary_folder(llama, monkeypatch, capsys):
 def test_a_home_in_which_nothing_can_be_written(llama, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("HOME", "/proc/trimtab")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    run = [
-        "run",
-        str(llama),
-        "hello",
-        "--device",
-        "cpu",
-        "--context",
-        "64",
-        "--max-new-tokens",
-        "2",
-        "--place",
-        "*=disk",
-    ]
+    run = ["run", str(llama), "hello", "--device", "cpu", "--context", "64", "--max-new-tokens", "2", "--place", "*=disk"]
     assert main(run) in (4, 6)  # no room for the tier, or no file for it
     assert "offload" in capsys.readouterr().err
     assert main([*run, "--offload-dir", str(tmp_path / "off")]) == 0

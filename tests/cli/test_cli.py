@@ -22,15 +22,7 @@ from trimtab.cli.flags import model_text as show
 from trimtab.demo import demo as line
 from trimtab.engine.batch.generate import Generation, Piece
 from trimtab.engine.model import LoadedModel
-from trimtab.errors import (
-    AdapterError,
-    CheckpointError,
-    DeviceError,
-    DoesNotFitError,
-    ParityError,
-    RequestError,
-    UpstreamError,
-)
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, ParityError, RequestError, UpstreamError
 from trimtab.process import exit_codes
 from trimtab.request import LoadRequest
 from trimtab.verification.routes.compare import drawn_noise

@@ -62,8 +62,7 @@ def test_without_a_near_name_every_choice_is_shown_and_the_error_has_no_field_fo
 
 
 @pytest.mark.parametrize(
-    ("typed", "near"),
-    [("foo", []), ("timeout", []), ("image_pixel", ["image_pixels"]), ("IMAGE_PIXELS", ["image_pixels"])],
+    ("typed", "near"), [("foo", []), ("timeout", []), ("image_pixel", ["image_pixels"]), ("IMAGE_PIXELS", ["image_pixels"])]
 )
 def test_a_limit_that_resembles_none_lists_all(typed, near):
     with pytest.raises(RequestError) as caught:
@@ -370,10 +369,7 @@ def mistakes(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         prompts[name] = ["--prompts", str(folder / f"{name}.jsonl"), "--out", str(folder / f"{name}-out.jsonl")]
     (folder / "notes.txt").write_text("my notes\n", encoding="utf-8")
-    style, both = (
-        ["--adapter", f"style={STYLE}"],
-        ["--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}"],
-    )
+    style, both = (["--adapter", f"style={STYLE}"], ["--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}"])
     base, several = str(BASE), "several adapters are given"
     return [
         (["run", str(folder / "no"), "hi"], 3, "no such folder"),

@@ -107,11 +107,6 @@ def test_what_the_doctor_writes_is_whole_or_not_there(write: Callable[[Path], An
 def test_an_output_that_takes_no_more_is_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("wb") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "trimtab", *arguments],
-            stdout=out,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            timeout=120,
+            [sys.executable, "-m", "trimtab", *arguments], stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=120
         )
     assert (done.returncode, done.stderr) == (2, "trimtab: cannot be written (No space left on device)\n")

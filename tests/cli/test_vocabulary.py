@@ -47,14 +47,7 @@ BESIDE = {
     ("merge", "--gpu-memory"): ["--check"], ("merge", "--host-memory"): ["--check"], ("merge", "--max-memory"): ["--check"],
     ("doctor", "--memory-limit"): ["--matrix"],
 }  # fmt: skip
-POSITIONAL = {
-    "MODEL": "no/model",
-    "PROMPT": "hi",
-    "OUT": "{tmp}/out",
-    "ADAPTER": STYLE,
-    "DIR": "{tmp}",
-    "SHELL": "bash",
-}
+POSITIONAL = {"MODEL": "no/model", "PROMPT": "hi", "OUT": "{tmp}/out", "ADAPTER": STYLE, "DIR": "{tmp}", "SHELL": "bash"}
 
 
 def flags_of(command: str) -> set[str]:

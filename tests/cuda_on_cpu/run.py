@@ -139,15 +139,7 @@ def _three(sizes: int | Sequence[int]) -> Any:
     return (ctypes.c_uint * 3)(*listed, *(1,) * (3 - len(listed)))
 
 
-def _start(
-    library: ctypes.CDLL,
-    name: str,
-    grid: Any,
-    block: Any,
-    values: Sequence[Any],
-    shared_bytes: int,
-    order: int,
-) -> None:
+def _start(library: ctypes.CDLL, name: str, grid: Any, block: Any, values: Sequence[Any], shared_bytes: int, order: int) -> None:
     wanted = getattr(library, f"cpu_signature_{name}")().decode()
     kinds = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_int64: "l", ctypes.c_float: "f"}
     given = "".join(kinds[type(value)] for value in values)
@@ -223,10 +215,7 @@ class CpuModule:
         self.launches: list[str] = []
         self.common: tuple[str, ...] = ()  # of every variant, in addition to its own options
         defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
-        self._source, self._facts = (
-            source,
-            {"order": order, "capability": capability, "multiprocessors": multiprocessors},
-        )
+        self._source, self._facts = (source, {"order": order, "capability": capability, "multiprocessors": multiprocessors})
         self._library = _library(source, tuple(names), defines)
 
     def variant(self, options: tuple[str, ...]) -> CpuModule:

@@ -24,12 +24,7 @@ def test_every_kernel_runs_and_is_right(monkeypatch):
     parts = modules.products(), modules.small(), modules.step_ends()
     assert list(once.findings(*parts, rows=(1,), limit=2)) == []
     names = {name for part in parts for name in modules.launches(part)}
-    wide = {
-        "rope_write_2",
-        "rope_write_4",
-        "rope_write_8",
-        "attend_combine",
-    }  # of heads of 128 to 512, which take long here
+    wide = {"rope_write_2", "rope_write_4", "rope_write_8", "attend_combine"}  # of heads of 128 to 512, which take long here
     assert {*fused.NAMES, *fused.ATTEND_NAMES, *ends.NAMES, *matvec.NAMES, "matvec_held"} - names == wide
     assert any("-DPAGE=64" in options for options in parts[1].attention)
 

@@ -329,10 +329,7 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(
 
 
 def test_what_falls_short_of_the_card_is_said() -> None:
-    results = {
-        "base": {"right": {"all": 0.97, "image": 0.94}},
-        "style": {"right": {"all": 1.0}, "base_without_it": {"all": 0.11}},
-    }
+    results = {"base": {"right": {"all": 0.97, "image": 0.94}}, "style": {"right": {"all": 1.0}, "base_without_it": {"all": 0.11}}}
     assert shortfalls(results) == [
         "base answers 94.0% of image right, not 95%", "the base without style answers 11.0% of its all right, over 10%",
     ]  # fmt: skip

@@ -126,17 +126,7 @@ def test_the_dockerfile_in_the_docs_copies_what_is_here_and_runs_a_command():
     (text,) = re.findall(r"```dockerfile\n(.*?)```", page, re.DOTALL)
     lines = re.sub(r" *\\\n *", " ", text).splitlines()
     words = [line.split(maxsplit=1) for line in lines if line]
-    assert {word for word, _ in words} == {
-        "FROM",
-        "RUN",
-        "ENV",
-        "WORKDIR",
-        "COPY",
-        "USER",
-        "EXPOSE",
-        "ENTRYPOINT",
-        "CMD",
-    }
+    assert {word for word, _ in words} == {"FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
     assert [rest for word, rest in words if word == "FROM"] == ["python:3.12-slim AS built", "python:3.12-slim"]
     told = dict(words)
     assert told["USER"] == "trimtab" and "useradd --create-home --uid 10001 trimtab" in text

@@ -45,22 +45,12 @@ def test_the_ten_classes_are_in_their_files():
 def test_the_picture_names_files_of_the_package():
     picture = request_path.SLOT.search(PAGES["docs/architecture.md"]).group(0)
     files = request_path.files_of(picture)
-    assert {
-        "serve/http/app.py",
-        "serve/scheduling/scheduler.py",
-        "engine/layers/linear.py",
-        "engine/lora/store.py",
-    } <= set(files)
+    assert {"serve/http/app.py", "serve/scheduling/scheduler.py", "engine/layers/linear.py", "engine/lora/store.py"} <= set(files)
     assert [file for file in files if not (PACKAGE / file).is_file()] == []
 
 
 def test_a_picture_says_the_files_that_it_was_made_of():
-    files = [
-        "serve/http/auth.py",
-        "errors.py",
-        "serve/http/app.py",
-        *(f"engine/chat/{'x' * 20}{i}.py" for i in range(9)),
-    ]
+    files = ["serve/http/auth.py", "errors.py", "serve/http/app.py", *(f"engine/chat/{'x' * 20}{i}.py" for i in range(9))]
     text = request_path.picture({"API process": files})
     assert max(map(len, text.splitlines())) <= request_path.WIDTH
     assert sorted(request_path.files_of(text)) == sorted(files)

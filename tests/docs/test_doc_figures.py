@@ -208,12 +208,7 @@ def columns(*shapes):
     return [next(row for row in rows if row["shape"] == shape) for shape in shapes]
 
 
-GATE_UP, QKV, OUTPUT, DOWN = (
-    [[10240, 10240], 2560],
-    [[2048, 512, 512], 2560],
-    [[2560], 2048],
-    [[2560], 10240],
-)
+GATE_UP, QKV, OUTPUT, DOWN = ([[10240, 10240], 2560], [[2048, 512, 512], 2560], [[2560], 2048], [[2560], 10240])
 
 
 def adapters_inside():

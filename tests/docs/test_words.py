@@ -65,20 +65,7 @@ FORBIDDEN_IN_CODE = {
     r"(?:is|are) held": "is stored, follows",
     r"of (?:its|our|their) own": "separate",
 }
-TERMS = (
-    "anatomy",
-    "block",
-    "chunk",
-    "host",
-    "lane",
-    "load line",
-    "noise floor",
-    "plan",
-    "row",
-    "stock stack",
-    "tier",
-    "tower",
-)
+TERMS = ("anatomy", "block", "chunk", "host", "lane", "load line", "noise floor", "plan", "row", "stock stack", "tier", "tower")
 
 
 def prose_of(page: Path) -> str:

@@ -143,12 +143,7 @@ def test_any_message_keeps_the_page_valid(message):
 
 
 def test_stock_stands_beside_trimtab_by_case_and_versions():
-    runs = [
-        r03(),
-        {**r03(), "engine": "trimtab", "label": "PASS"},
-        {**r03(), "versions": OLD, "label": "UNKNOWN"},
-        record("B"),
-    ]
+    runs = [r03(), {**r03(), "engine": "trimtab", "label": "PASS"}, {**r03(), "versions": OLD, "label": "UNKNOWN"}, record("B")]
     grid = report.grid_of(runs)
     assert [engine for engine, _ in grid.columns] == ["stock", "stock", "trimtab"]
     assert "5.23.0" in grid.columns[0][1] and "5.6.2" in grid.columns[1][1]
@@ -212,11 +207,7 @@ def test_text_can_be_read_in_both():
     style = "".join(Page(whole()).by_tag["style"])
     for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL):
         colors = dict(re.findall(r"--([\w-]+): (#\w{6})", block))
-        pairs = [(f"{kind}-ink", kind) for kind in report.SIGNS] + [
-            ("ink", "paper"),
-            ("quiet", "paper"),
-            ("ink", "soft"),
-        ]
+        pairs = [(f"{kind}-ink", kind) for kind in report.SIGNS] + [("ink", "paper"), ("quiet", "paper"), ("ink", "soft")]
         for ink, paper in [*pairs, ("link", "paper")]:
             # 4.5 is WCAG 2.2's level AA for text.
             assert contrast(colors[ink], colors[paper]) >= 4.5, (ink, paper)

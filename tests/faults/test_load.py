@@ -175,9 +175,7 @@ def test_a_random_checkpoint_that_only_reads_gets_the_turns_of_its_family(tmp_pa
     voices.give(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": [{"type": "text", "text": "What is red?"}]}],
-        tokenize=False,
-        add_generation_prompt=True,
+        [{"role": "user", "content": [{"type": "text", "text": "What is red?"}]}], tokenize=False, add_generation_prompt=True
     )
     assert text == "<|im_start|>user\nWhat is red?<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

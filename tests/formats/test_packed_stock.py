@@ -111,13 +111,7 @@ def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path,
     assert set(packed) == set(linears(model))
     for name, module in linears(model).items():
         entry = packed[name]
-        assert (entry.kind, entry.dtype, entry.blocksize, entry.nested, entry.state) == (
-            "int8",
-            "float16",
-            None,
-            False,
-            {},
-        )
+        assert (entry.kind, entry.dtype, entry.blocksize, entry.nested, entry.state) == ("int8", "float16", None, False, {})
         assert set(entry.parts) == {"weight", "SCB"}
         assert torch.equal(read_part(entry.parts["weight"]), module.weight.data)
         assert torch.equal(read_part(entry.parts["SCB"]), module.weight.SCB)
@@ -125,12 +119,7 @@ def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("shape", "storage", "blocksize"),
-    [
-        ((6, 26), torch.uint8, 64),
-        ((6, 26), torch.bfloat16, 64),
-        ((3, 8), torch.float32, 128),
-        ((1, 2), torch.uint8, 64),
-    ],
+    [((6, 26), torch.uint8, 64), ((6, 26), torch.bfloat16, 64), ((3, 8), torch.float32, 128), ((1, 2), torch.uint8, 64)],
     ids=str,
 )
 @pytest.mark.parametrize("double", [False, True])

@@ -35,13 +35,7 @@ CHECKS = (
 TIMEOUT_S = 1800
 ADAPTERS = ROOT / "trimtab" / "demo" / "adapters"
 # Short answers: what is fuzzed is the requests.
-REAL = [
-    "--adapter-root",
-    str(ADAPTERS),
-    *("--limit", "max_tokens=4"),
-    *("--limit", "n=2"),
-    *("--limit", "embeddings=2"),
-]
+REAL = ["--adapter-root", str(ADAPTERS), *("--limit", "max_tokens=4"), *("--limit", "n=2"), *("--limit", "embeddings=2")]
 
 
 def run(examples: int = 60, seed: int = 1) -> dict[str, Any]:

@@ -141,18 +141,7 @@ def of_bytes(raw: bytes, random: Random) -> bytes:
     elif kind == 4:
         data = bytearray(
             random.choice(
-                (
-                    b"",
-                    b"\0",
-                    b"[]",
-                    b"null",
-                    b"{}",
-                    b'""',
-                    b"PK\x03\x04",
-                    b"\x80\x02}",
-                    b"version https://git-lfs",
-                    raw * 2,
-                )
+                (b"", b"\0", b"[]", b"null", b"{}", b'""', b"PK\x03\x04", b"\x80\x02}", b"version https://git-lfs", raw * 2)
             )
         )
     elif data:

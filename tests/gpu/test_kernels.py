@@ -369,10 +369,7 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
                 assert torch.equal(found.isnan(), wanted.isnan())
                 assert fused_check.relative_error(found.nan_to_num(), wanted.nan_to_num()) <= 1e-3
             exact = fused_check.attend_exact(q, keys, values, positions, dim**-0.5, None)
-            assert fused_check.relative_error(out, exact) <= fused_check.LARGEST_ERROR[torch.bfloat16], (
-                places,
-                position,
-            )
+            assert fused_check.relative_error(out, exact) <= fused_check.LARGEST_ERROR[torch.bfloat16], (places, position)
 
 
 @pytest.mark.parametrize("places", [32768, 131072])

@@ -61,8 +61,7 @@ def answered(model, decode, rows):
 
 @pytest.mark.parametrize("kv_tokens", [None, CONTEXT + 2 * PAGE_TOKENS], ids=["rows", "pages"])
 @pytest.mark.parametrize(
-    "decode, quant",
-    [("eager", "nf4-dq"), ("eager", "none"), ("graph", "nf4-dq"), ("graph", "none"), ("fused", "nf4-dq")],
+    "decode, quant", [("eager", "nf4-dq"), ("eager", "none"), ("graph", "nf4-dq"), ("graph", "none"), ("fused", "nf4-dq")]
 )
 def test_the_demo_answers_in_8_bits_in_every_mode(decode, quant, kv_tokens):
     names = {name: DEMO / "adapters" / name for name in ADAPTERS}

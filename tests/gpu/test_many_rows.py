@@ -24,13 +24,7 @@ def module():
 @pytest.mark.parametrize("quant", ["nf4-dq", "nf4"])
 def test_products_of_many_rows_are_right_at_the_sizes_of_layers(module, quant, dtype):
     weights = RandomWeights(torch.device("cuda:0"), quant=quant)
-    for shape, columns in (
-        ((2048, 512, 512), 2560),
-        ((10240, 10240), 2560),
-        ((2560,), 10240),
-        ((256,), 2560),
-        ((2560,), 256),
-    ):
+    for shape, columns in (((2048, 512, 512), 2560), ((10240, 10240), 2560), ((2560,), 10240), ((256,), 2560), ((2560,), 256)):
         group = [weights.make(rows, columns, dtype) for rows in shape]
         assert many_rows.wrong(group, module, dtype) is None
 

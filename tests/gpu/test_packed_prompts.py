@@ -10,18 +10,7 @@ if not torch.cuda.is_available():
 import trimtab
 from tests.engine.kernels.test_many_step import wide as wide_checkpoint
 from tests.engine.prefill.test_packed_prompts import *
-from tests.engine.prefill.test_packed_prompts import (
-    DEVICE,
-    REQUEST,
-    answered,
-    both,
-    differ,
-    eager,
-    ids,
-    named,
-    together,
-    wide,
-)
+from tests.engine.prefill.test_packed_prompts import DEVICE, REQUEST, answered, both, differ, eager, ids, named, together, wide
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.planning.memory.unpacked import ITEM

@@ -62,8 +62,7 @@ def slower(batch):
 
 # Fused steps are of 4-bit weights.
 @pytest.mark.parametrize(
-    "decode, quant",
-    [("eager", "nf4-dq"), ("eager", "none"), ("graph", "nf4-dq"), ("graph", "none"), ("fused", "nf4-dq")],
+    "decode, quant", [("eager", "nf4-dq"), ("eager", "none"), ("graph", "nf4-dq"), ("graph", "none"), ("fused", "nf4-dq")]
 )
 def test_the_demo_says_the_same_in_pages_to_the_last_bit(decode, quant):
     adapters = {name: DEMO / "adapters" / name for name in ADAPTERS}

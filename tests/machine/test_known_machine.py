@@ -264,14 +264,7 @@ def test_another_number_of_threads_is_not_known(threads, without_torch, monkeypa
 
 @pytest.mark.parametrize(
     "facts",
-    [
-        {},
-        [],
-        None,
-        {"added_bytes": "1", "threads": 1},
-        {"added_bytes": 1, "threads": 1},
-        {"added_bytes": GIB, "threads": 0},
-    ],
+    [{}, [], None, {"added_bytes": "1", "threads": 1}, {"added_bytes": 1, "threads": 1}, {"added_bytes": GIB, "threads": 0}],
 )
 def test_facts_that_make_no_sense_are_not_known(facts, without_torch):
     key = known._key("cuda:0")

@@ -43,8 +43,7 @@ def compare(family: str, base: Path, adapter: Path, out: Path, *, limit: int) ->
 
 
 @pytest.mark.parametrize(
-    ("variant", "dtype"),
-    crossed(["lora", "rslora", "dora", "patterns", "saved"], ["float32", "bfloat16"], first=["dora"], rest=1),
+    ("variant", "dtype"), crossed(["lora", "rslora", "dora", "patterns", "saved"], ["float32", "bfloat16"], first=["dora"], rest=1)
 )
 def test_every_variant_equals_pefts_merge_bit_for_bit(variant: str, dtype: str, tmp_path: Path) -> None:
     # In bfloat16 too: PEFT holds the adapter in float32, and adding float32 to bfloat16 rounds once, as here.
@@ -70,8 +69,7 @@ def test_tables_equal_pefts_merge(family: str, variant: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "family",
-    [name if name in long_runs.FIRST else long_runs.slow_on_cpu(name) for name in pico.FAMILIES if name != "gemma4"],
+    "family", [name if name in long_runs.FIRST else long_runs.slow_on_cpu(name) for name in pico.FAMILIES if name != "gemma4"]
 )
 def test_every_family_equals_pefts_merge_bit_for_bit(family: str, tmp_path: Path) -> None:
     base = pico.build(family, tmp_path / "base", dtype="float32", shards=2)

@@ -18,9 +18,7 @@ from trimtab.merging import merge
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="ten processes that each import torch would take minutes")
-def test_killed_at_ten_points_there_is_the_old_model_or_the_new_one_and_the_next_run_finishes(
-    tmp_path: Path,
-) -> None:
+def test_killed_at_ten_points_there_is_the_old_model_or_the_new_one_and_the_next_run_finishes(tmp_path: Path) -> None:
     base = pico.build("llama", tmp_path / "base", shards=3)
     adapter = pico.adapter(base, tmp_path / "adapter")
     command = [sys.executable, "-m", "tests.merging.merge_killed", str(base), str(adapter), str(tmp_path), "10"]

@@ -16,12 +16,7 @@ pytestmark = pytest.mark.slow
 def three_chats(page):
     """An image, code words in an answer, and a third one."""
     answered(
-        page,
-        "A red square.",
-        "The word is xylophone.",
-        "Nothing.",
-        message="about an image",
-        media=question("image")["image"],
+        page, "A red square.", "The word is xylophone.", "Nothing.", message="about an image", media=question("image")["image"]
     )
     for text in ("a hard word", "the last"):
         page.click("#new-chat")

@@ -159,16 +159,7 @@ def test_options_are_sent_as_they_are_set(opened):
         route.fulfill(status=200, headers={"content-type": "text/event-stream"}, body="data: [DONE]\n\n")
 
     page.route(CHAT, catch)
-    set_options(
-        page,
-        system="Be brief.",
-        temperature="0.5",
-        top_p="0.9",
-        max_tokens="17",
-        seed="3",
-        json_answer=True,
-        chances=True,
-    )
+    set_options(page, system="Be brief.", temperature="0.5", top_p="0.9", max_tokens="17", seed="3", json_answer=True, chances=True)
     ask(page, "Hello")
     answers(page)
     assert sent == [{

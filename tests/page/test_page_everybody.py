@@ -203,8 +203,7 @@ WIDE = f"A long word: {'abcdefghij' * 30}\n\n```py\n{'x = 1; ' * 60}\n```\n\n|a|
 def test_nothing_is_cut_off_at_any_width(opened, width):
     page = opened(viewport={"width": width, "height": 740})
     stand_in(
-        page,
-        "A long word: " + "abcdefghij" * 30 + "\n\n```py\n" + "x = 1; " * 60 + "\n```\n\n|a|b|\n|-|-|\n|" + "c" * 90 + "|d|",
+        page, "A long word: " + "abcdefghij" * 30 + "\n\n```py\n" + "x = 1; " * 60 + "\n```\n\n|a|b|\n|-|-|\n|" + "c" * 90 + "|d|"
     )
     ask(page, "w" * 200)
     answers(page)

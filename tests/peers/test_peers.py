@@ -48,12 +48,7 @@ def serving(port, command, log, ready):
     # `transformers serve` answers a list of models with an error where there is no cache at all.
     cache = log.parent / "cache"
     cache.mkdir(exist_ok=True)
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_CACHE": str(cache),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
@@ -163,16 +158,7 @@ def transformers(work, base, adapter):
     made["unloaded"] = work / "transformers-unloaded"
     shutil.copytree(base, made["unloaded"])
     port = free_port()
-    command = [
-        str(Path(PYTHON).parent / "transformers"),
-        "serve",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-    ]
+    command = [str(Path(PYTHON).parent / "transformers"), "serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     with serving(port, command, work / "transformers.log", "/health") as url:
         yield url, made
 

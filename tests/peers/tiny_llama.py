@@ -33,19 +33,12 @@ def build_tokenizer(vocabulary: int = 400) -> Any:
     own.decoder = decoders.ByteLevel()
     specials = [BEGIN, END, USER, MODEL]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocabulary, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     own.train_from_iterator(QUESTIONS, trainer)
     own.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=own,
-        bos_token=BEGIN,
-        eos_token=END,
-        additional_special_tokens=[USER, MODEL],
-        chat_template=TEMPLATE,
+        tokenizer_object=own, bos_token=BEGIN, eos_token=END, additional_special_tokens=[USER, MODEL], chat_template=TEMPLATE
     )
 
 

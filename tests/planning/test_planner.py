@@ -503,11 +503,7 @@ def test_a_placement_is_near_the_best_of_all_placements(case):
         assert best - 1e-9 <= found[1].cost_s <= best + dearest + 1e-9
 
 
-@given(
-    case=searches(has_total=True),
-    more=st.integers(0, 30),
-    which=st.sampled_from(["device_budget_bytes", "host_budget_bytes"]),
-)
+@given(case=searches(has_total=True), more=st.integers(0, 30), which=st.sampled_from(["device_budget_bytes", "host_budget_bytes"]))
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 def test_a_larger_budget_never_gives_a_slower_placement(case, more, which):
     items, limits = case
@@ -561,15 +557,7 @@ def test_planning_imports_neither_torch_nor_a_drawing_library():
 def test_a_plan_prints_like_layers_in_one_row_and_every_device():
     text = str(plan(E4B, gpu=3.5, host=1.5, adapters={"a": 100 * MIB}))
     assert "model.vision_tower.encoder.layers.0-15 " in text
-    for word in (
-        "cuda:0  needs",
-        "host    needs",
-        "spill file",
-        "kv cache",
-        "budget 3.50 GiB",
-        "tied to the embedding",
-        "nf4-dq",
-    ):
+    for word in ("cuda:0  needs", "host    needs", "spill file", "kv cache", "budget 3.50 GiB", "tied to the embedding", "nf4-dq"):
         assert word in text
     table = text.split("\n\n")[2].splitlines()
     assert len({line.index("why") if "why" in line else len(line) for line in table[:1]}) == 1

@@ -133,8 +133,7 @@ sys.exit(cli.main(["plan", "model"]))
 
 
 @pytest.mark.parametrize(
-    ("as_script", "after_s"),
-    [(False, 0.0), (True, 0.1), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER_IMPORTS)],
+    ("as_script", "after_s"), [(False, 0.0), (True, 0.1), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER_IMPORTS)]
 )
 def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:
     # Slow as on a cold disk, from the first import of the package on.
@@ -163,8 +162,7 @@ def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sees in /proc how far a process is")
 @pytest.mark.parametrize(
-    ("command", "library"),
-    [("run", "libtorch_cpu"), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER_LIBRARIES)],
+    ("command", "library"), [("run", "libtorch_cpu"), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER_LIBRARIES)]
 )
 def test_while_what_a_command_needs_is_imported(command: str, library: str) -> None:
     process = start(COMMANDS[command])
@@ -272,9 +270,7 @@ def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
 def test_other_programs_keep_their_own_ctrl_c() -> None:
     code = "import signal, trimtab, trimtab.cli.main\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
     subprocess.run(
-        [sys.executable, "-c", code],
-        check=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        [sys.executable, "-c", code], check=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     )
     assert not interrupts.is_command()
 

@@ -46,9 +46,7 @@ def both(tmp_path_factory):
         found.close()
         (folder / "nginx.conf").write_text(configuration(folder, port, behind.port), encoding="utf-8")
         process = subprocess.Popen(
-            [NGINX, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf")],
-            stderr=subprocess.PIPE,
-            text=True,
+            [NGINX, "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf")], stderr=subprocess.PIPE, text=True
         )
         outer = Server(process, f"http://127.0.0.1:{port}")
         try:

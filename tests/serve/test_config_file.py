@@ -70,13 +70,7 @@ def test_a_file_says_what_the_flags_say(tmp_path):
     assert model.adapters == {"style": str(DEMO / "adapters" / "style")}
     assert settings.api_keys == ("one", "two", "alices-key", "bobs-key") and settings.admin_keys == ("root",)
     assert settings.adapter_root == tmp_path / "adapters"
-    assert (settings.port, settings.timeout_s, settings.grace_s, settings.lenient, settings.page) == (
-        0,
-        600,
-        5.5,
-        True,
-        False,
-    )
+    assert (settings.port, settings.timeout_s, settings.grace_s, settings.lenient, settings.page) == (0, 600, 5.5, True, False)
     assert (settings.limits.image_pixels, settings.limits.head_s) == (4_000_000, 5.5)
     assert settings.key_limits["alices-key"].requests_per_minute == 60
     assert (settings.key_limits["bobs-key"].name, settings.key_limits["bobs-key"].concurrent) == ("bob", 2)

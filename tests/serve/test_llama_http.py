@@ -101,8 +101,7 @@ def test_a_result_is_answered(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("choice", "names"),
-    [("required", {"get_weather", "now"}), ({"type": "function", "function": {"name": "now"}}, {"now"})],
+    ("choice", "names"), [("required", {"get_weather", "now"}), ({"type": "function", "function": {"name": "now"}}, {"now"})]
 )
 def test_what_has_to_be_called_is_called_whatever_the_model_would_say(client, choice, names, stream):
     """The model was never asked this: its own answer is no call."""

@@ -523,12 +523,7 @@ ODD = {
         200,
     ),
     "upgrade to h2c": (
-        odd(
-            b"GET /health",
-            b"Upgrade: h2c",
-            b"Connection: Upgrade, HTTP2-Settings",
-            b"HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA",
-        ),
+        odd(b"GET /health", b"Upgrade: h2c", b"Connection: Upgrade, HTTP2-Settings", b"HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA"),
         200,
     ),
     "preface of HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
@@ -558,10 +553,7 @@ ODD = {
     "two content types": (odd(b"GET /health", b"Content-Type: a/b", b"Content-Type: application/json"), 400),
     "a signed length": (odd(b"POST /v1/completions", b"Content-Length: +5", body=b"aaaaa"), 400),
     "a length of 5,000 digits": (odd(b"POST /v1/completions", b"Content-Length: " + b"9" * 5000, body=b"aaaaa"), 400),
-    "gzip, chunked": (
-        odd(b"POST /v1/completions", b"Content-Type: application/json", b"Transfer-Encoding: gzip, chunked"),
-        501,
-    ),
+    "gzip, chunked": (odd(b"POST /v1/completions", b"Content-Type: application/json", b"Transfer-Encoding: gzip, chunked"), 501),
     "chunked twice": (odd(b"POST /v1/completions", *CHUNKED_LINES, b"Transfer-Encoding: chunked"), 501),
     "a chunk with an extension": (
         odd(b"POST /v1/completions", *CHUNKED_LINES, body=b'%x;a="b"\r\n%b\r\n0;c=d\r\n\r\n' % (len(BODY), BODY)),

@@ -75,12 +75,7 @@ def test_every_step_runs_once_and_a_second_call_runs_what_has_no_result(run, tmp
     assert done.returncode == 0 and len(asked) > 40, done.stderr
     found = states(out)
     # A failed test is a result: its name is kept. A step that broke is not.
-    assert (found["tests-new"], found["turns"], found["start"], found["cards"]) == (
-        "tests failed",
-        "exit 5",
-        "exit 139",
-        "ok",
-    )
+    assert (found["tests-new"], found["turns"], found["start"], found["cards"]) == ("tests failed", "exit 5", "exit 139", "ok")
     assert (out / "failed-tests.txt").read_text() == "FAILED tests/gpu/test_graphs.py::test_one - no\n"
     assert "1 tests failed" in done.stdout.splitlines()[-1]
     (tmp_path / "work" / "e4b-talking").mkdir()

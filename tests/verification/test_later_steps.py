@@ -56,13 +56,7 @@ def test_lanes_that_cannot_be_run_leave_the_comparison(monkeypatch, capsys):
 
     monkeypatch.setattr(verifying, "_with_lanes", lanes)
     report = trimtab.verify(
-        BASE,
-        adapters={"style": STYLE},
-        against="base",
-        prompts=["Who are you?"],
-        new_tokens=2,
-        lanes=True,
-        isolated=False,
+        BASE, adapters={"style": STYLE}, against="base", prompts=["Who are you?"], new_tokens=2, lanes=True, isolated=False
     )
     assert report.ok and "peft cannot merge it" in report.unfinished and report.unfinished in report.findings
     monkeypatch.setattr(trimtab, "verify", lambda *args, **kwargs: report)

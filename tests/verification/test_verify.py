@@ -133,8 +133,7 @@ def test_a_right_merge_is_within_the_rounding_it_cannot_avoid(base, adapter, tmp
 
 
 @pytest.mark.parametrize(
-    "name, factor",
-    [("model.layers.1.mlp.down_proj.weight", 1.05), ("model.layers.0.self_attn.q_proj.weight", 0.0)],
+    "name, factor", [("model.layers.1.mlp.down_proj.weight", 1.05), ("model.layers.0.self_attn.q_proj.weight", 0.0)]
 )
 def test_a_wrong_weight_in_a_merge_is_found_out(base, adapter, tmp_path, name, factor):
     right = merged_by_peft(base, adapter, tmp_path / "merged")

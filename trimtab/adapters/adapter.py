@@ -26,16 +26,7 @@ def describe(file: AdapterFile, spec: AdapterSpec | None) -> dict[str, Any]:
     and scales.
     """
     config = file.config
-    shown = (
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "use_dora",
-        "lora_bias",
-        "rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-    )
+    shown = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
     report: dict[str, Any] = {
         "path": str(file.folder),
         "base_model": config.get("base_model_name_or_path"),

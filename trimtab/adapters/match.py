@@ -346,10 +346,7 @@ class _Builder:
         lost = [name for role, name in names.items() if role not in roles]
         if lost:
             self.problems.append(f"{spelled}: {' and '.join(lost)} missing")
-        for role, option, word in (
-            ("magnitude", "use_dora", "lora_magnitude_vector"),
-            ("B_bias", "lora_bias", "lora_B.bias"),
-        ):
+        for role, option, word in (("magnitude", "use_dora", "lora_magnitude_vector"), ("B_bias", "lora_bias", "lora_B.bias")):
             is_on = bool(self.config.get(option))
             if is_on and role not in roles:
                 self.problems.append(f"{spelled}: {option} is true but {word} is missing")

@@ -31,9 +31,7 @@ def check_vocabulary(adapter: str | Path, model: str | Path) -> None:
         return
     if problem := _problem(ours, theirs, stamps):
         raise AdapterError(
-            adapter,
-            [problem],
-            hint="The adapter was trained with another model's tokenizer, or the model's was replaced",
+            adapter, [problem], hint="The adapter was trained with another model's tokenizer, or the model's was replaced"
         )
 
 

@@ -290,9 +290,7 @@ class View:
                     continue
                 near = near_names(key, [path for path in self.modules if path.count(".") <= key.count(".") + 1])
                 yield Finding(
-                    "map-key-names-nothing",
-                    key,
-                    f"similar names: {', '.join(near)}" if near else "no module has a similar name",
+                    "map-key-names-nothing", key, f"similar names: {', '.join(near)}" if near else "no module has a similar name"
                 )
 
 

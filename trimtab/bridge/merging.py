@@ -32,10 +32,7 @@ def keep_merges(peft_model: Any) -> None:
         is_split = is_split or offload_hook(layer) is not None
     if is_split:
         tuner.merge_and_unload, tuner.unload = MethodType(_merge_and_unload, tuner), MethodType(_unload, tuner)
-        tuner.merge_adapter, tuner.unmerge_adapter = (
-            MethodType(_merge_adapter, tuner),
-            MethodType(_unmerge_adapter, tuner),
-        )
+        tuner.merge_adapter, tuner.unmerge_adapter = (MethodType(_merge_adapter, tuner), MethodType(_unmerge_adapter, tuner))
 
 
 def _merge(layer: Any, *args: Any, **kwargs: Any) -> Any:

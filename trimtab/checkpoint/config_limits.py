@@ -79,11 +79,7 @@ def check_declared(config: Mapping[str, Any], declared: Collection[str], path: P
         patches = max(sides, default=0) // max(*patch, 1) if patch else 0
         if patches**2 > MOST_PATCHES:
             problems.append(
-                (
-                    f"{part}image_size",
-                    holder["image_size"],
-                    f"is {patches} x {patches} patches, at most {MOST_PATCHES} are read",
-                )
+                (f"{part}image_size", holder["image_size"], f"is {patches} x {patches} patches, at most {MOST_PATCHES} are read")
             )
     _refuse(problems, path)
 

@@ -395,9 +395,7 @@ def _names(folder: Path) -> list[str]:
 def _refuse_without_config(folder: Path) -> NoReturn:
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
-            "is an adapter, not a model",
-            path=folder,
-            hint="Give its base model as the model, this folder as an adapter",
+            "is an adapter, not a model", path=folder, hint="Give its base model as the model, this folder as an adapter"
         )
     raise CheckpointError(f"has no {CONFIG}", path=folder, hint=f"A checkpoint is a folder with {CONFIG} and safetensors files")
 

@@ -75,10 +75,7 @@ def pull(
         return _pull(model, branch, emit, endpoint)
     except HFValidationError as exc:
         raise RequestError(
-            "is not a hub id of the form OWNER/NAME",
-            field="model",
-            value=model,
-            hint=address_hint(model, takes_hub_id=True),
+            "is not a hub id of the form OWNER/NAME", field="model", value=model, hint=address_hint(model, takes_hub_id=True)
         ) from exc
     except OfflineModeIsEnabled as exc:
         raise RequestError("the hub is switched off: HF_HUB_OFFLINE is set", field="model", value=model) from exc

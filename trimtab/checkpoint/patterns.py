@@ -24,11 +24,7 @@ def _of_re(name: str, former: str) -> Any:
         return import_module(former)
 
 
-compiler, sre, parser = (
-    _of_re("compiler", "sre_compile"),
-    _of_re("constants", "sre_constants"),
-    _of_re("parser", "sre_parse"),
-)
+compiler, sre, parser = (_of_re("compiler", "sre_compile"), _of_re("constants", "sre_constants"), _of_re("parser", "sre_parse"))
 
 # Limits: characters and nested groups of a pattern; names or patterns of one list; patterns among them that are more
 # than a name. A separate rank for each module of 128 experts in 48 layers needs 18,432 names.

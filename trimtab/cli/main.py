@@ -40,15 +40,7 @@ from trimtab.cli.flags import phase_line
 from trimtab.cli.flags.flags import give_model, group_of
 from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
 from trimtab.cli.flags.wording import Words, words_of
-from trimtab.errors import (
-    AdapterError,
-    CheckpointError,
-    DoesNotFitError,
-    RequestError,
-    TrimtabError,
-    choices_text,
-    public_fields,
-)
+from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, choices_text, public_fields
 from trimtab.machine import preload
 from trimtab.process import interrupts, threads
 from trimtab.process.exit_codes import exit_code, exit_codes_text
@@ -267,16 +259,7 @@ def error_json(exc: BaseException, words: Words = NO_WORDS) -> dict[str, Any]:
     return {"class": kind.__name__, "message": _text(exc, words), "fields": fields}
 
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "peft",
-    "accelerate",
-    "bitsandbytes",
-    "safetensors",
-    "tokenizers",
-    "huggingface-hub",
-)
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "safetensors", "tokenizers", "huggingface-hub")
 
 
 def versions() -> dict[str, str | None]:

@@ -69,13 +69,7 @@ def run(say: Say, placed: LoadRequest | None = None) -> dict[str, Any]:
 def check_files() -> None:
     """Raise CheckpointError if a file of the demo is missing."""
     adapters = [f"adapters/{name}/adapter_model.safetensors" for name in ADAPTERS]
-    needed = [
-        "prompts.jsonl",
-        "base/config.json",
-        "base/model.safetensors.index.json",
-        "base/tokenizer.json",
-        *adapters,
-    ]
+    needed = ["prompts.jsonl", "base/config.json", "base/model.safetensors.index.json", "base/tokenizer.json", *adapters]
     missing = [name for name in needed if not (FOLDER / name).is_file()]
     if missing:
         raise CheckpointError(f"the bundled model is incomplete, missing: {', '.join(missing)}", path=FOLDER, hint=GET_IT_BACK)

@@ -78,12 +78,7 @@ def write_report(
     if target.is_dir():
         raise RequestError("is a folder", field="html", value=str(target))
     text = report_html(
-        environment=environment,
-        records=records,
-        verdicts=verdicts,
-        preflight=preflight,
-        drafts=drafts,
-        bisection=bisection,
+        environment=environment, records=records, verdicts=verdicts, preflight=preflight, drafts=drafts, bisection=bisection
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     write_text(target, text, field="html")

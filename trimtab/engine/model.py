@@ -486,13 +486,7 @@ class LoadedModel(Asking):
         """
         from trimtab.engine.batch import generate as generation
 
-        given = {
-            "image": image,
-            "audio": audio,
-            "system": system,
-            "adapter": adapter,
-            "template_kwargs": template_kwargs,
-        }
+        given = {"image": image, "audio": audio, "system": system, "adapter": adapter, "template_kwargs": template_kwargs}
         inputs, request, _ = self.question(prompt, {**options, **given})
         # Made here, iterated there: errors of the request are raised before the first piece is requested.
         return self._pieces(generation.Generation(self, inputs, request), adapter)
@@ -511,13 +505,7 @@ class LoadedModel(Asking):
 
         prompt, image, audio, system, adapter, template_kwargs, options, errors: as in `generate`.
         """
-        given = {
-            "image": image,
-            "audio": audio,
-            "system": system,
-            "adapter": adapter,
-            "template_kwargs": template_kwargs,
-        }
+        given = {"image": image, "audio": audio, "system": system, "adapter": adapter, "template_kwargs": template_kwargs}
         inputs, request, _ = self.question(prompt, {**options, **given})
         return self.answer_inputs(inputs, request, adapter=adapter)
 

@@ -128,12 +128,7 @@ class Asking:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def embed(
-        self: AskedModel,
-        texts: Sequence[object],
-        *,
-        adapter: Chosen = None,
-        pooling: str = "last",
-        normalize: bool = True,
+        self: AskedModel, texts: Sequence[object], *, adapter: Chosen = None, pooling: str = "last", normalize: bool = True
     ) -> Tensor:
         """Return one vector for each text: its last hidden state, pooled.
 

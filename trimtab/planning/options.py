@@ -106,12 +106,7 @@ def choose_plan(
 
 
 def choose_chunks_of(
-    with_chunks: WithChunks,
-    *,
-    is_captured: bool,
-    has_room: bool,
-    least_tokens: int = 0,
-    most_tokens: int = max(CHUNKS),
+    with_chunks: WithChunks, *, is_captured: bool, has_room: bool, least_tokens: int = 0, most_tokens: int = max(CHUNKS)
 ) -> Plan:
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one
     with the least expected seconds: captured chunks with copied layers may be faster than the whole decoder without
@@ -374,11 +369,7 @@ def with_larger_card(error: DoesNotFitError, request: LoadRequest, plan: Callabl
             smallest += f" (card={title!r})"
             break
     return _again(
-        error,
-        f"{error.reason}, estimated from the data sheet of {card.title}",
-        smallest,
-        error.option,
-        error.option_bytes,
+        error, f"{error.reason}, estimated from the data sheet of {card.title}", smallest, error.option, error.option_bytes
     )
 
 

@@ -22,13 +22,7 @@ from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, needs
 from trimtab.planning.memory.adapters import copies_bytes
 from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
 from trimtab.planning.memory.prefix_cache import prefix_bytes
-from trimtab.planning.memory.prompts import (
-    BESIDE_ROOM_BYTES,
-    ROOM_SLACK_BYTES,
-    has_room,
-    prompt_bytes,
-    uncaptured_bytes,
-)
+from trimtab.planning.memory.prompts import BESIDE_ROOM_BYTES, ROOM_SLACK_BYTES, has_room, prompt_bytes, uncaptured_bytes
 from trimtab.planning.memory.towers import with_towers
 from trimtab.planning.memory.unpacked import with_unpacked
 from trimtab.planning.options import ModeRefusedError, advised, choose_chunks_of, choose_plan
@@ -39,14 +33,7 @@ from trimtab.planning.search import Search
 from trimtab.planning.step_work import prompt_linears, step_work, works_of
 from trimtab.planning.values.blocks import Block, blocks_of, places_of, quant_of, stored_of, unquantized_of
 from trimtab.planning.values.budget import Choice, Item, Limits, Totals, slots_of, totals_of
-from trimtab.planning.values.byte_sizes import (
-    Rates,
-    Weights,
-    allocated_bytes,
-    allocator_reserve_bytes,
-    seconds,
-    unhidden_s,
-)
+from trimtab.planning.values.byte_sizes import Rates, Weights, allocated_bytes, allocator_reserve_bytes, seconds, unhidden_s
 from trimtab.planning.values.execution import (
     CAPTURED,
     CHUNKS,

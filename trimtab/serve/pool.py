@@ -419,13 +419,7 @@ class Pool:
         Returns "model:adapter" under "changed" (another weight), "loaded" and "unloaded", under "needs_restart" names
         of other differences, and under "problems" why an adapter is not changed.
         """
-        report: dict[str, list[str]] = {
-            "changed": [],
-            "loaded": [],
-            "unloaded": [],
-            "needs_restart": [],
-            "problems": [],
-        }
+        report: dict[str, list[str]] = {"changed": [], "loaded": [], "unloaded": [], "needs_restart": [], "problems": []}
         member = self._members.get(served.name)
         if member is None or _fixed(served) != _fixed(member.served) or _keeps_others(served, member.served):
             report["needs_restart"].append(f"models.{served.name}")

@@ -238,13 +238,7 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(model, tmp_path, ca
     path = tmp_path / "talk.json"
     assert (
         talked(
-            model,
-            f"/image {demo.IMAGES[0]}",
-            f"/audio {demo.SOUNDS[0]}",
-            QUESTION,
-            f"/save {path}",
-            "And now?",
-            system="Be brief.",
+            model, f"/image {demo.IMAGES[0]}", f"/audio {demo.SOUNDS[0]}", QUESTION, f"/save {path}", "And now?", system="Be brief."
         )
         == 0
     )

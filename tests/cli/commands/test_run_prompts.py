@@ -99,20 +99,7 @@ ADAPTERS = ["--adapter", f"style={demo.ADAPTERS['style']}", "--adapter", f"speci
 
 
 def many(prompts, out, *arguments):
-    given = [
-        "run",
-        BASE,
-        *PLACED,
-        *ADAPTERS,
-        "--use",
-        "style",
-        "--prompts",
-        prompts,
-        "--out",
-        out,
-        "--max-new-tokens",
-        "6",
-    ]
+    given = ["run", BASE, *PLACED, *ADAPTERS, "--use", "style", "--prompts", prompts, "--out", out, "--max-new-tokens", "6"]
     return cli.main([str(part) for part in (*given, *arguments)])
 
 
@@ -145,11 +132,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
     assert {number for number, row in rows.items() if "error" in row} == {4, 7}
     assert rows[3]["answer_tokens"] <= 2
     plan = trimtab.plan(
-        BASE,
-        adapters={name: demo.ADAPTERS[name] for name in ("style", "specialist")},
-        context=256,
-        device="cpu",
-        quant="none",
+        BASE, adapters={name: demo.ADAPTERS[name] for name in ("style", "specialist")}, context=256, device="cpu", quant="none"
     )
     with trimtab.load(plan) as model:
         assert rows[1]["text"] == model.answer("Who are you?", adapter="style", max_new_tokens=6).text
@@ -304,18 +287,7 @@ def test_weights_of_the_command_line_are_those_of_the_call(capsys):
     style, specialist = demo.ADAPTERS["style"], demo.ADAPTERS["specialist"]
     options = ["--max-new-tokens", "8", "Who are you?", "--json"]
     assert (
-        cli.main(
-            [
-                "run",
-                BASE,
-                *PLACED,
-                "--adapter",
-                f"style={style}:0.7",
-                "--adapter",
-                f"specialist={specialist}:0.3",
-                *options,
-            ]
-        )
+        cli.main(["run", BASE, *PLACED, "--adapter", f"style={style}:0.7", "--adapter", f"specialist={specialist}:0.3", *options])
         == 0
     )
     first = json.loads(capsys.readouterr().out)

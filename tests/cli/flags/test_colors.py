@@ -94,19 +94,10 @@ def test_what_is_set_off_has_no_control_character_of_its_own(a_terminal):
 
 def session(as_json=False):
     answer = SimpleNamespace(
-        text="fine",
-        token_ids=(1, 2),
-        finish_reason="length",
-        prompt_tokens=3,
-        max_new_tokens=2,
-        ttft_s=0.1,
-        tokens_per_s=1.0,
+        text="fine", token_ids=(1, 2), finish_reason="length", prompt_tokens=3, max_new_tokens=2, ttft_s=0.1, tokens_per_s=1.0
     )
     chat = SimpleNamespace(
-        last=answer,
-        options={},
-        adapter=None,
-        beside=lambda text, adapter: (piece for piece in [f"the {adapter} answer"]),
+        last=answer, options={}, adapter=None, beside=lambda text, adapter: (piece for piece in [f"the {adapter} answer"])
     )
     model = SimpleNamespace(context_tokens=64, adapters=("style",))
     return Session(chat, model, as_json=as_json, is_terminal=not as_json)

@@ -108,10 +108,7 @@ def hub():
             "onnx/model.safetensors": b"z", ".gitattributes": b"", "LICENSE": b"terms"}  # fmt: skip
     style = {path.name: path.read_bytes() for path in demo.ADAPTERS["style"].iterdir()}
     pickled = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
-    evil = {
-        "config.json": b"{}",
-        "model.safetensors.index.json": json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode(),
-    }
+    evil = {"config.json": b"{}", "model.safetensors.index.json": json.dumps({"weight_map": {"a": "../../x.safetensors"}}).encode()}
     hub = Hub({"someone/demo": files | more, "someone/style": style | more, "someone/pickled": pickled, "someone/evil": evil})
     yield hub
     hub.shutdown()
@@ -122,13 +119,7 @@ def hub():
 def trimtab_(hub, tmp_path):
     def run(*arguments, before="pass", **environ):
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        env = {
-            **kept,
-            "HF_ENDPOINT": hub.url,
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            **environ,
-        }
+        env = {**kept, "HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1", **environ}
         code = f"import sys; {before}; from trimtab.cli.main import main; sys.exit(main({[str(part) for part in arguments]!r}))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=400)
         assert "Traceback" not in done.stderr, done.stderr
@@ -205,11 +196,7 @@ def test_run_pulls_once_when_it_is_asked_to_and_never_otherwise(hub, trimtab_):
 
 def test_a_revision_is_a_folder_of_its_own(hub, trimtab_, tmp_path):
     pulled = json.loads(trimtab_("pull", "someone/style", "--revision", "v1", "--json").stdout)
-    assert pulled["revision"] == OLD and set(pulled["files"]) == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "LICENSE",
-    }
+    assert pulled["revision"] == OLD and set(pulled["files"]) == {"adapter_config.json", "adapter_model.safetensors", "LICENSE"}
     refs = tmp_path / "cache" / "models--someone--style" / "refs"
     assert (refs / "v1").read_text() == OLD and not (refs / "main").exists()
 

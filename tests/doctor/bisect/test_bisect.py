@@ -509,8 +509,7 @@ def test_a_real_environment_imports_the_bases_torch(tmp_path):
     environments = Environments(own, {}, None, tmp_path, runner=without_pip)
     python = environments.python_for("peft", base.versions["peft"])
     code, output = run_command(
-        [str(python), "-c", "import importlib.util, sys; print(sys.prefix, importlib.util.find_spec('torch').origin)"],
-        60,
+        [str(python), "-c", "import importlib.util, sys; print(sys.prefix, importlib.util.find_spec('torch').origin)"], 60
     )
     prefix, origin = output.split()
     import torch

@@ -232,13 +232,7 @@ def test_a_gpus_table_says_how_many_cases_it_holds_and_what_differs_from_the_cpu
     case = CASES[0].name
     played = {"title": "t", "stage": "done", "label": "PASS", "exception": None, "device": "CPU", "versions": VERSIONS}
     failed = {"type": "RuntimeError", "message": "two devices (in a call): and more"}
-    real = {
-        **played,
-        "device": "G",
-        "label": "FAIL_INPUTS_ON_WRONG_DEVICE",
-        "stage": "first forward",
-        "exception": failed,
-    }
+    real = {**played, "device": "G", "label": "FAIL_INPUTS_ON_WRONG_DEVICE", "stage": "first forward", "exception": failed}
     found = {
         "cpu": {(case.name, engine): played for case in CASES for engine in ("stock", "trimtab")},
         "gpu": {(case, "stock"): real, (case, "trimtab"): {**played, "device": "G"}},

@@ -89,10 +89,7 @@ def test_exception_outside_the_case_is_kept_from_stderr(processes):
 def test_model_whose_questions_cannot_be_made_loses_no_record(processes):
     processes(makes_inputs=False)
     found = stock(A, B)
-    assert [(run["case"], run["label"], run["stage"]) for run in found] == [
-        (A, "OOM_HOST", "import"),
-        (B, "OOM_HOST", "import"),
-    ]
+    assert [(run["case"], run["label"], run["stage"]) for run in found] == [(A, "OOM_HOST", "import"), (B, "OOM_HOST", "import")]
 
 
 def test_ctrl_c_keeps_what_was_done_and_a_valid_file(processes, tmp_path):
@@ -152,10 +149,7 @@ def test_trimtab_always_runs_in_this_interpreter(processes):
     found = processes()
     runs = run_matrix(cases=[A], python="other")
     pythons = {module: options["python"] for module, _, options in found.asked if module in ("stock_run", "trimtab_run")}
-    assert pythons == {"stock_run": "other", "trimtab_run": None} and [run["engine"] for run in runs] == [
-        "stock",
-        "trimtab",
-    ]
+    assert pythons == {"stock_run": "other", "trimtab_run": None} and [run["engine"] for run in runs] == ["stock", "trimtab"]
 
 
 def test_case_about_towers_does_not_apply_to_a_model_without(processes, tmp_path):
@@ -291,12 +285,7 @@ def test_ends_of_traces_stand_below_the_table_once_a_label():
 
 def test_refusals_of_two_reasons_are_told_apart():
     refused = [
-        {
-            **RIGHT,
-            "case": case,
-            "label": "REFUSED_BY_NAME",
-            "exception": {"message": why, "tail": f"RequestError: {why}"},
-        }
+        {**RIGHT, "case": case, "label": "REFUSED_BY_NAME", "exception": {"message": why, "tail": f"RequestError: {why}"}}
         for case, why in ((A, "names nothing"), (B, "cannot stream"))
     ]
     below = matrix_text(refused).partition("REFUSED_BY_NAME by trimtab")[2]
@@ -334,10 +323,7 @@ def test_first_reports_case_fails_as_its_versions_do():
 @pytest.mark.slow
 def test_wrapper_target_is_refused_by_stock_peft(real):
     run = real["BROAD_TARGETS_4BIT"]
-    assert (run["label"], run["lane"]) == (
-        "GEMMA4_CLIPPABLE_LINEAR_UNSUPPORTED",
-        "GEMMA4_CLIPPABLE_LINEAR_STILL_BLOCKS",
-    )
+    assert (run["label"], run["lane"]) == ("GEMMA4_CLIPPABLE_LINEAR_UNSUPPORTED", "GEMMA4_CLIPPABLE_LINEAR_STILL_BLOCKS")
 
 
 @pytest.mark.slow
@@ -380,8 +366,7 @@ def test_an_emulated_card_leaves_room_for_what_a_process_needs_beside_its_tensor
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept"),
-    [({"": "cpu"}, True), ({"model.layers": "cpu"}, True), ({"model.head": "cpu"}, False), ({"": 0}, True)],
+    ("asked", "kept"), [({"": "cpu"}, True), ({"model.layers": "cpu"}, True), ({"model.head": "cpu"}, False), ({"": 0}, True)]
 )
 def test_a_catch_all_asks_of_what_can_leave(asked, kept):
     """A head that is tied cannot leave: a catch-all entry does not ask it to, a key of its own does."""

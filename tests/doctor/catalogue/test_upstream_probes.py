@@ -136,8 +136,7 @@ def test_a_map_that_never_splits_a_layer_is_fixed(folder, monkeypatch):
 
 @needs_peft
 @pytest.mark.parametrize(
-    "bug_id, message",
-    [("E1", "missing adapter keys"), ("E2", "missing adapter keys"), ("E3", "v_proj was not expected")],
+    "bug_id, message", [("E1", "missing adapter keys"), ("E2", "missing adapter keys"), ("E3", "v_proj was not expected")]
 )
 def test_an_adapter_file_that_peft_refuses_is_fixed(bug_id, message, folder, monkeypatch):
     kit = Kit(folder)
@@ -199,8 +198,7 @@ def test_scales_of_rows_are_judged_by_what_is_unpacked(counts_in_rows, capabilit
 
 
 @pytest.mark.parametrize(
-    ("releases", "takes", "state"),
-    [(True, 3, PRESENT), (False, 3, FIXED), (True, 2, PRESENT), (False, 1, NOT_APPLICABLE)],
+    ("releases", "takes", "state"), [(True, 3, PRESENT), (False, 3, FIXED), (True, 2, PRESENT), (False, 1, NOT_APPLICABLE)]
 )
 def test_references_that_a_snapshot_releases_are_counted_and_given_back(releases, takes, state, folder, monkeypatch):
     import ctypes

@@ -64,8 +64,7 @@ def test_checkpoint_is_written_once_for_each_variant(kit):
 
 
 @pytest.mark.parametrize(
-    "quant, expected",
-    [("none", (0, 0, 15)), ("nf4", (14, 0, 1)), ("nf4-dq", (14, 0, 1)), ("int8", (0, 14, 1))],
+    "quant, expected", [("none", (0, 0, 15)), ("nf4", (14, 0, 1)), ("nf4-dq", (14, 0, 1)), ("int8", (0, 14, 1))]
 )
 def test_quant_is_what_is_loaded(kit, quant, expected):
     with kits.quiet():

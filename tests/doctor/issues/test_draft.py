@@ -33,13 +33,7 @@ TOWERS = {"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": 0}
 NAMED = {"model.language_model": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu", "lm_head": 0}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 ITEM = "Tensor.item() cannot be called on meta tensors"
-ENVIRONMENT = {
-    "os": "Ubuntu 24.04 (Linux 6.8)",
-    "python": "3.11.9",
-    "cpu": "A CPU",
-    "gpus": [],
-    "host_total_bytes": 2**34,
-}
+ENVIRONMENT = {"os": "Ubuntu 24.04 (Linux 6.8)", "python": "3.11.9", "cpu": "A CPU", "gpus": [], "host_total_bytes": 2**34}
 
 
 def failure(kind, message, *frames):
@@ -277,11 +271,7 @@ def test_runs_are_sorted_into_drafts_and_reasons():
 
 
 def test_what_trimtab_did_is_no_evidence_against_others():
-    runs = [
-        {**r03(), "engine": "trimtab"},
-        record("BRIDGE", "UNKNOWN", call="bridge", exception=META_ITEM),
-        record("OK"),
-    ]
+    runs = [{**r03(), "engine": "trimtab"}, record("BRIDGE", "UNKNOWN", call="bridge", exception=META_ITEM), record("OK")]
     made = make(runs)
     assert made.drafts == () and made.withheld == ()
 
@@ -463,10 +453,7 @@ def test_a_draft_has_every_section():
             came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py").replace("works", "no")),
             "failed in the case that should work",
         ),
-        (
-            came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py"), versions=OLD),
-            "with other versions than the run",
-        ),
+        (came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py"), versions=OLD), "with other versions than the run"),
         (came("", ended="timeout"), "ended as timeout"),
     ],
 )
@@ -731,14 +718,7 @@ def test_what_is_personal_is_taken_out(text, wanted):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "https://github.com/a/b/issues/1",
-        "and/or 1/2 n/a",
-        "</details><br/>",
-        r".*\.(q|k)_proj\.\d+",
-        'folder + "/base"',
-    ],
+    "text", ["https://github.com/a/b/issues/1", "and/or 1/2 n/a", "</details><br/>", r".*\.(q|k)_proj\.\d+", 'folder + "/base"']
 )
 def test_what_only_looks_like_a_path_stays(text):
     assert clean(text) == text
@@ -795,10 +775,7 @@ def test_a_folder_of_drafts(tmp_path, catalogue):
     for one in made.drafts:
         assert (folder / one.file_name).read_text(encoding="utf-8") == one.markdown()
     assert [file.name for file in folder.parent.iterdir()] == ["out"]
-    assert said[:2] == [
-        "quant-state-meta-item: running its reproducer",
-        "placement-planned-again: running its reproducer",
-    ]
+    assert said[:2] == ["quant-state-meta-item: running its reproducer", "placement-planned-again: running its reproducer"]
     assert said[-1] == f"unknown-map-key: no draft, the reproducer ended in another failure (RuntimeError: {ITEM})"
     assert "2 drafts in" in draft.drafts_text(made)
 

@@ -24,15 +24,7 @@ from trimtab.cli import main as cli
 from trimtab.doctor.preflight import peft_dispatch
 from trimtab.doctor.preflight import preflight as module
 from trimtab.doctor.preflight import second_plan as preflight_second
-from trimtab.doctor.preflight.answer import (
-    ALL_ON_GPU,
-    DOES_NOT_FIT,
-    ON_CPU,
-    SPLIT,
-    TOWERS_OFF,
-    adapter_name,
-    towers_map,
-)
+from trimtab.doctor.preflight.answer import ALL_ON_GPU, DOES_NOT_FIT, ON_CPU, SPLIT, TOWERS_OFF, adapter_name, towers_map
 from trimtab.doctor.preflight.device_map import device_text
 from trimtab.doctor.preflight.findings import FAILS, NOTE, SEVERITIES, WASTES, WRONG, find_bug, is_met
 from trimtab.doctor.preflight.preflight import Preflight, preflight, preflight_text

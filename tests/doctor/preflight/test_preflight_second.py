@@ -96,9 +96,7 @@ def real_plan(model: Any, free: dict, monkeypatch, caplog) -> tuple[dict, dict, 
     with monkeypatch.context() as patched, caplog.at_level(logging.INFO, logger="accelerate.utils.modeling"):
         patched.setattr(accelerate_modeling, "torch", _Torch())
         patched.setattr(
-            accelerate_modeling,
-            "get_max_memory",
-            lambda given=None: dict(free) if given is None else get_max_memory(given),
+            accelerate_modeling, "get_max_memory", lambda given=None: dict(free) if given is None else get_max_memory(given)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -127,9 +125,7 @@ def test_model_without_data_has_the_modules_and_sizes_of_the_real_peft_model(nam
     planned: list[Any] = []
     real = peft_dispatch.accelerate_modeling.compute_module_sizes
     monkeypatch.setattr(
-        accelerate_modeling,
-        "compute_module_sizes",
-        lambda *args, **options: planned.append(args[0]) or real(*args, **options),
+        accelerate_modeling, "compute_module_sizes", lambda *args, **options: planned.append(args[0]) or real(*args, **options)
     )
     assert plan_of(question(name, quant, {0: 10_000_000, "cpu": 10_000_000}))["runs"]
     monkeypatch.undo()

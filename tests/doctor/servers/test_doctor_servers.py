@@ -60,15 +60,7 @@ def test_ollama_sglang_and_llama_cpp_are_told_apart():
 
 def test_a_bug_applies_to_the_release_it_was_seen_with_and_not_from_the_fix_on():
     bug = ServerBug(
-        id="X1",
-        title="t",
-        when="w",
-        way_round="r",
-        sources=("https://x",),
-        state="s",
-        read="r",
-        seen="1.2",
-        fixed_in="1.4.0",
+        id="X1", title="t", when="w", way_round="r", sources=("https://x",), state="s", read="r", seen="1.2", fixed_in="1.4.0"
     )
     assert [bug.standing(version) for version in ("1.2", "1.3", "1.4.0", "1.10", None, "nightly")] == [
         APPLIES, MAY_APPLY, FIXED, FIXED, MAY_APPLY, MAY_APPLY
@@ -133,8 +125,7 @@ def test_every_entry_has_a_source_and_a_name_of_its_own(server):
         assert not (bug.merged and bug.fixed_in)
         for source in bug.sources:
             assert re.fullmatch(
-                r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+|https://github\.com/\S+/blob/[0-9a-f]{40}/\S+",
-                source,
+                r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+|https://github\.com/\S+/blob/[0-9a-f]{40}/\S+", source
             )
 
 

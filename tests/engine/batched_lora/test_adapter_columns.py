@@ -141,8 +141,7 @@ INPUT = random(1, 35, WIDE, dtype=BF16)
 
 @on_cpu
 @pytest.mark.parametrize(
-    "ranks",
-    [QKV, {"gate_proj": 8, "up_proj": 20}, {"o_proj": 5}, {"q_proj": 8, "k_proj": 0, "v_proj": 3}, {"q_proj": 1}],
+    "ranks", [QKV, {"gate_proj": 8, "up_proj": 20}, {"o_proj": 5}, {"q_proj": 8, "k_proj": 0, "v_proj": 3}, {"q_proj": 1}]
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_over_one_input_share_it(ranks, bias):

@@ -78,14 +78,7 @@ def test_short_answers_come_first_and_requests_are_read_as_rows_become_free(mode
 
 
 def test_a_wrong_request_is_raised_or_takes_its_answers_place(model):
-    wrong = [
-        QUESTION,
-        {"prompt": "x" * 4000},
-        {"prompt": "y", "adapter": "none"},
-        {"prompt": "z", "tempreature": 1},
-        {},
-        "Hi",
-    ]
+    wrong = [QUESTION, {"prompt": "x" * 4000}, {"prompt": "y", "adapter": "none"}, {"prompt": "z", "tempreature": 1}, {}, "Hi"]
     found = list(model.batch(wrong, errors="return", max_new_tokens=2))
     assert [getattr(one, "field", None) for one in found] == [
         None, "prompt", "adapter", "requests[3].tempreature", "requests[4]", None,
@@ -231,8 +224,7 @@ def test_calls_of_other_threads_wait_and_are_answered_in_order(model):
 def test_an_event_loop_is_not_held_up_and_cancelling_ends_the_answer(model):
     async def main():
         first, second = await asyncio.gather(
-            model.answer_async(QUESTION, max_new_tokens=6),
-            model.answer_async(QUESTION, max_new_tokens=6, adapter="style"),
+            model.answer_async(QUESTION, max_new_tokens=6), model.answer_async(QUESTION, max_new_tokens=6, adapter="style")
         )
         texts = [piece async for piece in model.generate_async(QUESTION, max_new_tokens=6)]
         long = asyncio.create_task(model.answer_async("Hello", max_new_tokens=110, temperature=100.0, seed=1))

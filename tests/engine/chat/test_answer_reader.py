@@ -11,10 +11,7 @@ from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm
 from trimtab.engine.chat.answer_reader import AnswerReader, Call, JsonSpan
 
 THINK, CHANNEL = ("<think>", "</think>"), ("<|channel>", "<channel|>")
-FUNCTIONS = {
-    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-    "now": {},
-}
+FUNCTIONS = {"weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "now": {}}
 PARIS = ("weather", {"city": "Paris", "days": 3})
 Q = '<|"|>'
 
@@ -131,14 +128,7 @@ def test_arguments_come_as_they_are_written():
     reader = AnswerReader(AnswerForm("hermes"), functions=FUNCTIONS)
     pieces = ["<tool_call>", '{"name": "now", ', '"arguments": {"a"', ": 1", "}}", "</tool_call>"]
     found = [[value for _, value in reader.push(piece)] for piece in pieces]
-    assert [[call.arguments or call.name for call in calls] for calls in found] == [
-        [],
-        [],
-        ["now", '{"a"'],
-        [": 1"],
-        ["}"],
-        [],
-    ]
+    assert [[call.arguments or call.name for call in calls] for calls in found] == [[], [], ["now", '{"a"'], [": 1"], ["}"], []]
 
 
 def test_a_call_that_is_cut_keeps_what_was_written():
@@ -225,11 +215,7 @@ def test_a_call_without_its_whole_name_is_told_only_where_one_function_may_be_ca
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>\n" + "{" * 20_000,
-        '<tool_call>{"arguments": {"a": "' + "x" * 20_000 + '"}, "name": "f"}</tool_call>',
-    ],
+    "text", ["<tool_call>\n" + "{" * 20_000, '<tool_call>{"arguments": {"a": "' + "x" * 20_000 + '"}, "name": "f"}</tool_call>']
 )
 def test_a_call_whose_name_comes_late_is_looked_at_once(text, monkeypatch):
     """32,000 tokens of brackets took minutes, in which no other answer had a token."""

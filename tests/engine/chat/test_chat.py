@@ -121,11 +121,7 @@ def test_a_system_text_comes_first(model):
         ([{"role": "user", "content": ""}], {}, "prompt"),
         ([{"role": "user", "content": [{"type": "text", "text": " "}]}], {"system": "Be kind"}, "prompt"),
         (
-            [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b"},
-                {"role": "user", "content": "\n"},
-            ],
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "\n"}],
             {},
             "prompt",
         ),

@@ -149,8 +149,7 @@ def test_the_picture_that_is_wrong_is_named():
 
 
 @pytest.mark.parametrize(
-    "size, words",
-    [((0, 64), "no complete patch"), ((64, 0), "no complete patch"), ((80, 16), "1 x 5 patches"), ((64, 64), "")],
+    "size, words", [((0, 64), "no complete patch"), ((64, 0), "no complete patch"), ((80, 16), "1 x 5 patches"), ((64, 64), "")]
 )
 def test_pixtrals_sizes_are_held_against_its_table(size, words):
     """Its processor needs torchvision; these are the sizes that it gives."""

@@ -180,10 +180,7 @@ def test_a_card_newer_than_the_compiler_gets_portable_code(compiler):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_kernels_of_the_package_compile(compiler, target):
     assert all(name.encode() in compiler.compile(matvec.source(), target) for name in matvec.NAMES)
-    for options in (
-        ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024"),
-        ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0"),
-    ):
+    for options in (("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024"), ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0")):
         code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
         assert all(name.encode() in code for name in matvec.PRODUCT_NAMES)
 
@@ -195,12 +192,6 @@ def test_a_product_compiled_for_its_shape_keeps_what_it_asked_for_in_registers(c
         one for one in cuts.cuts((10240, 10240), 2560, n, multiprocessors=132, shared_bytes=232448, pair=True)
         if one.held and (one.may_be_normed or not normed)
     )  # fmt: skip
-    options = (
-        "-DHALF=0",
-        "-DNESTED=1",
-        "-DWHOLE=1",
-        "-DSHARED_BASE=1024",
-        *cut.options(40, 2, pair=True, normed=normed),
-    )
+    options = ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024", *cut.options(40, 2, pair=True, normed=normed))
     code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
     assert matvec.HELD_NAME.encode() in code and b"matvec_8" not in code

@@ -58,11 +58,7 @@ def questions(count, *, names=(None, *ADAPTERS), seed=0, shared=0, low=8, high=2
 
 def began(batch, ask, client=None):
     return batch.begin(
-        batch.model.prepare(ask[1]),
-        GenerateRequest(max_new_tokens=TOKENS),
-        adapter=ask[0],
-        top_logprobs=0,
-        client=client,
+        batch.model.prepare(ask[1]), GenerateRequest(max_new_tokens=TOKENS), adapter=ask[0], top_logprobs=0, client=client
     )
 
 

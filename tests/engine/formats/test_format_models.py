@@ -20,13 +20,7 @@ from trimtab.errors import RequestError
 from trimtab.verification.routes import stock_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-VARIANTS = {
-    "none": None,
-    "lora": {},
-    "dora": {"dora": True},
-    "rslora": {"rslora": True},
-    "saved": {"modules_to_save": ["norm"]},
-}
+VARIANTS = {"none": None, "lora": {}, "dora": {"dora": True}, "rslora": {"rslora": True}, "saved": {"modules_to_save": ["norm"]}}
 
 
 @cache

@@ -138,11 +138,7 @@ def test_integers_are_the_formula_in_float64(tmp_path_factory, rows, groups, siz
     scale = (torch.rand(rows, groups, generator=generator) + 0.1).to(torch.bfloat16)
     parts = {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor([rows, columns])}
     declared = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": size, "symmetric": True}
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"g": {"weights": declared}},
-    }
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": declared}}}
     _, found = read(written(tmp_path_factory.mktemp("w"), parts, config))
     exact = (q.double() - (1 << (bits - 1))).view(rows, groups, size) * scale.double()[..., None]
     # A product of at most 8 and 8 significant bits is exact in float32: one rounding to bfloat16, and nothing else.
@@ -224,17 +220,9 @@ def changed(name, change):
         ("gptq-g32", changed("g_idx", lambda t: t[:-1]), "g_idx is"),
         ("gptq-g32", changed("qzeros", lambda t: t.to(torch.int64)), "qzeros are"),
         ("awq-g32", lambda parts: parts.update({"act.scales": torch.ones(4)}), "not read"),
-        (
-            "fp8-bf16",
-            lambda parts: parts.update({"y.weight": torch.ones(4, 4, dtype=torch.int8)}),
-            "without its quantization",
-        ),
+        ("fp8-bf16", lambda parts: parts.update({"y.weight": torch.ones(4, 4, dtype=torch.int8)}), "without its quantization"),
         ("ct-int4-g32", lambda parts: parts.update({"y.weight_scale": torch.ones(4)}), "not read"),
-        (
-            "ct-int4-g32",
-            lambda parts: parts.update({"y": torch.ones(4).to(torch.float8_e4m3fn)}),
-            "float8 needs one|not a matrix",
-        ),
+        ("ct-int4-g32", lambda parts: parts.update({"y": torch.ones(4).to(torch.float8_e4m3fn)}), "float8 needs one|not a matrix"),
     ],
 )
 def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp_path):

@@ -27,8 +27,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("view", "has_bias"),
-    [*((view, False) for view in VIEWS), *((view, True) for view in VIEWS if view != "positions first")],
+    ("view", "has_bias"), [*((view, False) for view in VIEWS), *((view, True) for view in VIEWS if view != "positions first")]
 )
 def test_no_view_of_a_prompt_is_multiplied_as_a_batch(view, has_bias, dtype):
     generator = torch.Generator().manual_seed(0)

@@ -121,8 +121,7 @@ def test_scores_in_torch_are_what_the_head_and_the_batch_made_of_them(dtype, sof
 
 @on_cpu
 @pytest.mark.parametrize(
-    "order, dtype",
-    [(7, torch.bfloat16), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, TYPES[0]), (1, TYPES[1])))],
+    "order, dtype", [(7, torch.bfloat16), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, TYPES[0]), (1, TYPES[1])))]
 )
 def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtype):
     module = cpu_module(order)
@@ -312,11 +311,7 @@ WRONG = [
     ("rounded(v[i] * scale, half) : _", "rounded(v[i] * scale * 1.01f, half) : _", "rows"),
     ("v[i] = v[i] * r * w[i];", "v[i] = v[i] * r;", "rows"),
     ("% ring;", "% (ring + 1);", "rows"),
-    (
-        "    v[i] = rounded(v[i] * scale, half);\n    sum",
-        "    v[i] = rounded(-v[i] * scale, half);\n    sum",
-        "per_layer",
-    ),
+    ("    v[i] = rounded(v[i] * scale, half);\n    sum", "    v[i] = rounded(-v[i] * scale, half);\n    sum", "per_layer"),
     ("+ o[i], half) * factor", ", half) * factor + o[i]", "per_layer"),
     ("a > b ? a : b", "a < b ? a : b", "likeliest"),
     ("(u64)order << 32 | (u32)~at", "(u64)order << 32 | (u32)at", "likeliest"),

@@ -142,19 +142,10 @@ def test_gated_is_what_the_mlp_does_before_its_last_product(dtype, kind, name):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_attend_in_torch_is_what_transformers_attention_gives(softcap):
     n, heads, kv_heads, dim, places = 3, 4, 2, 32, 40
-    q, keys, values = (
-        random(n, heads, dim),
-        random(n, kv_heads, places, dim, seed=1),
-        random(n, kv_heads, places, dim, seed=2),
-    )
+    q, keys, values = (random(n, heads, dim), random(n, kv_heads, places, dim, seed=1), random(n, kv_heads, places, dim, seed=2))
     positions = torch.tensor([0, 17, 39])
     module = torch.nn.Module()
-    module.num_key_value_groups, module.head_dim, module.is_causal, module.training = (
-        heads // kv_heads,
-        dim,
-        True,
-        False,
-    )
+    module.num_key_value_groups, module.head_dim, module.is_causal, module.training = (heads // kv_heads, dim, True, False)
     mask = torch.where(torch.arange(places) <= positions[:, None], 0.0, -math.inf).bfloat16()[:, None, None]
     wanted, _ = gemma4.eager_attention_forward(module, q[:, :, None], keys, values, mask, scaling=0.2, softcap=softcap)
     out = poisoned(n, heads * dim)
@@ -311,13 +302,7 @@ SHAPES = [  # heads, kv heads, head size
 ]  # fmt: skip
 
 
-FIRST_SHAPES = {
-    (8, 1, 512): "here",
-    (16, 1, 256): "apart",
-    (10, 1, 128): "here",
-    (4, 2, 64): "apart",
-    (6, 2, 80): "here",
-}
+FIRST_SHAPES = {(8, 1, 512): "here", (16, 1, 256): "apart", (10, 1, 128): "here", (4, 2, 64): "apart", (6, 2, 80): "here"}
 
 
 @on_cpu
@@ -357,11 +342,7 @@ def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim
 def test_attention_of_long_rows_and_few_blocks_goes_over_many_tiles():
     module = cpu_module(multiprocessors=1)
     n, heads, kv_heads, dim, places = 1, 4, 1, 64, 1000
-    q, keys, values = (
-        random(n, heads, dim),
-        random(n, kv_heads, places, dim, seed=1),
-        random(n, kv_heads, places, dim, seed=2),
-    )
+    q, keys, values = (random(n, heads, dim), random(n, kv_heads, places, dim, seed=1), random(n, kv_heads, places, dim, seed=2))
     for position in (998, 200, 31):
         out, positions = poisoned(n, heads * dim), torch.tensor([position])
         fused.attend(q, keys, values, positions, 1.0, None, out, None, module)

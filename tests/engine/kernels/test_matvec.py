@@ -277,13 +277,7 @@ def held(n, units, k_warps, pairs, chunk, splits, total):
 @pytest.mark.parametrize(
     "rows, columns, quant, dtype, cut",
     [
-        (
-            (80, 33),
-            1024,
-            "nf4-dq",
-            torch.bfloat16,
-            held(1, 3, 4, 1, 16, 1, 8),
-        ),  # two batches; a block with no unit left
+        ((80, 33), 1024, "nf4-dq", torch.bfloat16, held(1, 3, 4, 1, 16, 1, 8)),  # two batches; a block with no unit left
         ((80, 33), 1024, "nf4", torch.float16, held(3, 1, 2, 2, 16, 1, 8)),  # two batches of two
         ((48, 16, 17), 1024, "fp4", torch.bfloat16, held(4, 5, 1, 1, 8, 2, 6)),  # four batches, two blocks along K
         ((48, 16, 17), 1024, "nf4-dq", torch.bfloat16, held(8, 2, 2, 2, 8, 2, 6)),  # all at once
@@ -477,11 +471,7 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
 @needs_gxx
 @pytest.mark.parametrize(
     "rows, cut",
-    [
-        pytest.param((48, 16, 17), None, marks=pytest.mark.slow),
-        ((48, 48), held(8, 6, 1, 2, 8, 2, 6)),
-        slow_on_cpu((48, 48), None),
-    ],
+    [pytest.param((48, 16, 17), None, marks=pytest.mark.slow), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), slow_on_cpu((48, 48), None)],
 )
 def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, rows, cut):
     """Ranks on both sides of what one thread has of B. Sums in which large values cancel show in which order they are added."""
@@ -717,13 +707,7 @@ def test_tables_may_be_parts_of_the_models_table(modules):
     group, adapters = group_of(rows, columns), adapters_of(rows, columns, [0, 6, 3])
     whole = matvec.lora_args([[None] * 3, *adapters, [None] * 3], torch.tensor([1, 2], dtype=torch.int32), 6)
     lora = matvec.LoraArgs(
-        whole.A_ptr[1:3],
-        whole.B_ptr[1:3],
-        whole.rank[1:3],
-        whole.scale[1:3],
-        whole.row_slots,
-        torch.zeros(2, 2, 6),
-        adapters,
+        whole.A_ptr[1:3], whole.B_ptr[1:3], whole.rank[1:3], whole.scale[1:3], whole.row_slots, torch.zeros(2, 2, 6), adapters
     )
     x = torch.randn(2, columns).bfloat16()
     out, wanted = (torch.full((2, 48), math.nan, dtype=torch.bfloat16) for _ in range(2))

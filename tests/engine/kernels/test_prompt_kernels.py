@@ -69,23 +69,14 @@ def test_a_lora_of_many_tokens_is_the_sum_of_its_products(dtype):
                 assert float((made.double() - wanted).norm() / wanted.norm()) < 2 * torch.finfo(dtype).eps
                 # Where the sum in float32 lies between two values another order may take the other one.
                 assert float((made != plain).float().mean()) < 0.01
-        assert set(launches(module)) == {
-            "lora_low",
-            "lora_up",
-            *(["lora_low_tensor"] if dtype == torch.bfloat16 else []),
-        }
+        assert set(launches(module)) == {"lora_low", "lora_up", *(["lora_low_tensor"] if dtype == torch.bfloat16 else [])}
 
 
 @on_cpu
 def test_a_block_adds_as_many_tokens_as_leave_enough_blocks(monkeypatch):
     monkeypatch.setattr(prompt_kernels, "_BLOCKS", 1)
     module = cpu_module()
-    A, B, x, y = (
-        random(9, 48),
-        random(40, 9),
-        random(150, 48, dtype=torch.bfloat16),
-        random(150, 40, dtype=torch.bfloat16),
-    )
+    A, B, x, y = (random(9, 48), random(40, 9), random(150, 48, dtype=torch.bfloat16), random(150, 40, dtype=torch.bfloat16))
     wanted = y.double() + x.double() @ A.double().T @ B.double().T
     made = add(A, B, 1.0, x, y.clone(), module, round_change=False).double()
     assert float((made - wanted).norm() / wanted.norm()) < 2 * torch.finfo(torch.bfloat16).eps

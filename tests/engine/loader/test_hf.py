@@ -212,10 +212,7 @@ def test_missing_tensors_are_never_allocated(tmp_path):
 
 
 def test_missing_clip_bounds_keep_stock_s_initial_value(tmp_path):
-    lost = [
-        "model.vision_tower.encoder.layers.0.self_attn.q_proj.input_max",
-        "model.language_model.layers.0.layer_scalar",
-    ]
+    lost = ["model.vision_tower.encoder.layers.0.self_attn.q_proj.input_max", "model.language_model.layers.0.layer_scalar"]
     folder = edited(pico.build("gemma4", tmp_path), lambda t: [t.pop(name) for name in lost])
     probe = check_equal(folder)
     assert probe.missing == tuple(sorted(lost))

@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 from trimtab.engine.loader.tracing import CannotFollowError, NoAllocation, Trace, Traced, is_undefined
 
-FILES = {
-    "a": torch.arange(24, dtype=torch.bfloat16).reshape(4, 6),
-    "b": torch.arange(24, 48, dtype=torch.bfloat16).reshape(4, 6),
-}
+FILES = {"a": torch.arange(24, dtype=torch.bfloat16).reshape(4, 6), "b": torch.arange(24, 48, dtype=torch.bfloat16).reshape(4, 6)}
 
 
 def traced(*names: str) -> tuple[Traced, ...]:

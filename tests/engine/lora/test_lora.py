@@ -113,10 +113,7 @@ def test_plain_and_dora_agree_with_float64(tmp_path: Path) -> None:
 def test_two_adapters_switch_without_leaving_a_trace(tmp_path: Path) -> None:
     toy = Toy("nf4", torch.bfloat16)
     model, store = ours(toy, torch.bfloat16)
-    folders = {
-        "a": make_adapter(tmp_path / "a", toy, seed=1),
-        "b": make_adapter(tmp_path / "b", toy, seed=2, use_dora=True),
-    }
+    folders = {"a": make_adapter(tmp_path / "a", toy, seed=1), "b": make_adapter(tmp_path / "b", toy, seed=2, use_dora=True)}
     for name, folder in folders.items():
         put_on(model, store, toy, folder, name)
     with torch.no_grad():
@@ -150,10 +147,7 @@ def test_an_embedding_that_peft_writes_next_to_lora_acts_as_in_peft(tied: bool, 
     store.set("one")
     with torch.no_grad():
         assert torch.equal(model(IDS), peft_output(toy, folder))
-    kept = [
-        model.embed.adapters["one"].weight,
-        model.head.adapters["one"].weight if "one" in model.head.adapters else None,
-    ]
+    kept = [model.embed.adapters["one"].weight, model.head.adapters["one"].weight if "one" in model.head.adapters else None]
     # PEFT loads the copy into the base weight itself, so a tied head changes with it; an unchanged copy costs nothing.
     assert [weight is not None for weight in kept] == [changed, changed and tied]
     if changed and tied:

@@ -52,13 +52,7 @@ def router_adapter(family: str, base: Path, folder: Path, *, strength: float = 0
                 tensors[f"base_model.model.{former}.lora_{role}.weight"] = strength * torch.randn(shape, generator=generator)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    stored = {
-        "peft_type": "LORA",
-        "r": 3,
-        "lora_alpha": 6,
-        "target_modules": ["q_proj", "gate"],
-        "task_type": "CAUSAL_LM",
-    }
+    stored = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "gate"], "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(stored | {"peft_version": "0.17.1"} | config))
     return folder
 

@@ -119,11 +119,7 @@ class Table(nn.Module):
     def __init__(self, path: str, layer: nn.Embedding, store: AdapterStore) -> None:
         super().__init__()
         self.module_path, self.adapter_store, self.adapters = path, store, {}
-        self.num_embeddings, self.embedding_dim, self.dtype = (
-            layer.num_embeddings,
-            layer.embedding_dim,
-            layer.weight.dtype,
-        )
+        self.num_embeddings, self.embedding_dim, self.dtype = (layer.num_embeddings, layer.embedding_dim, layer.weight.dtype)
         self.__dict__.update(layer=layer, embed_scale=getattr(layer, "embed_scale", None))
 
     @property

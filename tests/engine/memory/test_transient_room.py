@@ -52,8 +52,7 @@ def test_the_rest_of_the_plan_is_one_piece(device):
 
 
 @pytest.mark.parametrize(
-    ("state", "taken"),
-    [({"free": 100 * MIB}, 100 * MIB - LEFT_BYTES), ({"free": 40 * MIB}, 0), ({"fails": True}, 0)],
+    ("state", "taken"), [({"free": 100 * MIB}, 100 * MIB - LEFT_BYTES), ({"free": 40 * MIB}, 0), ({"fails": True}, 0)]
 )
 def test_no_more_is_taken_than_there_is(device, state, taken):
     made = small()

@@ -104,9 +104,7 @@ def test_torch_is_given_the_keys_themselves_and_no_head_stride_of_zero(kv_heads,
     given = []
     real = hf_attention.scaled_dot_product_attention
     monkeypatch.setattr(
-        hf_attention,
-        "scaled_dot_product_attention",
-        lambda *args, **options: given.append(args) or real(*args, **options),
+        hf_attention, "scaled_dot_product_attention", lambda *args, **options: given.append(args) or real(*args, **options)
     )
     query, keys, values, mask = states(kv_heads, 4, 33, 64, 64, torch.float32)
     assert grouped(query, keys, values, mask, scaling=None, is_causal=False) is not None

@@ -137,14 +137,7 @@ def test_adapters_of_the_towers_have_outputs_of_their_own(tmp_path):
 
 def test_a_chat_with_pictures_and_sounds_sees_and_hears_each_once():
     plan = trimtab.plan(
-        DEMO / "base",
-        quant="none",
-        dtype="float32",
-        context=384,
-        images=2,
-        audio_s=1.0,
-        device="cpu",
-        prefix_cache="64MB",
+        DEMO / "base", quant="none", dtype="float32", context=384, images=2, audio_s=1.0, device="cpu", prefix_cache="64MB"
     )
     one, two = (DEMO / "images" / f"image_{number}.png" for number in (1, 2))
     sound = DEMO / "sounds" / "audio_1.wav"

@@ -139,12 +139,7 @@ def test_a_prompt_has_a_place_in_such_a_pass_if_what_is_not_kept_is_short():
         begin = [100 + number % 90 for number in range(64)]
         batch = in_chunks(model, (8, 16), 9)
         answered(batch, model.prepare(begin))
-        for ask, is_short in (
-            (ids(16), True),
-            (ids(17), False),
-            ([*begin, *ids(9)], True),
-            ([*begin, *ids(17)], False),
-        ):
+        for ask, is_short in ((ids(16), True), (ids(17), False), ([*begin, *ids(9)], True), ([*begin, *ids(17)], False)):
             prompt = batch.begin(model.prepare(ask), REQUEST)
             assert batch.prompts.packs.has_place(prompt) == (is_short and batch.prompts.packs.why_not() is None)
             assert prompt.row.reuse is None and prompt.row.cached_tokens == 0  # nothing is reused yet

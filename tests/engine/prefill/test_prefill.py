@@ -397,10 +397,7 @@ def test_a_form_is_captured_the_second_time_and_then_replayed(demo, replayed):
         counts = []
         for _ in range(4):
             for count, wanted in expected.items():
-                assert differ(answered(batch, demo.prepare(ids(count)), adapter=name), wanted) < TOLERANCE, (
-                    name,
-                    count,
-                )
+                assert differ(answered(batch, demo.prepare(ids(count)), adapter=name), wanted) < TOLERANCE, (name, count)
             counts.append((len(replayed), sum(one.replays for one in replayed)))
             # (16, last), (64, last), and of 150 tokens a first, a later and a last chunk.
         first = counts[0][0]

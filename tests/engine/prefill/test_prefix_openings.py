@@ -163,10 +163,7 @@ def demo(request):
 @pytest.mark.parametrize(("adapter", "sizes"), crossed(["style", None], [(), (16, 64)], first=["style"], rest=1))
 def test_chats_share_their_system_prompt_from_the_second_on(demo, sizes, adapter):
     model, tolerance = demo
-    short, long = (
-        ("What is red?", "And what is green?"),
-        ("Say all of it. " * 12, "And then say all of that again. " * 9),
-    )
+    short, long = (("What is red?", "And what is green?"), ("Say all of it. " * 12, "And then say all of that again. " * 9))
     for questions in (short, long):
         keeping(model, block_tokens=16)
         batch, plain = (in_chunks(model, sizes) if sizes else eager(model) for _ in range(2))

@@ -76,10 +76,7 @@ class Cuda:
 
         def replay():
             self.replays += 1
-            before, own = (
-                dict(self.main.behind),
-                {name: f"{name} of replay {self.replays}" for name in ("side", "copies")},
-            )
+            before, own = (dict(self.main.behind), {name: f"{name} of replay {self.replays}" for name in ("side", "copies")})
             for place, what, group, stream, behind in inside:
                 done = before | {own[name]: count for name, count in behind.items()}
                 self.log.append((place, what, group, own[stream], done))

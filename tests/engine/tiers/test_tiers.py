@@ -254,12 +254,7 @@ def test_a_full_disk_is_a_device_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("quant", QUANTS)
 def test_a_host_leaf_equals_the_resident_one_on_the_same_device(quant):
     packed = packed_weight(quant, 64, 128, 1)
-    common = {
-        "bias": torch.ones(64, dtype=torch.bfloat16),
-        "device": CPU,
-        "dtype": torch.bfloat16,
-        "store": AdapterStore(),
-    }
+    common = {"bias": torch.ones(64, dtype=torch.bfloat16), "device": CPU, "dtype": torch.bfloat16, "store": AdapterStore()}
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     host = leaves.HostLeaf("a", packed, **common).eval()
     assert torch.equal(host(x), leaves.ResidentLeaf("a", packed, **common).eval()(x))

@@ -99,19 +99,11 @@ def test_shapes_that_do_not_go_together_are_refused_and_other_failures_are_not(m
 
     monkeypatch.setitem(vars(model.model.visual), "forward", fail)
     guard_towers(model)
-    for exc in (
-        RuntimeError("The size of tensor a (3) must match"),
-        ValueError("wrong image size"),
-        IndexError("beyond"),
-    ):
+    for exc in (RuntimeError("The size of tensor a (3) must match"), ValueError("wrong image size"), IndexError("beyond")):
         raised[:] = [exc]
         with pytest.raises(RequestError, match="does not fit this model"):
             model.model.visual()
-    for exc in (
-        torch.OutOfMemoryError("out of memory for this size"),
-        RuntimeError("CUDA error: size"),
-        RuntimeError("no"),
-    ):
+    for exc in (torch.OutOfMemoryError("out of memory for this size"), RuntimeError("CUDA error: size"), RuntimeError("no")):
         raised[:] = [exc]
         with pytest.raises(type(exc)):
             model.model.visual()

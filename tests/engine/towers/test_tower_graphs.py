@@ -387,12 +387,7 @@ def test_code_between_layers_never_computes_with_what_was_not_kept():
         cut(Reading("reads twice"), torch.randn(2, 4))
     gone = torch.Tensor._make_subclass(tower_pieces._NotKept, torch.empty(2, 4, device="meta"))
     assert gone.shape == (2, 4) and gone.dtype == torch.float32 and gone.numel() == 8
-    for read in (
-        lambda: torch.ones(2, 4).add_(gone),
-        lambda: gone[0],
-        lambda: gone.to("cpu"),
-        lambda: torch.cat([gone]),
-    ):
+    for read in (lambda: torch.ones(2, 4).add_(gone), lambda: gone[0], lambda: gone.to("cpu"), lambda: torch.cat([gone])):
         with pytest.raises(NotKeptError):
             read()
 

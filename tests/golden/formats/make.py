@@ -94,11 +94,7 @@ def awq(rows: int, columns: int, group: int) -> tuple[dict[str, Tensor], Tensor,
     scheme = converter._build_quant_config().config_groups["config_group_0"]
     state = {name.removeprefix("m."): tensor for name, tensor in made.items()}
     expected = BaseCompressor.get_value_from_registry("pack-quantized").decompress(state, scheme)["weight"]
-    return (
-        stored,
-        expected,
-        {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
-    )
+    return (stored, expected, {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"})
 
 
 def gptq(rows: int, columns: int, group: int, bits: int, *, ordered: bool = False, form: str = "gptq"):

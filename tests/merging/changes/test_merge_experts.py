@@ -154,12 +154,7 @@ def test_what_goes_back_makes_the_changed_parameter_again(way: str) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda t: t["a"] * 2,
-        lambda t: t["a"].flip(0),
-        lambda t: torch.cat([t["a"], t["a"]]),
-        lambda t: t["d"][[1, 2]],
-    ],
+    [lambda t: t["a"] * 2, lambda t: t["a"].flip(0), lambda t: torch.cat([t["a"], t["a"]]), lambda t: t["d"][[1, 2]]],
     ids=["product", "flip", "twice", "picked rows"],
 )
 def test_what_has_no_known_way_back_is_refused(make: Make) -> None:

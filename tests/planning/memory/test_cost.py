@@ -7,15 +7,7 @@ from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.errors import RequestError
 from trimtab.formats.record import packed_bytes, packed_parts
 from trimtab.planning.memory.activations import COEFFICIENTS, kv_cache_bytes, needs_of, patches_of, use_of
-from trimtab.planning.values.byte_sizes import (
-    Rates,
-    Weights,
-    Work,
-    allocated_bytes,
-    allocator_reserve_bytes,
-    buffer_bytes,
-    seconds,
-)
+from trimtab.planning.values.byte_sizes import Rates, Weights, Work, allocated_bytes, allocator_reserve_bytes, buffer_bytes, seconds
 from trimtab.request import LoadRequest
 
 MIB = 2**20
@@ -142,15 +134,7 @@ def total(**asked):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"context_tokens": 8192},
-        {"batch": 2},
-        {"images": 9},
-        {"audio_s": 600.0},
-        {"has_adapters": True},
-        {"quant": "none"},
-    ],
+    "more", [{"context_tokens": 8192}, {"batch": 2}, {"images": 9}, {"audio_s": 600.0}, {"has_adapters": True}, {"quant": "none"}]
 )
 def test_asking_for_more_needs_more(more):
     least = {"context_tokens": 2048, "images": 1, "audio_s": 1.0, "quant": "nf4-dq"}

@@ -18,13 +18,7 @@ from trimtab.api import PlanInputs, plan_request
 from trimtab.engine.chat.media import picture_bytes, sound_rate
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
-from trimtab.planning.memory.media import (
-    LEAST_BUDGET_BYTES,
-    MOST_RATE,
-    PREPARED_PIXEL_BYTES,
-    WEBP_PIXEL_BYTES,
-    sound_bytes,
-)
+from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES, sound_bytes
 from trimtab.planning.plan.narrow import narrow_table
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
@@ -45,10 +39,7 @@ def served(limits=LIMITS, **model):
 
 
 def test_the_plan_of_a_server_counts_what_the_largest_request_needs():
-    alone, plan = (
-        plan_request(REQUEST, later={}, inputs=INPUTS),
-        plan_request(REQUEST, later={}, inputs=INPUTS, media=served()),
-    )
+    alone, plan = (plan_request(REQUEST, later={}, inputs=INPUTS), plan_request(REQUEST, later={}, inputs=INPUTS, media=served()))
     assert "media" not in alone.host and alone.media_reason == "" and "media" not in str(alone)
     assert plan.host["media"] > WEBP_PIXEL_BYTES * LIMITS.request_pixels
     assert plan.host["media_files"] == LIMITS.all_body_bytes * 3 // 4

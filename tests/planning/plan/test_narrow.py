@@ -68,11 +68,7 @@ def test_a_plan_of_every_family_fits_80_columns(family, tmp_path):
     folder = pico.build(family, tmp_path / family)
     adapter = pico.adapter(folder, tmp_path / "adapter", targets="all")
     made = trimtab.plan(
-        folder,
-        adapters={"an-adapter-with-quite-a-long-name-for-one-line": adapter},
-        card="T4",
-        place={"*": "stream"},
-        context=64,
+        folder, adapters={"an-adapter-with-quite-a-long-name-for-one-line": adapter}, card="T4", place={"*": "stream"}, context=64
     )
     # The model's path is the user's own: it is not cut.
     lines = [line for line in narrow_table(made).splitlines() if str(tmp_path) not in line]

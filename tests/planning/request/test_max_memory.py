@@ -55,11 +55,7 @@ def test_what_cannot_be_followed_is_refused_by_name(given_map, field, word):
 
 @pytest.mark.parametrize(
     ("others", "field"),
-    [
-        ({"gpu_memory_bytes": GIB}, "max_memory"),
-        ({"device": "cpu"}, "max_memory"),
-        ({"device": "cuda:1"}, "max_memory"),
-    ],
+    [({"gpu_memory_bytes": GIB}, "max_memory"), ({"device": "cpu"}, "max_memory"), ({"device": "cuda:1"}, "max_memory")],
 )
 def test_a_budget_given_twice_is_refused(others, field):
     values = {"gpu_memory_bytes": None, "host_memory_bytes": None, "device": "auto"} | others

@@ -49,20 +49,7 @@ def card_of(text):
 def test_there_is_a_profile_of_every_generation_and_each_has_a_source():
     cards = known_cards()
     assert len(cards) >= 40
-    for part in (
-        "GTX 16",
-        "RTX 20",
-        "RTX 30",
-        "RTX 40",
-        "RTX 50",
-        "Laptop GPU",
-        "T4",
-        "L4",
-        "A10",
-        "A100",
-        "H100",
-        "H200",
-    ):
+    for part in ("GTX 16", "RTX 20", "RTX 30", "RTX 40", "RTX 50", "Laptop GPU", "T4", "L4", "A10", "A100", "H100", "H200"):
         assert any(part in card.name for card in cards), part
     assert {card.source for card in cards} <= set(sources())
     assert len({card.title for card in cards}) == len(cards), "two cards have one title"

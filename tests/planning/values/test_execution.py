@@ -453,9 +453,7 @@ def few_changes(monkeypatch):
     """Let options be of few kinds beside more memory: each of the others costs a plan."""
     changes, kept = plan_options._changes, ("as asked", "head=", "kv=")
     monkeypatch.setattr(
-        plan_options,
-        "_changes",
-        lambda *given, **named: [one for one in changes(*given, **named) if one[0].startswith(kept)],
+        plan_options, "_changes", lambda *given, **named: [one for one in changes(*given, **named) if one[0].startswith(kept)]
     )
 
 

@@ -57,11 +57,7 @@ SECONDS = st.integers(0, 2000).map(lambda thousandths: thousandths / 1000)
 CUTS = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 
 
-@given(
-    st.lists(st.tuples(SECONDS, st.one_of(st.just([]), CUTS)), min_size=1, max_size=20),
-    st.integers(1, 4),
-    st.floats(1, 100),
-)
+@given(st.lists(st.tuples(SECONDS, st.one_of(st.just([]), CUTS)), min_size=1, max_size=20), st.integers(1, 4), st.floats(1, 100))
 def test_pieces_make_no_step_slower(given_stages, slots, link_Bps):
     whole = [Stage(seconds, sum(pieces)) for seconds, pieces in given_stages]
     cut = [Stage(seconds, sum(pieces), tuple(pieces)) for seconds, pieces in given_stages]
@@ -115,12 +111,7 @@ def test_layers_side_by_side_are_spread_where_that_takes_less():
     chosen = side_by_side(4, 20)
     least = freed(chosen)
     found = evened(
-        BLOCKS,
-        ITEMS,
-        chosen,
-        is_free=lambda _: True,
-        is_allowed=lambda tried: freed(tried) >= least,
-        seconds_of=seconds,
+        BLOCKS, ITEMS, chosen, is_free=lambda _: True, is_allowed=lambda tried: freed(tried) >= least, seconds_of=seconds
     )
     assert seconds(found) < seconds(chosen) and freed(found) >= least
     numbers = [number for number, choice in enumerate(found) if choice.tier == "stream"]

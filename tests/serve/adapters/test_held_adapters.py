@@ -173,13 +173,7 @@ def test_what_the_plan_counts_is_what_is_held(monkeypatch):
     """The figure of the plan is an upper bound, and close to what the server holds then."""
     folders = {name: str(DEMO / "adapters" / name) for name in ("style", "specialist", "rslora-dora")}
     request = LoadRequest(
-        model=str(DEMO / "base"),
-        device="cpu",
-        quant="none",
-        dtype="float32",
-        context_tokens=128,
-        batch=2,
-        adapters=folders,
+        model=str(DEMO / "base"), device="cpu", quant="none", dtype="float32", context_tokens=128, batch=2, adapters=folders
     )
     plan = plan_request(request, later={})
     with trimtab.load(plan) as model:

@@ -92,11 +92,7 @@ def test_the_field_adapter_names_one_or_several(pool):
     assert voice_of(pool, chat(model="demo", adapter="a")) == ("demo", "a")
     assert voice_of(pool, chat(model="demo", adapter={"b": 1})) == ("demo", "b")  # what it says, not the served weight
     assert voice_of(pool, EmbeddingsRequest(model="demo", input="x", adapter="a:2")) == ("demo", "a:2.0")
-    for wrong in (
-        {"model": "a", "adapter": "b"},
-        {"model": "demo", "adapter": {"nobody": 1.0}},
-        {"model": "demo", "adapter": {}},
-    ):
+    for wrong in ({"model": "a", "adapter": "b"}, {"model": "demo", "adapter": {"nobody": 1.0}}, {"model": "demo", "adapter": {}}):
         with pytest.raises(RequestError) as caught:
             voice_of(pool, chat(**wrong))
         assert caught.value.field.startswith("adapter")
@@ -128,12 +124,7 @@ def test_a_request_with_a_mix_reaches_the_model_and_a_wrong_one_is_400():
             assert mock.jobs.pop().adapter == "a:0.7+b:0.3"
         shown = client.get("/v1/models/a:0.7+b:0.3").json()
         assert (shown["id"], shown["root"], shown["parent"]) == ("a:0.7+b:0.3", "a:0.7+b:0.3", "demo")
-        for adapter, param in (
-            ({"a": "0.7"}, "adapter.a"),
-            ({"a": 0}, "adapter.a"),
-            ({"n": 1}, "adapter"),
-            ([1], "adapter"),
-        ):
+        for adapter, param in (({"a": "0.7"}, "adapter.a"), ({"a": 0}, "adapter.a"), ({"n": 1}, "adapter"), ([1], "adapter")):
             found = client.post("/v1/chat/completions", json={"model": "demo", "adapter": adapter, **said})
             assert found.status_code in (400, 404) and found.json()["error"]["param"] == param
         counted = client.get("/metrics").text

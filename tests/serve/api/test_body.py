@@ -59,8 +59,7 @@ def values_of(value):
 
 texts = st.text(alphabet='ab"\\/[]{},:é\n😀', max_size=12)
 anything = st.recursive(
-    st.none() | st.integers() | texts,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    st.none() | st.integers() | texts, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4)
 )
 
 
@@ -118,11 +117,7 @@ def test_two_mebibytes_are_allowed_and_images_may_take_more():
     text = client(MockPool(takes=("text",), context=2**20))
     assert post(text, sized(2**21 - 200)).status_code == 200
     error = error_of(post(text, sized(2**21)), 413)
-    assert (error["class"], error["code"], error["fields"]["limit_bytes"]) == (
-        "BodyTooLargeError",
-        "body_too_large",
-        2**21,
-    )
+    assert (error["class"], error["code"], error["fields"]["limit_bytes"]) == ("BodyTooLargeError", "body_too_large", 2**21)
     server = client(MockPool())
     image = "data:image/png;base64," + base64.b64encode(PNG + b"\0" * 3 * 2**20).decode()  # more than the image needs
     assert chat(server, messages=[image_message(image)]).status_code == 200
@@ -320,9 +315,7 @@ def no_folder():
 
 
 @pytest.mark.parametrize(
-    "make",
-    [no_folder, *(functools.partial(FullFile, at) for at in ("write", "seek"))],
-    ids=["no folder", "write", "seek"],
+    "make", [no_folder, *(functools.partial(FullFile, at) for at in ("write", "seek"))], ids=["no folder", "write", "seek"]
 )
 def test_a_temporary_folder_that_takes_nothing_is_said_with_what_to_do(monkeypatch, caplog, make):
     monkeypatch.setattr(body.tempfile, "TemporaryFile", make)
@@ -330,11 +323,7 @@ def test_a_temporary_folder_that_takes_nothing_is_said_with_what_to_do(monkeypat
     found = client(pool)
     for _ in range(2):
         error = error_of(chat(found, messages=[{"role": "user", "content": [LARGE]}]), 507)
-        assert (error["class"], error["code"], error["type"]) == (
-            "TemporaryFolderError",
-            "temporary_folder",
-            "server_error",
-        )
+        assert (error["class"], error["code"], error["type"]) == ("TemporaryFolderError", "temporary_folder", "server_error")
         assert "temporary folder" in error["message"] and "TMPDIR" in error["fields"]["hint"]
     assert [one.levelname for one in caplog.records if "temporary folder" in one.getMessage()] == ["ERROR"] * 2
     assert all(one.exc_info is None for one in caplog.records)  # no traceback

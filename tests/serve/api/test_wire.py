@@ -220,11 +220,7 @@ def test_a_lenient_server_names_what_it_does_not_use():
 
 
 def test_a_lenient_server_refuses_wrong_values_as_others_do():
-    for fields, field in (
-        ({"foo": 1, "n": "x"}, "n"),
-        ({"temperature": 9}, "temperature"),
-        ({"suffix": 1, "stop": 5}, "stop"),
-    ):
+    for fields, field in (({"foo": 1, "n": "x"}, "n"), ({"temperature": 9}, "temperature"), ({"suffix": 1, "stop": 5}, "stop")):
         assert refused(leniently, **fields).field == field
     for number in ("1e999", "NaN", "9" * 5000):
         body = json.dumps({**CHAT, "temperature": 7, "foo": 1}).replace("7", number).encode()
@@ -283,8 +279,7 @@ def test_a_schema_reaches_the_job():
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    [{"text": "x" * 30_000}, [1] * 101, [{"role": "user", "content": [{"type": "text", "text": "x" * 30_000}]}]],
+    "prompt", [{"text": "x" * 30_000}, [1] * 101, [{"role": "user", "content": [{"type": "text", "text": "x" * 30_000}]}]]
 )
 def test_what_cannot_fit_is_refused_without_asking_the_worker(prompt):
     with pytest.raises(RequestError, match="context of 100"):

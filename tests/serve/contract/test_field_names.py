@@ -155,11 +155,7 @@ def test_thoughts_of_many_items_are_one_in_their_order():
 def test_a_count_of_tokens_names_them_too():
     found = client(MockPool()).post(
         "/v1/messages/count_tokens",
-        json={
-            "model": "demo",
-            "system": "s",
-            "messages": [user([{"type": "image", "source": {"type": "url", "url": "x"}}])],
-        },
+        json={"model": "demo", "system": "s", "messages": [user([{"type": "image", "source": {"type": "url", "url": "x"}}])]},
     )
     assert found.json()["error"]["param"] == "messages[0].content[0].source.url"
 

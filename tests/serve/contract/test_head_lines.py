@@ -153,12 +153,7 @@ def test_lines_that_are_not_read_change_nothing_however_often_they_come(name):
 def test_a_websocket_gets_no_further_than_the_door():
     sent = []
     app = make_app(MockPool(), Settings(page=False), Metrics())
-    scope = {
-        "type": "websocket",
-        "path": "/v1/chat/completions",
-        "headers": [(b"host", b"localhost")],
-        "query_string": b"",
-    }
+    scope = {"type": "websocket", "path": "/v1/chat/completions", "headers": [(b"host", b"localhost")], "query_string": b""}
 
     async def receive():
         return {"type": "websocket.connect"}

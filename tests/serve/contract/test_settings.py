@@ -57,8 +57,7 @@ def test_the_adapter_root_must_be_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [{"body_bytes": 0}, {"n": -1}, {"n": 1.5}, {"audio_s": float("nan")}, {"max_tokens": 0}, {"n": None}, {"n": True}],
+    "limits", [{"body_bytes": 0}, {"n": -1}, {"n": 1.5}, {"audio_s": float("nan")}, {"max_tokens": 0}, {"n": None}, {"n": True}]
 )
 def test_a_limit_that_cannot_be_is_refused(limits):
     assert refused(Limits, **limits).field == next(iter(limits))

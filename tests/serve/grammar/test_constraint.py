@@ -219,10 +219,7 @@ def named(count, **others):
     return {"patternProperties": {f"^[ab]*a[ab]{{12}}{i:03}$": {} for i in range(count)}, **others}
 
 
-MERGED = {
-    "$defs": {"a": named(8)},
-    "properties": {f"p{i}": {"$ref": "#/$defs/a", "minProperties": 1} for i in range(99)},
-}
+MERGED = {"$defs": {"a": named(8)}, "properties": {f"p{i}": {"$ref": "#/$defs/a", "minProperties": 1} for i in range(99)}}
 
 
 MANY = [

@@ -77,10 +77,7 @@ def prove(prover, do, is_wanted=lambda: True):
 
 @pytest.mark.parametrize(
     "do, limit, value, words",
-    [
-        ("spin", "MOST_S", 0.2, "longer than 0.2 s to compile"),
-        ("eat", "MOST_BYTES", 32 * 2**20, "more than 32 MiB to compile"),
-    ],
+    [("spin", "MOST_S", 0.2, "longer than 0.2 s to compile"), ("eat", "MOST_BYTES", 32 * 2**20, "more than 32 MiB to compile")],
 )
 def test_a_grammar_beyond_a_limit_ends_its_process_and_is_refused(prover, monkeypatch, do, limit, value, words):
     assert prove(prover, "a").grammars == {"": "a"}
@@ -321,10 +318,7 @@ def test_a_grammar_that_is_dropped_while_another_is_counted_gives_its_memory_bac
 
 @pytest.mark.parametrize(
     "proof, words",
-    [
-        (Proof({"": "no grammar"}, 7, 2.6), "2.6 s of processor time"),
-        (Proof({"": "no grammar"}, 300 * 2**20), "300 MiB"),
-    ],
+    [(Proof({"": "no grammar"}, 7, 2.6), "2.6 s of processor time"), (Proof({"": "no grammar"}, 300 * 2**20), "300 MiB")],
 )
 def test_what_nearly_reached_a_limit_in_the_process_is_not_compiled_again(tokenizer, proof, words):
     grammar = Grammar(tokenizer, [1], lambda *_: proof)
@@ -336,8 +330,6 @@ def test_what_nearly_reached_a_limit_in_the_process_is_not_compiled_again(tokeni
 def test_the_process_says_how_much_processor_time_a_grammar_took(tokenizer):
     with closing(GrammarProver()) as prover:
         proof = prover.prove(
-            GrammarSource("here", schema={"type": "integer", "multipleOf": 9973}),
-            Grammar(tokenizer, [1]).vocabulary,
-            lambda: True,
+            GrammarSource("here", schema={"type": "integer", "multipleOf": 9973}), Grammar(tokenizer, [1]).vocabulary, lambda: True
         )
     assert 0 < proof.seconds < 5

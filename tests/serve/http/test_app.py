@@ -336,10 +336,7 @@ def wav(frames, rate=8000):
 def test_what_is_beyond_a_limit_is_refused_at_its_place_and_asks_no_model(limits, part, param, words):
     pool = MockPool()
     picture = {"type": "image_url", "image_url": {"url": PICTURE}}
-    message = {
-        "role": "user",
-        "content": [picture if part else {"type": "text", "text": "?"}, *([part] if part else [])],
-    }
+    message = {"role": "user", "content": [picture if part else {"type": "text", "text": "?"}, *([part] if part else [])]}
     fields = {} if part else {"max_tokens": 4 if "max_tokens" in limits else 1, "n": 1 + ("n" in limits)}
     messages = [message] * (2 if "messages" in limits else 1)
     error = error_of(chat(client(pool, limits=Limits(**limits)), messages=messages, **fields), 400)
@@ -707,10 +704,7 @@ def test_unknown_ways_and_methods_are_errors_in_the_same_shape():
 
 def test_models_are_listed_and_each_name_is_known():
     found = client()
-    assert [(m["id"], m["parent"]) for m in found.get("/v1/models").json()["data"]] == [
-        ("demo", None),
-        ("style", "demo"),
-    ]
+    assert [(m["id"], m["parent"]) for m in found.get("/v1/models").json()["data"]] == [("demo", None), ("style", "demo")]
     for name in ("demo", "style", "demo:style"):
         assert found.get(f"/v1/models/{name}").json()["id"] == name
     assert error_of(found.get("/v1/models/nobody"), 404)["class"] == UnknownModelError.__name__

@@ -206,11 +206,7 @@ def test_a_response_is_answered_in_openais_shape():
     assert item["type"] == "message" and item["role"] == "assistant" and item["status"] == "completed"
     assert item["content"] == [{"type": "output_text", "text": "Hello there", "annotations": [], "logprobs": []}]
     assert (found["store"], found["previous_response_id"], found["instructions"]) == (False, None, "be brief")
-    assert (found["usage"]["input_tokens"], found["usage"]["output_tokens"], found["usage"]["total_tokens"]) == (
-        7,
-        2,
-        9,
-    )
+    assert (found["usage"]["input_tokens"], found["usage"]["output_tokens"], found["usage"]["total_tokens"]) == (7, 2, 9)
     job = pool.jobs[0]
     assert job.prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hello"}]
     assert (job.request.max_new_tokens, job.request.temperature) == (9, 0.5)
@@ -231,11 +227,7 @@ def test_items_of_every_kind_reach_the_job():
     ]  # fmt: skip
     tools = [{"type": "function", "name": name, "parameters": {"type": "object"}, "strict": True} for name in "fg"]
     found = responses(
-        client(pool),
-        input=items,
-        tools=tools,
-        tool_choice={"type": "function", "name": "g"},
-        reasoning={"effort": "low"},
+        client(pool), input=items, tools=tools, tool_choice={"type": "function", "name": "g"}, reasoning={"effort": "low"}
     )
     assert found.is_success, found.text
     job = pool.jobs[0]
@@ -268,8 +260,7 @@ def test_a_sound_of_a_response_is_that_of_a_chat():
     assert asked.is_success and pool.jobs[0].prompt == pool.jobs[1].prompt
     assert pool.jobs[0].prompt[0]["content"][1]["type"] == "audio"
     refused = responses(
-        client(pool),
-        input=[{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": [sound]}],
+        client(pool), input=[{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": [sound]}]
     )
     assert refused.json()["error"]["message"].startswith("input[1].output[0]: not supported: audio here")
 
@@ -340,10 +331,7 @@ def test_embeddings_come_in_openais_shape(given):
     found = post("/v1/embeddings", pool, input=given, pooling="mean").json()
     count = len(found["data"])
     assert [item["index"] for item in found["data"]] == list(range(count)) and count in (1, 2)
-    assert found["data"][0]["embedding"] == [0.6, 0.8] and found["usage"] == {
-        "prompt_tokens": 7 * count,
-        "total_tokens": 7 * count,
-    }
+    assert found["data"][0]["embedding"] == [0.6, 0.8] and found["usage"] == {"prompt_tokens": 7 * count, "total_tokens": 7 * count}
     assert [(job.kind, job.pooling) for job in pool.jobs] == [("embedding", "mean")] * count
 
 
@@ -360,12 +348,7 @@ def test_the_first_error_ends_a_request_of_many_texts():
 
 def test_tokens_of_texts_and_chats_and_back():
     pool = MockPool()
-    assert post("/tokenize", pool, prompt="a b").json() == {
-        "count": 2,
-        "max_model_len": 384,
-        "tokens": [5, 6],
-        "token_strs": None,
-    }
+    assert post("/tokenize", pool, prompt="a b").json() == {"count": 2, "max_model_len": 384, "tokens": [5, 6], "token_strs": None}
     assert post("/tokenize", pool, prompt="a b", return_token_strs=True, add_special_tokens=False).json()["token_strs"] == [
         "a",
         "b",
@@ -402,11 +385,7 @@ def test_what_is_wrong_is_named_and_asks_no_model(path, fields, param):
 
 
 def test_probabilities_of_the_prompt_come_as_vllm_tells_them():
-    scored = [
-        None,
-        {"5": {"logprob": -0.5, "rank": 1, "decoded_token": 'é"\\'}},
-        {"6": {"logprob": -9999.0, "rank": 2}},
-    ]
+    scored = [None, {"5": {"logprob": -0.5, "rank": 1, "decoded_token": 'é"\\'}}, {"6": {"logprob": -9999.0, "rank": 2}}]
     pieces = [json.dumps(part)[1:-1].encode() for part in (scored[:2], scored[2:], [])]
     pool = MockPool(lambda job: [
         *(Event(job.id, "scores", result={"start": start}, data=data)

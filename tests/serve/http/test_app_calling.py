@@ -10,10 +10,7 @@ from tests.serve.http.test_app import CHAT, chat, error_of, events_of
 from tests.serving import USAGE, MockPool, client
 from trimtab.serve.contract.job import Event
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
-}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
 OTHER = {"type": "function", "function": {"name": "g"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x"]}'}}
 
@@ -194,11 +191,7 @@ def test_other_routes_name_their_own_fields_of_such_calls():
     for path, body, field in (
         ("messages", {"messages": [ASK, use, result], "max_tokens": 9}, "messages[2].content[0].tool_use_id"),
         ("messages", {"messages": [ASK, use, ASK], "max_tokens": 9}, "messages[1].content"),
-        (
-            "responses",
-            {"input": [{"type": "function_call_output", "call_id": "c9", "output": "12"}]},
-            "input[0].call_id",
-        ),
+        ("responses", {"input": [{"type": "function_call_output", "call_id": "c9", "output": "12"}]}, "input[0].call_id"),
     ):
         found = client(MockPool()).post(f"/v1/{path}", json={"model": "demo", **body})
         assert found.status_code == 400 and field in found.json()["error"]["message"], found.text
@@ -248,10 +241,7 @@ LONG = "9" * 400
     [("NaN", "number"), ("1e999", "number"), ("-Infinity", "number"), (LONG, "number"), ('"\\ud800"', "surrogate")],
 )
 def test_arguments_of_a_call_that_json_cannot_hold_are_refused_by_field(value, words):
-    asked = {
-        "role": "assistant",
-        "tool_calls": [CALL | {"function": {"name": "f", "arguments": f'{{"a": [{value}]}}'}}],
-    }
+    asked = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": f'{{"a": [{value}]}}'}}]}
     answer = {"role": "tool", "tool_call_id": "c1", "content": "r"}
     pool = MockPool()
     response = chat(client(pool), messages=[{"role": "user", "content": "q"}, asked, answer], tools=[TOOL])

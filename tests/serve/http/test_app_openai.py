@@ -29,20 +29,7 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed"
 
 KEY, ADMIN_KEY = "a-key-of-the-tests", "an-admin-key-of-the-tests"
 READY_S = 120
-PLACED = [
-    "--quant",
-    "none",
-    "--dtype",
-    "float32",
-    "--context",
-    "512",
-    "--device",
-    "cpu",
-    "--images",
-    "2",
-    "--audio-s",
-    "2",
-]
+PLACED = ["--quant", "none", "--dtype", "float32", "--context", "512", "--device", "cpu", "--images", "2", "--audio-s", "2"]
 NAMED = [word for name in ADAPTERS for word in ("--adapter", f"{name}={DEMO / 'adapters' / name}")]
 QUESTIONS = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text("utf-8").splitlines()]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -290,12 +277,7 @@ def test_an_answer_is_parsed_into_the_clients_own_class(client):
 
 
 def test_a_schema_holds_also_what_was_never_trained_on_it(client):
-    schema = {
-        "type": "object",
-        "properties": {"yes": {"type": "boolean"}},
-        "required": ["yes"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     found = client.chat.completions.create(
         model="demo", messages=asked(first("text")), temperature=2, seed=1, response_format=form, max_tokens=64
@@ -404,16 +386,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_queues(client):
 
 def test_the_command_that_runs_one_prompt_gives_the_same_answer(client, capsys):
     question = first("audio")
-    command = [
-        "run",
-        str(DEMO / "base"),
-        *PLACED[:8],
-        *NAMED,
-        "--use",
-        "style",
-        "--audio",
-        str(DEMO / question["audio"]),
-    ]
+    command = ["run", str(DEMO / "base"), *PLACED[:8], *NAMED, "--use", "style", "--audio", str(DEMO / question["audio"])]
     assert cli.main([*command, question["prompt"]]) == 0
     found = client.chat.completions.create(model="style", messages=asked(question), temperature=0)
     assert capsys.readouterr().out.strip() == found.choices[0].message.content

@@ -103,11 +103,7 @@ def test_no_answer_of_any_route_holds_a_folder_or_a_key(found):
     for answer in answers:
         check(f"{answer.text}\n{answer.headers}")
     errors = [answer.json()["error"] for answer in answers if answer.status_code in (422, 503) and answer.text[0] == "{"]
-    assert {error["class"] for error in errors if "class" in error} == {
-        "CheckpointError",
-        "AdapterError",
-        "ModelFailedError",
-    }
+    assert {error["class"] for error in errors if "class" in error} == {"CheckpointError", "AdapterError", "ModelFailedError"}
 
 
 def test_an_error_keeps_its_words(found):

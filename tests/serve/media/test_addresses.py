@@ -27,14 +27,7 @@ def test_a_network_of_the_registries_is_not_public_at_either_end(network):
         assert not is_public(str(address)), address
     if whole.version == 4:
         for address in (whole[0], middle, whole[-1]):
-            for form in (
-                "::ffff:{}",
-                "64:ff9b::{}",
-                "::{}",
-                "::ffff:0:{}",
-                "2001:470:1::5efe:{}",
-                "2001:470:1::200:5efe:{}",
-            ):
+            for form in ("::ffff:{}", "64:ff9b::{}", "::{}", "::ffff:0:{}", "2001:470:1::5efe:{}", "2001:470:1::200:5efe:{}"):
                 assert not is_public(form.format(address)), form.format(address)
 
 
@@ -79,14 +72,6 @@ def test_addresses_that_one_client_can_take_are_one_client(one, other):
 
 
 def test_addresses_of_two_networks_are_two_clients():
-    addresses = [
-        "2001:db8:1:2::1",
-        "2001:db8:1:3::1",
-        "192.0.2.7",
-        "192.0.2.8",
-        "::ffff:192.0.2.9",
-        "127.0.0.1",
-        "a.socket",
-    ]
+    addresses = ["2001:db8:1:2::1", "2001:db8:1:3::1", "192.0.2.7", "192.0.2.8", "::ffff:192.0.2.9", "127.0.0.1", "a.socket"]
     assert len({client_network(address) for address in addresses}) == len(addresses)
     assert client_network("a.socket") == "a.socket"

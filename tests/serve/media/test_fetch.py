@@ -145,8 +145,7 @@ def test_more_bytes_than_the_limit_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "head",
-    [b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-", b""],
+    "head", [b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-", b""]
 )
 def test_one_that_drips_is_ended_by_the_clock(monkeypatch, head):
     dripped = []

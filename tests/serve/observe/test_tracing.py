@@ -85,10 +85,7 @@ def test_a_clients_trace_goes_on(seen):
 
 def test_what_fails_or_is_refused_is_a_span_too_and_what_is_polled_is_none(seen, caplog):
     made, finished = seen
-    with (
-        caplog.at_level("INFO", logger="trimtab.serve.requests"),
-        made(lambda job: [failed(job, "DeviceError")]) as client,
-    ):
+    with caplog.at_level("INFO", logger="trimtab.serve.requests"), made(lambda job: [failed(job, "DeviceError")]) as client:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 503
         assert client.post("/v1/chat/completions", json={**CHAT, "model": "nobody"}).status_code == 404
         assert client.get("/ready").status_code == client.get("/metrics").status_code == 200

@@ -446,15 +446,7 @@ def test_the_printed_file_is_deployed_as_it_is_and_follows_the_load(cluster, tmp
     assert KEY not in file.read_text("utf-8")
     schema = ServeDeploySchema.model_validate(value)
     assert schema.http_options.port == port and schema.applications[0].args == value["applications"][0]["args"]
-    deploy = [
-        sys.executable,
-        "-m",
-        "ray.serve.scripts",
-        "deploy",
-        str(file),
-        "--address",
-        f"http://{cluster.dashboard_url}",
-    ]
+    deploy = [sys.executable, "-m", "ray.serve.scripts", "deploy", str(file), "--address", f"http://{cluster.dashboard_url}"]
     subprocess.run(deploy, check=True, timeout=120)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
 

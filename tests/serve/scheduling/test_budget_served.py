@@ -14,18 +14,7 @@ import pytest
 from trimtab.serve.scheduling.budget import Budget
 
 # Tokens of a chunk and its milliseconds.
-CHUNK_MS = (
-    (1, 55),
-    (16, 78),
-    (24, 97),
-    (32, 110),
-    (48, 133),
-    (64, 164),
-    (65, 172),
-    (128, 340),
-    (256, 640),
-    (1024, 2560),
-)
+CHUNK_MS = ((1, 55), (16, 78), (24, 97), (32, 110), (48, 133), (64, 164), (65, 172), (128, 340), (256, 640), (1024, 2560))
 ANSWER_TOKENS, SECONDS, SKIPPED_S = 48, 100.0, 20.0
 
 

@@ -85,8 +85,7 @@ def test_one_whose_keys_and_values_are_kept_takes_no_second_place():
 
 CONTEXT, BESIDE = 1_000, 500
 moves = st.lists(
-    st.tuples(st.booleans(), st.integers(1, CONTEXT), st.sampled_from(["goes on", "is through", "is kept"])),
-    max_size=80,
+    st.tuples(st.booleans(), st.integers(1, CONTEXT), st.sampled_from(["goes on", "is through", "is kept"])), max_size=80
 )
 
 

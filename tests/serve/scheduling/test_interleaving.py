@@ -10,11 +10,7 @@ import pytest
 from tests.serve.scheduling.test_scheduler import MockEngine, ends, job, make, started, to_the_end
 from trimtab.serve.contract.job import Event
 
-TOKEN_S, SCORED_S, VECTOR_S = (
-    0.0022,
-    0.01,
-    0.0015,
-)  # seconds of a token, of one with log-probabilities, and of an embedding's
+TOKEN_S, SCORED_S, VECTOR_S = (0.0022, 0.01, 0.0015)  # seconds of a token, of one with log-probabilities, and of an embedding's
 SCORED_PIECE, LARGE = 16, 8_000
 
 

@@ -94,8 +94,7 @@ def test_a_request_whose_client_left_is_not_in_the_line():
 
 
 MOVES = st.lists(
-    st.one_of(st.tuples(st.sampled_from("abcd"), st.sampled_from(ALL)), st.just("take"), st.integers(0, 60)),
-    max_size=80,
+    st.one_of(st.tuples(st.sampled_from("abcd"), st.sampled_from(ALL)), st.just("take"), st.integers(0, 60)), max_size=80
 )
 
 

@@ -491,8 +491,7 @@ def test_short_prompts_go_together_whichever_clients_they_are_of_and_whatever_lo
 
 @given(
     jobs=st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from([None, "x", "y"]), st.integers(1, 4), st.integers(0, 3)),
-        max_size=25,
+        st.tuples(st.sampled_from("abc"), st.sampled_from([None, "x", "y"]), st.integers(1, 4), st.integers(0, 3)), max_size=25
     ),
     rows=st.integers(1, 6),
 )
@@ -608,8 +607,7 @@ def test_an_adapter_that_is_not_prepared_yet_keeps_nobody_back():
 
 @given(
     moves=st.lists(
-        st.one_of(st.sampled_from([None, "a", "b", "a:0.5+b:0.5", "a:1+c:-1"]), st.integers(min_value=0, max_value=30)),
-        max_size=40,
+        st.one_of(st.sampled_from([None, "a", "b", "a:0.5+b:0.5", "a:1+c:-1"]), st.integers(min_value=0, max_value=30)), max_size=40
     )
 )
 @settings(deadline=None, max_examples=examples(100))

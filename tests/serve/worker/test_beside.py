@@ -22,12 +22,7 @@ TEXT = "Who rules Ivarra, and for how long?"
 @pytest.fixture(scope="module")
 def model():
     plan = trimtab.plan(
-        DEMO / "base",
-        quant="none",
-        dtype="float32",
-        context=256,
-        device="cpu",
-        adapters={"style": DEMO / "adapters" / "style"},
+        DEMO / "base", quant="none", dtype="float32", context=256, device="cpu", adapters={"style": DEMO / "adapters" / "style"}
     )
     with trimtab.load(plan) as loaded:
         yield loaded
@@ -224,9 +219,7 @@ def test_tokens_are_the_tokenizers_own_and_need_no_row(engine):
 
 def test_what_cannot_be_embedded_is_refused_by_name(engine):
     events = run(
-        engine,
-        job("a", {"text": "word " * 400}, kind="embedding"),
-        job("b", {"text": "a"}, kind="embedding", adapter="no"),
+        engine, job("a", {"text": "word " * 400}, kind="embedding"), job("b", {"text": "a"}, kind="embedding", adapter="no")
     )
     assert events["a"][-1].error["fields"]["field"] == "input" and "context of 256" in events["a"][-1].error["message"]
     assert events["b"][-1].error["fields"]["field"] == "model"
@@ -237,9 +230,7 @@ def test_the_stop_text_that_ended_an_answer_is_told(engine):
         event.text for event in run(engine, job("a", [{"role": "user", "content": "Who rules Ivarra?"}], tokens=12))["a"]
     )
     stops = Job(
-        "b",
-        [{"role": "user", "content": "Who rules Ivarra?"}],
-        GenerateRequest(max_new_tokens=12, stop=("zzz", whole[3:6])),
+        "b", [{"role": "user", "content": "Who rules Ivarra?"}], GenerateRequest(max_new_tokens=12, stop=("zzz", whole[3:6]))
     )
     done = run(engine, stops)["b"][-1]
     assert done.usage["stop_text"] == whole[3:6] and done.finish == "stop"

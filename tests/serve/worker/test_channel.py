@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Event, Job, Token
-from trimtab.serve.worker.ipc import (
-    Channel,
-    Inbox,
-    event_from_message,
-    event_to_message,
-    job_from_message,
-    job_to_message,
-)
+from trimtab.serve.worker.ipc import Channel, Inbox, event_from_message, event_to_message, job_from_message, job_to_message
 
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**53), 2**53), st.text(), st.binary(max_size=64)),

@@ -110,10 +110,7 @@ def test_pieces_do_not_change_survival(monkeypatch):
     monkeypatch.setattr(module, "_PIECE_VALUES", 10)
     pieces = survival("m", *weights)
     # The same sums of float64 in another order.
-    assert (pieces.survived, pieces.noise) == (
-        pytest.approx(whole.survived, rel=1e-12),
-        pytest.approx(whole.noise, rel=1e-12),
-    )
+    assert (pieces.survived, pieces.noise) == (pytest.approx(whole.survived, rel=1e-12), pytest.approx(whole.noise, rel=1e-12))
 
 
 def test_modules_count_by_the_squares_of_their_changes():

@@ -12,13 +12,7 @@ from trimtab.engine.formats.bitsandbytes import quant_state, quantize
 from trimtab.merging.check_exact import rounded_once
 from trimtab.merging.files import quantize as pack
 from trimtab.verification.merges.packed_grid import Grid
-from trimtab.verification.merges.weights import (
-    FALSE_ALARM_RATE,
-    MergedWeights,
-    merged_weights,
-    module_weight,
-    saved_weight,
-)
+from trimtab.verification.merges.weights import FALSE_ALARM_RATE, MergedWeights, merged_weights, module_weight, saved_weight
 from trimtab.verification.routes.alarm_rate import symmetric_limit
 
 SHAPE = (96, 128)

@@ -283,10 +283,7 @@ def test_a_table_wider_than_a_terminal_goes_on_below():
     from trimtab.report.cells import table
 
     head = ("prompt", "verdict", *(f"column {number}" for number in range(8)))
-    rows = [
-        ("text_1", "same within noise", *(f"v{number}" for number in range(8))),
-        ("image_1", "differs", *"abcdefgh"),
-    ]
+    rows = [("text_1", "same within noise", *(f"v{number}" for number in range(8))), ("image_1", "differs", *"abcdefgh")]
     lines = table(head, rows, indent="  ")
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if line] == ["prompt", "text_1", "image_1"] * 2
@@ -299,9 +296,4 @@ def test_a_table_with_one_long_cell_keeps_all_its_columns():
     from trimtab.report.cells import table
 
     lines = table(("prompt", "a", "b"), [("x" * 90, "1", "2")])
-    assert [line.split() for line in lines if line] == [
-        ["prompt", "a"],
-        ["x" * 90, "1"],
-        ["prompt", "b"],
-        ["x" * 90, "2"],
-    ]
+    assert [line.split() for line in lines if line] == [["prompt", "a"], ["x" * 90, "1"], ["prompt", "b"], ["x" * 90, "2"]]

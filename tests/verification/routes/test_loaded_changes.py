@@ -38,11 +38,7 @@ def test_a_scale_off_by_one_percent_is_named_in_every_module(dtype, factor):
     assert f"{100 * found.wrong[0].share:.4g} % of the change of a is present" in str(found.wrong[0])
 
 
-FAULTS = {
-    "dropped": lambda A, B: (A, 0 * B),
-    "transposed": lambda A, B: (B.T, A.T),
-    "another": lambda A, B: pair(9),
-}
+FAULTS = {"dropped": lambda A, B: (A, 0 * B), "transposed": lambda A, B: (B.T, A.T), "another": lambda A, B: pair(9)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

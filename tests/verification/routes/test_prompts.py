@@ -9,15 +9,7 @@ import pytest
 from PIL import Image
 
 from trimtab.errors import RequestError
-from trimtab.verification.routes.prompts import (
-    DEMO,
-    Prompt,
-    built_in,
-    check_modalities,
-    checked,
-    demo_prompts,
-    read_prompts,
-)
+from trimtab.verification.routes.prompts import DEMO, Prompt, built_in, check_modalities, checked, demo_prompts, read_prompts
 
 
 def write(folder, *lines):

@@ -22,14 +22,7 @@ NARROW = {"num_key_value_heads": 1, "head_dim": 256}
 
 @pytest.mark.parametrize(
     ("config", "is_hit"),
-    [
-        (E2B, True),
-        (E4B, False),
-        (NARROW, False),
-        ({}, False),
-        ({"text_config": 7}, False),
-        ({**NARROW, "head_dim": 320}, True),
-    ],
+    [(E2B, True), (E4B, False), (NARROW, False), ({}, False), ({"text_config": 7}, False), ({**NARROW, "head_dim": 320}, True)],
 )
 def test_the_models_are_those_with_one_wide_head_of_keys(config, is_hit):
     assert verify.one_wide_key_head(config) is is_hit
@@ -97,12 +90,7 @@ def test_the_stock_route_names_layers_whose_rows_of_this_length_are_unpacked_wro
         return key[1] == 80
 
     monkeypatch.setattr(row_scales, "unpacks_wrong", answer)
-    layers = {
-        "whole": four_bit(96, 128),
-        "wrong": four_bit(96, 80),
-        "also": four_bit(200, 80),
-        "right": four_bit(3, 72),
-    }
+    layers = {"whole": four_bit(96, 128), "wrong": four_bit(96, 80), "also": four_bit(200, 80), "right": four_bit(3, 72)}
     layers["elsewhere"] = four_bit(96, 80, "cuda")
     assert row_scales.wrong_scales(torch.nn.ModuleDict(layers)) == ["wrong", "also"]
     assert asked == [(64, 80, 64), (3, 72, 64)]

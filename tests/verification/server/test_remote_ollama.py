@@ -41,12 +41,7 @@ class Ollama(Planted):
         if key not in self.share:
             self.share[key] = self._computed(self.model.prepare(ids), adapter, body["options"]["num_predict"])
         tokens, last, count = self.share[key]
-        answer = {
-            "model": body["model"],
-            "response": tokenizer.decode(tokens),
-            "done": True,
-            "prompt_eval_count": count,
-        }
+        answer = {"model": body["model"], "response": tokenizer.decode(tokens), "done": True, "prompt_eval_count": count}
         if body.get("logprobs") and self.top:
             answer["logprobs"] = [
                 self._entry(token, float(row[token]))

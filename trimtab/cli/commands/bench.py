@@ -27,10 +27,7 @@ def add(command: Command) -> None:
         help="stock (transformers, bitsandbytes, PEFT) or eager (trimtab, kernel by kernel) (default: stock)",
     )  # fmt: skip
     ask.add_argument(
-        "--decode",
-        metavar="HOW",
-        default="auto",
-        help=f"how decode steps run: {', '.join(DECODE_MODES)} (default: auto)",
+        "--decode", metavar="HOW", default="auto", help=f"how decode steps run: {', '.join(DECODE_MODES)} (default: auto)"
     )
     ask.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each engine, each a process (default: 3)")
     ask.add_argument("--new-tokens", type=token_count, metavar="N", help="tokens of each answer (default: 64)")

@@ -44,9 +44,7 @@ def add(command: Command) -> None:
     merged.add_argument("--requantize", metavar="FORMAT", help="nf4 or nf4-dq: write a 4-bit checkpoint for bitsandbytes")
     merged.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     merged.add_argument(
-        "--check",
-        action="store_true",
-        help="read the result again, check every value, and compare the answers with the adapter's",
+        "--check", action="store_true", help="read the result again, check every value, and compare the answers with the adapter's"
     )
     add_budgets(merged, "memory for each model of --check")
     add_device(merged, "where --check computes: ")

@@ -62,11 +62,7 @@ def add(command: Command) -> None:
     adapters = command("adapters", run_adapters, "list the adapters below a folder, and which models they fit")
     adapters.add_argument("folder", metavar="DIR", help="the folder to search")
     adapters.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="MODEL",
-        help="match every adapter with this model; repeatable",
+        "--model", action="append", default=[], metavar="MODEL", help="match every adapter with this model; repeatable"
     )
     completion = command("completion", run_completion, "print a completion script for a shell")
     completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
@@ -193,10 +189,7 @@ def _adapter(path: Path, folder: Path, anatomies: dict[str, Any]) -> dict[str, A
     fits: dict[str, dict[str, Any]] = {}
     for model, anatomy in anatomies.items():
         try:
-            fits[model] = {
-                "fits": True,
-                "modules": len({one.module_path for one in match_adapter(file, anatomy).targets}),
-            }
+            fits[model] = {"fits": True, "modules": len({one.module_path for one in match_adapter(file, anatomy).targets})}
         except AdapterError as exc:
             fits[model] = {"fits": False, "problems": len(exc.problems), "reason": exc.problems[0]}
     return about | ({"models": fits} if anatomies else {})

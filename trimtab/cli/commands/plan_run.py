@@ -99,9 +99,7 @@ def add(command: Command) -> None:
     inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder in PEFT's format: [NAME=]PATH")
     inspected.add_argument("--model", metavar="MODEL", help="match every tensor of the adapter with this model")
     inspected.add_argument(
-        "--patched",
-        metavar="OUT",
-        help="write a copy for stock PEFT, whose config names the inner linear layers of MODEL",
+        "--patched", metavar="OUT", help="write a copy for stock PEFT, whose config names the inner linear layers of MODEL"
     )
 
     ran = command("run", run_run, "answer one prompt, or a file of prompts")
@@ -109,13 +107,7 @@ def add(command: Command) -> None:
     prompt = ran.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads standard input")
     asks, many = group_of(ran, "prompt"), group_of(ran, "many prompts")
     asks.add_argument("--prompt-file", metavar="FILE", action=InPlaceOf, other=prompt, help="read the prompt from a file")
-    many.add_argument(
-        "--prompts",
-        metavar="FILE",
-        action=InPlaceOf,
-        other=prompt,
-        help="answer every prompt of a JSONL file",
-    )
+    many.add_argument("--prompts", metavar="FILE", action=InPlaceOf, other=prompt, help="answer every prompt of a JSONL file")
     many.add_argument("--out", metavar="FILE", help="append the answers to this JSONL file; an interrupted run resumes")
     many.add_argument("--rows", type=int, metavar="N", help="prompts decoded together (default: 4)")
     asks.add_argument(

@@ -101,16 +101,11 @@ def add(command: Command) -> None:
         f"these; also from {ADMIN_KEY_VARIABLE}",
     )  # fmt: skip
     network.add_argument(
-        "--admin-key-file",
-        metavar="FILE",
-        help="a file with one key per line, which keeps keys out of the process list",
+        "--admin-key-file", metavar="FILE", help="a file with one key per line, which keeps keys out of the process list"
     )
     network.add_argument("--adapter-root", metavar="FOLDER", help="allow clients to load adapters from below this folder")
     network.add_argument(
-        "--allow-fetch",
-        action="append",
-        metavar="HOST",
-        help="a public host from which images may be fetched; repeatable",
+        "--allow-fetch", action="append", metavar="HOST", help="a public host from which images may be fetched; repeatable"
     )
     network.add_argument("--cors-origin", action="append", metavar="URL", help="a site whose pages may call the API; repeatable")
     limits.add_argument(
@@ -123,10 +118,7 @@ def add(command: Command) -> None:
     )  # fmt: skip
     limits.add_argument("--queue", type=int, metavar="N", help="most requests in the queue (default: 64)")
     limits.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="most seconds of one answer and its time in the queue (default: none)",
+        "--timeout", type=float, metavar="S", help="most seconds of one answer and its time in the queue (default: none)"
     )
     limits.add_argument("--grace", type=float, metavar="S", help="seconds for running answers at shutdown (default: 30)")
     group.add_argument("--idle-unload", type=float, metavar="S", help="unload the model after this many idle seconds")

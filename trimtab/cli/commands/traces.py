@@ -14,19 +14,7 @@ from trimtab.process import phases
 from trimtab.process.files import write_whole
 
 # Flags of the doctor that cannot be combined with these.
-_OTHERS = (
-    "matrix",
-    "bisect",
-    "runs",
-    "drafts",
-    "html",
-    "probe",
-    "quant",
-    "dtype",
-    "gpu_memory",
-    "host_memory",
-    "max_memory",
-)
+_OTHERS = ("matrix", "bisect", "runs", "drafts", "html", "probe", "quant", "dtype", "gpu_memory", "host_memory", "max_memory")
 TAKES = (
     "MODEL is a folder or a hub id in the local cache; an error's text goes to --trace FILE, a device map to --device-map "
     "FILE, an adapter to --adapter FOLDER"

@@ -65,12 +65,7 @@ def add_placement(
         help=f"place blocks, modules or a modality in a tier ({', '.join(TIERS)}); repeatable, the last match wins",
     )  # fmt: skip
     group.add_argument("--device-map", metavar="FILE", help="a JSON device map in transformers' form")
-    group.add_argument(
-        "--keep-unquantized",
-        action="append",
-        metavar="PATTERN",
-        help="do not quantize these modules; repeatable",
-    )
+    group.add_argument("--keep-unquantized", action="append", metavar="PATTERN", help="do not quantize these modules; repeatable")
     group.add_argument(
         "--prefix-cache", metavar="SIZE",
         help=f"host memory for cached keys and values of prompt prefixes, such as 1GiB (default: {prefix_cache})",
@@ -406,12 +401,7 @@ def system_of(options: argparse.Namespace) -> str | None:
     if options.system_file is None:
         return None if options.system is None else str(options.system)
     if options.system is not None:
-        raise RequestError(
-            "cannot be combined with --system",
-            field="--system-file",
-            value=options.system_file,
-            hint="Give one",
-        )
+        raise RequestError("cannot be combined with --system", field="--system-file", value=options.system_file, hint="Give one")
     return read_text(options.system_file, "--system-file")
 
 

@@ -33,12 +33,7 @@ def adapter_text(report: Mapping[str, Any]) -> str:
     ]
     spoiled = report.get("not_finite") or []
     if spoiled:
-        lines += [
-            "",
-            f"cannot be used: {len(spoiled)} tensors hold values that are not finite",
-            *_some(spoiled),
-            DIVERGED,
-        ]
+        lines += ["", f"cannot be used: {len(spoiled)} tensors hold values that are not finite", *_some(spoiled), DIVERGED]
     return "\n".join(lines if "targets" not in report else [*lines, "", *_match_lines(report)])
 
 

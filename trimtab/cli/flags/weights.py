@@ -28,9 +28,7 @@ def chosen(options: argparse.Namespace, source: Plan | LoadRequest, *, base_of_s
             adapter_to_use(name, names)
             if weights.get(name, 1) != 1:
                 raise RequestError(
-                    f"the weight of {name} in --adapter has no effect with a mix; set it in --use alone",
-                    field="--use",
-                    value=use,
+                    f"the weight of {name} in --adapter has no effect with a mix; set it in --use alone", field="--use", value=use
                 )
         return mix
     if use == BASE and BASE not in names:

@@ -104,8 +104,6 @@ def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
     text = as_typed(text)
     edge = r"(?<![\w./\\'\"=-])"
     text = re.sub(
-        rf"{edge}({names})=(?:'([^'\n]*)'|\"([^\"\n]*)\"|(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|-?inf\b|nan\b)|True\b|)",
-        given,
-        text,
+        rf"{edge}({names})=(?:'([^'\n]*)'|\"([^\"\n]*)\"|(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|-?inf\b|nan\b)|True\b|)", given, text
     )
     return re.sub(rf"{edge}({spelled})(?![\w=/\\'\"-]|\.\w)", lambda match: flags[match.group(1)], text)

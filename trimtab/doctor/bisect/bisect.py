@@ -17,15 +17,7 @@ from packaging.version import InvalidVersion, Version
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.names import near_names
-from trimtab.doctor.bisect.environments import (
-    PACKAGES,
-    Base,
-    Environments,
-    InstallError,
-    Say,
-    bisect_folder,
-    sorted_versions,
-)
+from trimtab.doctor.bisect.environments import PACKAGES, Base, Environments, InstallError, Say, bisect_folder, sorted_versions
 from trimtab.doctor.bisect.search import Change, Label, find_changes
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import scrubbed
@@ -116,9 +108,7 @@ def check_range(package_range: Range) -> Range:
     low, high = (_version(text) for text in (package_range.low, package_range.high))
     if low >= high:
         raise RequestError(
-            "the range is empty: LOW must be the older release",
-            field="bisect",
-            value=f"{package_range.low}..{package_range.high}",
+            "the range is empty: LOW must be the older release", field="bisect", value=f"{package_range.low}..{package_range.high}"
         )
     return Range(name, package_range.low, package_range.high)
 
@@ -319,10 +309,7 @@ def bisection_text(bisection: Bisection) -> str:
     """Return the table version -> label and message, as lines of text."""
     wanted = bisection.range
     pins = ", ".join(f"{name} {version}" for name, version in bisection.others.items())
-    lines = [
-        f"{wanted.package} {wanted.low} to {wanted.high} ({bisection.releases} releases), case {bisection.case}; {pins}",
-        "",
-    ]
+    lines = [f"{wanted.package} {wanted.low} to {wanted.high} ({bisection.releases} releases), case {bisection.case}; {pins}", ""]
     wide = max((len(row.version) for row in bisection.rows), default=0)
     for row in bisection.rows:
         note = f"  ({row.note})" if row.note and row.label else row.note

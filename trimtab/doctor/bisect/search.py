@@ -28,9 +28,7 @@ class Change:
 
 
 def find_changes(
-    versions: Sequence[str],
-    label_of: Callable[[str], Label | None],
-    upcoming: Callable[[list[str]], None] | None = None,
+    versions: Sequence[str], label_of: Callable[[str], Label | None], upcoming: Callable[[list[str]], None] | None = None
 ) -> tuple[Change, ...]:
     """Return the changes of the label along the versions, with few evaluations.
 

@@ -24,10 +24,7 @@ SILENT: Mapping[str, tuple[str, str]] = {
     "PASS_BUT_MERGE_DROPPED_OFFLOADED": ("C2", "the merge skipped the adapters of offloaded modules"),
     "PASS_BUT_ADAPTER_HAS_NO_EFFECT": ("E1", "the model answers as the base, although the adapter is loaded"),
     "PASS_BUT_DIFFERENT_ANSWER": ("", "no error, but another answer than that of the unsplit model"),
-    "PASS_BUT_TOWER_WEIGHTS_DROPPED": (
-        "E3",
-        "the adapter's weights for modules that its config leaves out are dropped",
-    ),
+    "PASS_BUT_TOWER_WEIGHTS_DROPPED": ("E3", "the adapter's weights for modules that its config leaves out are dropped"),
     "PASS_BUT_IMAGE_IGNORED": ("H1", "another image gives the same answer"),
     "PASS_BUT_NOT_QUANTIZED": ("A5", "quantization was requested, and no layer is quantized"),
     "PASS_BUT_MAP_KEY_IGNORED": ("C5", "a key of the map names no module"),
@@ -36,10 +33,7 @@ SILENT: Mapping[str, tuple[str, str]] = {
     "PASS_NOT_COMPARED": ("", "no error; there was no reference to compare with"),
     "DIRECT_4BIT_MERGED_MATCHES_ADAPTER": ("", "the 4-bit merge answers as the adapter"),
     "DIRECT_4BIT_MERGED_MATCHES_BASE": ("F1", "the 4-bit merge answers as the base"),
-    "DIRECT_4BIT_MERGED_MATCHES_NEITHER": (
-        "F1",
-        "the 4-bit merge answers neither as the adapter nor as the base",
-    ),
+    "DIRECT_4BIT_MERGED_MATCHES_NEITHER": ("F1", "the 4-bit merge answers neither as the adapter nor as the base"),
     "BF16_MERGED_MATCHES_BF16_ADAPTER": ("", "the bf16 merge answers as the adapter"),
     "BF16_MERGED_MATCHES_BF16_BASE": ("", "the bf16 merge answers as the base"),
     "BF16_MERGED_MATCHES_NEITHER": ("", "the bf16 merge answers neither as the adapter nor as the base"),

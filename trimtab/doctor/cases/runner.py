@@ -188,9 +188,7 @@ def _packages(python: str | os.PathLike[str] | None) -> dict[str, Any]:
     outcome = run_inside("trimtab.doctor.cases.packages", {}, python=python, timeout_s=60)
     if outcome.ended != DONE or not outcome.lines:
         raise RequestError(
-            f"is not a Python interpreter that can run a case ({_last_line(outcome)})",
-            field="python",
-            value=str(python),
+            f"is not a Python interpreter that can run a case ({_last_line(outcome)})", field="python", value=str(python)
         )
     reply = outcome.lines[0]
     if reply["missing"]:

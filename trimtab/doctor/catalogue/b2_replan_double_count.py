@@ -38,10 +38,7 @@ def probe(kit: Kit) -> Seen:
     def balanced(_: Any, max_memory: Any = None, **__: Any) -> Any:
         return max_memory or {0: size_bytes // 2, "cpu": 100 * size_bytes}
 
-    with (
-        mock.patch("peft.peft_model.get_balanced_memory", balanced),
-        mock.patch("peft.peft_model.dispatch_model", _stop),
-    ):
+    with mock.patch("peft.peft_model.get_balanced_memory", balanced), mock.patch("peft.peft_model.dispatch_model", _stop):
         try:
             kit.peft(model, adapter)
         except _PlannedError as planned:

@@ -56,11 +56,7 @@ def probe(kit: Kit) -> Seen:
 def _run(layer: Any, what: str) -> Seen:
     import torch
 
-    for module, device in (
-        (layer.base_layer, "cuda"),
-        (layer.lora_A["default"], "cpu"),
-        (layer.lora_B["default"], "cpu"),
-    ):
+    for module, device in ((layer.base_layer, "cuda"), (layer.lora_A["default"], "cpu"), (layer.lora_B["default"], "cpu")):
         weight = torch.empty(module.weight.shape, device=device)
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
     try:

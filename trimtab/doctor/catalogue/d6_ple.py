@@ -30,14 +30,7 @@ BUG = Bug(
 def probe(kit: Kit) -> Seen:
     """Measure the bytes copied to the execution device when the table is offloaded and one short text is run."""
     language = "model.language_model"
-    resident = (
-        "embed_tokens",
-        "layers",
-        "norm",
-        "rotary_emb",
-        "per_layer_model_projection",
-        "per_layer_projection_norm",
-    )
+    resident = ("embed_tokens", "layers", "norm", "rotary_emb", "per_layer_model_projection", "per_layer_projection_norm")
     places: dict[str, int | str] = {f"{language}.{name}": 0 for name in resident}
     places |= {f"model.{name}": 0 for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")}
     places |= {"lm_head": 0, f"{language}.embed_tokens_per_layer": "cpu"}

@@ -41,7 +41,4 @@ def probe(kit: Kit) -> Seen:
         added[quant] = float((layer.base_layer.bias - before).float().mean())
     # bfloat16 biases near 1 are rounded to 1/128.
     state = PRESENT if abs(added["nf4"] - added["none"]) > 0.1 else FIXED
-    return Seen(
-        state,
-        f"a bias of 1 with scale 2 adds {added['none']:.1f} to a plain layer and {added['nf4']:.1f} to a 4-bit one",
-    )
+    return Seen(state, f"a bias of 1 with scale 2 adds {added['none']:.1f} to a plain layer and {added['nf4']:.1f} to a 4-bit one")

@@ -10,15 +10,7 @@ from trimtab.doctor.facts.buckets import REPOSITORIES, STATES
 from trimtab.doctor.facts.evidence import PACKAGES, Machine, Point, Run, Source, Statement, as_json, differences
 from trimtab.doctor.issues.markdown import inline, marks, plain, render
 from trimtab.doctor.issues.owner import action_for, came_back, cross_links, labels_of, owner_of, trackers_of
-from trimtab.doctor.issues.words import (
-    described,
-    ended,
-    failing_frame,
-    shortened,
-    telling_lines,
-    trace_text,
-    whole_sentences,
-)
+from trimtab.doctor.issues.words import described, ended, failing_frame, shortened, telling_lines, trace_text, whole_sentences
 from trimtab.errors import RequestError, gib
 
 if TYPE_CHECKING:
@@ -171,16 +163,7 @@ def _results(draft: Draft, named: Sequence[Source]) -> Recorded:
     others = {source.mark: source for source in named if isinstance(source, Run) and source not in first}
     listed = [*first, *sorted(others.values(), key=draft.runs.index)]
     rows = [
-        (
-            run.mark,
-            inline(run.case),
-            described(run),
-            inline(run.label),
-            run.stage,
-            _modes(run),
-            _peak(run),
-            _versions(run),
-        )
+        (run.mark, inline(run.case), described(run), inline(run.label), run.stage, _modes(run), _peak(run), _versions(run))
         for run in listed
     ]
     return Recorded(rows, tuple(listed))

@@ -8,14 +8,7 @@ from typing import Any
 
 from trimtab.verification.server.client import Client, Reply, plain
 
-TRIMTAB, VLLM, SGLANG, LLAMA_CPP, OLLAMA, TRANSFORMERS = (
-    "trimtab",
-    "vLLM",
-    "SGLang",
-    "llama.cpp",
-    "Ollama",
-    "transformers",
-)
+TRIMTAB, VLLM, SGLANG, LLAMA_CPP, OLLAMA, TRANSFORMERS = ("trimtab", "vLLM", "SGLang", "llama.cpp", "Ollama", "transformers")
 # Values of "owned_by" in a list of models.
 _OWNERS = {
     "vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP, "trimtab": TRIMTAB, "library": OLLAMA, "me": LLAMA_CPP,

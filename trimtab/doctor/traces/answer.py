@@ -148,11 +148,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
     trace, exception = finding.trace, ""
     if trace is not None:
         exception = f"{trace.kind}: {trace.message.splitlines()[0] if trace.message else ''}".strip(": ")
-    facts: dict[str, Any] = {
-        "exception": exception,
-        "line": trace.line if trace else 0,
-        "times": trace.times if trace else 1,
-    }
+    facts: dict[str, Any] = {"exception": exception, "line": trace.line if trace else 0, "times": trace.times if trace else 1}
     if finding.match is None:
         return Answer(
             label=UNKNOWN, meaning="no known signature matches", confidence=finding.confidence, rests_on=(), bug=None, bucket="",

@@ -17,17 +17,7 @@ from trimtab.process.redact import check_clean, clean, clean_all
 if TYPE_CHECKING:
     from trimtab.machine.environment import Environment
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "bitsandbytes",
-    "safetensors",
-    "triton",
-    "torchao",
-    "trimtab",
-)
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "triton", "torchao", "trimtab")
 MOST_KEYS = 40
 MOST_CHARS = 600
 # Fields of a config.json that identify the model; the others are sizes.

@@ -95,12 +95,7 @@ class Detokenizer:
     MOST_EMPTY_TOKENS = 64
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        hidden: Collection[int] | None = None,
-        before: Sequence[int] = (),
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, hidden: Collection[int] | None = None, before: Sequence[int] = ()
     ) -> None:
         self._stop, self._hidden = tuple(stop), hidden or ()
         self._text_of = _decoder(tokenizer, hides_all=hidden is None)
@@ -279,12 +274,7 @@ class Generation:
 
     def _run_rows(self, batch: Batch) -> None:
         """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
-        prompt = batch.begin(
-            self._inputs,
-            self.request,
-            adapter=_adapter_of(self._model),
-            top_logprobs=self.request.logprobs,
-        )
+        prompt = batch.begin(self._inputs, self.request, adapter=_adapter_of(self._model), top_logprobs=self.request.logprobs)
         while not prompt.step():
             if self._stream.is_over():
                 return

@@ -38,9 +38,7 @@ class Turns:
                 return
             if self._owner == me:
                 raise RequestError(
-                    "another answer is still running",
-                    field=what,
-                    hint="Read it to the end or close its generator first",
+                    "another answer is still running", field=what, hint="Read it to the end or close its generator first"
                 )
             mine = (threading.Event(), me)
             self._waiting.append(mine)

@@ -83,13 +83,7 @@ class _Flight:
 
 
 def answers(
-    model: AskedModel,
-    requests: Iterable[object],
-    *,
-    rows: int | None,
-    errors: str,
-    options: Mapping[str, object],
-    group: str = "",
+    model: AskedModel, requests: Iterable[object], *, rows: int | None, errors: str, options: Mapping[str, object], group: str = ""
 ) -> Iterator[tuple[int, Any]]:
     """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`. group: where all requests
     have one prompt, media and adapter, a name for them: the prompt is computed once."""

@@ -66,10 +66,7 @@ def own_form(part: Any) -> Any:
         if not isinstance(given, Mapping) or not isinstance(given.get("data"), str):
             raise RequestError("input_audio has no data", field="audio")
         text = given["data"]
-        return {
-            "type": "audio",
-            "audio": _of_url(text, "audio") if text.startswith("data:") else from_base64(text, field="audio"),
-        }
+        return {"type": "audio", "audio": _of_url(text, "audio") if text.startswith("data:") else from_base64(text, field="audio")}
     return part
 
 

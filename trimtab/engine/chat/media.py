@@ -142,9 +142,7 @@ def _of_array(values: np.ndarray) -> Image.Image:
     is_shaped = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (3, 4))
     if values.dtype != np.uint8 or not is_shaped or not values.size:
         raise RequestError(
-            "values are uint8, in the shape [H, W] or [H, W, 3 or 4]",
-            field="image",
-            value=(values.shape, str(values.dtype)),
+            "values are uint8, in the shape [H, W] or [H, W, 3 or 4]", field="image", value=(values.shape, str(values.dtype))
         )
     return Image.fromarray(np.ascontiguousarray(values))
 
@@ -245,9 +243,7 @@ def _decoded(source: object, max_s: float) -> tuple[np.ndarray, int]:
             rate = file.samplerate
             if rate not in RATES or file.channels > MAX_CHANNELS:
                 raise RequestError(
-                    f"has {file.channels} channels at {rate} Hz, which is not supported",
-                    field="audio",
-                    value=_named(source),
+                    f"has {file.channels} channels at {rate} Hz, which is not supported", field="audio", value=_named(source)
                 )
             if 0 < file.frames < 2**62 and file.frames / rate > max_s:  # some files do not say how long they are
                 raise RequestError(

@@ -405,10 +405,7 @@ def _text_only(
 
 
 def _plain(
-    prompt: object,
-    system: str | None,
-    template_kwargs: Mapping[str, object] | None,
-    tools: Sequence[Mapping[str, object]],
+    prompt: object, system: str | None, template_kwargs: Mapping[str, object] | None, tools: Sequence[Mapping[str, object]]
 ) -> str:
     if tools:
         raise RequestError("not supported: tools (the checkpoint has no chat template)", field="tools")
@@ -460,10 +457,7 @@ def _through_processor(
     check_taken(encoded, len(pictures) + len(sounds), model.processor_folder)
     check_pictures(model.hf_model.config, encoded, images)
     check_frames(encoded, audio, SAMPLE_RATE)
-    digests = (
-        [picture_digest(picture) for picture in images],
-        [sound_digest(samples) for samples in audio],
-    )
+    digests = ([picture_digest(picture) for picture in images], [sound_digest(samples) for samples in audio])
     has_media = bool(pictures or sounds)
     return _inputs(model, tokenizer, encoded, device, has_media=has_media, digests=digests, rendered=rendered)
 

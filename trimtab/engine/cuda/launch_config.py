@@ -116,10 +116,7 @@ class LaunchConfig:
     @property
     def resident(self) -> int:
         """How many blocks one multiprocessor runs at once (its registers, threads and shared memory as on 9.0)."""
-        return max(
-            1,
-            min(65536 // (self.threads * self._registers), 2048 // self.threads, 233472 // (self.shared_bytes + 1024)),
-        )
+        return max(1, min(65536 // (self.threads * self._registers), 2048 // self.threads, 233472 // (self.shared_bytes + 1024)))
 
     @property
     def _registers(self) -> int:

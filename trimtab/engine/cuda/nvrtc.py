@@ -182,13 +182,7 @@ def find_compiler() -> Compiler | None:
 
 
 def compiled(
-    compiler: Compiler,
-    source: str,
-    target: str,
-    options: Sequence[str] = (),
-    *,
-    driver: int = 0,
-    name: str = "kernels.cu",
+    compiler: Compiler, source: str, target: str, options: Sequence[str] = (), *, driver: int = 0, name: str = "kernels.cu"
 ) -> bytes:
     """Return a source's machine code as an earlier process compiled it, or compile it and keep it for later ones.
 
@@ -397,13 +391,7 @@ class Module:
         with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
             under_way = {
                 options: pool.submit(
-                    compiled,
-                    compiler,
-                    self._source,
-                    target,
-                    (*options, *self.common),
-                    driver=driver_version(),
-                    name=self._name,
+                    compiled, compiler, self._source, target, (*options, *self.common), driver=driver_version(), name=self._name
                 )
                 for options in missing
             }

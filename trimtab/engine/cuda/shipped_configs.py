@@ -26,12 +26,7 @@ FOLDER = "tuned"
 MOST_BYTES = 4 * 2**20
 MOST_CONFIGS = 5000
 # How a configuration came to be: tuned here; shipped, from such a card; shipped, from another card or an older kernel; estimated.
-MEASURED, SHIPPED, SHIPPED_ELSEWHERE, ESTIMATED = (
-    "measured here",
-    "measured",
-    "tuned on another card",
-    "not measured",
-)
+MEASURED, SHIPPED, SHIPPED_ELSEWHERE, ESTIMATED = ("measured here", "measured", "tuned on another card", "not measured")
 # A multiprocessor has this many registers; a warp takes them in pieces of 256 (compute capability 7.5 to 12.0).
 _REGISTERS, _REGISTER_PIECE, _WARP = 65536, 256, 32
 

@@ -184,10 +184,7 @@ class DecodeStep:
             return self._modules(count)
         if self._short_ops is None:
             self._short_ops = short_ops.ShortOps(
-                self.model.hf_model,
-                self.model.adapter_store,
-                self.device,
-                partial(self._choice.fall_back, requested=False),
+                self.model.hf_model, self.model.adapter_store, self.device, partial(self._choice.fall_back, requested=False)
             )
         unpacked = self.model.unpacked
         with (
@@ -282,10 +279,7 @@ class DecodeStep:
             self._forget_smaller(slots.shape_key)
             key = (*key, _TABLE, slots.shape_key)
         elif has_adapters:  # captured with the adapters' own addresses
-            key = (
-                *key,
-                *((name, self.model.adapter_store.holders[name].serial) if name is not None else None for name in padded),
-            )
+            key = (*key, *((name, self.model.adapter_store.holders[name].serial) if name is not None else None for name in padded))
         self._stage(state, bucket)
         graph = self._graphs.get(key)
         if graph is None:

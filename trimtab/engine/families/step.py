@@ -205,9 +205,7 @@ class FusedStep:
         norm: matvec.Norm | None = None  # of x, which is not applied yet
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         where = TokenPositions(
-            positions,
-            self.buffer("ring", (count,), torch.long),
-            None if self.cache.pool is None else self.cache.pool.table,
+            positions, self.buffer("ring", (count,), torch.long), None if self.cache.pool is None else self.cache.pool.table
         )
         for number in range(len(self.layers)):
             own = None if extra is None else extra[:, number]

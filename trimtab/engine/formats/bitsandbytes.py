@@ -23,13 +23,7 @@ from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry
 
 with without_hub_kernels(), without_compiler():
     import bitsandbytes as bnb
-    from bitsandbytes.functional import (
-        QuantState,
-        dequantize_4bit,
-        dequantize_blockwise,
-        int8_vectorwise_dequant,
-        quantize_4bit,
-    )
+    from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise, int8_vectorwise_dequant, quantize_4bit
 
 # transformers' BitsAndBytesConfig default; the outlier threshold changes the answer, so ours is stock's.
 INT8_THRESHOLD = 6.0

@@ -81,9 +81,7 @@ def _transposed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFor
         found["index"] = index
     elif form.group and not torch.equal(index.long(), torch.arange(columns, device=index.device) // form.group):
         raise CheckpointError(
-            "has inputs in another order (g_idx), but config.json says desc_act false",
-            path="",
-            tensor_name=entry.tensor_name,
+            "has inputs in another order (g_idx), but config.json says desc_act false", path="", tensor_name=entry.tensor_name
         )
     return found
 

@@ -542,13 +542,7 @@ def _attend_torch(
 
 
 def gated(
-    gate: Tensor,
-    up: Tensor,
-    out: Tensor,
-    kind: str,
-    module: nvrtc.Module | None = None,
-    *,
-    dependent: bool | None = None,
+    gate: Tensor, up: Tensor, out: Tensor, kind: str, module: nvrtc.Module | None = None, *, dependent: bool | None = None
 ) -> None:
     """Write act(gate) * up. Shapes: [n, I] each, rows may be strided. kind: one of ACTIVATIONS."""
     assert kind in ACTIVATIONS, kind

@@ -310,11 +310,7 @@ def compile_ahead(
 
 
 def compile_cuts(
-    wanted: Sequence[tuple[Sequence[Packed], bool, LaunchConfig]],
-    module: nvrtc.Module,
-    dtype: torch.dtype,
-    *,
-    fixed: bool = False,
+    wanted: Sequence[tuple[Sequence[Packed], bool, LaunchConfig]], module: nvrtc.Module, dtype: torch.dtype, *, fixed: bool = False
 ) -> None:
     """Compile, several at once, the kernels that these products (weights, whether two are multiplied, cut) need. fixed: as
     `matvec.LoraArgs.is_fixed`."""

@@ -143,11 +143,7 @@ def add(
     else:
         module.launch("lora_low", (-(-n // _TOKENS), slices), (_THREADS,), [*given, half])
     # As many tokens a block as leave enough blocks, and as its shared memory holds.
-    tile = min(
-        _MOST_TILE,
-        max(n * columns // (_BLOCKS * _TOKENS), 1) * _TOKENS,
-        _MOST_RANK * _TOKENS // rank // _TOKENS * _TOKENS,
-    )
+    tile = min(_MOST_TILE, max(n * columns // (_BLOCKS * _TOKENS), 1) * _TOKENS, _MOST_RANK * _TOKENS // rank // _TOKENS * _TOKENS)
     module.launch(
         "lora_up", (columns, -(-n // tile)), (_THREADS,),
         [low, slices, n, rank, B, float(scale), y, y.stride(0), y.shape[1], int(round_change), tile, half],
@@ -406,12 +402,7 @@ def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int]
 
     for number, n in enumerate(tokens):
         for rank, wide, high in ((4, 192, 320), (8, 2560, 1030), (20, 1032, 64)):
-            A, B, x, y = (
-                random(rank, wide) / wide**0.5,
-                random(high, rank),
-                random(n, wide).to(dtype),
-                random(n, high).to(dtype),
-            )
+            A, B, x, y = (random(rank, wide) / wide**0.5, random(high, rank), random(n, wide).to(dtype), random(n, high).to(dtype))
             expected = y.double() + 0.5 * (x.double() @ A.double().T @ B.double().T)
             actual = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2)).double()
             error = float((actual - expected).norm() / expected.norm())

@@ -121,12 +121,7 @@ class DeviceKernels:
         if key not in chosen:
             checks, left_out = KeptChecks.of(device), dict[str, str]()
             compiled = _tried(
-                ADAPTERS,
-                left_out,
-                lambda: matvec.load(device),
-                lambda module, _: wrong_lora(module, dtype),
-                checks,
-                str(dtype),
+                ADAPTERS, left_out, lambda: matvec.load(device), lambda module, _: wrong_lora(module, dtype), checks, str(dtype)
             )
             checks.save()
             chosen[key] = DeviceKernels(None, compiled, left_out, checks=checks)

@@ -396,10 +396,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         for layer in own:
             layer.move(source, target)
         if self.pool is not None:
-            pages, (sources, targets) = (
-                self.pool.of_row(target),
-                (self.pool.of_row(row, length) for row in (source, target)),
-            )
+            pages, (sources, targets) = (self.pool.of_row(target), (self.pool.of_row(row, length) for row in (source, target)))
             for paged in self._paged():
                 paged.clear(pages)
                 paged.copy(sources, targets)

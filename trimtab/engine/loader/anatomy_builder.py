@@ -68,10 +68,7 @@ def build_anatomy(
 
 
 def _head_path(
-    model: HFModel,
-    sources: Mapping[str, Expression],
-    packed: Mapping[str, PackedEntry],
-    keep_unquantized: tuple[str, ...],
+    model: HFModel, sources: Mapping[str, Expression], packed: Mapping[str, PackedEntry], keep_unquantized: tuple[str, ...]
 ) -> str:
     """Return the path of the head that an 8-bit copy can replace. Errors: RequestError if there is none."""
     head = model.get_output_embeddings()
@@ -80,10 +77,7 @@ def _head_path(
         raise RequestError(f"{type(model).__name__} has no language head", field="head", value="int8", allowed=("full",))
     if type(head) is not nn.Linear:
         raise RequestError(
-            f"the head {path} is a {type(head).__name__}, not a plain Linear",
-            field="head",
-            value="int8",
-            allowed=("full",),
+            f"the head {path} is a {type(head).__name__}, not a plain Linear", field="head", value="int8", allowed=("full",)
         )
     expression = sources.get(f"{path}.weight")
     if expression is not None and any(leaf in packed for leaf in expression.leaves):
@@ -195,10 +189,7 @@ def _narrowed(
             for path in paths:
                 stored.pop(path, None)
     return tuple(
-        replace(
-            row,
-            tensors=tuple(replace(tensor, dtype=stored.get(tensor.tensor_path, tensor.dtype)) for tensor in row.tensors),
-        )
+        replace(row, tensors=tuple(replace(tensor, dtype=stored.get(tensor.tensor_path, tensor.dtype)) for tensor in row.tensors))
         for row in rows
     )
 

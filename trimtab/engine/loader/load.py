@@ -109,13 +109,7 @@ def fill(
 
 class _Filler:
     def __init__(
-        self,
-        plan: Plan,
-        checkpoint: Checkpoint,
-        probe: hf.Probe,
-        anatomy: Anatomy,
-        store: AdapterStore,
-        undo: ExitStack,
+        self, plan: Plan, checkpoint: Checkpoint, probe: hf.Probe, anatomy: Anatomy, store: AdapterStore, undo: ExitStack
     ) -> None:
         self.plan, self.probe, self.adapter_store, self.undo = plan, probe, store, undo
         self.device = torch.device(plan.execution_device)
@@ -595,12 +589,10 @@ def _pieces(entry: TensorEntry) -> list[TensorEntry]:
     rows, *inner = entry.shape
     step, row_bytes = max(1, HEAD_PIECE_VALUES // prod(inner)), entry.nbytes // rows
     return [
-        replace(
-            entry, shape=(min(step, rows - at), *inner), start=entry.start + at * row_bytes,
-            nbytes=min(step, rows - at) * row_bytes,
-        )
+        replace(entry, shape=(size, *inner), start=entry.start + at * row_bytes, nbytes=size * row_bytes)
         for at in range(0, rows, step)
-    ]  # fmt: skip
+        if (size := min(step, rows - at))
+    ]
 
 
 def _left(streamer: tiers.Streamer, group: tiers.Group, *_: object) -> None:

@@ -88,8 +88,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     except Exception as exc:  # strict config classes raise validation errors of several libraries
         if checkpoint.config.get("model_type") in transformers.CONFIG_MAPPING:
             raise CheckpointError(
-                f"config.json is refused by transformers {transformers.__version__}: {_words(exc)}",
-                path=checkpoint.folder,
+                f"config.json is refused by transformers {transformers.__version__}: {_words(exc)}", path=checkpoint.folder
             ) from exc
         raise _unknown(checkpoint, f"model_type {checkpoint.config.get('model_type')!r}") from exc
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())]
@@ -257,8 +256,7 @@ def _load_traced(
     except Exception as exc:  # any error of the model's own code
         why = "; ".join(trace.problems[:5]) or _words(exc)
         raise CheckpointError(
-            f"cannot be loaded as {kind.__name__} by transformers {transformers.__version__}: {why}",
-            path=checkpoint.folder,
+            f"cannot be loaded as {kind.__name__} by transformers {transformers.__version__}: {why}", path=checkpoint.folder
         ) from exc
     return model, info
 
@@ -312,10 +310,7 @@ def _check_complete(checkpoint: Checkpoint, model: HFModel, parameters: Iterable
 
 
 def _check_followed(
-    checkpoint: Checkpoint,
-    model: HFModel,
-    parameters: Iterable[tuple[str, Tensor]],
-    buffers: Iterable[tuple[str, Tensor]],
+    checkpoint: Checkpoint, model: HFModel, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Raise CheckpointError if a tensor has neither a source nor a value."""
     escaped = [name for name, value in (*parameters, *buffers) if not isinstance(value, Traced) and value.is_meta]

@@ -118,11 +118,7 @@ class _AddingWeight(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))

@@ -28,14 +28,7 @@ from trimtab.machine import gpus
 from trimtab.machine import machine_cache as known
 from trimtab.machine import rates_cache as rates_file
 from trimtab.machine.machine_cache import resolve
-from trimtab.machine.memory import (
-    cpu_name,
-    disk_free_bytes,
-    host_available_bytes,
-    peak_host_bytes,
-    process_bytes,
-    spill_folder,
-)
+from trimtab.machine.memory import cpu_name, disk_free_bytes, host_available_bytes, peak_host_bytes, process_bytes, spill_folder
 from trimtab.planning import Machine, Plan, Rates
 from trimtab.planning.request.card_machine import THREAD_STACK_BYTES, context_bytes
 from trimtab.planning.values.execution import SMALL_BUDGET_BYTES

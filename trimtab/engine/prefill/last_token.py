@@ -44,11 +44,7 @@ def ends_in_step(
 
 
 def chunks_of(
-    prompt: PrefillState,
-    sizes: Sequence[int],
-    start: int,
-    prefixes: PrefixUse,
-    may_end_at: Callable[[int], bool] = lambda _: True,
+    prompt: PrefillState, sizes: Sequence[int], start: int, prefixes: PrefixUse, may_end_at: Callable[[int], bool] = lambda _: True
 ) -> list[Chunk] | None:
     """Return the chunks of a prompt from a token on, as `hf_prefill.chunks_of`; without its last token if a step computes that
     one."""

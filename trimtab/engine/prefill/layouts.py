@@ -103,10 +103,7 @@ class Layouts:
         source = values_of(name, holders)
         has_towers = not rest
         places = [one for one in fitting.plain if has_towers or one.part not in TOWERS]
-        key = (
-            source.numel(),
-            tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places),
-        )
+        key = (source.numel(), tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places))
         layout = self._held.get(key)
         if layout is None:
             while self._held and not self._has_room(source.nbytes):

@@ -82,9 +82,7 @@ class PrefillRunner:
     captured, on any device; "eager": none. sizes: of chunks, None for those that fit. counted_bytes: those that the plan counts for
     them already."""
 
-    def __init__(
-        self, batch: Rows, mode: str = "auto", sizes: Sequence[int] | None = None, *, counted_bytes: int = 0
-    ) -> None:  # fmt: skip
+    def __init__(self, batch: Rows, mode: str = "auto", sizes: Sequence[int] | None = None, *, counted_bytes: int = 0) -> None:
         self.batch, self.model, self.device = batch, batch.model, batch.model.device
         self.captures = mode == "auto" and self.device.type == "cuda"
         # graph_bytes: that the driver took for graphs captured beforehand
@@ -148,11 +146,10 @@ class PrefillRunner:
             self.batch.steps.fallbacks.append(one)
 
     def _why_not(self, sizes: Sequence[int] | None) -> str | None:
-        why = hf_prefill.why_not(self.model.hf_model)
-        if why is None and self.is_recurrent and not self.batch.steps.may_fuse:
-            why = "states of recurrent layers need the kernels of a step"
-        if why is not None:
+        if (why := hf_prefill.why_not(self.model.hf_model)) is not None:
             return why
+        if self.is_recurrent and not self.batch.steps.may_fuse:
+            return "states of recurrent layers need the kernels of a step"
         for row in self.model.plan.placements if self.captures else ():
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every chunk"
@@ -209,15 +206,13 @@ class PrefillRunner:
             return False
         if self.is_recurrent:
             self.chunk_forward()  # the cache's layers are known from then on, and the step gives states memory
-            step = self.batch.steps.fused_step()
-            if step is None or not pays(step, self.device):
+            if (step := self.batch.steps.fused_step()) is None or not pays(step, self.device):
                 return False  # modules cannot tell padding from tokens
         try:
             job = self._begin(prompt)
+            is_paused = False
         except PausedError:
             is_paused = True
-        else:
-            is_paused = False
         if is_paused:
             if self.room is not None:
                 self.room.check()  # not before the exception is gone, which keeps the tensors of the pass

@@ -30,11 +30,7 @@ def layers_of(
         prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
     prompts.firsts.forget()
     if (columns := prompts.firsts.columns) is not None:
-        columns.hold(
-            key,
-            None if key is None else store.selection.name,
-            (name, None if name is None else store.serials.get(name)),
-        )
+        columns.hold(key, None if key is None else store.selection.name, (name, None if name is None else store.serials.get(name)))
     return prompts.firsts.forward
 
 

@@ -146,15 +146,7 @@ class Meter:
 
 
 SCALARS = frozenset((int, float, bool, type(None)))
-_COLLECTIONS: tuple[type[Any], ...] = (
-    list,
-    tuple,
-    set,
-    frozenset,
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
-)
+_COLLECTIONS: tuple[type[Any], ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 
 
 def length(value: Any) -> int:

@@ -55,11 +55,7 @@ class _NotKept(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
+        cls, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         if func in _OF_SHAPES:
             with torch._C.DisableTorchFunctionSubclass():

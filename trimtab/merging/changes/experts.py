@@ -195,13 +195,7 @@ def _pair_up(
 
 
 def _stack_pair(
-    rules: Rules,
-    path: str,
-    names: tuple[str, str, str],
-    shape: tuple[int, ...],
-    A: TensorEntry,
-    B: TensorEntry,
-    module: Any,
+    rules: Rules, path: str, names: tuple[str, str, str], shape: tuple[int, ...], A: TensorEntry, B: TensorEntry, module: Any
 ) -> _Found | str:
     """Return the pair of a parameter, or the reason why it has none. names: the module in the adapter and in the model,
     the parameter.
@@ -255,8 +249,7 @@ def _take_experts(
         shape = tensors[leaf].shape
         if words or len(shape) != 2 or (A.shape, B.shape) != ((rank, shape[1]), (shape[0], rank)):
             raise AdapterError(
-                file.folder,
-                [f"{key}: shapes {list(A.shape)} and {list(B.shape)}, rank {rank}, {leaf} is {list(shape)}"],
+                file.folder, [f"{key}: shapes {list(A.shape)} and {list(B.shape)}, rank {rank}, {leaf} is {list(shape)}"]
             )
         pairs[leaf] = StackPair(A, B, 1, scale, is_matrix=True)
         del rest[key], rest[other]

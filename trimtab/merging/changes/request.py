@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapter_names import (
-    NAME,
-    NAME_RULE,
-    NamedAdapter,
-    check_weight,
-    parse_adapter,
-    parse_adapters,
-    paths_of,
-)
+from trimtab.adapter_names import NAME, NAME_RULE, NamedAdapter, check_weight, parse_adapter, parse_adapters, paths_of
 from trimtab.errors import RequestError
 from trimtab.request import DTYPES, check_choice, full_dtype
 
@@ -69,9 +61,7 @@ class MergeRequest:
 AdapterOption = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
 
-def parts_of(
-    adapters: Mapping[str, AdapterOption] | Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
-) -> tuple[Part, ...]:
+def parts_of(adapters: Mapping[str, AdapterOption] | Sequence[str | os.PathLike[str]] | str | os.PathLike[str]) -> tuple[Part, ...]:
     """Return the adapters of a call: name -> path, name -> (path, weight), a list of paths, or one path."""
     if not isinstance(adapters, Mapping):
         return tuple(Part(name, path) for name, path in paths_of(adapters).items())

@@ -418,10 +418,7 @@ def _scanned(anatomy: Anatomy) -> _Scanned:
         ple_projection=max(
             (w.numel for row, w in weights if row.kind == "linear" and row.quantized and w.shape[0] == ple), default=0
         ),
-        narrow=max(
-            (weight.numel for row, weight in weights if not row.quantized and widened_bytes(row, anatomy.dtype)),
-            default=0,
-        ),
+        narrow=max((weight.numel for row, weight in weights if not row.quantized and widened_bytes(row, anatomy.dtype)), default=0),
         convolutions=tuple(
             (weight.shape[0], len(weight.shape) - 2)
             for row, weight in weights

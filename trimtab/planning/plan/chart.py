@@ -13,21 +13,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import gib
 from trimtab.planning.plan.table import marked_rate, tensors_peak, verdict
-from trimtab.report.charts import (
-    INK,
-    LINE,
-    MARGIN,
-    OVER,
-    PAPER,
-    QUIET,
-    WIDTH,
-    Box,
-    Label,
-    Shape,
-    Stroke,
-    check_path,
-    write_shapes,
-)
+from trimtab.report.charts import INK, LINE, MARGIN, OVER, PAPER, QUIET, WIDTH, Box, Label, Shape, Stroke, check_path, write_shapes
 
 if TYPE_CHECKING:
     from trimtab.planning.plan.plan import Plan

@@ -21,10 +21,7 @@ CATCH_ALL = "*"
 NO_GPU = "No GPU can be used here; card='RTX 4060 8GB', for example, plans for one that is not in this machine"
 # A device of a map -> the tier and, for tables, the location of the rows. "cpu" keeps weights in host memory, "disk" on
 # disk.
-_MAPPED = {
-    "cpu": (("stream", None), ("gather", "host")),
-    "disk": (("disk", None), ("gather", "file")),
-}
+_MAPPED = {"cpu": (("stream", None), ("gather", "host")), "disk": (("disk", None), ("gather", "file"))}
 
 
 @dataclass(frozen=True)

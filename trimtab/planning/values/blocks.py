@@ -267,13 +267,7 @@ def _nbytes(tensor: TensorRow | None) -> int:
 
 def places_of(block: Block) -> list[tuple[str, str]]:
     """Return the (tier, home) pairs that a block allows."""
-    homes = {
-        "resident": ("device",),
-        "stream": ("host",),
-        "host": ("host",),
-        "disk": ("disk",),
-        "gather": ("host", "file"),
-    }
+    homes = {"resident": ("device",), "stream": ("host",), "host": ("host",), "disk": ("disk",), "gather": ("host", "file")}
     places = [(tier, home) for tier in block.allowed_tiers for home in homes[tier]]
     return places if block.is_in_file else [place for place in places if place != ("gather", "file")]
 

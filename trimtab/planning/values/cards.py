@@ -42,20 +42,7 @@ _LINK = re.compile(r"[,;]?\s*\bpcie?\s*(\d)(?:\.0)?\s*x\s*(\d+)\s*$", re.IGNOREC
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:gib|gb|g)\b", re.IGNORECASE)
 _BARE = re.compile(r"\s*\d+(?:\.\d+)?\s*[kmg]i?b\s*", re.IGNORECASE)
 _DROPPED = frozenset(
-    (
-        "nvidia",
-        "geforce",
-        "rtx",
-        "gtx",
-        "gpu",
-        "card",
-        "graphics",
-        "tesla",
-        "generation",
-        "workstation",
-        "server",
-        "edition",
-    )
+    ("nvidia", "geforce", "rtx", "gtx", "gpu", "card", "graphics", "tesla", "generation", "workstation", "server", "edition")
     + ("design", "with", "q", "blackwell", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e")
 )
 _LAPTOP = "laptop"
@@ -109,10 +96,7 @@ class Card:
         card = read_row(cls, values, "plan.card")
         if card.source not in sources():
             raise RequestError("unknown choice", field="plan.card.source", value=card.source, allowed=sorted(sources()))
-        for name, value, pattern in (
-            ("capability", card.capability, r"\d{1,2}\.\d"),
-            ("pcie", card.pcie, r"[3-5]\.0 x\d{1,2}"),
-        ):
+        for name, value, pattern in (("capability", card.capability, r"\d{1,2}\.\d"), ("pcie", card.pcie, r"[3-5]\.0 x\d{1,2}")):
             if not re.fullmatch(pattern, value):
                 raise RequestError("is not a valid figure", field=f"plan.card.{name}", value=value)
         return card
@@ -183,13 +167,7 @@ def _named(text: str) -> Card:
             "has several memory sizes; add the size", field="card", value=text,
             allowed=[card.title for card in alike],
         )  # fmt: skip
-    raise RequestError(
-        "there is no profile of this card",
-        field="card",
-        value=text,
-        near=_near(text, words),
-        hint=_HINT,
-    )
+    raise RequestError("there is no profile of this card", field="card", value=text, near=_near(text, words), hint=_HINT)
 
 
 def cards_text() -> str:

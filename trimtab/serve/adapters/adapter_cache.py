@@ -94,11 +94,7 @@ class AdapterCache:
             if part not in self._held:
                 known = list(self._held)
                 raise RequestError(
-                    "no adapter of this name is loaded",
-                    field="model",
-                    value=part,
-                    allowed=known,
-                    near=near_names(part, known),
+                    "no adapter of this name is loaded", field="model", value=part, allowed=known, near=near_names(part, known)
                 )
         if name is not None and is_mix(name):
             self._check_mix(name)

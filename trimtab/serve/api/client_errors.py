@@ -9,12 +9,7 @@ from trimtab.engine.chat.prompt import CONTEXT_HINT, PLAN_HINT, is_token_ids
 from trimtab.errors import RequestError
 from trimtab.serve.contract.job import Job
 
-FIELDS = {
-    "max_new_tokens": "max_tokens",
-    "adapter": "model",
-    "system": "messages",
-    "template_kwargs": "chat_template_kwargs",
-}
+FIELDS = {"max_new_tokens": "max_tokens", "adapter": "model", "system": "messages", "template_kwargs": "chat_template_kwargs"}
 PARTS = {"image": "image_url", "audio": "input_audio"}
 
 

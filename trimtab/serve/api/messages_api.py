@@ -211,12 +211,7 @@ def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -
 
 
 def _tool(tool: ToolDefinition) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "parameters": tool.input_schema,
-        "description": tool.description,
-        "strict": tool.strict,
-    }
+    function = {"name": tool.name, "parameters": tool.input_schema, "description": tool.description, "strict": tool.strict}
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
@@ -269,18 +264,10 @@ def _user(blocks: Sequence[Any], field: str) -> list[tuple[dict[str, Any], dict[
                 places[part] = own
                 parts.append({"type": "text", "text": block.text})
             case ImageBlock(source=Base64Source() as source):
-                places |= {
-                    part: own,
-                    f"{part}.image_url": f"{own}.source",
-                    f"{part}.image_url.url": f"{own}.source.data",
-                }
+                places |= {part: own, f"{part}.image_url": f"{own}.source", f"{part}.image_url.url": f"{own}.source.data"}
                 parts.append({"type": "image_url", "image_url": {"url": f"data:{source.media_type};base64,{source.data}"}})
             case ImageBlock(source=UrlSource() as source):
-                places |= {
-                    part: own,
-                    f"{part}.image_url": f"{own}.source",
-                    f"{part}.image_url.url": f"{own}.source.url",
-                }
+                places |= {part: own, f"{part}.image_url": f"{own}.source", f"{part}.image_url.url": f"{own}.source.url"}
                 parts.append({"type": "image_url", "image_url": {"url": source.url}})
             case _:
                 raise RequestError(f"a user's message has no {block.type}", field=own)

@@ -144,12 +144,7 @@ def text_job(body: wire.TokenizeRequest, *, context_tokens: int, deadline_s: flo
 
 
 def chat_job(
-    chat: wire.ChatRequest,
-    messages: list[dict[str, Any]],
-    *,
-    context_tokens: int,
-    limits: Limits,
-    deadline_s: float | None,
+    chat: wire.ChatRequest, messages: list[dict[str, Any]], *, context_tokens: int, limits: Limits, deadline_s: float | None
 ) -> Job:
     """Return the job that tokenizes a chat. Errors: RequestError."""
     asking.check_length(messages, context_tokens, "messages")

@@ -22,9 +22,7 @@ class ResponsesShape(Shape):
     def __init__(self, body: Any, given: Any) -> None:
         super().__init__(body)
         self._given = given.model_dump(
-            by_alias=True,
-            exclude_none=True,
-            include={"instructions", "max_output_tokens", "tools", "tool_choice", "text"},
+            by_alias=True, exclude_none=True, include={"instructions", "max_output_tokens", "tools", "tool_choice", "text"}
         )
         self._output: list[dict[str, Any]] = []
         self._kind: str | None = None

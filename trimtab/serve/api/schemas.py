@@ -498,10 +498,7 @@ _WORDING = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
         (r"^(?:Input|Value|List|Dictionary|String|Data|Number) should (?=be |match )", "must "),
-        (
-            r"^(?:Value|List|Dictionary|String|Data) should have (.*?)(?: after validation)?, not (.*)$",
-            r"must have \1, has \2",
-        ),
+        (r"^(?:Value|List|Dictionary|String|Data) should have (.*?)(?: after validation)?, not (.*)$", r"must have \1, has \2"),
         (r"^(?:Value|List|Dictionary|String|Data) should have ", "must have "),
         (r"^Field required$", "is required"),
     )

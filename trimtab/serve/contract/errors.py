@@ -82,11 +82,7 @@ def error_json(name: str, message: str, fields: Mapping[str, Any], folders: Sequ
     status, kind, code = ERRORS.get(name, BUG)
     if name not in ERRORS:
         where = f" under {request_id()}" if request_id() else ""
-        name, message, fields = (
-            "bug",
-            f"The server failed; its log has the traceback{where}",
-            {"error_id": request_id()},
-        )
+        name, message, fields = ("bug", f"The server failed; its log has the traceback{where}", {"error_id": request_id()})
     message, fields = for_clients(name, message, fields)
     known = str(fields.get("path") or "")
     shown = {key: _as_json(fields[key]) for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}

@@ -289,12 +289,7 @@ class Journal:
             ago_ns = None if arrived is None else end_ns - int((time.monotonic() - arrived) * 1e9)
             values = {"request_id": request_id(), **fields}
             fields["trace_id"] = self._spans.request(
-                scope["headers"],
-                self._name(path),
-                values,
-                start_ns=end_ns - int(seconds * 1e9),
-                end_ns=end_ns,
-                arrived_ns=ago_ns,
+                scope["headers"], self._name(path), values, start_ns=end_ns - int(seconds * 1e9), end_ns=end_ns, arrived_ns=ago_ns
             )
         log.log(level, "request", extra={"fields": fields})
 

@@ -40,15 +40,9 @@ class QuotaError(RequestError):
 
     def __init__(self, limit: str, most: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
-        words = {
-            "concurrent": "requests at once",
-            "requests_per_minute": "requests a minute",
-            "tokens_per_day": "tokens a day",
-        }
+        words = {"concurrent": "requests at once", "requests_per_minute": "requests a minute", "tokens_per_day": "tokens a day"}
         super().__init__(
-            f"this key may use {most} {words[limit]}",
-            field=limit,
-            hint=f"Try again in {math.ceil(retry_after_s)} seconds",
+            f"this key may use {most} {words[limit]}", field=limit, hint=f"Try again in {math.ceil(retry_after_s)} seconds"
         )
 
 

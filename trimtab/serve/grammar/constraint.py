@@ -56,8 +56,7 @@ class Grammar:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=end_ids[0] if end_ids else None)
         except (ValueError, TypeError, AttributeError, AssertionError) as exc:
             raise CheckpointError(
-                f"its tokenizer cannot restrict an answer to a schema ({exc})",
-                path=str(getattr(tokenizer, "name_or_path", "")),
+                f"its tokenizer cannot restrict an answer to a schema ({exc})", path=str(getattr(tokenizer, "name_or_path", ""))
             ) from exc
         self._ends, self._words, self._prove = list(end_ids), tokenizer, prove
         self._held = HeldMemory()
@@ -76,13 +75,7 @@ class Grammar:
         return SchemaConstraint(self._matchers(source, client)[""], self._ends)
 
     def calls(
-        self,
-        form: str,
-        functions: Sequence[Mapping[str, Any]],
-        *,
-        several: bool,
-        field: str = "tools",
-        client: str = "",
+        self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, field: str = "tools", client: str = ""
     ) -> SchemaConstraint:
         """Return the constraint of an answer that calls one of these functions. form: one of `answer_forms.CALL_MARKS`.
 
@@ -171,15 +164,11 @@ def _check_proof(proof: Proof, field: str) -> None:
     hint = "Make the schema simpler: fewer branches, shorter counted repeats, smaller multipleOf"
     if proof.seconds > MOST_AGAIN_S:
         raise RequestError(
-            f"takes {proof.seconds:.1f} s of processor time to compile, the limit is {MOST_AGAIN_S:g} s",
-            field=field,
-            hint=hint,
+            f"takes {proof.seconds:.1f} s of processor time to compile, the limit is {MOST_AGAIN_S:g} s", field=field, hint=hint
         )
     if proof.nbytes > MOST_OWN_BYTES:
         raise RequestError(
-            f"its grammar takes {proof.nbytes // 2**20} MiB, the limit is {MOST_OWN_BYTES // 2**20} MiB",
-            field=field,
-            hint=hint,
+            f"its grammar takes {proof.nbytes // 2**20} MiB, the limit is {MOST_OWN_BYTES // 2**20} MiB", field=field, hint=hint
         )
 
 

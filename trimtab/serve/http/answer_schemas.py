@@ -74,14 +74,7 @@ _TEXT_LOGPROBS = _object({
 })  # fmt: skip
 _FORM = {"enum": ["full", "int8"]}
 _MODEL = _object(
-    {
-        "id": TEXT,
-        "object": {"const": "model"},
-        "created": COUNT,
-        "owned_by": TEXT,
-        "root": TEXT,
-        "parent": _or_null(TEXT),
-    },
+    {"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT, "root": TEXT, "parent": _or_null(TEXT)},
     maybe={"max_model_len": COUNT, "output_head": _FORM, "kv": _FORM},
 )
 _FUNCTION = {"name": TEXT, "arguments": TEXT}
@@ -167,10 +160,7 @@ SCHEMAS: Mapping[str, Schema] = {
     ),
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list(reference("Model"))}),
-    "ChatCompletion": _answer(
-        "chat.completion",
-        {"message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS)},
-    ),
+    "ChatCompletion": _answer("chat.completion", {"message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS)}),
     "ChatCompletionChunk": _answer("chat.completion.chunk", {"delta": _DELTA, "logprobs": _or_null(_CHAT_LOGPROBS)}),
     "Completion": _answer("text_completion", {"text": TEXT, "logprobs": _or_null(_TEXT_LOGPROBS)}),
     "AdapterChanged": _object({"status": {"enum": ["loaded", "unloaded"]}, "lora_name": TEXT}),

@@ -51,14 +51,7 @@ from trimtab.serve.api.request_kinds import (
 from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
 from trimtab.serve.api.responses_shape import ResponsesShape
 from trimtab.serve.contract import log as journal
-from trimtab.serve.contract.errors import (
-    error_from_worker,
-    error_json,
-    error_response,
-    http_error,
-    note_refusal,
-    plain_error,
-)
+from trimtab.serve.contract.errors import error_from_worker, error_json, error_response, http_error, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas

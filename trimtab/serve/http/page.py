@@ -61,10 +61,7 @@ def page_routes(settings: Settings) -> list[BaseRoute]:
     if not settings.page:
         return []
     assets = {name: _read(name, media_type) for name, media_type in ASSETS.items()}
-    about = {
-        "version": __version__,
-        "loads_adapters": settings.adapter_root is not None and settings.allows_admin,
-    }
+    about = {"version": __version__, "loads_adapters": settings.adapter_root is not None and settings.allows_admin}
 
     async def index(request: Request) -> Response:
         return _answer(request, assets[INDEX])

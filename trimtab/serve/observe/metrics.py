@@ -75,11 +75,7 @@ class Metrics:
             buckets=QUEUE_BUCKETS, **options,
         )  # fmt: skip
         self.whole = Histogram(
-            "trimtab_request_seconds",
-            "From arrival to the end of the answer",
-            labels,
-            buckets=REQUEST_BUCKETS,
-            **options,
+            "trimtab_request_seconds", "From arrival to the end of the answer", labels, buckets=REQUEST_BUCKETS, **options
         )
         self.key_requests = Counter("trimtab_key_requests", "Requests of each named key", ["key", "ended"], **options)
         self.key_tokens = Counter("trimtab_key_tokens", "Tokens of prompts and answers of each named key", ["key"], **options)
@@ -114,10 +110,7 @@ class Metrics:
             )
         }  # fmt: skip
         self.share_bytes = Gauge(
-            "trimtab_gpu_share_bytes",
-            "Bytes of each share of the device's memory",
-            ["model", "share", "kind"],
-            **options,
+            "trimtab_gpu_share_bytes", "Bytes of each share of the device's memory", ["model", "share", "kind"], **options
         )
         self.tier_bytes = Gauge("trimtab_tier_bytes", "Planned bytes of each tier", ["model", "tier"], **options)
         # The endings counted for each adapter, for `forget`.

@@ -81,12 +81,7 @@ class Replicas:
     """
 
     def __init__(
-        self,
-        handle: Any,
-        worker_settings: Mapping[str, Any],
-        *,
-        retry: bool,
-        on_change: Callable[[str], None] | None = None,
+        self, handle: Any, worker_settings: Mapping[str, Any], *, retry: bool, on_change: Callable[[str], None] | None = None
     ) -> None:
         self._handle, self._retry, self._on_change = handle, retry, on_change
         self._kept = set(worker_settings["kept"])

@@ -47,8 +47,7 @@ def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
     for name in kwargs:
         if name not in form.reads:
             raise RequestError(
-                f"not supported: {name} (the checkpoint's chat template does not read it)",
-                field=f"chat_template_kwargs.{name}",
+                f"not supported: {name} (the checkpoint's chat template does not read it)", field=f"chat_template_kwargs.{name}"
             )
     return kwargs
 

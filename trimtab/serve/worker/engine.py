@@ -223,12 +223,7 @@ class LoadedEngine:
         if inputs.has_media:
             inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
-            inputs,
-            job.request,
-            top_logprobs=job.top_logprobs,
-            constraint=compiled.constraint,
-            client=job.client,
-            group=job.group,
+            inputs, job.request, top_logprobs=job.top_logprobs, constraint=compiled.constraint, client=job.client, group=job.group
         )
         prompt.row.adapter = job.adapter  # it may stay in host memory until its turn
         prompt.may_end_in_step = True

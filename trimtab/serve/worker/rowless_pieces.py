@@ -103,7 +103,4 @@ def spent(answer: Answer) -> dict[str, int]:
     done = row.prompt_tokens if work is None else work.done_tokens
     if work is None and answer.prompt is not None and not answer.is_complete:
         done = answer.prompt.done_tokens
-    return {
-        "prompt_tokens": done + answer.scored_twice - row.shared_tokens,
-        "completion_tokens": len(row.answer_ids),
-    }
+    return {"prompt_tokens": done + answer.scored_twice - row.shared_tokens, "completion_tokens": len(row.answer_ids)}

@@ -100,11 +100,7 @@ def other_orders(
             yield f"in a batch of {count}", lambda rows=rows: forward(hf_model, rows)[0][0]  # type: ignore[misc]
     if not has_media:
         middle = prompt_tokens + (length - prompt_tokens) // 2
-        cuts = {
-            "within the prompt": prompt_tokens // 2,
-            "before the answer": prompt_tokens,
-            "within the answer": middle,
-        }
+        cuts = {"within the prompt": prompt_tokens // 2, "before the answer": prompt_tokens, "within the answer": middle}
         for place, cut in cuts.items():
             if 0 < cut < length:
                 yield f"in two chunks, split {place}", lambda cut=cut: _in_pieces(hf_model, inputs, cut)  # type: ignore[misc]

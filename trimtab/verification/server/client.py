@@ -57,9 +57,7 @@ def check_url(url: str, field: str = "against") -> str:
         raise RequestError(f"is not an address ({exc})", field=field, value=plain(url)) from exc
     if parts.username is not None or parts.password is not None:
         raise RequestError(
-            "an address holds no user name or password",
-            field=field,
-            hint="Name the variable that holds a key: api_key_env",
+            "an address holds no user name or password", field=field, hint="Name the variable that holds a key: api_key_env"
         )
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise RequestError("is not the address of a server", field=field, value=plain(url), allowed=("http://HOST:PORT/v1",))

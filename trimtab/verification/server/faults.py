@@ -84,12 +84,7 @@ class _Writer:
             ("A and B swapped", "A and B are swapped in square modules", self._swapped, False),
             ("merged twice", "the change is added twice", self._twice, False),
             (ONE_MODULE, "", self._without_largest, True),
-            (
-                OTHER_VALUES,
-                f"the values differ by {OTHER_BY:.0%}, as those of an older version",
-                self._other_values,
-                True,
-            ),
+            (OTHER_VALUES, f"the values differ by {OTHER_BY:.0%}, as those of an older version", self._other_values, True),
         )
         for name, what, make, is_part in made:
             result = make()

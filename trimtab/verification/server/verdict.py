@@ -146,11 +146,7 @@ def weigh(questions: Sequence[Asked], name: str, what: str, *, is_part: bool, fl
 
 
 def judge(
-    questions: Sequence[Asked],
-    faults: Sequence[tuple[str, str, bool]],
-    *,
-    is_same_as_base: bool = False,
-    has_logprobs: bool = True,
+    questions: Sequence[Asked], faults: Sequence[tuple[str, str, bool]], *, is_same_as_base: bool = False, has_logprobs: bool = True
 ) -> Verdict:
     """Return the verdict. faults: name, description and is_part of each, "ignored" first. is_same_as_base: whether the
     server gave exactly its base's answers to every question. has_logprobs: False if only texts were compared.
