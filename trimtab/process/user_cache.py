@@ -17,8 +17,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from trimtab.process.files import write_private
 
 DIGEST_BYTES = 64  # in hexadecimal
@@ -26,6 +24,13 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _HAS_OWNERS = hasattr(os, "geteuid")
 # A pipe is refused as not a regular file, instead of waiting for its writer.
 _READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+
+
+def user_cache_path(name: str) -> Path:
+    """Return the user's cache folder of an application. The library is imported when it is asked: a bare interpreter has none."""
+    from platformdirs import user_cache_path as path
+
+    return path(name)
 
 
 class RefusedError(OSError):

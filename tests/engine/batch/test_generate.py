@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
@@ -489,6 +490,6 @@ def test_a_tokenizer_with_a_decoder_of_its_own_is_asked_through_it():
         def decode(self, token_ids, **options):
             return "own" * len(token_ids)
 
-    tokenizer = talking._tokenizer()
+    tokenizer = copy.deepcopy(talking._tokenizer())  # that of other tests stays what it is
     tokenizer.__class__ = Own
     assert Detokenizer(tokenizer).push(7) == "own"

@@ -329,7 +329,7 @@ def test_without_architectures_the_class_follows_from_the_config(tmp_path):
 
 def test_another_quantization_is_refused_by_name(tmp_path):
     folder = configured(pico.build("llama", tmp_path), quantization_config={"quant_method": "exl3", "bits": 4})
-    with pytest.raises(CheckpointError, match="exl3"):
+    with pytest.raises(CheckpointError, match="EXL3"):
         hf.probe(read_checkpoint(folder))
 
 

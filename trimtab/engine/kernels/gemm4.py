@@ -109,7 +109,7 @@ def why_no_room(module: nvrtc.Module, scales: int = _SCALE_BYTES) -> str | None:
     return f"a block needs {needed} B of shared memory, this card has {module.shared_bytes}"
 
 
-def _tile(n: int, module: nvrtc.Module, scales: int) -> int:
+def _tile(n: int, module: nvrtc.Module, scales: int = _SCALE_BYTES) -> int:
     """Return how many rows a block multiplies: all of them, or as many as there is shared memory for."""
     fitting = [size for size in _TILES if shared_bytes(size, scales) <= module.shared_bytes]
     return next((size for size in fitting if size >= n), fitting[-1])
