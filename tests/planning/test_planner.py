@@ -384,10 +384,10 @@ def test_the_same_inputs_give_the_same_plan():
 
 
 def test_planning_takes_a_moment():
-    # Ten times what it takes here, for slow and shared machines; it catches a search that tries everything.
+    # Six to ten times what it takes here, for slow and shared machines; it catches a search that tries everything.
     began = time.process_time()
     plan(E4B, gpu=3.5, host=1.5)
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 6
 
 
 def test_a_memory_that_both_devices_share_bounds_what_is_tried(monkeypatch):
