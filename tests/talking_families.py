@@ -177,11 +177,7 @@ def tokenizer(family: str) -> Any:
 
 def save(family: str, folder: Path) -> Path:
     """Write the family's tokenizer, template and processor into the folder of its checkpoint, and return it."""
-    from transformers import (
-        Gemma3ImageProcessorPil,
-        PixtralImageProcessorPil,
-        Qwen2VLImageProcessorPil,
-    )  # fmt: skip
+    from transformers import Gemma3ImageProcessorPil, PixtralImageProcessorPil, Qwen2VLImageProcessorPil  # fmt: skip
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 

@@ -262,9 +262,7 @@ def _weights(case: Case, speak: Say) -> tuple[tuple[Any, ...], MergedWeights | N
     if case.merged is None or case.adapter is None:
         return (), None
     from trimtab.verification.merges.retention_files import read_merge
-    from trimtab.verification.merges.weights import (
-        merged_weights,  # imports transformers: missing packages are reported before
-    )
+    from trimtab.verification.merges.weights import merged_weights  # imports transformers: missing packages are reported before
 
     speak("reading which share of the adapter's change is in the merged weights")
     base = read_checkpoint(case.model).folder

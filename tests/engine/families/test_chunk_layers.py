@@ -12,17 +12,7 @@ from tests.engine.decode.test_graphs import demo
 from tests.engine.families.test_last_layers import ADAPTERS, BFLOAT16_TOLERANCE
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.prefill.test_packed_prompts import both, together, wide
-from tests.engine.prefill.test_prefill import (
-    DEVICE,
-    ON_GPU,
-    REQUEST,
-    TOLERANCE,
-    answered,
-    differ,
-    eager,
-    ids,
-    through,
-)  # fmt: skip
+from tests.engine.prefill.test_prefill import DEVICE, ON_GPU, REQUEST, TOLERANCE, answered, differ, eager, ids, through  # fmt: skip
 from tests.long_runs import skip_without_rings
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families.chunk import ChunkLayers
