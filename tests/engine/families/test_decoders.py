@@ -22,6 +22,7 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families import check, families
 from trimtab.engine.families.decoder import Decoder, UndescribedError
 from trimtab.engine.kernels import delta_rule
+from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
 
 DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5"]
@@ -192,8 +193,12 @@ def test_a_wrong_description_leaves_the_steps_to_the_modules(tmp_path, monkeypat
     with loaded("qwen3", tmp_path) as model:
         right = families.describe
         monkeypatch.setattr("trimtab.engine.families.step.describe", lambda one: norm_form(right(one)))
-        batch = joined(model, "auto", ASKED)
-        assert batch.steps.fused_step() is None or not batch.steps.fallbacks
+        batch = joined(model, "fused", ASKED)
+        with pytest.raises(DeviceError, match="layer 1's norm before the MLP has other bits"):  # asked for, else a fallback
+            batch.step()
+        batch.steps.mode = "auto"
+        assert batch.steps.fused_step() is None
+        assert any("norm before the MLP" in one.why for one in batch.steps.fallbacks)
 
 
 @pytest.mark.parametrize("family", ["gemma4_moe", "mixtral", "gemma3n"])

@@ -45,8 +45,8 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """The rotation of one kind of layers. module: transformers' own, with `prefix` in the names of its buffers; kind: what its
-    forward takes in addition to positions, None for nothing. has_axes: positions count along three axes."""
+    """The rotation of one kind of layers. module: transformers' own; kind: the layer type in the names of its buffers, which its
+    forward takes too, None where there is one rotation. has_axes: positions count along three axes."""
 
     module: Any
     kind: str | None = None

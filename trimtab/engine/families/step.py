@@ -176,12 +176,8 @@ class FusedStep:
             return self._why_no_pages
         if self.decoder.deltas and self.kernels.delta is None and self.cache.device.type == "cuda":
             return "the gated delta rule has no kernels here"
-        own = [
-            one
-            for delta in self.decoder.deltas.values()
-            for one in (delta.weights().conv, delta.weights().dt_bias, delta.weights().norm)
-        ]
-        if any(one.dtype != self.dtype for one in own):
+        weights = [delta.weights() for delta in self.decoder.deltas.values()]
+        if any(one.dtype != self.dtype for own in weights for one in (own.conv, own.dt_bias, own.norm)):
             return "its delta layers have weights of other types than the model's"
         if not self.cache.has_rings and any(own.window is not None for own in self.decoder.attentions.values()):
             return "this transformers release keeps the full cache of sliding layers"
