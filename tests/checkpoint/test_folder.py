@@ -426,6 +426,10 @@ def test_a_path_of_three_names_is_no_hub_id(tmp_path: Path) -> None:
     assert "no such folder" in str(refusal("a/b/c"))
 
 
+def test_a_gguf_file_that_is_not_there_is_no_folder() -> None:
+    assert "no such file" in str(refusal("./nothing.gguf"))
+
+
 def test_folder_wins_over_a_hub_id_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached(tmp_path / "hub", main=REVISION)
     folder_of(tmp_path / "org" / "tiny", {}, {"model_type": "local"})

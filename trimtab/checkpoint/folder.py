@@ -216,7 +216,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if len(parts) > 2 and parts[-1].lower().endswith(".gguf") and all(_HUB_NAME.fullmatch(part) for part in parts):
         return companion.folder_of(_cached_gguf(text, parts))
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
-        raise CheckpointError("no such folder", path=path)
+        raise CheckpointError("no such file" if path.suffix.lower() == ".gguf" else "no such folder", path=path)
     cached = hub_cache() / "--".join(("models", *parts))
     if not os.path.isdir(cached):
         raise CheckpointError(
