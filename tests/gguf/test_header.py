@@ -21,6 +21,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import GGML_BLOCKS, PackedEntry, packed_parts
+from trimtab.gguf import companion
 from trimtab.gguf.architectures import config_of
 from trimtab.gguf.companion import is_made_here
 from trimtab.gguf.header import MOST_TENSORS, TYPES, read_gguf
@@ -282,6 +283,20 @@ def test_the_scaling_of_llama_3_is_found_from_its_factors(tmp_path):
     for wrong in ((plain / scaled) ** 2, torch.full((16,), float("nan")), torch.zeros(16)):
         with pytest.raises(CheckpointError, match="no scaling that is known"):
             config_of(written(wrong))
+    keys |= {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    with pytest.raises(CheckpointError, match="factors beside a scaling of type 'yarn'"):
+        config_of(written(plain / scaled))
+
+
+def test_a_file_that_changes_while_its_folder_is_made_is_refused(tmp_path, monkeypatch):
+    file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
+
+    def changed(*given):
+        os.utime(file, (1, 1))
+
+    monkeypatch.setattr(companion, "_write_tokenizer", changed)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        find_folder(file)
 
 
 def test_another_folder_cannot_name_files_elsewhere(tmp_path):

@@ -107,6 +107,8 @@ def _rope(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     else:
         keys.expect("rope.scaling.factor", 1.0, 0.0)
     if (tensor := header.tensors.get("rope_freqs.weight")) is not None:
+        if kind != "none":
+            refuse(header.files[0], f"has factors beside a scaling of type {kind!r:.30}; one of the two is read", tensor.name, HINT)
         rope |= _llama3(header, frequencies(tensor), rope["rope_theta"], original or 8192)
     config["rope_parameters"] = rope
 

@@ -25,7 +25,7 @@ from trimtab.gguf.header import SPLIT, GgufHeader, GgufTensor, read_gguf, refuse
 from trimtab.process.user_cache import hashed, own_folder
 
 FOLDER, TABLE, SMALL = "gguf", "gguf.json", "small.safetensors"
-FORM = 2
+FORM = 3
 PREFIX = "trimtab-gguf-"
 KEPT_S = 30 * 24 * 3600.0
 # What one file of vectors may hold: Qwen3.5's largest model has 20 MiB.
@@ -40,9 +40,10 @@ def folder_of(path: Path) -> Path:
     """Return the checkpoint folder of a GGUF file, made if it is missing. Errors: CheckpointError for a file that is not read."""
     file = path.absolute()
     # Its last name is the file's, for messages.
-    folder = home_of() / key_of(_siblings(file)) / file.name
+    key = key_of(_siblings(file))
+    folder = home_of() / key / file.name
     if not (folder / TABLE).is_file():
-        _make(read_gguf(file), folder)
+        _make(read_gguf(file), folder, key)
     with suppress(OSError):
         os.utime(folder.parent)
     return folder
@@ -91,7 +92,7 @@ def _transformers() -> str:
     return version("transformers")
 
 
-def _make(header: GgufHeader, folder: Path) -> None:
+def _make(header: GgufHeader, folder: Path, key: str) -> None:
     config = config_of(header)
     mapped = tensors_of(header, config)
     _check_types(header, mapped)
@@ -107,6 +108,8 @@ def _make(header: GgufHeader, folder: Path) -> None:
         files = [[str(file), *_stamp(file)] for file in header.files]
         tensors = {one.tensor_name: _row(header, one) for one in mapped if not _is_small(one)}
         (made / TABLE).write_text(json.dumps({"files": files, "tensors": tensors}), encoding="utf-8")
+        if key_of(_siblings(header.files[0])) != key:  # the stamps above would name offsets of the earlier file
+            refuse(header.files[0], "changed while it was read", hint="Try again when the file is complete")
         with suppress(OSError):  # another process made it first
             made.replace(folder)
     finally:
@@ -228,10 +231,20 @@ def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
             hint="Use the safetensors files that this file was made from",
         )  # fmt: skip
     try:
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
-            str(file.parent), gguf_file=file.name, local_files_only=True
-        )
-        tokenizer.save_pretrained(folder)
+        # The file stands alone: transformers prefers a tokenizer.json beside it, which may be of another model.
+        with tempfile.TemporaryDirectory(prefix=".alone-", dir=folder.parent) as alone:
+            _link(file, Path(alone) / file.name)
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=file.name, local_files_only=True)
+            tokenizer.save_pretrained(folder)
     except Exception as exc:  # tokenizers raises bare Exceptions
         words = " ".join(str(exc).split())[:200]
         raise CheckpointError(f"transformers cannot make its tokenizer ({type(exc).__name__}: {words})", path=file) from exc
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give a file a second name: a link where the system permits one, else a copy."""
+    for link in (os.symlink, os.link):
+        with suppress(OSError, NotImplementedError):
+            link(file, name)
+            return
+    shutil.copyfile(file, name)

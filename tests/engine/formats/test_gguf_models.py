@@ -188,6 +188,33 @@ def test_the_tokenizer_and_the_ends_of_turns_are_the_files(tmp_path):
     assert answer.prompt_tokens == len(asked["input_ids"])
 
 
+def test_a_tokenizer_of_another_model_beside_the_file_is_not_used(tmp_path):
+    import tokenizers
+    import transformers
+
+    other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"hello": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    other.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "of another model", "eos_token": "[UNK]"}))
+    keys = gguf_files.tokenizer_keys()
+    file, _ = gguf_files.model("qwen3", "q8_0", tmp_path, **keys)
+    found = transformers.AutoTokenizer.from_pretrained(find_folder(file))
+    assert found.convert_ids_to_tokens(range(5)) == keys["tokenizer.ggml.tokens"][:5]
+    assert (found.eos_token, found.chat_template) == ("<|im_end|>", gguf_files.TEMPLATE)
+
+
+def test_a_tensor_that_the_model_has_no_place_for_is_an_error(tmp_path, monkeypatch):
+    write = gguf_files.write
+
+    def with_bias(target, keys, tensors):
+        rows = tensors["blk.0.attn_q.weight"][2][0]
+        return write(target, keys, tensors | {"blk.0.attn_q.bias": ("F32", torch.ones(rows), (rows,))})
+
+    monkeypatch.setattr(gguf_files, "write", with_bias)
+    file, _ = gguf_files.model("llama", "q8_0", tmp_path)
+    with pytest.raises(CheckpointError, match=r"1 tensors have no place in LlamaForCausalLM: .*q_proj\.bias"):
+        trimtab.load(trimtab.plan(file, device="cpu", context=64))
+
+
 def test_a_vocabulary_that_is_cut_in_an_unknown_way_is_refused(tmp_path):
     keys = gguf_files.tokenizer_keys() | {"tokenizer.ggml.pre": "own-cut"}
     file, _ = gguf_files.model("qwen3", "q8_0", tmp_path, **keys)

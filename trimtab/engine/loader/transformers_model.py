@@ -307,6 +307,11 @@ def _check_complete(checkpoint: Checkpoint, model: HFModel, parameters: Iterable
             path=checkpoint.folder, tensor_name=lost[0] if len(lost) == 1 else None,
             hint="A file is missing or truncated, or config.json belongs to another checkpoint",
         )  # fmt: skip
+    if checkpoint.is_gguf and (others := sorted(info["unexpected_keys"])):
+        raise CheckpointError(
+            f"{len(others)} tensors have no place in {type(model).__name__}: {_shortened(others)}", path=checkpoint.folder,
+            hint="The answer would lack them: use the safetensors files that this file was made from",
+        )  # fmt: skip
 
 
 def _check_followed(
