@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import trimtab
 from tests import gguf_files, pico, stock
 from trimtab.adapters.file import read_adapter
 from trimtab.errors import AdapterError
+from trimtab.gguf import adapter
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +89,10 @@ def test_a_changed_file_is_read_again(tmp_path):
     first = read_adapter(lora_file(tmp_path))
     again = read_adapter(lora_file(tmp_path, {"adapter.lora.alpha": 16.0}))
     assert [json.loads((one.folder / "adapter_config.json").read_text())["lora_alpha"] for one in (first, again)] == [8.0, 16.0]
+
+
+def test_a_lora_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    file = lora_file(tmp_path)
+    monkeypatch.setattr(adapter, "_write", lambda *given: os.utime(file, (1, 1)))
+    with pytest.raises(AdapterError, match="changed while it was read"):
+        read_adapter(file)

@@ -303,6 +303,7 @@ def test_another_folder_cannot_name_files_elsewhere(tmp_path):
     file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
     made = find_folder(file)
     assert made.name == file.name and is_made_here(made) and find_folder(file) == made
+    assert not is_made_here(companion.home_of() / ".." / "other")
     checkpoint = read_checkpoint(made)
     assert set(split_packed(checkpoint)[1]) and checkpoint.is_gguf
     other = tmp_path / "other"
@@ -328,3 +329,15 @@ def test_a_folder_with_one_file_is_that_file(tmp_path):
     shutil.copy(file, tmp_path / "one" / "other.gguf")
     with pytest.raises(CheckpointError, match="has 2 GGUF files: other.gguf, tiny-q8_0.gguf"):
         find_folder(tmp_path / "one")
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner's number here")
+def test_a_temporary_folder_of_another_user_is_not_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    home = tmp_path / (companion.PREFIX + "x")
+    home.mkdir()
+    assert is_made_here(home / "key" / "m.gguf")
+    (tmp_path / (companion.PREFIX + "link")).symlink_to(home)
+    assert not is_made_here(tmp_path / (companion.PREFIX + "link") / "key" / "m.gguf")
+    monkeypatch.setattr("os.getuid", lambda: home.stat().st_uid + 1)
+    assert not is_made_here(home / "key" / "m.gguf")

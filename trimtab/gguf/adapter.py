@@ -35,16 +35,19 @@ def adapter_folder(path: str) -> str:
     if not path.lower().endswith(".gguf") or not os.path.isfile(path):
         return path
     file = Path(path).absolute()
-    folder = home_of() / key_of([file]) / file.name
+    key = key_of([file])
+    folder = home_of() / key / file.name
     if not (folder / "adapter_config.json").is_file():
         try:
-            _make(read_gguf(file), folder)
+            _make(read_gguf(file), folder, key)
         except CheckpointError as exc:
             raise AdapterError(file, [str(exc).removeprefix(f"{file}: ")], hint=HINT) from exc
+    with suppress(OSError):  # a folder in use is not removed for its age
+        os.utime(folder.parent)
     return str(folder)
 
 
-def _make(header: GgufHeader, folder: Path) -> None:
+def _make(header: GgufHeader, folder: Path, key: str) -> None:
     file, keys = header.files[0], header.keys
     if keys.get("general.type") != "adapter" or keys.get("adapter.type") != "lora":
         raise AdapterError(file, ["is a GGUF file, and no LoRA in it"], hint=HINT)
@@ -69,6 +72,8 @@ def _make(header: GgufHeader, folder: Path) -> None:
     try:
         _write(pairs, made / "adapter_model.safetensors")
         (made / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        if key_of([file]) != key:
+            raise AdapterError(file, ["changed while it was read"], hint="Try again when the file is complete")
         with suppress(OSError):  # another process made it first
             made.replace(folder)
     finally:

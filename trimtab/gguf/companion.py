@@ -11,6 +11,7 @@ import atexit
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,7 +67,18 @@ def _siblings(file: Path) -> list[Path]:
 def is_made_here(folder: Path) -> bool:
     """Return whether a folder is one that `folder_of` made: no other folder can name files elsewhere."""
     home = folder.absolute().parent.parent
-    return home == home_of() or (home.name.startswith(PREFIX) and home.parent == Path(tempfile.gettempdir()))
+    if ".." in folder.parts:
+        return False
+    return home == home_of() or (home.name.startswith(PREFIX) and home.parent == Path(tempfile.gettempdir()) and _is_own(home))
+
+
+def _is_own(home: Path) -> bool:
+    """Whether a folder is this user's own, and no link: another user can make one of any name in the temporary folder."""
+    try:
+        found = home.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
 
 
 def is_model_file(file: Path) -> bool:
@@ -127,8 +139,8 @@ def _prune(home: Path) -> None:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _row(header: GgufHeader, one: Mapped) -> list[Any]:
