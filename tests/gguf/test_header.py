@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import GGML_BLOCKS, PackedEntry, packed_parts
 from trimtab.gguf import companion
-from trimtab.gguf.architectures import config_of
+from trimtab.gguf.architectures import config_of, tensors_of
 from trimtab.gguf.companion import is_made_here
 from trimtab.gguf.header import MOST_TENSORS, TYPES, read_gguf
 
@@ -341,3 +342,13 @@ def test_a_temporary_folder_of_another_user_is_not_ours(tmp_path, monkeypatch):
     assert not is_made_here(tmp_path / (companion.PREFIX + "link") / "key" / "m.gguf")
     monkeypatch.setattr("os.getuid", lambda: home.stat().st_uid + 1)
     assert not is_made_here(home / "key" / "m.gguf")
+
+
+def test_a_packed_matrix_that_the_model_has_as_a_vector_is_refused(tmp_path):
+    header = read_gguf(gguf_files.model("qwen3_5", "q8_0", tmp_path)[0])
+    mapped = tensors_of(header, config_of(header))
+    companion._check_types(header, mapped)
+    packed = next(one for one in mapped if one.change == "unsqueeze")
+    wrong = replace(packed, source=replace(packed.source, type_name="Q8_0"))
+    with pytest.raises(CheckpointError, match="1 tensors of types that are not read \\(Q8_0\\)"):
+        companion._check_types(header, [wrong])

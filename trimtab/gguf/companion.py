@@ -152,7 +152,7 @@ def _row(header: GgufHeader, one: Mapped) -> list[Any]:
 def _check_types(header: GgufHeader, mapped: list[Mapped]) -> None:
     wrong = [
         one.source for one in mapped
-        if one.source.type_name not in (MATRIX_TYPES if len(one.source.shape) == 2 else _DTYPES) or len(one.source.shape) > 2
+        if one.source.type_name not in (_DTYPES if _is_small(one) else MATRIX_TYPES) or len(one.source.shape) > 2
     ]  # fmt: skip
     if wrong:
         kinds = ", ".join(sorted({tensor.type_name for tensor in wrong}))
