@@ -243,7 +243,7 @@ def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
             hint="Use the safetensors files that this file was made from",
         )  # fmt: skip
     try:
-        # The file stands alone: transformers prefers a tokenizer.json beside it, which may be of another model.
+        # The file stands alone: transformers prefers a tokenizer.json in its folder, which may be of another model.
         with tempfile.TemporaryDirectory(prefix=".alone-", dir=folder.parent) as alone:
             _link(file, Path(alone) / file.name)
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=file.name, local_files_only=True)
