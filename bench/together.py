@@ -215,7 +215,8 @@ def main() -> None:
         model.unpacked = kept
         for least in given.least if kept is not None else ():
             begin_anew(batch)
-            batch.steps._fused_step().least_many = least
+            step = batch.steps._fused_step()
+            step.matmuls = step.matmuls_of(least)
             keep(steps(model, batch, names, {"unpacked": True, "least": least}, (8, 4)))
         fallbacks = [f"{one.what}: {one.why}" for one in batch.steps.fallbacks]
         if given.beside:

@@ -13,6 +13,7 @@ from tests.engine.towers.test_tower_graphs import same
 from tests.engine.towers.test_tower_ops import *
 from tests.engine.towers.test_tower_ops import CHANCE, TOLERANCE, far, loaded, ops_of
 from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels
@@ -46,7 +47,7 @@ def test_a_product_of_an_image_s_patches_has_the_bits_of_bitsandbytes(shape, qua
     kernels.reserve([leaf])
     with torch.no_grad():
         expected = leaf(x)
-        with kernels.unpacking([leaf]):
+        with leaf.adapter_store.multiplying(MatmulTable(kernels.matmul([leaf]))):
             assert torch.equal(leaf(x), expected)
 
 

@@ -17,6 +17,7 @@ from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.batched_lora.columns import LARGEST_ERROR, AdapterColumns, extended_width, groups_of, wrong
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels
@@ -110,10 +111,11 @@ class Layers:
         """Return each layer's output in one pass; inputs: of each layer, or one of all of them."""
         given = inputs if len(inputs) > 1 else inputs * len(self.leaves)
         self.module.launches.clear()
-        with torch.no_grad(), self.kernels.unpacking(list(self.leaves.values())), self.columns.covering():
+        table = MatmulTable(self.columns.matmul(), self.kernels.matmul(list(self.leaves.values())))
+        with torch.no_grad(), self.adapter_store.multiplying(table):
             made = [leaf(x) for leaf, x in zip(self.leaves.values(), given, strict=True)]
-        assert self.columns._last is None and not bool(self.columns.counts.any())
-        assert all("forward" not in vars(leaf) and "base" not in vars(leaf) for leaf in self.leaves.values())
+        self.columns.forget()
+        assert not bool(self.columns.counts.any()) and self.adapter_store.matmuls is None
         return made
 
     def expected(self, name, x):
@@ -199,9 +201,10 @@ def test_an_adapter_whose_values_change_is_read_in_the_next_pass():
 @on_cpu
 def test_a_group_without_its_last_layer_keeps_nothing_after_the_pass():
     layers = Layers({"q_proj": 8, "k_proj": 4})
-    with torch.no_grad(), layers.columns.covering():
+    with torch.no_grad(), layers.adapter_store.multiplying(MatmulTable(layers.columns.matmul())):
         layers.leaves["q_proj"](INPUT)
-        assert layers.columns._last is not None
+    assert layers.columns._last is not None
+    layers.columns.forget()
     assert layers.columns._last is None
 
 
@@ -282,7 +285,7 @@ def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch
         for name in adapters:
             expected = answered(eager(model), model.prepare(ids(40)), adapter=name)
             kernels.module.launches.clear()
-            with columns.covering():
+            with model.adapter_store.multiplying(MatmulTable(columns.matmul())):
                 found = answered(in_chunks(model, (64,)), model.prepare(ids(40)), adapter=name)
             # In bfloat16 sums of another order and one rounding instead of three: a few steps of 2^-8 of the largest score.
             assert differ(found, expected) < 2**-5
@@ -293,7 +296,7 @@ def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch
             assert launches(kernels.module).count("extend_input") <= len(inputs) < len(products) <= len(adapted)
             for leaf in adapted:
                 leaf.adapters[name].B.mul_(-1)  # and another adapter is seen
-            with columns.covering():
+            with model.adapter_store.multiplying(MatmulTable(columns.matmul())):
                 assert differ(answered(in_chunks(model, (64,)), model.prepare(ids(40)), adapter=name), expected) > 2**-5
 
 

@@ -15,6 +15,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import rows as rows_module
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 
@@ -49,7 +50,7 @@ def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(on_cpu, replayed, mo
             modules = batch.steps._modules
 
             def covered(count, **more):
-                with many_rows.covering(leaves, on_cpu.rows):
+                with model.adapter_store.multiplying(MatmulTable(many_rows.matmul(leaves, on_cpu.rows))):
                     return modules(count, **more)
 
             monkeypatch.setattr(batch.steps, "_modules", covered)

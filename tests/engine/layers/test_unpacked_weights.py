@@ -14,6 +14,7 @@ from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401
 from tests.engine.kernels.test_many_step import STEP_TOLERANCE, wide
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks
 from tests.planning.values.test_execution import E4B, plan
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -111,11 +112,11 @@ def test_they_are_the_bits_that_bitsandbytes_unpacks(monkeypatch, tmp_path):
         assert kept.joined([layer.self_attn.q_proj, layer.mlp.gate_proj]) is None
         x = torch.randn(2, 3, 256, dtype=model.dtype)
         before = layer.mlp.gate_proj(x)
-        with kept.covering(least=7):
+        with model.adapter_store.multiplying(MatmulTable(kept.matmul(least=7))):
             assert torch.equal(layer.mlp.gate_proj(x), before)  # six rows: as they are
-        with kept.covering(least=6):
+        with model.adapter_store.multiplying(MatmulTable(kept.matmul(least=6))):
             assert torch.equal(layer.mlp.gate_proj(x), torch.nn.functional.linear(x, kept.weight(layer.mlp.gate_proj)))
-        assert "base" not in vars(layer.mlp.gate_proj)
+        assert model.adapter_store.matmuls is None
 
 
 @needs_sources
@@ -137,13 +138,13 @@ def test_a_prompt_over_unpacked_weights_is_the_prompt(monkeypatch, tmp_path):
     with loaded("gemma4", tmp_path, monkeypatch) as model:
         expected = answered(eager(model), model.prepare(ids(40)))
         kept = UnpackedWeights(prompt_kernels.four_bit(model.hf_model))
-        with kept.covering(least=1):
+        with model.adapter_store.multiplying(MatmulTable(kept.matmul())):
             found = answered(in_chunks(model, (16,)), model.prepare(ids(40)))
         # In bfloat16 a padded product may round its sums elsewhere: a few steps of 2^-8 of the largest score.
         assert differ(found, expected) < 2**-5
         weights = kept.weight(prompt_kernels.four_bit(model.hf_model)[0])
         weights.mul_(-1)  # and a wrong weight is seen
-        with kept.covering(least=1):
+        with model.adapter_store.multiplying(MatmulTable(kept.matmul())):
             assert differ(answered(in_chunks(model, (16,)), model.prepare(ids(40))), expected) > 2**-5
 
 

@@ -24,10 +24,11 @@ from tests.engine.prefill.test_prefill import WITH_PICTURES, eager, in_chunks, p
 from tests.engine.towers.test_tower_graphs import MODE, same
 from tests.long_runs import FIRST, crossed
 from tests.planning.values.test_execution import E4B
+from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS, PAYING_RANK, PromptKernels
-from trimtab.engine.layers.linear import HostLeaf, StagedLinear, with_products
+from trimtab.engine.layers.linear import HostLeaf, StagedLinear
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import EAGER
@@ -102,14 +103,11 @@ def unpacked_by_bitsandbytes(leaves):
     """Let layers multiply with weights that bitsandbytes unpacks. It does so for many rows; on a GPU its releases from 0.50 on have
     a kernel of their own for up to 1,536 rows of some shapes, whose sums are in another order."""
 
-    def product(leaf):
-        original = leaf.base
-        return lambda x: (
-            original(x) if x.numel() // x.shape[-1] < LEAST_TOKENS or x.dtype != leaf.dtype
-            else functional.linear(x, dequantize(leaf.packed()), leaf.bias)
-        )  # fmt: skip
+    def product(leaf, x):
+        return functional.linear(x, dequantize(leaf.packed()), leaf.bias) if x.dtype == leaf.dtype else None
 
-    with with_products(leaves, product) if ON_GPU else nullcontext():
+    table = MatmulTable(Matmul("dequantized", set(leaves), product, LEAST_TOKENS))
+    with leaves[0].adapter_store.multiplying(table) if ON_GPU else nullcontext():
         yield
 
 
@@ -127,7 +125,7 @@ def test_without_an_adapter_the_bits_are_bitsandbytes_own(family, tmp_path):
     with loaded(family, tmp_path) as model:
         ops, module = ops_of(model, norms=False)
         is_bitsandbytes_own(model, family, ops)
-        assert all("base" not in vars(leaf) for leaf in ops.leaves) and model.adapter_store.applier is EAGER
+        assert model.adapter_store.matmuls is None and model.adapter_store.applier is EAGER
         if not ON_GPU:
             # Layers over fewer rows than LEAST_TOKENS, as those of a short sound, stay as they are.
             assert set(launches(module)) == {"unpack_nested"} and len(launches(module)) >= 8

@@ -1,7 +1,7 @@
 """LoRA of a prompt inside its layers' products: [x | v] times [W | B] with a longer inner dimension, and no pass over the output.
 
     columns = choose(model, kernels)              # None where it is not possible, not right or not faster
-    with columns.covering(): ...                  # these layers compute base and adapter in one product
+    columns.matmul()                              # a line of a MatmulTable: base and adapter in one product
 
 v = scale * (A x) is computed in float32. v and B enter the product as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v)
 rounded: hi(v) hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17 of it. So a rank takes three columns. Layers that read
@@ -19,9 +19,7 @@ counts no adapter, since the shared room for an unpacked weight then has no plac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +28,7 @@ from torch.nn import functional
 
 from trimtab.engine.batched_lora.table import TOGETHER
 from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
@@ -153,24 +152,13 @@ class AdapterColumns:
         # The last extended input while layers of its group are still to run: x, its version, the adapters, the result.
         self._last: tuple[weakref.ref[Tensor], int, tuple[object, ...], Tensor] | None = None
 
-    @contextmanager
-    def covering(self) -> Iterator[None]:
-        """Let the layers compute base and adapter as one product while the block runs, where `product` can."""
-        covered: list[Leaf] = []
-        try:
-            for leaf in self.leaves:
-                if "forward" not in vars(leaf):
-                    vars(leaf)["forward"] = partial(self._forward, leaf, leaf.forward)
-                    covered.append(leaf)
-            yield
-        finally:
-            for leaf in covered:
-                vars(leaf).pop("forward", None)
-            self._last = None
+    def matmul(self) -> Matmul[LayerProduct]:
+        """Return the way to compute base and adapter of the layers as one product. Call `forget` after each pass."""
+        return Matmul("columns", self._groups, self.product, LEAST_TOKENS, MOST_TOKENS, has_adapter=True)
 
-    def _forward(self, leaf: Leaf, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        y = self.product(leaf, x)
-        return original(x) if y is None else y
+    def forget(self) -> None:
+        """Drop the extended input of a pass that has ended."""
+        self._last = None
 
     def product(self, leaf: Leaf, x: Tensor) -> Tensor | None:
         """Return the layer's output with its adapter, [..., D_out], None where another way computes it."""
@@ -179,8 +167,6 @@ class AdapterColumns:
         if name is None or store.table is not None or x.dtype != torch.bfloat16:
             return None
         flat = x.reshape(-1, x.shape[-1])
-        if not LEAST_TOKENS <= flat.shape[0] <= MOST_TOKENS:
-            return None
         if flat.stride(1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16:
             return None
         # Whether a tensor that counts no versions was changed in between is not known.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.formats.matmul_table import Matmul
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -66,6 +67,12 @@ class UnpackedColumns:
         # One permanent piece: captured graphs have its address.
         tokens = adapter_columns.MOST_TOKENS // adapter_columns.TOKENS
         self._counts = torch.zeros(tokens, dtype=torch.int32, device=device)
+
+    def matmul(self) -> Matmul[Callable[[Sequence[Leaf], Tensor], Tensor | None]]:
+        """Return the way to compute base and adapter of the groups as one product."""
+        firsts = {group[0] for group in self.groups}
+        tokens = adapter_columns.LEAST_TOKENS, adapter_columns.MOST_TOKENS
+        return Matmul("columns", firsts, self.product, *tokens, has_adapter=True)
 
     def _is_whole(self, group: Sequence[Leaf]) -> bool:
         return self.unpacked.extended(group) is not None and all(leaf.bias is None for leaf in group)

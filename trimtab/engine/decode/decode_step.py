@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode.step_capture import CapturedStep, StepCapture
 from trimtab.engine.decode.step_choice import Fallback, StepChoice
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels.device_kernels import DeviceKernels
@@ -187,10 +187,11 @@ class DecodeStep:
                 self.model.hf_model, self.model.adapter_store, self.device, partial(self._choice.fall_back, requested=False)
             )
         unpacked = self.model.unpacked
-        with (
-            self._short_ops.step(), many_rows.covering(self._choice.four_bit, self.kernels.rows),
-            nullcontext() if unpacked is None else unpacked.covering(least=KERNEL_ROWS + 1),
-        ):  # fmt: skip
+        table = MatmulTable(
+            None if unpacked is None else unpacked.matmul(least=KERNEL_ROWS + 1),
+            many_rows.matmul(self._choice.four_bit, self.kernels.rows),
+        )  # fmt: skip
+        with self._short_ops.step(), self.model.adapter_store.multiplying(table):
             return self._modules(count, added_masks=True)
 
     def _may_be_short(self) -> bool:

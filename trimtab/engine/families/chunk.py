@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trimtab.engine.families.decoder import DeltaNet
 from trimtab.engine.families.step import FusedStep, gated_heads
+from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.layers.linear import Leaf
@@ -29,7 +30,6 @@ from trimtab.engine.layers.linear import Leaf
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns
     from trimtab.engine.families.decoder import Attention, Layer, Norm
-    from trimtab.engine.layers.unpacked import UnpackedWeights
     from trimtab.engine.passes.chunk_forward import ChunkState
 
 
@@ -39,7 +39,10 @@ class ChunkLayers:
     def __init__(self, step: FusedStep, first_shared: int, columns: UnpackedColumns | None = None) -> None:
         self.step, self.first_shared, self.columns = step, first_shared, columns
         self.layers = step.layers
-        self.unpacked: UnpackedWeights | None = step.unpacked
+        self.matmuls = MatmulTable[Callable[[Sequence[Leaf], Tensor], Tensor | None]](
+            None if columns is None else columns.matmul(),
+            None if step.unpacked is None else Matmul("kept", step.unpacked.layers, self._kept),
+        )
         # The output of the layer before, and the next one's input, which the same kernel made.
         self._made: tuple[Tensor, Tensor] | None = None
 
@@ -145,19 +148,22 @@ class ChunkLayers:
 
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
         """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""
-        joined = None
-        if self.unpacked is not None and all(leaf.bias is None for leaf in leaves):
-            joined = self.unpacked.joined(leaves)
         batch = x.view(rows, -1, x.shape[-1])  # one object for all: its adapter inputs are made once
-        if joined is None or leaves[0].adapter_store.table is not None:
-            return [leaf(batch).flatten(0, 1) for leaf in leaves]
-        widths = [leaf.out_features for leaf in leaves]
-        if self.columns is not None and (whole := self.columns.product(leaves, x)) is not None:
-            return list(whole.split(widths, dim=1))
-        parts = (x @ joined.T).split(widths, dim=1)
-        return [
-            leaf.adapted(batch, part.view(rows, -1, part.shape[1])).flatten(0, 1) for leaf, part in zip(leaves, parts, strict=True)
-        ]
+        for way in () if leaves[0].adapter_store.table is not None else self.matmuls.ways(leaves[0], len(x)):
+            if (whole := way.run(leaves, x)) is not None:
+                parts = whole.split([leaf.out_features for leaf in leaves], dim=1)
+                if way.has_adapter:
+                    return list(parts)
+                return [
+                    leaf.adapted(batch, part.view(rows, -1, part.shape[1])).flatten(0, 1)
+                    for leaf, part in zip(leaves, parts, strict=True)
+                ]
+        return [leaf(batch).flatten(0, 1) for leaf in leaves]
+
+    def _kept(self, leaves: Sequence[Leaf], x: Tensor) -> Tensor | None:
+        """Return the product over the weights that the plan keeps unpacked, None where they are not side by side."""
+        joined = self.step.joined(leaves)
+        return None if joined is None else x @ joined.T
 
 
 def pays(step: FusedStep, device: torch.device) -> bool:

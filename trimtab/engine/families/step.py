@@ -8,8 +8,9 @@ some of the kernels (chunk.py, last_layers.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families import check
 from trimtab.engine.families.decoder import Attention, DeltaNet, Layer, Norm
 from trimtab.engine.families.families import describe
+from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels import embed_and_logits as ends
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
     from trimtab.engine.kernels.device_kernels import DeviceKernels
     from trimtab.engine.kv.pages import PageTable
     from trimtab.engine.layers.unpacked import UnpackedWeights
+
+
+# Writes the products of layers over one input, x [n, D_in] -> out [n, all D_out], with the adapters of a table.
+GroupProduct = Callable[[Sequence[Leaf], Tensor, Tensor, matvec.LoraArgs | None], None]
 
 
 def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) -> DeviceKernels:
@@ -105,7 +111,6 @@ class FusedStep:
     ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
         self.unpacked = unpacked
-        self.least_many = cuts.MAX_ROWS + 1  # rows from which on products are those of many rows
         # For A x of their adapters, at the same time as the product over the same x.
         self.beside = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
         self.decoder = describe(hf_model)
@@ -114,9 +119,7 @@ class FusedStep:
         self._has_own_turns = self._turns_are_right()
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         # Checked before anything is captured: the check reads a table on the device.
-        groups = [group for same in self.decoder.groups() for group in same if isinstance(group[0], Leaf)]
-        self._is_ours = {group[0]: self._can_multiply(group) for group in groups}
-        self._is_many = {group[0]: self._can_multiply_many(group) for group in groups}
+        self.matmuls = self.matmuls_of()
         tables = (self.decoder.embedding, getattr(self.text, "embed_tokens_per_layer", None))
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
         self._staged = [next(iter(staged_in(layer.module)), None) for layer in self.layers]
@@ -133,6 +136,19 @@ class FusedStep:
             if isinstance(held, RecurrentLayer) and not held.is_initialized:
                 held.make(own.shape, self.dtype, self.cache.device)
 
+    def matmuls_of(self, least_many: int = cuts.MAX_ROWS + 1) -> MatmulTable[GroupProduct]:
+        """Return the ways to multiply with groups of layers over one input, by the first of each. least_many: rows from which on
+        products are those of many rows."""
+        groups = [group for same in self.decoder.groups() for group in same if isinstance(group[0], Leaf)]
+        few = {group[0] for group in groups if self._can_multiply(group)}
+        many = {group[0] for group in groups if self._can_multiply_many(group)}
+        kept = {group[0] for group in groups if group[0] in many and self.joined(group) is not None}
+        return MatmulTable(
+            Matmul("gemv4", few, self._gemv4, most=least_many - 1),
+            Matmul("kept", kept, partial(self._gemm4, is_kept=True), max(least_many, many_rows.PAYING_ROWS + 1)),
+            Matmul("gemm4", many, self._gemm4, least_many),
+        )
+
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
             return False
@@ -140,6 +156,18 @@ class FusedStep:
 
     def _can_multiply_many(self, group: Sequence[Leaf]) -> bool:
         return self.kernels.rows is not None and all(many_rows.why_not(leaf.packed(), leaf.dtype) is None for leaf in group)
+
+    def _gemv4(self, leaves: Sequence[Leaf], x: Tensor, out: Tensor, lora: matvec.LoraArgs | None) -> None:
+        packed = packed_together(leaves)
+        matvec.matvec4(x, packed, out, bias=[leaf.bias for leaf in leaves], lora=lora, module=self.kernels.matvec)
+
+    def _gemm4(
+        self, leaves: Sequence[Leaf], x: Tensor, out: Tensor, lora: matvec.LoraArgs | None, *, is_kept: bool = False
+    ) -> None:
+        many_rows.linear(
+            x, packed_together(leaves), out, bias=[leaf.bias for leaf in leaves], lora=lora, module=self.kernels.rows,
+            unpacked=self.joined(leaves) if is_kept else None, beside=self.beside,
+        )  # fmt: skip
 
     def _wrong_pages(self) -> str | None:
         """Return the error of the kernels of layers in pages; compiles them, which a capture forbids."""
@@ -168,7 +196,7 @@ class FusedStep:
 
     def multiplies(self, groups: Sequence[Sequence[Leaf]]) -> bool:
         """Whether one token's products of all these groups are those of the matrix-vector kernels."""
-        return all(self._is_ours[group[0]] for group in groups)
+        return all(self.matmuls.first(group[0], 1) is not None for group in groups)
 
     def why_not_rows(self) -> str | None:
         """Return why a step cannot be made of kernels now, None if it can."""
@@ -430,13 +458,12 @@ class FusedStep:
         count, store = x.shape[0], leaves[0].adapter_store
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)
-        own = self._is_ours[leaves[0]] and count < self.least_many
-        many = not own and count >= self.least_many and self._is_many.get(leaves[0], False)
+        way = self.matmuls.first(leaves[0], count)
         table, selection = store.table, store.selection
         # Adapters that no table holds are added by their own modules' way, to the plain products.
-        is_apart = (own or many) and table is None and (selection.name or selection.rows) and any(leaf.adapters for leaf in leaves)
+        is_apart = table is None and bool(selection.name or selection.rows) and any(leaf.adapters for leaf in leaves)
         out = self.buffer("out" if gate is None else "gated", (count, width), x.dtype)
-        if own and not is_apart:
+        if way is not None and way.name == "gemv4" and not is_apart:
             args = None if table is None else table.args(leaves, count, is_empty=True)
             packed = packed_together(leaves)
             pair = gate is not None and gate.other is None
@@ -449,26 +476,20 @@ class FusedStep:
             return out
         x = self.normed(x, norm)
         wide = out if gate is None else self.buffer("wide", (count, sum(widths)), x.dtype)
-        if own:
-            packed = packed_together(leaves)
-            matvec.matvec4(x, packed, wide, bias=[leaf.bias for leaf in leaves], module=self.kernels.matvec)
-        if many:
-            many_rows.linear(
-                x, packed_together(leaves), wide, bias=[leaf.bias for leaf in leaves],
-                lora=None if table is None else table.args(leaves, count), module=self.kernels.rows,
-                unpacked=self._joined(leaves) if count > many_rows.PAYING_ROWS else None, beside=self.beside,
-            )  # fmt: skip
+        if way is not None:
+            # With an adapter that is apart there is no table.
+            way.run(leaves, x, wide, None if table is None else table.args(leaves, count))
         start = 0
-        for leaf, size in zip(leaves if is_apart or not many else (), widths, strict=False):
+        for leaf, size in zip(leaves if is_apart or way is None else (), widths, strict=False):
             part = wide[:, start : start + size]
-            part.copy_(leaf.adapted(x, part.clone()) if own or many else leaf(x))
+            part.copy_(leaf(x) if way is None else leaf.adapted(x, part.clone()))
             start += size
         if gate is not None:
             up = wide[:, width:] if gate.other is None else gate.other
             fused.gated(wide[:, :width], up, out, gate.kind, self.kernels.small)
         return out
 
-    def _joined(self, leaves: Sequence[Leaf]) -> Tensor | None:
+    def joined(self, leaves: Sequence[Leaf]) -> Tensor | None:
         """Return the weights of a group unpacked, where they are kept."""
         if self.unpacked is None or any(leaf.bias is not None for leaf in leaves):
             return None
@@ -490,7 +511,7 @@ class FusedStep:
             own = self.text.get_per_layer_inputs(ids, hidden)
         own = own.view(len(ids), 1, -1, self.decoder.per_layer)
         projection = self.decoder.front
-        if isinstance(projection, Leaf) and self._is_ours.get(projection) and not projection.adapters:
+        if isinstance(projection, Leaf) and self.matmuls.first(projection, 1) is not None and not projection.adapters:
             # As project_per_layer_inputs does it, its product from our kernel.
             norm, out = self.text.per_layer_projection_norm, self.buffer("extra", own[:, 0].shape, hidden.dtype)
             ends.per_layer(

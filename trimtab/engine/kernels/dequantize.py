@@ -11,8 +11,7 @@ What it does not know: products of 4-bit weights by tensor cores; a product of m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import layouts
@@ -238,32 +238,19 @@ class PromptKernels:
     measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
     _weights: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
-    @contextmanager
-    def unpacking(self, leaves: Sequence[Leaf]) -> Iterator[None]:
-        """Let these layers multiply many rows with a weight that is unpacked here, into memory that all of them share."""
-        if not self.unpacks:
-            yield
-            return
-        try:
-            for leaf in leaves:
-                vars(leaf)["base"] = self._base(leaf)
-            yield
-        finally:
-            for leaf in leaves:
-                vars(leaf).pop("base", None)
+    def matmul(self, leaves: Collection[Leaf]) -> Matmul[LayerProduct] | None:
+        """Return the way to multiply many rows with a weight that is unpacked here, into memory that all of them share; None where
+        it is not used."""
+        return Matmul("dequantized", set(leaves), self.product, LEAST_TOKENS) if self.unpacks else None
 
-    def _base(self, leaf: Leaf) -> Callable[[Tensor], Tensor]:
-        original = leaf.base
-
-        def base(x: Tensor) -> Tensor:
-            if x.numel() // x.shape[-1] < LEAST_TOKENS or x.dtype not in _TYPES:
-                return original(x)
-            packed = leaf.packed()
-            if not fits_type(packed, x.dtype) or not can_unpack(packed):
-                return original(x)
-            return functional.linear(x, unpack(packed, self._weights[x.dtype], self.module), leaf.bias)
-
-        return base
+    def product(self, leaf: Leaf, x: Tensor) -> Tensor | None:
+        """Return a layer's product [..., D_out], None where the kernel does not know x or the weight."""
+        if x.dtype not in _TYPES:
+            return None
+        packed = leaf.packed()
+        if not fits_type(packed, x.dtype) or not can_unpack(packed):
+            return None
+        return functional.linear(x, unpack(packed, self._weights[x.dtype], self.module), leaf.bias)
 
     def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
         """Make room for the largest weight with this many columns behind each row; a capture must find it there."""

@@ -16,8 +16,7 @@ for 32 and 61 for 16. Compute capability 8.6, 8.9 and 12.0 (99 KiB) multiplies m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -26,13 +25,14 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import fits_type
 from trimtab.engine.kernels.gemv4 import LoraArgs
-from trimtab.engine.layers.linear import Leaf, with_products
+from trimtab.engine.layers.linear import Leaf
 from trimtab.formats.record import rounds_change, stored_format
 
 MOST_ROWS, MOST_TOKENS = 64, 128
@@ -260,30 +260,21 @@ def _up(
 # In a step of transformers' own modules ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def covering(
-    leaves: Sequence[Leaf], module: nvrtc.Module, *, least: int = cuts.MAX_ROWS + 1, most: int = MOST_ROWS
-) -> Iterator[None]:
-    """Let these layers multiply `least` to `most` rows by the kernel while the block runs; module None: as they do."""
-    with with_products(leaves if module is not None else (), partial(_base, module=module, least=least, most=most)):
-        yield
+def matmul(
+    leaves: Collection[Leaf], module: nvrtc.Module | None, *, least: int = cuts.MAX_ROWS + 1, most: int = MOST_ROWS
+) -> Matmul[LayerProduct] | None:
+    """Return the way to multiply `least` to `most` rows by the kernel, None without one."""
+    return None if module is None else Matmul("gemm4", set(leaves), partial(product, module=module), least, most)
 
 
-def _base(leaf: Leaf, module: nvrtc.Module, least: int, most: int) -> Callable[[Tensor], Tensor]:
-    original = leaf.base
-
-    def base(x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        if not least <= flat.shape[0] <= most:
-            return original(x)
-        packed = leaf.packed()
-        if why_not(packed, x.dtype) is not None or flat.data_ptr() % 16 or flat.stride(0) % 8:
-            return original(x)
-        out = torch.empty(flat.shape[0], leaf.out_features, dtype=x.dtype, device=x.device)
-        linear(flat, [packed], out, bias=[leaf.bias], module=module)
-        return out.view(*x.shape[:-1], leaf.out_features)
-
-    return base
+def product(leaf: Leaf, x: Tensor, module: nvrtc.Module) -> Tensor | None:
+    """Return a layer's product [..., D_out], None where the kernel does not read x or the weight."""
+    flat, packed = x.reshape(-1, x.shape[-1]), leaf.packed()
+    if why_not(packed, x.dtype) is not None or flat.data_ptr() % 16 or flat.stride(0) % 8:
+        return None
+    out = torch.empty(flat.shape[0], leaf.out_features, dtype=x.dtype, device=x.device)
+    linear(flat, [packed], out, bias=[leaf.bias], module=module)
+    return out.view(*x.shape[:-1], leaf.out_features)
 
 
 # At load: is it right, does it pay ------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ block's buffer. A leaf whose block is not staged fetches it, so the answer never
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class Leaf(nn.Module):
         return ghost
 
     def base(self, x: Tensor) -> Tensor:
-        """Return the layer's output without any adapter."""
+        """Return the layer's output without any adapter, computed by its format's own library."""
         raise NotImplementedError
 
     def packed(self) -> Packed:
@@ -71,27 +70,15 @@ class Leaf(nn.Module):
         return weight if rounds_change(self.quant_kind) else weight.to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        table = self.adapter_store.matmuls
+        for way in () if table is None else table.ways(self, x.numel() // x.shape[-1]):
+            if (y := way.run(self, x)) is not None:
+                return y if way.has_adapter else self.adapted(x, y)
         return self.adapted(x, self.base(x))
 
     def adapted(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's base output y for x with the adapters of the selected rows; y may be overwritten."""
         return self.adapter_store.applier.apply(self, x, y)
-
-
-@contextmanager
-def with_products(layers: Sequence[Leaf], make: Callable[[Leaf], Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Let each layer compute its base product with `make(layer)` while the block runs; no class is touched."""
-    before: list[tuple[Leaf, object]] = []
-    try:
-        for leaf in layers:
-            before.append((leaf, vars(leaf).get("base")))
-            vars(leaf)["base"] = make(leaf)
-        yield
-    finally:
-        for leaf, base in before:
-            vars(leaf).pop("base", None)
-            if base is not None:
-                vars(leaf)["base"] = base
 
 
 class StationaryLinear(Leaf):

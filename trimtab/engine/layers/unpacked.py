@@ -2,7 +2,7 @@
 
     unpacked = UnpackedWeights.of(model)         # None where the plan counts none
     unpacked.joined([q, k, v])                   # [sum of outputs, inputs]: layers over one input as one product
-    with unpacked.covering(least=9): ...         # these layers multiply 9 rows and more by cuBLAS, no weight is unpacked
+    unpacked.matmul(least=9)                     # a line of a MatmulTable: 9 rows and more by cuBLAS, no weight is unpacked
 
 They are the bits that bitsandbytes unpacks, so a product equals its own up to the order of a sum. On a CPU bitsandbytes unpacks a
 weight and multiplies as torch does: there every product of the layers reads the kept weight, and its bits are the same. All lie
@@ -12,17 +12,16 @@ each row there may be columns for the adapter of a prompt (unpacked_columns.py),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.weights import dequantize
-from trimtab.engine.layers.linear import Leaf, ResidentLeaf, with_products
+from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.formats.record import is_dequantized, rounds_change, stored_format
 from trimtab.planning.memory.unpacked import ITEM, aligned, columns_of
 
@@ -93,21 +92,19 @@ class UnpackedWeights:
             if isinstance(leaf, ResidentLeaf):
                 leaf.keep_unpacked(self.weight(leaf))
 
-    @contextmanager
-    def covering(self, *, least: int) -> Iterator[None]:
-        """Let the layers multiply `least` rows and more with these weights while the block runs."""
-        with with_products(list(self._starts), partial(self._base, least=least)):
-            yield
+    @property
+    def layers(self) -> Collection[Leaf]:
+        """The layers whose weights these are."""
+        return self._starts.keys()
 
-    def _base(self, leaf: Leaf, least: int) -> Callable[[Tensor], Tensor]:
-        original, weight = leaf.base, self.weight(leaf)
+    def matmul(self, *, least: int = 1) -> Matmul[LayerProduct]:
+        """Return the way to multiply `least` rows and more with these weights."""
+        return Matmul("kept", self.layers, self.product, least)
 
-        def base(x: Tensor) -> Tensor:
-            if x.dtype != weight.dtype or x.numel() // x.shape[-1] < least:
-                return original(x)
-            return functional.linear(x, weight, leaf.bias)
-
-        return base
+    def product(self, leaf: Leaf, x: Tensor) -> Tensor | None:
+        """Return a layer's product [..., D_out], None where x has another type than the weights."""
+        weight = self.weight(leaf)
+        return functional.linear(x, weight, leaf.bias) if x.dtype == weight.dtype else None
 
 
 def keep_unpacked(model: Any) -> tuple[UnpackedWeights | None, int]:

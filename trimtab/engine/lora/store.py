@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.names import near_names
+from trimtab.engine.formats.matmul_table import LayerProduct, MatmulTable
 from trimtab.errors import RequestError
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ EAGER = EagerAdapters()
 class AdapterStore:
     """The attached adapters of one loaded model, which of them each row uses now, and the applier.
 
-    applier: adds adapters, `EagerAdapters` where no block of `applying` says otherwise.
+    applier: adds adapters, `EagerAdapters` where no block of `applying` says otherwise. matmuls: the products of layers, None
+    for their formats' own.
     """
 
     def __init__(self) -> None:
@@ -160,6 +162,7 @@ class AdapterStore:
         self.exchanges = 0
         self.selection = BASE
         self.applier: AdapterApplier = EAGER
+        self.matmuls: MatmulTable[LayerProduct] | None = None
 
     # Attached adapters ------------------------------------------------------------------------------------------------
 
@@ -240,3 +243,12 @@ class AdapterStore:
             yield
         finally:
             self.applier = before
+
+    @contextmanager
+    def multiplying(self, table: MatmulTable[LayerProduct]) -> Iterator[None]:
+        """Let layers ask this table for their products while the block runs."""
+        before, self.matmuls = self.matmuls, table
+        try:
+            yield
+        finally:
+            self.matmuls = before

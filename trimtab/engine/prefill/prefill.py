@@ -34,9 +34,10 @@ from trimtab.engine.decode.step_capture import check_replay, in_pass
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS
-from trimtab.engine.kernels.gemm4 import PAYING_ROWS, covering
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.layers import embedding as tables
@@ -415,14 +416,19 @@ class PrefillRunner:
         assert self._short is not None
         # Of several prompts a few tokens pass the last layers.
         least = 2 if form.rows > 1 else LEAST_TOKENS
-        unpacked = self.model.unpacked
-        with (
-            self._short.step(), kernels.unpacking(self.four_bit),
-            covering(self.four_bit, products, least=least, most=PAYING_ROWS),
-            nullcontext() if unpacked is None else unpacked.covering(least=1),
-            nullcontext() if self._columns is None else self._columns.covering(),
-        ):  # fmt: skip
-            yield
+        unpacked, columns = self.model.unpacked, self._columns
+        table = MatmulTable(
+            None if columns is None else columns.matmul(),
+            None if unpacked is None else unpacked.matmul(),
+            many_rows.matmul(self.four_bit, products, least=least, most=many_rows.PAYING_ROWS),
+            kernels.matmul(self.four_bit),
+        )
+        try:
+            with self._short.step(), self.model.adapter_store.multiplying(table):
+                yield
+        finally:
+            if columns is not None:
+                columns.forget()
 
     def kernels(self) -> prompt_kernels.PromptKernels:
         """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels.dequantize import ChunkAdapters, PromptKernels, is_read
 from trimtab.engine.layers.linear import HostLeaf, Leaf
 from trimtab.engine.lora.fewer_ops import ShortOps
@@ -41,7 +42,7 @@ class TowerOps:
     """The operations of the passes of one model's towers. kernels, short: as chosen for its prompts."""
 
     def __init__(self, model: EngineContext, kernels: PromptKernels, short: ShortOps) -> None:
-        self._kernels, self._short = kernels, short
+        self._kernels, self._short, self._store = kernels, short, model.adapter_store
         self.leaves = four_bit_towers(model)
         self.adapters = TowerAdapters(kernels.module if kernels.adds else None)
         kernels.reserve(self.leaves)
@@ -49,7 +50,7 @@ class TowerOps:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let the towers use the kernels while the block runs."""
-        with self._short.step(self.adapters), self._kernels.unpacking(self.leaves):
+        with self._short.step(self.adapters), self._store.multiplying(MatmulTable(self._kernels.matmul(self.leaves))):
             yield
 
 
