@@ -21,7 +21,6 @@ from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.engine.towers.graphs import Towers
-from trimtab.engine.towers.kernels import TowerAdapters
 from trimtab.request import GenerateRequest
 
 DEVICE = torch.device("cuda:0")
@@ -62,7 +61,7 @@ def test_an_adapter_of_an_image_s_patches_is_as_right_as_pefts(shape, rank):
     exact = x.double() @ weight.T + 0.5 * (x.double() @ A.double().T @ B.double().T)
     with torch.no_grad():
         plain = leaf(x)
-        leaf.adapter_store.applier = TowerAdapters(prompt_kernels.load(DEVICE))
+        leaf.adapter_store.applier = PromptKernels(prompt_kernels.load(DEVICE), adds=True).adapters(shares_inputs=False)
         found = leaf(x)
     assert far([found], [exact]) < CHANCE * far([plain], [exact]) < TOLERANCE
     # Both round the same sums in float32: few values lie so near a border that they round to the other side.

@@ -184,5 +184,5 @@ def test_an_adapter_of_a_prompt_is_rounded_as_peft_rounds_it_over_the_layer(monk
     adapter = SimpleNamespace(A=torch.zeros(4, 8), B=torch.zeros(8, 4), scale=1.0)
     store = SimpleNamespace(selection=SimpleNamespace(rows=None, name="a"))
     leaf = SimpleNamespace(adapter_store=store, adapters={"a": adapter}, quant_kind=kind)
-    prompt_kernels.ChunkAdapters(object()).add(leaf, torch.zeros(9, 8), torch.zeros(9, 8))
+    prompt_kernels.PromptKernels(object(), adds=True).adapters().add(leaf, torch.zeros(9, 8), torch.zeros(9, 8))
     assert said == [is_rounded]

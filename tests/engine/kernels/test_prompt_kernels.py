@@ -149,7 +149,7 @@ def test_an_adapter_of_many_ranks_stays_with_torch():
     )  # fmt: skip
     x = random(1, 12, 128, dtype=torch.bfloat16)
     base = leaf(x)
-    adapters = prompt_kernels.ChunkAdapters(module)
+    adapters = PromptKernels(module, adds=True).adapters()
     for rank, expected in ((prompt_kernels.PAYING_RANK, 2), (prompt_kernels.PAYING_RANK + 1, 0)):
         module.launches.clear()
         leaf.adapters["a"] = lora.LinearAdapter("language", 0.5, random(rank, 128), random(96, rank))

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops
-from trimtab.engine.lora.store import Selection
+from trimtab.engine.lora import layers as lora
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.formats.record import rounds_change, stored_format
@@ -200,25 +201,19 @@ def can_add(A: Tensor, B: Tensor, x: Tensor, y: Tensor) -> bool:
     )  # fmt: skip
 
 
-class ChunkAdapters(short_ops.ShortAdapters):
-    """Adds adapters in a captured chunk: plain LoRA by the kernels, others as in a short step."""
-
-    def __init__(self, module: nvrtc.Module | None) -> None:
-        super().__init__()
-        self.module = module
-
-    def add(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
-        selection: Selection = leaf.adapter_store.selection
-        adapter = None if selection.rows is not None or selection.name is None else leaf.adapters.get(selection.name)
-        # As rows, where they lie; those of a part of a joined product are apart.
-        has_rows = y.is_contiguous() or y.shape[:-1].numel() == y.shape[-2]
-        if adapter is None or self.module is None or not has_rows or adapter.A.shape[0] > PAYING_RANK:
-            return super().add(leaf, x, y)
-        flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        if not can_add(adapter.A, adapter.B, flat, out):
-            return super().add(leaf, x, y)
-        add(adapter.A, adapter.B, adapter.scale, flat, out, self.module, round_change=rounds_change(leaf.quant_kind))
-        return y
+def add_plain(module: nvrtc.Module, leaf: Leaf, adapter: lora.LinearAdapter, x: Tensor, y: Tensor) -> bool:
+    """Add a plain LoRA to y [..., D_out] in place by the kernels; return False, and change nothing, where they do not pay or do
+    not know these tensors."""
+    # As rows, where they lie; those of a part of a joined product are apart.
+    has_rows = y.is_contiguous() or y.shape[:-1].numel() == y.shape[-2]
+    A, B = adapter.A, adapter.B
+    if A is None or B is None or not has_rows or A.shape[0] > PAYING_RANK:
+        return False
+    flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    if not can_add(A, B, flat, out):
+        return False
+    add(A, B, adapter.scale, flat, out, module, round_change=rounds_change(leaf.quant_kind))
+    return True
 
 
 # The kernels that a model uses -------------------------------------------------------------------------------------------
@@ -258,6 +253,11 @@ class PromptKernels:
             dtype, values = leaf.dtype, leaf.out_features * (leaf.in_features + columns)
             if self.unpacks and (dtype not in self._weights or self._weights[dtype].numel() < values):
                 self._weights[dtype] = torch.empty(values, dtype=dtype, device=leaf.device)
+
+    def adapters(self, *, shares_inputs: bool = True) -> short_ops.ShortAdapters:
+        """Return what adds adapters in a pass: plain LoRA by the kernels where they are used, others as in a short step."""
+        add = partial(add_plain, self.module) if self.adds and self.module is not None else None
+        return short_ops.ShortAdapters(add, shares_inputs=shares_inputs)
 
     def room(self, dtype: torch.dtype) -> Tensor | None:
         """Return the memory that weights of a type are unpacked into, None if there is none."""
@@ -366,7 +366,7 @@ def chosen_with_short_ops(
         model.hf_model, model.adapter_store, model.device,
         lambda what, why: fall_back(f"{what}: {why}", "norm as one operation"),
     )  # fmt: skip
-    short.adapters = ChunkAdapters(kernels.module if kernels.adds else None)
+    short.adapters = kernels.adapters()
     return kernels, short
 
 

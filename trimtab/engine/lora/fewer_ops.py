@@ -238,16 +238,22 @@ def is_plain(adapter: object) -> bool:
     )  # fmt: skip
 
 
+# (layer, adapter, x [..., D_in], y [..., D_out]) -> whether it added the adapter to y.
+PlainAdd = Callable[[Any, Any, Tensor, Tensor], bool]
+
+
 class ShortAdapters:
     """Adds adapters while a short step runs: the same sum from fewer operations, rounded once.
 
-    Products that read one tensor share its float32 form. Rows that differ are taken as they lie: neighbours with one
-    adapter are a slice, neighbours with several of one rank a batched product.
+    Products that read one tensor share its float32 form, unless `shares_inputs` is False. Rows that differ are taken as they lie:
+    neighbours with one adapter are a slice, neighbours with several of one rank a batched product. add_plain: a kernel that adds
+    one plain adapter in place, and says whether it knows these tensors.
     """
 
     table: AdapterTable | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, add_plain: PlainAdd | None = None, *, shares_inputs: bool = True) -> None:
+        self._add_plain, self._shares_inputs = add_plain, shares_inputs
         self._source: Tensor | None = None
         self._version = -1
         self._wide: Tensor | None = None
@@ -260,7 +266,7 @@ class ShortAdapters:
         """Return x in float32, the one made before if x has not changed since."""
         if x.dtype == torch.float32:
             return x
-        if x.is_inference():  # has no version: a change would be unseen
+        if not self._shares_inputs or x.is_inference():  # has no version: a change would be unseen
             return x.float()
         if self._wide is None or self._source is not x or self._version != x._version:
             self._source, self._version, self._wide = x, x._version, x.float()
@@ -290,7 +296,9 @@ class ShortAdapters:
         selection: Selection = leaf.adapter_store.selection
         if selection.rows is None:
             adapter = None if selection.name is None else leaf.adapters.get(selection.name)
-            return y if adapter is None else _add(adapter, self.wide(x), y)
+            if adapter is None or (self._add_plain is not None and self._add_plain(leaf, adapter, x, y)):
+                return y
+            return _add(adapter, self.wide(x), y)
         adapters = [None if name is None else leaf.adapters.get(name) for name in selection.rows]
         for start, end in _runs(adapters):
             run = adapters[start:end]

@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from trimtab.engine.formats.matmul_table import MatmulTable
-from trimtab.engine.kernels.dequantize import ChunkAdapters, PromptKernels, is_read
+from trimtab.engine.kernels.dequantize import PromptKernels, is_read
 from trimtab.engine.layers.linear import HostLeaf, Leaf
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import TOWERS
@@ -30,21 +28,14 @@ if TYPE_CHECKING:
     from trimtab.engine.layers.context import EngineContext
 
 
-class TowerAdapters(ChunkAdapters):
-    """The applier of adapters in a pass of the towers: as in a chunk, but no layer's input is kept in float32 for the next layer,
-    whose graph must not read another graph's tensors. A plan counts the copy for one layer alone."""
-
-    def wide(self, x: Tensor) -> Tensor:
-        return x.float()
-
-
 class TowerOps:
     """The operations of the passes of one model's towers. kernels, short: as chosen for its prompts."""
 
     def __init__(self, model: EngineContext, kernels: PromptKernels, short: ShortOps) -> None:
         self._kernels, self._short, self._store = kernels, short, model.adapter_store
         self.leaves = four_bit_towers(model)
-        self.adapters = TowerAdapters(kernels.module if kernels.adds else None)
+        # No layer's input is kept in float32 for the next layer, whose graph must not read another graph's tensors.
+        self.adapters = kernels.adapters(shares_inputs=False)
         kernels.reserve(self.leaves)
 
     @contextmanager
