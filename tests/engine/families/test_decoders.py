@@ -6,6 +6,7 @@ in a description are found and named before anything is computed with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
-from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
+from tests.engine.decode.test_graphs import joined, replayed, through  # noqa: F401 - replayed is a fixture
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families import check, families
@@ -101,12 +102,10 @@ def test_a_step_from_the_kernels_is_the_modules(family, on_cpu, replayed, tmp_pa
         assert {name.partition("_")[0] for name in on_cpu.small.launches} >= {"turns"}
 
 
-def test_no_step_of_recurrent_layers_is_queued_ahead_or_tried_twice(tmp_path):
-    """A step that is thrown away, or that failed behind some layers, has advanced their states."""
+def test_a_step_of_recurrent_layers_is_not_tried_twice(tmp_path):
+    """A step that failed behind some layers has advanced their states."""
     with loaded("qwen3_5", tmp_path) as model:
         batch = joined(model, "fused", ASKED)
-        batch.steps.wrote_tokens = True
-        assert batch.cache.has_recurrent and not batch.steps.may_look_ahead()
 
         def fail(*_: Any) -> None:
             raise torch.OutOfMemoryError("once")
@@ -116,6 +115,64 @@ def test_no_step_of_recurrent_layers_is_queued_ahead_or_tried_twice(tmp_path):
             batch.step()
         handle.remove()
         assert [row.finish for row in batch.active] == ["error"] * 3 and batch.step() == []
+
+
+Change = Callable[[Batch, list[Any]], object]
+
+
+def story(model: Any, changes: dict[int, Change], steps: int, *, look_ahead: bool) -> tuple[list[tuple[int, ...]], list[bool]]:
+    """Return what each row of a batch said while rows came and went, and which steps were queued ahead. changes: before a step."""
+    batch, ahead = joined(model, "fused", ASKED[:2], rows=4), []
+    rows, run = list(batch.active), batch.steps.run
+    if not look_ahead:
+        batch.steps.may_look_ahead = lambda: False
+    batch.steps.run = lambda state: ahead.append(state.ahead) or run(state)
+    for number in range(steps):
+        if number in changes:
+            changes[number](batch, rows)
+        batch.step()
+    return [tuple(row.answer_ids) for row in rows], ahead
+
+
+def arrives(batch: Batch, rows: list[Any]) -> None:
+    model = batch.model
+    rows.append(through(batch, model.prepare(ASKED[2][1], **ASKED[2][2]), GenerateRequest(max_new_tokens=40), adapter=ASKED[2][0]))
+
+
+def leaves(number: int) -> Callable[[Batch, list[Any]], None]:
+    return lambda batch, rows: batch.leave(rows[number])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {4: arrives}, {3: leaves(0)}, {3: leaves(0), 5: arrives, 6: leaves(1), 8: arrives}, {2: arrives, 3: arrives}],
+    ids=str,
+)
+def test_states_advance_once_whoever_comes_or_leaves_while_a_step_is_queued(tmp_path, replayed, changes):  # noqa: F811
+    """A step that was queued counts for the rows that it has, and who came since has the next one."""
+    with loaded("qwen3_5", tmp_path) as model:
+        expected, never = story(model, changes, 12, look_ahead=False)
+        found, ahead = story(model, changes, 12, look_ahead=True)
+    assert sum(ahead) >= 8 and not any(never)
+    for one, other in zip(found, expected, strict=True):
+        assert one == other[: len(one)] and len(other) - len(one) <= sum(change is arrives for change in changes.values())
+
+
+def test_rows_of_a_queued_step_that_failed_end(tmp_path, replayed):  # noqa: F811
+    with loaded("qwen3_5", tmp_path) as model:
+        batch = joined(model, "fused", ASKED[:2], rows=4)
+        run = batch.steps.run
+
+        def fails(state: Any) -> Any:
+            run(state)
+            if state.ahead:
+                raise RuntimeError("behind some layers")
+
+        batch.step()
+        batch.steps.run = fails
+        assert len(batch.step()) == 2  # these tokens were computed before
+        first = batch.active[0]
+        assert batch.step() == [] and first.finish == "error" and "behind some layers" in str(first.error)
 
 
 def test_a_fork_takes_a_state_of_the_prompt_alone(tmp_path):

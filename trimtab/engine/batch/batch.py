@@ -19,7 +19,7 @@ reads a fixed number of places, where a growing cache has exactly as many as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch import sampling as hf_generate
+from trimtab.engine.batch.queued_step import QueuedStep
 from trimtab.engine.batch.request import Constraint, PendingToken, Prompt, Row, SampledToken
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.chat.turn_end import end_token_ids
@@ -75,16 +76,6 @@ class BatchModel(PrefillContext, Protocol):
     def prepare(self, prompt: object, /) -> Inputs: ...
 
 
-@dataclass(frozen=True)
-class _Ahead:
-    """A step that was queued before its request. expected: row -> (its place, its tokens, the last of them, its
-    adapter) when the step is right for it."""
-
-    greedy: Tensor
-    logits: Tensor
-    expected: dict[Row, tuple[int, int, int, tuple[str, int] | None]]
-
-
 @dataclass(eq=False)
 class Batch:
     """Up to `rows` requests of one loaded model, decoded together.
@@ -116,7 +107,8 @@ class Batch:
         self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
         self._top: dict[Row, int | None] = {}
         # On a fast GPU, Python's work between two steps takes as long as a step: the next step is queued before this one is read.
-        self._ahead: _Ahead | None = None
+        self._ahead: QueuedStep | None = None
+        self._lost: tuple[list[Row], Exception] | None = None  # rows whose states a failed step has advanced in part
         self._told = False  # whether `tokens` has the last tokens of the lists, not those of a later step
         self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
         mode = self.decode or self.model.decode
@@ -191,7 +183,7 @@ class Batch:
             # A ring keeps the window before the next token: after one step more it lacks the oldest position.
             is_whole = one.written <= one.prompt_tokens + 1 or not self.cache.has_rings
             if self.cache.has_recurrent:  # a state of these tokens and no more
-                is_whole = one.written <= one.prompt_tokens
+                is_whole = one.written <= one.prompt_tokens and (self._ahead is None or one not in self._ahead.places)
             if one.group == row.group and one.adapter == row.adapter and one.logits is not None and is_whole:
                 prompt.take_states(row.prompt_tokens, logits=one.logits)
                 prompt.source, row.shared_tokens = one, row.prompt_tokens
@@ -366,29 +358,32 @@ class Batch:
         returns whether it gave the device work. If it did not, or without it, the next step may be queued. Errors: RequestError
         if a layer cannot apply different adapters to different rows.
         """
+        self._end_lost()
         going = [row for row in self.active if row.finish is None]
         if not going:
             return []
         self.prefixes.flush()
         places = {row: row.number for row in self.active}
         ahead, self._ahead = self._ahead, None
-        has_moved = False
-        if ahead is not None and self._is_right(ahead):
-            logits, greedy = ahead.logits, ahead.greedy
-            places = {row: expected[0] for row, expected in ahead.expected.items()}
+        has_moved, waits = False, False
+        if ahead is not None and self._counts(ahead):
+            logits, greedy, places = ahead.logits, ahead.greedy, ahead.places
             has_moved = self._told  # a row that left was filled by another
+            waits = any(row not in places for row in self.active)  # who joined since has the next step
+            going = [row for row in going if row in places]
         else:
             if ahead is not None:
                 self.write_last_tokens()  # it had the next step's tokens, which were not sampled
             logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
-        self._advance()
+        self._advance(places)
         self._keep_first_logits(going, places, logits)
-        wrote_tokens = self.steps.wrote_tokens
+        wrote_tokens = self.steps.wrote_tokens and not waits
         queued, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens and not has_moved)
         if has_moved and wrote_tokens:
             self._write_moved(queued, places)
-        tokens, has_tuned = self._read_tokens(queued, going, places, look_ahead=not failed, behind=behind)
+        look_ahead = not failed and not waits
+        tokens, has_tuned = self._read_tokens(queued, going, places, look_ahead=look_ahead, behind=behind)
         sampled = []
         for row in going:
             try:
@@ -457,21 +452,13 @@ class Batch:
             # An error here occurs again when the step is requested, and is reported there.
             with suppress(Exception):
                 self.prefixes.flush()
-                outputs = self.steps.run(self.state(ahead=True))
+                outputs = self._run(self.state(ahead=True))
         if read is not None:
             read.synchronize()
         token_ids: list[int] = self._read[:count].tolist()
         if outputs is not None:
-            holders = self.model.adapter_store.holders
-            expected = {
-                row: (
-                    row.number, len(row.token_ids) + (row in going),
-                    token_ids[places[row]] if row in going else row.token_ids[-1],
-                    None if row.adapter is None else (row.adapter, holders[row.adapter].serial),
-                )
-                for row in self.active
-            }  # fmt: skip
-            self._ahead = _Ahead(outputs[1], outputs[0], expected)
+            new = {row: token_ids[places[row]] for row in going}
+            self._ahead = QueuedStep.of(outputs, self.active, new, self.model.adapter_store.serial_of)
             self._told = False
         return token_ids, tries
 
@@ -480,17 +467,12 @@ class Batch:
         plain = all(row.constraint is None and self._top[row] is None for row in going)
         return plain and any(len(row.answer_ids) + 1 < row.request.answer_tokens for row in going)
 
-    def _is_right(self, ahead: _Ahead) -> bool:
-        """Whether a queued step matches the requested one: the same tokens, adapters and rows."""
-        for row in self.active:
-            if row.finish is not None:
-                if row not in ahead.expected:
-                    return False
-                continue
-            adapter = None if row.adapter is None else (row.adapter, self.model.adapter_store.serial_of(row.adapter))
-            if ahead.expected.get(row, (0, 0, 0, None))[1:] != (len(row.token_ids), row.token_ids[-1], adapter):
-                return False
-        return not self.steps.has_placeholder(self.state())
+    def _counts(self, queued: QueuedStep) -> bool:
+        """Whether a queued step is that of its rows: it matches the requested one, or has advanced states of recurrent layers,
+        which no other step may do again. An adapter that a row has got since holds from the next step on."""
+        if self.cache.has_recurrent:
+            return any(row in queued.places for row in self.active if row.finish is None)
+        return queued.matches(self.active, self.model.adapter_store.serial_of) and not self.steps.has_placeholder(self.state())
 
     def state(self, *, ahead: bool = False) -> BatchState:
         """Return the state of the active rows for the next step. ahead: their last tokens are not in their lists yet."""
@@ -501,32 +483,57 @@ class Batch:
         )  # fmt: skip
 
     def logits(self) -> Tensor:
-        """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
+        """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache.
+
+        Errors: RequestError where a queued step has advanced the states of recurrent layers.
+        """
         if self._ahead is not None:
+            if self.cache.has_recurrent and self._counts(self._ahead):
+                raise RequestError("the next step of recurrent layers was queued by `step`", field="logits", value=len(self.active))
             self._ahead = None
             self.write_last_tokens()
         self.prefixes.flush()
         logits, _ = self._forward()
-        self._advance()
+        self._advance(self.active)
         self._keep_first_logits(self.active, {row: row.number for row in self.active}, logits)
         self.write_last_tokens()  # a captured step has written the most likely ones
         return logits
 
     def _forward(self) -> tuple[Tensor, Tensor]:
         try:
-            return self.steps.run(self.state())
-        except Exception as exc:
-            if self.cache.has_recurrent:  # some layers have advanced their states, and which ones is unknown: no second try
-                for row in self.active:
-                    row.error, row.finish = row.error or exc, row.finish or "error"
+            return self._run(self.state())
+        except Exception:
+            self._end_lost()
             raise
 
-    def _advance(self) -> None:
+    def _run(self, state: BatchState) -> tuple[Tensor, Tensor]:
+        try:
+            return self.steps.run(state)
+        except Exception as exc:
+            if self.cache.has_recurrent:  # some layers have advanced their states, and which ones is unknown: no second try
+                self._lost = list(self.active), exc
+            raise
+
+    def _end_lost(self) -> None:
+        """End the rows whose states a failed step has advanced in part."""
+        lost, self._lost = self._lost, None
+        for row in () if lost is None else lost[0]:
+            if row.finish is None and lost is not None:
+                row.error, row.finish = lost[1], "error"
+
+    def _advance(self, rows: Collection[Row]) -> None:
+        """Count a step of these rows."""
         assert self.context_tokens is not None
-        for row in self.active:
+        active = [row for row in self.active if row in rows]
+        for row in active:
             row.written += 1
         # A row that has finished and not left yet keeps writing to its last place.
-        self.cache.positions[: len(self.active)].add_(1).clamp_(max=self.context_tokens - 1)
+        positions = self.cache.positions[: len(self.active)]
+        if len(active) == len(self.active):
+            positions.add_(1).clamp_(max=self.context_tokens - 1)
+        else:
+            numbers = torch.tensor([row.number for row in active]).to(positions.device, non_blocking=True)
+            positions[numbers] = (positions[numbers] + 1).clamp(max=self.context_tokens - 1)
 
     def _keep_first_logits(self, rows: Iterable[Row], places: dict[Row, int], logits: Tensor) -> None:
         """Give the prefix cache the logits of prompts whose last token was computed by a step."""

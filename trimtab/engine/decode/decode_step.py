@@ -88,7 +88,9 @@ class DecodeStep:
             module for module in self.model.hf_model.modules()
             if isinstance(module, tables.GatheredTable) and module.seen is None
         ]  # fmt: skip
-        self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        # Families with recurrent layers look an image's placeholder up as any other token, in a step.
+        is_recurrent = hf_slots.keeps_states(self.model.hf_model)
+        self._placeholders = frozenset[int]() if is_recurrent else hf_slots.placeholder_ids(self.model.hf_model)
         self._capturing = StepCapture(self._choice, self.tokens, self._graphs, self._tables)
 
     @property
@@ -115,8 +117,8 @@ class DecodeStep:
 
     def may_look_ahead(self) -> bool:
         """Whether the next step can be queued before the host knows its tokens: the tokens are on the device, the host brings no
-        other input, and a step that turns out wrong can be done again: states of recurrent layers have advanced by then."""
-        return self.wrote_tokens and not self._tables and not self.cache.has_recurrent
+        other input."""
+        return self.wrote_tokens and not self._tables
 
     def run(self, state: BatchState) -> tuple[Tensor, Tensor]:
         """Return the logits [count, V] float32 of one step of these rows, and each row's most likely token [count],
