@@ -13,6 +13,7 @@ import torch
 
 import trimtab
 from tests import pico
+from tests.engine.decode.test_graphs import replayed  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import differ, eager, ids, in_chunks, load, picture
 from tests.lent import lent
 from tests.long_runs import crossed
@@ -498,6 +499,57 @@ def test_what_is_kept_is_planned(tmp_path):
             model.keep_prefixes(1)
         model.keep_prefixes(2**20)
         assert model.prefix_cache.capacity_bytes == 2**20
+
+
+RECURRENT = {"transformers": ("eager", "eager", None), "chunks": ("fused", "static", (8, 16))}
+
+
+def recurrent(model, how, rows=1):
+    decode, mode, sizes = RECURRENT[how]
+    batch = Batch(model, rows=rows, decode=decode)
+    batch.prompts = PrefillRunner(batch, mode, sizes)
+    return batch
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a plan for a CPU")
+@pytest.mark.parametrize("how", RECURRENT)
+def test_states_of_recurrent_layers_resume_at_the_end_of_a_prompt_and_of_an_answer(how):
+    with lent("qwen3_5") as model:
+        cache = keeping(model)
+        batch, plain = recurrent(model, how), recurrent(model, how)
+        first = answer(batch, model.prepare(ids(27)))
+        # What follows the answer, another answer to the prompt, and a prompt that shares less than was ever a whole state.
+        said = first.token_ids
+        turns = {32: [*said[:-1], 250, 251, 252], 27: [*said[:27], 260, 261], 0: [*said[:26], 260, 261]}
+        for expected, turn in turns.items():
+            model.prefix_cache = None
+            alone, _ = scores(plain, model.prepare(turn))
+            model.prefix_cache = cache
+            found, reused = scores(batch, model.prepare(turn))
+            # A state after 32 steps, or after a pass of 32 tokens, whose sums transformers takes in blocks.
+            assert reused == expected and differ(found, alone) < 5 * TOLERANCE
+        for item in cache.store._items.values():  # a state of other tokens is seen
+            if item.tail is not None:
+                cache._memory.tensor[item.pages[0] * cache.layout.page_bytes :][: cache.layout.snapshot_bytes].zero_()
+        found, reused = scores(batch, model.prepare([*turns[32], 253]))
+        model.prefix_cache = None
+        assert reused and differ(found, scores(plain, model.prepare([*turns[32], 253]))[0]) > 1e-3
+
+
+def test_an_answer_that_ends_while_a_step_is_queued_is_kept_with_that_step(replayed, tmp_path):  # noqa: F811
+    with load("qwen3_5", tmp_path) as model:
+        cache = keeping(model)
+        batch = recurrent(model, "chunks", rows=2)
+        row = batch.join(through(batch, model.prepare(ids(27)))).row
+        for _ in range(3):
+            batch.step()
+        assert row in batch._ahead.places and row.written == 30
+        batch.leave(row)
+        turn = [*row.token_ids, 250, 251]
+        found, reused = scores(batch, model.prepare(turn))
+        model.prefix_cache = None
+        assert reused == 31 == len(row.token_ids) and cache.numbers()["hits"] == 1
+        assert differ(found, scores(recurrent(model, "chunks", rows=2), model.prepare(turn))[0]) < 5 * TOLERANCE
 
 
 def test_recurrent_layers_are_named():

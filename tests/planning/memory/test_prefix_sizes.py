@@ -14,13 +14,14 @@ from tests.engine.prefill.test_prefill import eager, ids
 from tests.engine.prefill.test_prefix_cache import answer, scores
 from tests.lent import lent
 from tests.long_runs import crossed
+from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.cli.commands.serve import configured, served_models, settings_of
 from trimtab.cli.main import main, parser
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan
-from trimtab.planning.memory.prefix_cache import BLOCK_TOKENS, pages_of, prefix_reason
+from trimtab.planning.memory.prefix_cache import BLOCK_TOKENS, pages_of, staging_bytes
 from trimtab.planning.plan.narrow import narrow_table
 from trimtab.request import LoadRequest
 from trimtab.serve.contract.settings import Settings
@@ -62,7 +63,7 @@ def test_a_cache_that_no_prompt_could_resume_from_is_refused_by_the_plan(tmp_pat
     with pytest.raises(RequestError) as caught:
         trimtab.plan(base, **OPTIONS, prefix_cache=4096)
     error = caught.value
-    assert error.field == "prefix_cache" and error.value == 4096 and "a snapshot of the sliding layers" in str(error)
+    assert error.field == "prefix_cache" and error.value == 4096 and "a snapshot of sliding or recurrent layers" in str(error)
     least = int(error.reason.split("at least ")[1].split()[0])
     assert trimtab.plan(base, **OPTIONS, prefix_cache=least).host["prefix_cache"] == least
     assert main(["plan", str(base), "--quant", "none", "--device", "cpu", "--context", "160", "--prefix-cache", "4096B"]) == 2
@@ -99,13 +100,13 @@ def test_a_plan_says_how_much_of_a_prompt_a_small_cache_holds(tmp_path):
     assert trimtab.plan(base, **OPTIONS, prefix_cache="64MiB").prefix_reason == ""
 
 
-def test_families_whose_state_cannot_be_kept_are_named_by_loading_alone():
-    anatomy = e_series("E4B")
-    request = LoadRequest(model="m", prefix_cache_bytes=2**20)
-    with pytest.raises(RequestError):
-        prefix_reason(request, anatomy)
-    recurrent = replace(anatomy.kv_layers[0], kv_heads=0, head_dim=0, window=None, state_values=64)
-    assert prefix_reason(request, replace(anatomy, kv_layers=(recurrent, *anatomy.kv_layers[1:]))) == ""
+def test_a_state_of_a_recurrent_layer_is_a_part_of_a_snapshot_and_of_the_buffer():
+    """Qwen3.5-9B: recurrent layers have 32 heads of 128 x 128 and a window of 4 of 8,192 values, full ones 4 heads of 256."""
+    recurrent, full = (KVLayer(0, 0, 0, None, None, state_values=32 * 128 * 128 + 4 * 8192), KVLayer(3, 4, 256, None, None))
+    sizes = pages_of([recurrent, recurrent, recurrent, full], "bfloat16", "full", context_tokens=4096)
+    block, state = 2 * 32 * 4 * 256 * 2, 4 * (32 * 128 * 128 + 4 * 8192)
+    assert sizes.page_bytes == block and sizes.snapshot_pages == -(-(3 * state + block) // block)
+    assert staging_bytes([replace(recurrent, state_values=2**24)], "bfloat16", context_tokens=4096) == 2**26
 
 
 def test_a_chat_goes_on_without_its_default_cache_where_that_is_too_small(monkeypatch, capsys):

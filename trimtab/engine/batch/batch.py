@@ -577,7 +577,7 @@ class Batch:
             return
         if row not in self.active:
             raise RequestError("this request is not in the batch", field="row", value=row.number)
-        self.prefixes.leaving(row)
+        self.prefixes.leaving(row, queued=self._ahead is not None and row in self._ahead.places)
         last = self.active.pop()
         del self._top[row]
         number = self.pages.vacate(row)

@@ -455,11 +455,6 @@ def keeps_states(hf_model: HFModel) -> bool:
     return any(is_recurrent(layer) for layer in prompt_cache(hf_model).layers)
 
 
-def why_no_prefix(hf_model: HFModel) -> str | None:
-    """Return why a row's state cannot be cut back to a prefix of its tokens, None if it can."""
-    return why_not(hf_model) or ("layers keep a state of all tokens" if keeps_states(hf_model) else None)
-
-
 def windows(hf_model: HFModel, context_tokens: int) -> tuple[int, ...]:
     """Return the windows of a family's sliding layers, each once; () if all layers keep every position."""
     sliding = (layer for layer in prompt_cache(hf_model).layers if type(layer) in hf_kv_int8.SLIDING_LAYERS)

@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
+from trimtab.engine.kv.recurrent import RecurrentLayer
 from trimtab.planning.memory.prefix_cache import ALIGNED, LEAST_PAGE_BYTES
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
-# By layer and name, keys and values of one row or prompt: [H, places, D]; of a whole pool where rows share one.
+# By layer and name, keys and values of one row or prompt: [H, places, D]; of a whole pool where rows share one. A recurrent layer's
+# are its window ("conv", [1, C, K]) and its matrices ("recurrent", [H, Dk, Dv]).
 States = Mapping[tuple[int, str], Tensor]
 
 
 @dataclass(frozen=True)
 class PageField:
-    """One layer's keys or values in a page or snapshot: [H, places, D] from byte `offset` on."""
+    """One layer's keys, values or state in a page or snapshot: of the shape of `States`, from byte `offset` on."""
 
     layer: int
     name: str
@@ -48,7 +50,7 @@ class PageField:
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of a page and of a snapshot. blocks: of one block of the full layers; rings: of the sliding layers."""
+    """The fields of a page and of a snapshot. blocks: of one block of the full layers; rings: of the sliding and recurrent ones."""
 
     blocks: tuple[PageField, ...]
     rings: tuple[PageField, ...]
@@ -59,16 +61,27 @@ class Layout:
         """Return the layout of a family from the shapes of its first states."""
         fields: dict[bool, list[PageField]] = {False: [], True: []}
         ends = {False: 0, True: 0}
+
+        def add(number: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, is_ring: bool) -> None:
+            high, places, wide = shape
+            one = PageField(number, name, (high, places, wide), dtype, ends[is_ring])
+            fields[is_ring].append(one)
+            ends[is_ring] += -(-one.nbytes // ALIGNED) * ALIGNED
+
         for number, layer in enumerate(cache.layers):
-            if not (isinstance(layer, LayerCache) and layer.is_initialized):
-                continue
-            for name, tensor in (("keys", layer.keys), ("values", layer.values)):
-                places = layer.places if layer.is_ring else block_tokens
-                shape = (layer.heads, places, int(tensor.shape[-1]))
-                one = PageField(number, name, shape, tensor.dtype, ends[layer.is_ring])
-                fields[layer.is_ring].append(one)
-                ends[layer.is_ring] += -(-one.nbytes // ALIGNED) * ALIGNED
+            if isinstance(layer, RecurrentLayer) and layer.is_initialized:
+                for name, state in layer.row_states(0).items():
+                    add(number, name, tuple(state.shape), state.dtype, is_ring=True)
+            elif isinstance(layer, LayerCache) and layer.is_initialized:
+                for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+                    places = layer.places if layer.is_ring else block_tokens
+                    add(number, name, (layer.heads, places, int(tensor.shape[-1])), tensor.dtype, is_ring=layer.is_ring)
         return cls(tuple(fields[False]), tuple(fields[True]), block_tokens)
+
+    def empty(self, layer: int, name: str, device: torch.device) -> Tensor:
+        """Return memory of the shape of a field."""
+        field = next(one for one in (*self.blocks, *self.rings) if (one.layer, one.name) == (layer, name))
+        return torch.empty(field.shape, dtype=field.dtype, device=device)
 
     @cached_property
     def page_bytes(self) -> int:
@@ -76,7 +89,7 @@ class Layout:
 
     @cached_property
     def snapshot_bytes(self) -> int:
-        """Bytes of the sliding layers' states and of one block; 0 if a prompt can resume at the end of every block."""
+        """Bytes of the sliding and recurrent layers' states and of one block; 0 if a prompt can resume behind every block."""
         return end_of(self.rings) + end_of(self.blocks) if self.rings else 0
 
     @cached_property

@@ -26,6 +26,19 @@ def is_recurrent(layer: object) -> bool:
     return type(layer).__name__ == "LinearAttentionLayer" and getattr(layer, "number_of_states", 0) == 1
 
 
+def states_of(theirs: Any) -> dict[str, Tensor]:
+    """Return the states of a layer of transformers' cache of one row, as `RecurrentLayer.row_states`."""
+    return {"conv": theirs.conv_states[0], "recurrent": theirs.recurrent_states[0][0]}
+
+
+def set_states(theirs: Any, conv: Tensor, recurrent: Tensor) -> None:
+    """Give an empty layer of transformers' cache the states of one row, as `RecurrentLayer.row_states` has them."""
+    theirs.lazy_initialization(conv_states=conv, recurrent_states=recurrent[None])
+    theirs.conv_states[0].copy_(conv)
+    theirs.recurrent_states[0].copy_(recurrent[None])
+    theirs.has_previous_state[0] = True
+
+
 class RecurrentLayer(_Base):  # type: ignore[misc]
     """One layer's states: conv [rows, C, K] in the model's dtype, recurrent [rows, H, Dk, Dv] float32."""
 
@@ -76,6 +89,11 @@ class RecurrentLayer(_Base):  # type: ignore[misc]
         assert self.conv is not None and self.recurrent is not None
         rows = slice(None) if row is None else slice(row, row + 1)
         return self.conv[rows], self.recurrent[rows]
+
+    def row_states(self, row: int) -> dict[str, Tensor]:
+        """Return one row's states by name: conv [1, C, K], recurrent [H, Dk, Dv]."""
+        conv, recurrent = self.states(row)
+        return {"conv": conv, "recurrent": recurrent[0]}
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -10,11 +10,11 @@
 of its adapter, images and audio, and its client: names are never enough. A prompt is kept once it is computed, an
 answer when its row leaves, so that the next turn of a chat computes only its new part.
 
-Full attention resumes behind any block of tokens. A family with sliding layers resumes where a snapshot is kept: at the end of
-every prompt and answer, at the end of a prompt's opening (tools and system prompt, which all chats of an application begin with),
-and where a second prompt parts from an earlier one (at the end of the last turn they share). A snapshot inside a prompt costs no
-pass while the sliding layers still hold the window before it; else the prompt is cut there. Families whose state is not keys and
-values by position are refused (`why_not`).
+Full attention resumes behind any block of tokens. A family with sliding or recurrent layers resumes where a snapshot is kept: at
+the end of every prompt and answer, at the end of a prompt's opening (tools and system prompt, which all chats of an application
+begin with), and where a second prompt parts from an earlier one (at the end of the last turn they share). A snapshot inside a
+prompt costs no pass while the sliding layers still hold the window before it; else, and for recurrent layers, the prompt is cut
+there. Families with other states are refused (`why_not`).
 
 A prompt that resumes where one of its chunks begins computes the same bits; elsewhere its chunks have other sizes, which
 round in another order, as chunks of any sizes do. Batch-invariant prompts (batch_invariant.py) resume only where their pieces
@@ -39,6 +39,7 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
 from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, PageField, RowViews, copy, holds_window
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
+from trimtab.engine.kv.recurrent import RecurrentLayer, is_recurrent, set_states, states_of
 from trimtab.engine.kv.sequence import Inputs, PrefillState, Reuse, TokenSequence
 from trimtab.engine.prefill import encoder_cache
 from trimtab.engine.prefill.rows import Rows
@@ -70,10 +71,11 @@ class PrefixCache:
             raise RequestError(f"must be at least {LEAST_PAGE_BYTES} bytes", field="prefix_cache", value=capacity_bytes)
         self.capacity_bytes, self.block_tokens = capacity_bytes, block_tokens
         self.device: torch.device = model.device
-        self.why_not = hf_slots.why_no_prefix(model.hf_model)
+        self.why_not = hf_slots.why_not(model.hf_model)
         self.context_tokens: int = model.context_tokens
-        # The windows of sliding layers: without any, a prompt resumes behind every block and needs no snapshot.
+        # The windows of sliding layers, and whether layers are recurrent. Without either a prompt resumes behind every block.
         self.windows = () if self.why_not else hf_slots.windows(model.hf_model, self.context_tokens)
+        self.is_recurrent = self.why_not is None and hf_slots.keeps_states(model.hf_model)
         self.layout: Layout | None = None
         self.store: PrefixStore | None = None
         # Keys cannot be guessed from tokens: the secret belongs to this process alone.
@@ -301,8 +303,8 @@ class Prefixes:
             if reuse.logits is None:
                 match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
         row.cached_tokens, reuse.offset = match.tokens, match.offset
-        if cache.windows and reuse.logits is None:
-            self._choose_snapshots(cache.windows, reuse, inputs, match, may_end_at)
+        if (cache.windows or cache.is_recurrent) and reuse.logits is None:
+            self._choose_snapshots(cache, reuse, inputs, match, may_end_at)
         return match
 
     def peek(self, prompt: PrefillState) -> int:
@@ -314,7 +316,7 @@ class Prefixes:
         return found.tokens
 
     def _choose_snapshots(
-        self, windows: Sequence[int], reuse: Reuse, inputs: Inputs, match: Match, may_end_at: Callable[[int], bool]
+        self, cache: PrefixCache, reuse: Reuse, inputs: Inputs, match: Match, may_end_at: Callable[[int], bool]
     ) -> None:  # fmt: skip
         """Choose where in a prompt snapshots are kept for later prompts: at its end, or with a cut where the sliding layers will
         have written over them by then."""
@@ -328,7 +330,8 @@ class Prefixes:
             if place - match.tokens < LEAST_SAVED_TOKENS or any(mark.start < place < mark.end for mark in inputs.marks):
                 continue
             # A prompt leaves window - 1 positions at least: those that transformers keeps.
-            if all(holds_window(place, inputs.prompt_tokens, window, window - 1) for window in windows):
+            holds = (holds_window(place, inputs.prompt_tokens, window, window - 1) for window in cache.windows)
+            if not cache.is_recurrent and all(holds):
                 places.add(place)
             elif may_cut and may_end_at(place):
                 reuse.border = max(place, reuse.border or 0)
@@ -391,7 +394,11 @@ class Prefixes:
         assert cache is not None and cache.layout is not None
         for field in (*cache.layout.blocks, *cache.layout.rings):
             layer = slots.layers[field.layer]
-            if not layer.is_initialized:
+            if isinstance(layer, RecurrentLayer):
+                if field.name == "conv" and not layer.is_initialized:
+                    conv, recurrent = (cache.layout.empty(field.layer, name, self.model.device) for name in ("conv", "recurrent"))
+                    layer.lazy_initialization(conv, recurrent[None])
+            elif not layer.is_initialized:
                 empty = torch.empty(1, field.shape[0], 1, field.shape[2], dtype=field.dtype, device=self.model.device)
                 layer.lazy_initialization(empty, self._values_like(cache.layout, field, empty))
         cache.load(match, self._views_of(row))
@@ -416,6 +423,8 @@ class Prefixes:
         }  # fmt: skip
         cache.load(match, RowViews.of(cache.layout, states))
         for number, layer in enumerate(prompt_states.layers):
+            if (number, "conv") in states:
+                set_states(layer, states[number, "conv"], states[number, "recurrent"])
             if (number, "keys") not in states:
                 continue
             keys, values = states[number, "keys"][None], states[number, "values"][None]
@@ -485,7 +494,7 @@ class Prefixes:
     @property
     def awaits_tokens(self) -> bool:
         """Whether a prompt is kept as soon as its first token is known, and before its row's next step writes over a ring."""
-        has_rings = self.cache is not None and bool(self.cache.windows)
+        has_rings = self.cache is not None and bool(self.cache.windows or self.cache.is_recurrent)
         return has_rings and any(not one.row.answer_ids for one in self._unsaved)
 
     def flush(self) -> None:
@@ -504,18 +513,21 @@ class Prefixes:
             views = partial(self._views_of, row.number)
             for place in row.reuse.places:
                 self._keep(row, place, views, snapshot=True, offset=one.offset)
-            kept = self._keep(row, row.prompt_tokens, views, snapshot=True, offset=one.offset)
+            is_whole = not cache.is_recurrent or row.written == row.prompt_tokens  # a state of these tokens and no more
+            kept = self._keep(row, row.prompt_tokens, views, snapshot=is_whole, offset=one.offset)
             if kept and cache.store.snapshot_pages and one.logits is not None:
                 cache.put_blob(_logits_key(row.reuse.key), one.logits)
 
-    def leaving(self, row: TokenSequence) -> None:
-        """Keep the answer of a row that is about to leave, for the next turn of its chat."""
+    def leaving(self, row: TokenSequence, *, queued: bool = False) -> None:
+        """Keep the answer of a row that is about to leave, for the next turn of its chat. queued: a step more of it was queued,
+        which has advanced its recurrent layers."""
         self.flush()
         if row.reuse is None or row.error is not None or row.finish == "error" or self.batch.is_invariant:
             return
         # A row that others stepped on with after its end has lost the oldest positions of its rings.
-        is_whole = row.written <= len(row.token_ids)
-        count = min(row.written, len(row.token_ids))
+        written = row.written + (queued and self.cache is not None and self.cache.is_recurrent)
+        is_whole = written <= len(row.token_ids)
+        count = min(written, len(row.token_ids))
         views = partial(self._views_of, row.number)
         self._keep(row, count, views, snapshot=is_whole, offset=row.reuse.offset)
 
@@ -551,6 +563,9 @@ class Prefixes:
                 if isinstance(layer, LayerCache) and layer.is_initialized
                 for name in ("keys", "values")
             }
+            for number, layer in enumerate(slots.layers):
+                if isinstance(layer, RecurrentLayer) and layer.is_initialized:
+                    states |= {(number, name): state for name, state in layer.row_states(row).items()}
             views = self._row_views[row] = RowViews.of(layout, states)
         return views if slots.pool is None else replace(views, pages=slots.pool.pages_at(row))
 
@@ -560,6 +575,8 @@ class Prefixes:
         assert self.cache is not None and self.cache.layout is not None
         rings = {field.layer: field.shape[1] for field in self.cache.layout.rings}
         for number, layer in enumerate(prompt.layers):
+            if is_recurrent(layer):
+                states |= {(number, name): state for name, state in states_of(layer).items()}
             for name in ("keys", "values"):
                 tensor = getattr(layer, name, None)
                 if tensor is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer
 from trimtab.errors import RequestError, gib
+from trimtab.planning.memory.activations import STATE_BYTES
 from trimtab.planning.values.kv_bytes import position_bytes
 from trimtab.request import LoadRequest
 
@@ -28,7 +29,7 @@ ALIGNED, LEAST_PAGE_BYTES = 16, 4096
 @dataclass(frozen=True)
 class PrefixPages:
     """The pages of a model's prefix cache. page_bytes: of a block of BLOCK_TOKENS tokens. snapshot_pages: of one snapshot; 0 for a
-    model without sliding layers."""
+    model without sliding and recurrent layers."""
 
     page_bytes: int
     snapshot_pages: int
@@ -43,9 +44,11 @@ class PrefixPages:
 
 
 def pages_of(layers: Sequence[KVLayer], dtype: str, kv: str, *, context_tokens: int) -> PrefixPages:
-    """Return the pages of a model, as `engine/kv/prefix_layout.py` lays them out."""
+    """Return the pages of a model, as `engine/kv/prefix_layout.py` lays them out. A recurrent layer's window, 3 % of its state, is
+    counted in float32."""
     block = rings = 0
     for layer in layers:
+        rings += -(-layer.state_values * STATE_BYTES // ALIGNED) * ALIGNED
         if layer.shares is None:
             places = BLOCK_TOKENS if layer.window is None else min(layer.window, context_tokens)
             taken = 2 * (-(-places * position_bytes(layer, dtype, kv) // ALIGNED) * ALIGNED)
@@ -60,12 +63,12 @@ def prefix_reason(request: LoadRequest, anatomy: Anatomy, capacity_bytes: int | 
     """
     capacity = request.prefix_cache_bytes if capacity_bytes is None else capacity_bytes
     layers = anatomy.kv_layers
-    if (not capacity and capacity_bytes is None) or any(layer.state_values for layer in layers):  # loading reports such a family
+    if not capacity and capacity_bytes is None:
         return ""
     pages = pages_of(layers, anatomy.dtype, request.kv, context_tokens=request.context_tokens)
     least, whole = pages.bytes_of(BLOCK_TOKENS), pages.bytes_of(request.context_tokens)
     if capacity < least:
-        what = f"a block of {BLOCK_TOKENS} tokens" + " and a snapshot of the sliding layers" * bool(pages.snapshot_pages)
+        what = f"a block of {BLOCK_TOKENS} tokens" + " and a snapshot of sliding or recurrent layers" * bool(pages.snapshot_pages)
         raise RequestError(
             f"must be at least {least} bytes ({gib(least)}), {what} of this model: no prompt could resume from less",
             field="prefix_cache", value=capacity, hint="Give more, or leave it out for no prefix cache",
@@ -77,14 +80,13 @@ def prefix_reason(request: LoadRequest, anatomy: Anatomy, capacity_bytes: int | 
 
 
 def staging_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int) -> int:
-    """Return the bytes of the buffer on the device: at least one block of all full layers, and one sliding layer's
-    window.
-    """
+    """Return the bytes of the buffer on the device: at least one block of all full layers, one sliding layer's window, and one
+    recurrent layer's state."""
     block = largest = 0
     for layer in layers:
         if layer.shares is not None:
             continue
-        token = layer.kv_heads * layer.head_dim * DTYPE_BYTES[dtype]
+        token, largest = layer.kv_heads * layer.head_dim * DTYPE_BYTES[dtype], max(largest, layer.state_values * STATE_BYTES)
         if layer.window is None:
             block += 2 * token * BLOCK_TOKENS
         else:
