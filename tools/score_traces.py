@@ -134,11 +134,18 @@ def likeness() -> dict[str, Any]:
 
 
 def likeness_table(found: Mapping[str, Any]) -> str:
-    """Return the page's table of `likeness`."""
-    rows = [
-        f"| {half}: {KINDS[kind]} | {_of(one['listed'], one['with_an_entry'])} | {_of(one['silent'], one['without_an_entry'])} |"
-        for half, kinds in found.items() for kind, one in kinds.items()
-    ]  # fmt: skip
+    """Return the page's table of `likeness`: its kinds, and each half's sums with their lower bounds."""
+    rows = []
+    for half, kinds in found.items():
+        total = {
+            name: sum(one[name] for one in kinds.values()) for name in ("listed", "with_an_entry", "silent", "without_an_entry")
+        }
+        for kind, one in [("all", total), *kinds.items()]:
+            cells = [_of(one["listed"], one["with_an_entry"]), _of(one["silent"], one["without_an_entry"])]
+            if kind == "all":
+                bounds = [at_least(total["listed"], total["with_an_entry"]), at_least(total["silent"], total["without_an_entry"])]
+                cells = [f"**{cell}, at least {math.floor(100 * bound)} %**" for cell, bound in zip(cells, bounds, strict=True)]
+            rows.append(f"| {half}: {KINDS.get(kind, kind)} | {' | '.join(cells)} |")
     return "\n".join(["| set | entry is listed | no entry, none listed |", "|---|---|---|", *rows]) + "\n"
 
 

@@ -1,7 +1,8 @@
 """Which entries of the catalogue does a report without a traceback look like? Pure.
 
 BM25 over title, symptom, trigger and cause. A score is divided by what the report's own words could score, unknown ones
-included, so that a long report needs more in common than a short one. The result is a list to ask about, never a diagnosis.
+included, so that a long report needs more in common than a short one. People seldom use the catalogue's words: a line of REPORTED
+that the report has is enough. The result is a list to ask about, never a diagnosis.
 Source: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond (2009), section 3.
 """
 
@@ -12,18 +13,22 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from trimtab.doctor.facts.bug import Bug
+from trimtab.doctor.traces.reported import REPORTED
 
 MOST_LISTED = 3
 # Chosen on the development half; tools/score_traces.py measures both halves.
-LEAST_SCORE = 1.55
+LEAST_SCORE = 2.4
 FIELDS = (("title", 3), ("symptom", 2), ("trigger", 1), ("cause", 1))
 _SATURATION, _LENGTH_SHARE = 1.2, 0.75
 _SPREAD = 0.75
 # A word that no entry has speaks against all of them: a name in code more than a word of prose.
 _UNKNOWN_WORD, _UNKNOWN_NAME = 0.5, 2.0
 MOST_CHARS = 20_000
+# The patterns of a line stand in a few sentences, not anywhere in a long paste. Windows overlap by half.
+_WINDOW_CHARS = 400
 
 _NAME_MARK = "="
 _WORD = re.compile(r"\w+(?:\.\w+)*")
@@ -74,7 +79,10 @@ class Index:
 
     def alike(self, text: str) -> list[tuple[str, float]]:
         """Return at most MOST_LISTED ids that the text looks like, best first, with their scores; often none."""
-        scored = sorted(self.scores(text).items(), key=lambda one: (-one[1], one[0]))
+        scores = defaultdict(float, self.scores(text))
+        for bug_id in reported_as(text):
+            scores[bug_id] += LEAST_SCORE
+        scored = sorted(scores.items(), key=lambda one: (-one[1], one[0]))
         return [(bug_id, score) for bug_id, score in scored[:MOST_LISTED] if score >= LEAST_SCORE]
 
     def scores(self, text: str) -> dict[str, float]:
@@ -92,6 +100,28 @@ class Index:
                 length = 1 - _LENGTH_SHARE + _LENGTH_SHARE * self.lengths[bug_id] / mean_length
                 found[bug_id] += self.weights[token] * count * (_SATURATION + 1) / (count + _SATURATION * length)
         return {bug_id: score / possible**_SPREAD for bug_id, score in found.items()}
+
+
+def reported_as(text: str) -> list[str]:
+    """Return the ids of the entries that have a line in REPORTED whose patterns are all in one window of the text."""
+    text, step = text[:MOST_CHARS], _WINDOW_CHARS // 2
+    windows = [text[start : start + _WINDOW_CHARS] for start in range(0, max(1, len(text) - step), step)]
+    return [
+        bug_id for bug_id, lines in REPORTED.items()
+        if any(
+            all(_pattern(one).search(text) for one in line.split()) and any(_has_line(line, window) for window in windows)
+            for line in lines
+        )
+    ]  # fmt: skip
+
+
+def _has_line(line: str, window: str) -> bool:
+    return all(_pattern(one).search(window) for one in line.split())
+
+
+@cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![a-z0-9])(?:{pattern})", re.IGNORECASE)
 
 
 def index_of(bugs: Iterable[Bug]) -> Index:
