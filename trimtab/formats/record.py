@@ -99,6 +99,19 @@ class StoredFormat:
         return self.family == "ggml"
 
     @property
+    def has_rows(self) -> bool:
+        """Whether each of its parts has a row for each row of the weight: a table's rows can be looked up."""
+        if self.family == "float8":
+            return self.block[0] == 1
+        is_whole = self.has_index or self.has_rounding or self.name == "nvfp4-g16"
+        return self.family in ("none", "head8", "grouped", "mobile", "float4", "ggml") and not is_whole
+
+    @property
+    def has_file_rows(self) -> bool:
+        """Whether a file's tensors are its parts, so that a table's rows can be read from there."""
+        return self.family in ("mobile", "ggml")
+
+    @property
     def layout(self) -> str | None:
         """Its name to trimtab's kernels (`LAYOUTS` in engine/cuda/launch_config.py), None if they do not read it."""
         if self.family == "codebook":
@@ -253,5 +266,5 @@ def refuse(checkpoint: Checkpoint, problems: Sequence[tuple[str, str]]) -> None:
     more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
     raise CheckpointError(
         f"packed weights are inconsistent ({len(problems)} problems of {len(names)} weights): {shown}{more}",
-        path=checkpoint.folder, tensor_name=names[0] if len(names) == 1 else None,
+        path=checkpoint.path, tensor_name=names[0] if len(names) == 1 else None,
     )  # fmt: skip

@@ -211,8 +211,9 @@ def test_a_tensor_that_the_model_has_no_place_for_is_an_error(tmp_path, monkeypa
 
     monkeypatch.setattr(gguf_files, "write", with_bias)
     file, _ = gguf_files.model("llama", "q8_0", tmp_path)
-    with pytest.raises(CheckpointError, match=r"1 tensors have no place in LlamaForCausalLM: .*q_proj\.bias"):
+    with pytest.raises(CheckpointError, match=r"1 tensors have no place in LlamaForCausalLM: .*q_proj\.bias") as told:
         trimtab.load(trimtab.plan(file, device="cpu", context=64))
+    assert told.value.path == str(file)
 
 
 def test_a_vocabulary_that_is_cut_in_an_unknown_way_is_refused(tmp_path):
