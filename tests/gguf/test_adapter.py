@@ -109,8 +109,8 @@ ONE = ("F32", torch.ones(4, 256), (4, 256))
 @pytest.mark.parametrize(
     ("keys", "tensors", "words"),
     [
-        ({"general.type": "model"}, None, "is a GGUF file, and no LoRA in it"),
-        ({"adapter.type": "control_vector"}, None, "no LoRA in it"),
+        ({"general.type": "model"}, None, "is a model, and no LoRA\n`trimtab plan a.gguf` names its formats"),
+        ({"adapter.type": "control_vector"}, None, "is a GGUF file, and no LoRA"),
         ({"general.architecture": "bert"}, None, "is of the architecture 'bert'"),
         ({"adapter.lora.alpha": None}, None, "adapter.lora.alpha is None"),
         ({"adapter.lora.alpha": 0.0}, None, "adapter.lora.alpha is 0.0"),

@@ -189,8 +189,6 @@ def _gguf_in(folder: Path) -> Path | None:
             return None
         packed = sorted(name for name in names if name.lower().endswith(".gguf"))
         models = [name for name in packed if companion.is_model_file(folder / name)]
-        if len(models) > 1:  # the names of adapters and towers do not tell
-            models = [name for name in models if companion.is_language_model(folder / name)] or models
         if len(models) > 1:
             raise CheckpointError(
                 f"has {len(models)} GGUF files: {', '.join(models[:SHOWN_NAMES])}", path=folder, hint="Give one of the files"

@@ -58,6 +58,7 @@ GGML_BLOCKS: dict[str, tuple[int, int]] = {
     "q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
     "f16": (1, 2), "bf16": (1, 2), "f32": (1, 4),
 }  # fmt: skip
+GGML_FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 INDEXED = "-idx"
 _MOBILE = re.compile(r"mobile([248])-(?:g([1-9]\d{0,5})|row)(-a8)?\Z", re.ASCII)
 _FLOAT8 = re.compile(r"fp8-(?:([1-9]\d{0,5})x([1-9]\d{0,5})|row|tensor)\Z", re.ASCII)

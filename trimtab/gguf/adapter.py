@@ -46,7 +46,7 @@ def adapter_folder(path: str, width: int = 0) -> str:
         return str(folder_for(file, lambda made: _write(read_gguf(file), made, width), width))
     except CheckpointError as exc:
         reason = str(exc).removeprefix(f"{file}: ").removesuffix(f" {exc.hint}")
-        raise AdapterError(path, [reason], hint=exc.hint or HINT) from exc
+        raise AdapterError(path, [reason], hint=f"{exc.hint}. {HINT}" if exc.hint else HINT) from exc
 
 
 def made_for(folder: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -60,7 +60,9 @@ def _write(header: GgufHeader, made: Path, width: int) -> dict[str, Any]:
     """Fill a new folder, and return its table."""
     file, keys = header.files[0], header.keys
     if keys.get("general.type") != "adapter" or keys.get("adapter.type") != "lora":
-        raise AdapterError(file, ["is a GGUF file, and no LoRA in it"], hint=HINT)
+        is_model = keys.get("general.type", "model") == "model"
+        hint = f"`trimtab plan {file.name}` names its formats" if is_model else HINT
+        raise AdapterError(file, [f"is a {'model' if is_model else 'GGUF file'}, and no LoRA"], hint=hint)
     pairs, turned, problems = _pairs(header, width)
     alpha = keys.get("adapter.lora.alpha")
     if not isinstance(alpha, float) or not math.isfinite(alpha) or alpha <= 0:

@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.errors import CheckpointError
 from trimtab.gguf.architectures import TOKEN_IDS, Mapped, config_of, in_order, tensors_of
 from trimtab.gguf.folders import folder_for, stamp
-from trimtab.gguf.header import SPLIT, GgufHeader, read_bytes, read_gguf, refuse
+from trimtab.gguf.header import SPLIT, GgufHeader, file_kind, read_bytes, read_gguf, refuse
 
 SMALL = "small.safetensors"
 # What one file of vectors may hold: Qwen3.5's largest model has 20 MiB.
@@ -36,18 +36,12 @@ def folder_of(path: Path) -> Path:
 
 
 def is_model_file(file: Path) -> bool:
-    """Return whether a file is a model by its name: GGUF, no towers (mmproj), and the first of a set."""
+    """Return whether a file is a model: GGUF, the first of a set, and no towers (mmproj) or LoRA by its name or its header."""
     named = SPLIT.fullmatch(file.name)
     is_first = named is None or int(named[2]) == 1
-    return is_first and file.suffix.lower() == ".gguf" and not file.name.lower().startswith("mmproj")
-
-
-def is_language_model(file: Path) -> bool:
-    """Return whether a file is no LoRA and no towers by its header; True for one that cannot be read, so that reading says why."""
-    try:
-        return bool(read_gguf(file).keys.get("general.type", "model") == "model")
-    except CheckpointError:
-        return True
+    if not is_first or file.suffix.lower() != ".gguf" or file.name.lower().startswith("mmproj"):
+        return False
+    return not file.is_file() or file_kind(file) == "model"
 
 
 def _write(header: GgufHeader, made: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import re
 import stat
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -181,6 +182,21 @@ def _joined(file: Path, parts: list[GgufHeader], count: int) -> GgufHeader:
     if total != len(tensors):
         refuse(file, f"its set has {len(tensors)} tensors, split.tensors.count is {total!r:.30}", hint=_DAMAGED)
     return GgufHeader(tuple(part.files[0] for part in parts), parts[0].keys, tensors)
+
+
+def file_kind(path: Path) -> str:
+    """Return general.type of a file without the rest of its header: "model", "adapter" or "mmproj"; "model" for a damaged one."""
+    with suppress(CheckpointError, OSError), open(path, "rb") as file:
+        cursor = _Cursor(path, file, _Left())
+        magic, _, _, keys = cursor.take(4, "its first bytes"), cursor.take(4, ""), cursor.take(8, ""), cursor.number("Q", "")
+        for _ in range(keys if magic == MAGIC else 0):
+            name = cursor.text("a key's name", MOST_KEY_BYTES)
+            value = cursor.value(cursor.number("I", name), name)
+            if name == "general.type":
+                return str(value)
+            if not name.startswith(("general.", "split.")):
+                break  # writers put general.* first: a vocabulary is not read for this
+    return "model"
 
 
 def read_bytes(tensor: GgufTensor) -> bytes:

@@ -19,6 +19,7 @@ from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning.plan.table import stored_rows
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.verification.routes import stock_run
 
@@ -133,6 +134,12 @@ def test_a_plan_counts_the_bytes_of_each_type(root):
     anatomy = hf.read_anatomy(read_checkpoint(file), quant="none", dtype="bfloat16")
     blocks = {block.block_path: block for block in blocks_of(anatomy, "auto")}
     assert blocks["lm_head"].load_transient_bytes == 320 * 210 and blocks["model.layers.0"].load_transient_bytes == 2 * 512 * 210
+
+
+@pytest.mark.parametrize(("dtype", "is_rounded"), [("bfloat16", True), ("float16", False), ("float32", False)])
+def test_a_plan_says_that_values_of_16_bits_are_rounded(dtype, is_rounded, root):
+    plan = trimtab.plan(files("qwen3", "f16", root)[0], device="cpu", context=64, dtype=dtype)
+    assert all(("its values rounded to bfloat16" in row[-1]) is is_rounded for row in stored_rows(plan)[1:])
 
 
 @pytest.mark.parametrize("home", ["device", "host", "file"])

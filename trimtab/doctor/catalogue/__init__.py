@@ -77,6 +77,7 @@ FILES: tuple[str, ...] = (
     "i18_fp8_blocks",
     "i19_packed_linear",
     "i20_gguf_linear",
+    "i21_table_scales",
 )
 
 

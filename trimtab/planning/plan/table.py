@@ -212,7 +212,7 @@ def stored_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows + [
         (
             one.format_name, str(one.modules), gib(one.bytes), f"{one.bits_per_value:.2f}",
-            how_computed(one, step_mode=plan.execution.step.mode, is_kept=is_kept),
+            how_computed(one, step_mode=plan.execution.step.mode, is_kept=is_kept, dtype=plan.request.dtype),
         )
         for one in plan.stored
     ]  # fmt: skip
