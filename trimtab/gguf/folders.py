@@ -32,7 +32,7 @@ MOST_TABLE_BYTES = 64 * 2**20
 
 def folder_for(file: Path, write: Callable[[Path], dict[str, Any]], *more: Any) -> Path:
     """Return the folder of a GGUF file, or of the set that it is in. write: fills a new folder and returns its table. more: on
-    which the contents depend as well. Errors: CheckpointError if the file changes while it is read, or the cache cannot be written."""
+    which the contents depend as well. Errors: CheckpointError if the file changes, or the cache cannot be written."""
     key = _key_of(file, *more)
     # Its last name is the file's, for messages.
     folder = home_of() / key / file.name

@@ -13,7 +13,7 @@ BUG = Bug(
     title="A Gemma 4 mobile checkpoint whose per-layer table has a scale for each layer is refused",
     symptom="RuntimeError: You set `ignore_mismatched_sizes` to `False`, after a table with embedding_scale | MISMATCH",
     trigger="a checkpoint with GemmaQuantizationConfig and quantize_embeddings whose embedding_scale is [rows, n], n above 1",
-    cause="integrations/gemma_quant.py QuantizedEmbedding makes embedding_scale [rows, 1], though _dequantize_weights takes several",
+    cause="integrations/gemma_quant.py QuantizedEmbedding makes embedding_scale [rows, 1]; _dequantize_weights takes several",
     affected=(Affected("transformers", since="5.12.0"),),
     versions="transformers 5.23.0, run; 5.12.0 has the class, 5.8.0 has not (read)",
     way_round="load with the first scale of each row, then set embedding_scale to the file's own tensor",
@@ -36,7 +36,12 @@ def probe(kit: Kit) -> Seen:
     del state["model.embed_tokens.weight"]
     state["model.embed_tokens.embedding_quantized"] = torch.ones(8, 16, dtype=torch.int8)
     state["model.embed_tokens.embedding_scale"] = torch.ones(8, 2)
-    settings = {"quant_method": "gemma", "num_bits": 8, "quantize_embeddings": True, "modules_to_not_convert": ["model.layers", "lm_head"]}
+    settings = {
+        "quant_method": "gemma",
+        "num_bits": 8,
+        "quantize_embeddings": True,
+        "modules_to_not_convert": ["model.layers", "lm_head"],
+    }
     config = transformers.LlamaConfig(**sizes, quantization_config=settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
