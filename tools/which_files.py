@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests import gguf_files  # noqa: E402
 from tests.quantized_files import FAMILIES, FORMS, TIERS  # noqa: E402
 from trimtab.formats.record import packed_bytes, stored_format  # noqa: E402
 from trimtab.planning.values.execution import how_computed  # noqa: E402
@@ -21,11 +22,14 @@ from trimtab.planning.values.rows import StoredWeights  # noqa: E402
 PAGE = ROOT / "docs" / "which-files.md"
 SLOT = re.compile(r"(<!-- formats -->\n).*?(<!-- /formats -->)", re.DOTALL)
 NAMES = {"llama": "Llama", "qwen3_vl": "Qwen3-VL", "gemma4": "Gemma 4", "qwen3_moe": "Qwen3 MoE", "gemma3n": "Gemma 3n"}
-# Formats that other tests load in every tier: tests/engine/loader, tests/engine/formats/test_mobile.py. Format -> families.
+# Formats that other tests load in every tier: tests/engine/loader, test_mobile.py and test_gguf_models.py in tests/engine/formats.
+# Format -> families.
 ELSEWHERE = {
     **dict.fromkeys(("nf4", "nf4-dq", "fp4", "int8"), FAMILIES),
+    **dict.fromkeys((name.lower() for form in gguf_files.FORMS.values() for name in form), ("llama", "gemma4")),
     **dict.fromkeys(("mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8", "mobile2-row", "mobile4-g256"), ("gemma4",)),
 }
+OTHERS = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3.5"}
 # Sides of a large weight, for the bits per value.
 SHAPE = (4096, 4096)
 
@@ -38,7 +42,11 @@ def table() -> str:
     lines = [heads, ("---", "---:", *["---"] * (len(heads) - 2))]
     lines += [_row(name, formats[name]) for name in sorted(formats, key=lambda name: (stored_format(name).family, name))]
     rows = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-    return f"{rows}\nall: {', '.join(TIERS)}. table: a table of embeddings, resident or gather.\n"
+    others = ", ".join(OTHERS[name] for name in gguf_files.FAMILIES if name not in FAMILIES)
+    return (
+        f"{rows}\nall: {', '.join(TIERS)}. table: a table of embeddings, resident or gather.\n"
+        f"Types of GGUF files (`q4_0` to `f32`) are loaded in {others} as well; Gemma 4 in GGUF is text only.\n"
+    )
 
 
 def _row(name: str, families: tuple[str, ...]) -> tuple[str, ...]:

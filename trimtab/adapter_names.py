@@ -1,7 +1,7 @@
 """Adapter names: `NAME=PATH[:WEIGHT]` or a bare path on the command line; a mapping, a list or one path in Python.
 
 A bare path gets the name of its folder. `demo/style` is an adapter of the bundled demo (demo_names.py). Every command and call
-uses these functions. A LoRA in a GGUF file means the folder that gguf/adapter.py makes of it; no other file is read. No torch.
+uses these functions. No file is read. No torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
-from trimtab.gguf.adapter import adapter_folder
 
 Path: TypeAlias = "str | os.PathLike[str]"
 Adapters: TypeAlias = "Mapping[str, Path] | Sequence[Path] | Path"
@@ -69,7 +68,7 @@ def paths_of(adapters: Adapters | None) -> dict[str, str]:
 def _path(value: object, field: str) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _wrong_type(field, value)
-    return adapter_folder(without_demo_name(value))
+    return without_demo_name(value)
 
 
 def _wrong_type(field: str, value: object) -> RequestError:
@@ -111,7 +110,7 @@ def parse_adapter(text: str, *, field: str = "adapter") -> NamedAdapter:
     else:
         name = folder_name(path, field=field, hint=f"Add a name: NAME={text}")
     check_weight(name, weight, field=field, value=text)
-    return NamedAdapter(name, adapter_folder(path), float(weight))
+    return NamedAdapter(name, path, float(weight))
 
 
 def split_weight(path: str, *, field: str) -> tuple[str, float]:

@@ -17,7 +17,6 @@ from typing import Any, TypedDict
 from trimtab.adapter_names import NAME, NAME_RULE, Adapters
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
-from trimtab.gguf.adapter import adapter_folder
 
 TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
@@ -206,9 +205,7 @@ class LoadRequest:
         for name in self.adapters:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise RequestError(NAME_RULE, field="adapters", value=name)
-        named = {
-            name: adapter_folder(without_demo_name(path)) if isinstance(path, str) else path for name, path in self.adapters.items()
-        }
+        named = {name: without_demo_name(path) if isinstance(path, str) else path for name, path in self.adapters.items()}
         object.__setattr__(self, "adapters", named)
         for pattern, tier in self.place.items():
             if not pattern:

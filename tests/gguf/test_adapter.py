@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from safetensors.torch import load_file
 
 import trimtab
 from tests import gguf_files, pico, stock
-from trimtab.adapters.file import read_adapter
+from trimtab.adapters.file import for_peft, read_adapter
+from trimtab.checkpoint.folder import find_folder
 from trimtab.errors import AdapterError
 from trimtab.gguf import adapter
+from trimtab.gguf.header import read_gguf
+from trimtab.serve.adapters.watching import files_stamp
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +34,13 @@ def made(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
-def test_answers_are_those_of_the_adapter_of_peft(family, made):
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "llama", "mistral"])
+def test_answers_are_those_of_the_adapter_of_peft(family, made, tmp_path):
     file, dense, folder, lora = made(family)
     found = read_adapter(lora)
     wanted = {name: tensor.float() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
-    written = load_file(found.file)
+    config = json.loads((find_folder(file) / "config.json").read_text())
+    written = load_file(for_peft(lora, config) / "adapter_model.safetensors")
     assert set(written) == set(wanted) and all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
     assert found.config["r"] == 4 and set(found.config["rank_pattern"].values()) == {2} and found.config["lora_alpha"] == 8.0
     if family == "gemma4":
@@ -46,6 +51,45 @@ def test_answers_are_those_of_the_adapter_of_peft(family, made):
         model.adapter_store.set(lora.name)
         logits = stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config))
     assert torch.equal(logits, stock.logits(truth, pico.inputs("llama", truth.config)))
+    for number, given in enumerate((folder, lora)):
+        trimtab.merge(file, tmp_path / str(number), adapters=given)
+    merged = [(tmp_path / str(number) / "model.safetensors").read_bytes() for number in (0, 1)]
+    assert merged[0] == merged[1]
+
+
+def test_a_lora_of_another_architecture_with_equal_shapes_is_refused(made):
+    lora, file = made("qwen3")[3], made("llama")[0]
+    with pytest.raises(AdapterError) as told:
+        trimtab.plan(file, adapters=lora, device="cpu", context=64)
+    assert told.value.problems == ("is a LoRA for qwen3 (general.architecture), the model is of the type llama",)
+
+
+def test_the_file_is_named_as_the_user_did_and_its_change_is_seen(made, tmp_path):
+    lora = shutil.copy(made("qwen3")[3], tmp_path / "mine.gguf")
+    plan = trimtab.plan(made("qwen3")[0], adapters={"one": lora}, device="cpu", context=64)
+    assert plan.request.adapters == {"one": str(lora)} and files_stamp(lora) is not None
+    with trimtab.load(plan) as model:
+        assert not model.reload_adapter("one")
+        os.utime(lora, ns=(1, 1))
+        assert model.reload_adapter("one")
+    with pytest.raises(AdapterError, match="mine.gguf changed since the plan was made") as told:
+        trimtab.load(plan)
+    assert told.value.path == str(lora)
+
+
+def test_a_disk_without_room_and_a_short_file_are_named(tmp_path, monkeypatch):
+    def full(pairs, turned, target):
+        raise OSError(28, "No space left on device")
+
+    file = lora_file(tmp_path)
+    monkeypatch.setattr(adapter, "_write_tensors", full)
+    with pytest.raises(AdapterError, match="cannot be written \\(No space left on device\\)") as told:
+        read_adapter(file)
+    assert told.value.path == str(file) and "XDG_CACHE_HOME" in told.value.hint
+    monkeypatch.undo()
+    monkeypatch.setattr(adapter, "read_gguf", lambda path: (read_gguf(path), os.truncate(path, 4096))[0])
+    with pytest.raises(AdapterError, match="changed while it was read") as told:
+        read_adapter(file)
 
 
 def lora_file(tmp_path, keys=None, tensors=None):
@@ -65,13 +109,17 @@ ONE = ("F32", torch.ones(4, 256), (4, 256))
 @pytest.mark.parametrize(
     ("keys", "tensors", "words"),
     [
-        ({"general.type": "model"}, None, "is a GGUF file, and no LoRA in it"),
-        ({"adapter.type": "control_vector"}, None, "no LoRA in it"),
+        ({"general.type": "model"}, None, "is a model, and no LoRA\n`trimtab plan a.gguf` names its formats"),
+        ({"adapter.type": "control_vector"}, None, "is a GGUF file, and no LoRA"),
         ({"general.architecture": "bert"}, None, "is of the architecture 'bert'"),
         ({"adapter.lora.alpha": None}, None, "adapter.lora.alpha is None"),
         ({"adapter.lora.alpha": 0.0}, None, "adapter.lora.alpha is 0.0"),
         ({"adapter.alora.invocation_tokens": [1, 2]}, None, "adapter.alora.invocation_tokens=[1, 2]: unknown key"),
-        ({"general.architecture": "llama"}, None, "attn_q.weight.lora_a: its rows are in an order that the file does not tell"),
+        (
+            {"general.architecture": "qwen35"},
+            {"blk.0.attn_qkv.weight.lora_a": ONE},
+            "attn_qkv.weight.lora_a: its rows are in an order that the file does not tell",
+        ),
         (None, {"blk.0.attn_q.weight.lora_b": None}, "self_attn.q_proj has lora_a alone"),
         (None, {"blk.0.attn_q.weight.lora_b": ("F32", torch.ones(256, 8), (256, 8))}, "lora_a [4, 256] and lora_b [256, 8]"),
         (None, {"blk.0.ssm_x.weight.lora_a": ONE}, "blk.0.ssm_x.weight.lora_a has no module of a linear layer"),
@@ -88,11 +136,15 @@ def test_an_adapter_that_is_not_read_is_refused_by_name(keys, tensors, words, tm
 def test_a_changed_file_is_read_again(tmp_path):
     first = read_adapter(lora_file(tmp_path))
     again = read_adapter(lora_file(tmp_path, {"adapter.lora.alpha": 16.0}))
-    assert [json.loads((one.folder / "adapter_config.json").read_text())["lora_alpha"] for one in (first, again)] == [8.0, 16.0]
+    assert [json.loads((one.peft_folder / "adapter_config.json").read_text())["lora_alpha"] for one in (first, again)] == [
+        8.0,
+        16.0,
+    ]
 
 
 def test_a_lora_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     file = lora_file(tmp_path)
-    monkeypatch.setattr(adapter, "_write", lambda *given: os.utime(file, (1, 1)))
+    write = adapter._write_tensors
+    monkeypatch.setattr(adapter, "_write_tensors", lambda *given: (write(*given), os.utime(file, (1, 1))))
     with pytest.raises(AdapterError, match="changed while it was read"):
         read_adapter(file)

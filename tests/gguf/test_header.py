@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import gguf_files
 from tests.golden.formats.make import FOLDER
@@ -21,10 +21,11 @@ from trimtab.engine.formats import ggml, weights
 from trimtab.engine.formats.packed import Packed
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import GGML_BLOCKS, PackedEntry, packed_parts
-from trimtab.gguf import companion
-from trimtab.gguf.architectures import config_of, tensors_of
-from trimtab.gguf.companion import is_made_here
+from trimtab.formats.record import GGML_BLOCKS, PackedEntry, packed_parts, stored_format
+from trimtab.gguf import companion, folders
+from trimtab.gguf import header as header_module
+from trimtab.gguf.architectures import config_of, frequencies, in_order, tensors_of
+from trimtab.gguf.folders import is_made_here
 from trimtab.gguf.header import MOST_TENSORS, TYPES, read_gguf
 
 CPU = torch.device("cpu")
@@ -52,6 +53,29 @@ def test_blocks_of_any_bits_are_what_gguf_and_transformers_make_of_them(golden, 
     assert torch.equal(ggml.dequantize(half, torch.bfloat16), expected.to(torch.bfloat16))
     x = torch.randn(3, expected.shape[1])
     assert torch.equal(weights.shell(packed, None, torch.float32)(x), torch.nn.functional.linear(x, expected))
+
+
+class Made(TorchDispatchMode):
+    """The storages that operations made, kept alive."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.__dict__.setdefault("storages", {})[out.untyped_storage().data_ptr()] = out.untyped_storage()
+        return out
+
+
+@pytest.mark.parametrize("offset", [0, 256])
+def test_rows_are_put_in_order_in_the_memory_that_a_plan_counts(offset):
+    stored = torch.randint(0, 255, (512, 256), dtype=torch.uint8)
+    order = (offset, 1, 2, (512 - offset) // 64, 32)
+    with Made() as made:
+        found = in_order(stored, order)
+    rest = stored[offset:].view(1, 2, -1, 32, 256).transpose(1, 2).reshape(-1, 256)
+    assert torch.equal(found, torch.cat((stored[:offset], rest)))
+    del made.storages[stored.untyped_storage().data_ptr()]
+    nbytes = sum(one.nbytes() for one in made.storages.values())
+    assert nbytes * 272 // 256 == stored_format("q8_0").reading_bytes((512, 256))
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
@@ -193,6 +217,23 @@ def test_files_of_a_set_are_one_model_from_any_of_them(tmp_path):
     assert "says it is file 0 of 2, its name says 1 of 2" in refusal(names[0])
     names[1].unlink()
     assert "1 of 2 files of its set are missing: m-00002-of-00002.gguf" in refusal(names[0])
+    names[0].rename(names[1])  # a later file alone in its folder is not called a folder without config.json
+    with pytest.raises(CheckpointError, match="1 of 2 files of its set are missing: m-00001-of-00002.gguf"):
+        find_folder(tmp_path)
+
+
+def test_the_limits_of_headers_are_those_of_a_whole_set(tmp_path, monkeypatch):
+    file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
+    parts = gguf_files.split(file, tmp_path)
+    count = len(read_gguf(file).tensors)
+    monkeypatch.setattr(header_module, "MOST_TENSORS", count - 1)
+    assert f"at most {count - 1} are read in all" in refusal(parts[0])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x.gguf")
+    assert "is no regular file" in refusal(tmp_path / "x.gguf")
 
 
 @given(data=st.data())
@@ -235,6 +276,8 @@ def tiny(tmp_path, keys=None, **tensors):
         ({"qwen3.vocab_size": 5}, "vocab_size is 5, 320 is read"),
         ({"qwen3.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
         ({"qwen3.rope.dimension_count": 8}, "turns 8 of 32 values of a head"),
+        ({"tokenizer.ggml.tokens": ["a"] * 319}, "tokenizer.ggml.tokens has 319 entries, token_embd.weight 320 rows"),
+        ({"tokenizer.ggml.eos_token_id": 320}, "tokenizer.ggml.eos_token_id is 320, 0 to 319 is read"),
     ],
 )  # fmt: skip
 def test_a_model_that_is_not_read_is_refused_by_name(keys, words, tmp_path):
@@ -289,6 +332,46 @@ def test_the_scaling_of_llama_3_is_found_from_its_factors(tmp_path):
         config_of(written(plain / scaled))
 
 
+def changed_model(tmp_path, family, name, values, monkeypatch):
+    """Return a model's file with one tensor replaced."""
+    write = gguf_files.write
+    monkeypatch.setattr(
+        gguf_files, "write",
+        lambda target, keys, tensors: write(target, keys, tensors | {name: ("F32", values, tuple(values.shape))}),
+    )  # fmt: skip
+    return gguf_files.model(family, "q8_0", tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("blk.0.ssm_a", torch.tensor([-1.0] * 7 + [0.5]), "has values that are not below 0"),
+        ("output_norm.weight", torch.full((256,), float("inf")), "has values that are not finite"),
+        ("rope_freqs.weight", torch.ones(16), "has factors of positions, which Qwen3.5 does not have"),
+    ],
+)  # fmt: skip
+def test_values_that_would_be_nan_or_unread_are_refused(name, values, words, tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match=words) as told:
+        find_folder(changed_model(tmp_path, "qwen3_5", name, values, monkeypatch))
+    assert told.value.tensor_name == name
+
+
+def test_a_damaged_folder_of_the_cache_is_made_again(tmp_path):
+    file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
+    made = find_folder(file)
+    for name in ("gguf.json", "config.json", "small.safetensors"):
+        (made / name).write_bytes(b"")
+        assert find_folder(file) == made and read_checkpoint(made).tensors
+
+
+def test_factors_that_the_file_ends_within_are_refused(tmp_path):
+    file = small(tmp_path)
+    tensor = read_gguf(file).tensors["a.weight"]
+    file.write_bytes(file.read_bytes()[: tensor.start + 1])
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        frequencies(tensor)
+
+
 def test_a_file_that_changes_while_its_folder_is_made_is_refused(tmp_path, monkeypatch):
     file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
 
@@ -304,7 +387,7 @@ def test_another_folder_cannot_name_files_elsewhere(tmp_path):
     file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
     made = find_folder(file)
     assert made.name == file.name and is_made_here(made) and find_folder(file) == made
-    assert not is_made_here(companion.home_of() / ".." / "other")
+    assert not is_made_here(folders.home_of() / ".." / "other")
     checkpoint = read_checkpoint(made)
     assert set(split_packed(checkpoint)[1]) and checkpoint.is_gguf
     other = tmp_path / "other"
@@ -313,8 +396,7 @@ def test_another_folder_cannot_name_files_elsewhere(tmp_path):
         (other / name).write_bytes((made / name).read_bytes())
     with pytest.raises(CheckpointError, match="give the GGUF file itself"):
         read_checkpoint(other)
-    table = json.loads((made / "gguf.json").read_text())
-    assert table["files"][0][0] == str(file)
+    assert folders.read_table(made)["files"][0][0] == str(file) and checkpoint.path == file
     os.utime(file, ns=(1, 1))
     with pytest.raises(CheckpointError, match="changed or went away"):
         read_checkpoint(made)
@@ -327,19 +409,24 @@ def test_a_folder_with_one_file_is_that_file(tmp_path):
     shutil.copy(file, tmp_path / "one")
     (tmp_path / "one" / "mmproj-f16.gguf").write_bytes(b"GGUF")
     assert find_folder(tmp_path / "one").name == file.name
+    lora = {"general.architecture": "qwen3", "general.type": "adapter", "adapter.type": "lora"}
+    gguf_files.write(tmp_path / "one" / "lora.gguf", lora, {"a": VECTOR})
+    assert find_folder(tmp_path / "one").name == file.name
     shutil.copy(file, tmp_path / "one" / "other.gguf")
     with pytest.raises(CheckpointError, match="has 2 GGUF files: other.gguf, tiny-q8_0.gguf"):
         find_folder(tmp_path / "one")
+    with pytest.raises(CheckpointError, match="gone/nothing.gguf: no such file"):
+        find_folder("gone/nothing.gguf")
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner's number here")
 def test_a_temporary_folder_of_another_user_is_not_ours(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    home = tmp_path / (companion.PREFIX + "x")
+    home = tmp_path / (folders.PREFIX + "x")
     home.mkdir()
     assert is_made_here(home / "key" / "m.gguf")
-    (tmp_path / (companion.PREFIX + "link")).symlink_to(home)
-    assert not is_made_here(tmp_path / (companion.PREFIX + "link") / "key" / "m.gguf")
+    (tmp_path / (folders.PREFIX + "link")).symlink_to(home)
+    assert not is_made_here(tmp_path / (folders.PREFIX + "link") / "key" / "m.gguf")
     monkeypatch.setattr("os.getuid", lambda: home.stat().st_uid + 1)
     assert not is_made_here(home / "key" / "m.gguf")
 

@@ -86,6 +86,9 @@ EXPECTED_C_TO_H: dict[str, tuple[str, str]] = {
     "I18": (N, P),
     "I19": (N, P),
     "I20": (N, P),
+    "I21": (N, P),
+    "I22": (f"{P} or {N}", P),  # read for the oldest set, not run
+    "I23": (N, P),
 }
 
 EXPECTED = EXPECTED_A_TO_B | EXPECTED_C_TO_H

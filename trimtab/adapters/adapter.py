@@ -29,7 +29,7 @@ def describe(file: AdapterFile, spec: AdapterSpec | None) -> dict[str, Any]:
     shown = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
     report: dict[str, Any] = {
         "path": str(file.folder),
-        "base_model": config.get("base_model_name_or_path"),
+        "base_model": config.get("base_model_name_or_path") or " or ".join(file.made_for) or None,
         "peft_version": config.get("peft_version"),
         "tensors": len(file.tensors),
         "bytes": sum(entry.nbytes for entry in file.tensors.values()),

@@ -6,8 +6,8 @@ Only files with fixed names inside the folder are opened: no name in them ever b
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, reading
 from trimtab.demo_names import MODEL, NAMED, without_demo_name
 from trimtab.errors import AdapterError
-from trimtab.gguf.adapter import adapter_folder
+from trimtab.gguf.adapter import adapter_folder, is_lora_file, made_for
 from trimtab.printable import printable
 from trimtab.process.json_file import JsonError, read_json
 
@@ -39,8 +39,10 @@ _OTHER_FILES = {
 class AdapterFile:
     """A folder that PEFT wrote: its configuration as stored and the header of its tensor file.
 
-    stamps: (file, size, mtime in ns) of both, taken before they were read. notes: other weights in the folder that
-    nothing uses.
+    folder: as the user named it; of a LoRA in GGUF that file, and `peft_folder` is what gguf/adapter.py made of it. stamps: (file,
+    size, mtime in ns) of both files, or of the GGUF file, taken before they were read. notes: other weights in the folder that
+    nothing uses. made_for: the types of models that a GGUF file is for, () for a folder. turned: its modules whose rows are not in
+    the model's order.
     """
 
     folder: Path
@@ -49,6 +51,18 @@ class AdapterFile:
     file: Path
     stamps: tuple[Stamp, ...] = ()
     notes: tuple[str, ...] = ()
+    made_for: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
+
+    @property
+    def peft_folder(self) -> Path:
+        """The folder with both files, which PEFT loads."""
+        return self.file.parent
+
+    def with_heads(self, width: int) -> AdapterFile:
+        """Return the adapter with its rows in the order of a model whose heads have this width. Errors: AdapterError."""
+        file = Path(adapter_folder(str(self.folder), width)) / TENSORS_NAME
+        return replace(self, file=file, tensors=dict(read_header(file).tensors), turned=())
 
 
 GGUF = ".gguf"
@@ -80,6 +94,15 @@ def check_is_adapter(path: str | Path) -> None:
         raise AdapterError(folder, problems)
 
 
+def for_peft(path: str | Path, config: Mapping[str, Any]) -> Path:
+    """Return the folder of an adapter that PEFT loads on a model with this config. Errors: AdapterError for a LoRA in GGUF."""
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    heads = text.get("num_attention_heads")
+    width = text.get("head_dim") or (text.get("hidden_size", 0) // heads if isinstance(heads, int) and heads else 0)
+    return Path(adapter_folder(str(path), width if isinstance(width, int) else 0))
+
+
 @reading(adapter_refusal)
 def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str] = (), log_name: str | None = None) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
@@ -90,9 +113,10 @@ def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str
     other weights in the folder that change the output, bad JSON, another method than LoRA, configuration fields that change the
     output in a way not supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
     """
-    folder = Path(adapter_folder(without_demo_name(path)))
+    given = Path(without_demo_name(path))
+    stamps = stamps_of(given)
+    folder = Path(adapter_folder(str(given)))
     check_is_adapter(folder)
-    stamps = stamps_of(folder)
     config = _read_config(folder / CONFIG_NAME)
     beside, notes = _beside(folder)
     problems = config_problems({name: value for name, value in config.items() if name not in takes}) + beside
@@ -101,7 +125,8 @@ def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str
     header = read_header(folder / TENSORS_NAME)
     if not header.tensors:
         raise AdapterError(folder, [f"{TENSORS_NAME} has no tensors"])
-    adapter = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps, tuple(notes))
+    own = ((), ()) if folder == given else made_for(str(folder))
+    adapter = AdapterFile(given, config, dict(header.tensors), folder / TENSORS_NAME, stamps, tuple(notes), *own)
     if values:
         check_values(adapter)
     if log_name is not None:
@@ -118,7 +143,7 @@ def _beside(folder: Path) -> tuple[list[str], list[str]]:
 
 def check_beside(path: str | Path, log_name: str) -> None:
     """Check the other weights in the folder of an adapter that was read before, as `read_adapter` does. Errors: AdapterError."""
-    problems, notes = _beside(Path(path))
+    problems, notes = _beside(Path(adapter_folder(str(path))))
     if problems:
         raise AdapterError(Path(path), problems)
     _log(notes, log_name)
@@ -130,8 +155,10 @@ def _log(notes: Collection[str], name: str) -> None:
 
 
 def stamps_of(path: str | Path) -> tuple[Stamp, ...]:
-    """Return (file, size, mtime in ns) of an adapter's two files; -1 for one that does not exist."""
-    folder = Path(adapter_folder(str(path)))
+    """Return (file, size, mtime in ns) of an adapter's two files, or of its GGUF file; -1 for one that does not exist."""
+    folder = Path(path)
+    if is_lora_file(folder):
+        return (stamp_of(folder.parent, folder),)
     return tuple(stamp_of(folder, folder / name) for name in (CONFIG_NAME, TENSORS_NAME))
 
 

@@ -183,8 +183,13 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     Errors: AdapterError with every problem of the file: keys that name nothing (with near names and shapes), wrong
     shapes or ranks, half of a pair, tensors that the configuration does not declare, modules that do not support LoRA.
     """
+    problems = []
+    if file.made_for and anatomy.model_type not in file.made_for:
+        problems.append(f"is a LoRA for {file.made_for[0]} (general.architecture), the model is of the type {anatomy.model_type}")
+    elif file.turned:
+        file = _with_heads(file, anatomy)
     keys = [parse_key(name) for name in file.tensors]
-    problems = [f"{key.adapter_key}: {key.problem}" for key in keys if key.problem]
+    problems += [f"{key.adapter_key}: {key.problem}" for key in keys if key.problem]
     names = sorted({key.name for key in keys if key.name is not None})
     if len(names) > 1:
         problems.append(f"the file holds several adapters ({', '.join(names)}); save them one by one")
@@ -231,6 +236,16 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     targets += builder.tied_originals(targets, originals)
     targets.sort(key=lambda target: places.order[target.module_path])
     return AdapterSpec(file, tuple(targets), tuple(no_effect), rewrite.label, anatomy.dtype, tuple(notes), idle)
+
+
+def _with_heads(file: AdapterFile, anatomy: Anatomy) -> AdapterFile:
+    """Return a LoRA in GGUF with the rows of queries and keys in the model's order. Errors: AdapterError."""
+    widths = {layer.head_dim for layer in anatomy.kv_layers}
+    if len(widths) != 1:
+        raise AdapterError(
+            file.folder, [f"its rows of {file.turned[0]} are ordered by heads, the model's have {len(widths)} widths"]
+        )
+    return file.with_heads(widths.pop())
 
 
 def _made_for(file: AdapterFile) -> str:

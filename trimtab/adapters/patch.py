@@ -51,7 +51,7 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
         config = patched_config(spec, pattern)
         (staged / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         renamed = _renamed(spec)
-        linked = _weights(file.file, staged / TENSORS_NAME, renamed)
+        linked = _weights(spec.file.file, staged / TENSORS_NAME, renamed)
         _check_equal(spec, read_adapter(staged), anatomy, paths)
     return {
         "written": str(folder), "target_modules": pattern, "modules": len(paths), "renamed": len(renamed), "linked": linked,

@@ -61,7 +61,7 @@ def peft_config(spec: AdapterSpec, paths: Iterable[str], *, has_experts: bool, i
         problem = f"PEFT has no LoRA for routers ({routers[0]} and {len(routers) - 1} more); `trimtab.load` applies it"
         raise AdapterError(spec.file.folder, [problem])
     try:
-        config = peft.LoraConfig.from_pretrained(str(spec.file.folder))
+        config = peft.LoraConfig.from_pretrained(str(spec.file.peft_folder))
     except (TypeError, ValueError) as exc:
         raise AdapterError(spec.file.folder, [f"PEFT {peft.__version__} refuses the configuration: {exc}"]) from exc
     config.inference_mode = not is_trainable

@@ -22,7 +22,7 @@ from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import CheckpointError
-from trimtab.gguf import companion
+from trimtab.gguf import companion, folders
 from trimtab.gguf.architectures import Order
 from trimtab.process.json_file import read_object
 
@@ -61,6 +61,11 @@ class Checkpoint:
     def is_gguf(self) -> bool:
         """Whether its matrices are in GGUF files."""
         return bool(self.orders)
+
+    @property
+    def path(self) -> Path:
+        """What errors name: its folder, of a GGUF model the first of its files."""
+        return self.files[1] if self.is_gguf else self.folder
 
 
 @reading(checkpoint_refusal)
@@ -107,9 +112,9 @@ def check_not_foreign(config: Mapping[str, Any], path: str | os.PathLike[str]) -
 
 def _of_gguf(folder: Path, config: dict[str, Any], quantization: dict[str, Any]) -> Checkpoint:
     """Return the checkpoint of a companion's folder. The types of its tensors are ggml's; formats/gguf.py reads them."""
-    if not companion.is_made_here(folder):
+    table = folders.read_table(folder) if folders.is_made_here(folder) else None
+    if table is None:
         raise CheckpointError("config.json says GGUF: give the GGUF file itself", path=folder)
-    table = read_object(folder / companion.TABLE, "own state")
     files = tuple(Path(name) for name, *_ in table["files"])
     changed = [
         file.name for file, (_, *then) in zip(files, table["files"], strict=True) if list(stamp_of(folder, file)[1:]) != then
@@ -138,7 +143,7 @@ def check_has_weights(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for a checkpoint without weights, which can be planned alone."""
     if not checkpoint.has_weights:
         raise CheckpointError(
-            "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.folder,
+            "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.path,
             hint="Add the safetensors files",
         )  # fmt: skip
 
@@ -149,7 +154,7 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
     changed = [then[0] for then, new in zip(checkpoint.stamps, now, strict=True) if then != new]
     if changed:
         raise CheckpointError(
-            f"changed since it was read: {', '.join(changed)}", path=checkpoint.folder,
+            f"changed since it was read: {', '.join(changed)}", path=checkpoint.path,
             hint="Plan and load again; a checkpoint must not be written while it is in use",
         )  # fmt: skip
 
@@ -182,12 +187,14 @@ def _gguf_in(folder: Path) -> Path | None:
         names = os.listdir(folder)
         if CONFIG in names or any(name.endswith(".safetensors") for name in names):
             return None
-        models = sorted(name for name in names if companion.is_model_file(folder / name))
+        packed = sorted(name for name in names if name.lower().endswith(".gguf"))
+        models = [name for name in packed if companion.is_model_file(folder / name)]
         if len(models) > 1:
             raise CheckpointError(
                 f"has {len(models)} GGUF files: {', '.join(models[:SHOWN_NAMES])}", path=folder, hint="Give one of the files"
             )
-        return folder / models[0] if models else None
+        # A later file of a set, or towers alone: reading says what is missing.
+        return folder / (models or packed)[0] if packed else None
     return None
 
 
@@ -218,6 +225,8 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
         raise CheckpointError("no such file" if path.suffix.lower() == ".gguf" else "no such folder", path=path)
     cached = hub_cache() / "--".join(("models", *parts))
+    if not os.path.isdir(cached) and path.suffix.lower() == ".gguf":
+        raise CheckpointError("no such file", path=path)
     if not os.path.isdir(cached):
         raise CheckpointError(
             f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is downloaded automatically",

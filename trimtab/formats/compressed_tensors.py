@@ -87,7 +87,7 @@ def _schemes(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
 
 def _refused(checkpoint: Checkpoint, why: str, value: object) -> CheckpointError:
     return CheckpointError(
-        f"cannot be read: {why}" + ("" if value is None else f": {value!s:.100}"), path=checkpoint.folder, hint=HINT
+        f"cannot be read: {why}" + ("" if value is None else f": {value!s:.100}"), path=checkpoint.path, hint=HINT
     )
 
 

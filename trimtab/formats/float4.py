@@ -34,7 +34,7 @@ def read_modelopt(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[
     algorithm = (checkpoint.quantization or {}).get("quant_algo")
     if algorithm not in ALGORITHMS:
         raise CheckpointError(
-            f"is quantized by ModelOpt with {algorithm!s:.60}; {', '.join(ALGORITHMS)} are read", path=checkpoint.folder,
+            f"is quantized by ModelOpt with {algorithm!s:.60}; {', '.join(ALGORITHMS)} are read", path=checkpoint.path,
             hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads",
         )  # fmt: skip
     problems: list[tuple[str, str]] = []

@@ -53,13 +53,13 @@ def _bits(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, object]:
     settings = checkpoint.quantization or {}
     default, listed = settings.get("num_bits", 4), settings.get("module_quant_configs") or {}
     if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
-        raise CheckpointError("module_quant_configs is no object of objects", path=checkpoint.folder, hint=HINT)
+        raise CheckpointError("module_quant_configs is no object of objects", path=checkpoint.path, hint=HINT)
     names = list(modules)
     try:
         patterns = Matcher(names).leftmost(listed)
     except PatternError as exc:
         which = "" if exc.pattern is None else f": {shown(exc.pattern)}"
-        raise CheckpointError(f"module_quant_configs{which} {exc}", path=checkpoint.folder, hint=HINT) from exc
+        raise CheckpointError(f"module_quant_configs{which} {exc}", path=checkpoint.path, hint=HINT) from exc
     return {name: listed[patterns[name]].get("num_bits", default) if name in patterns else default for name in names}
 
 

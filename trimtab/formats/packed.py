@@ -38,18 +38,18 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
         marked = next((name for name in checkpoint.tensors if name.endswith(MARKS)), None)
         if marked is not None:
             raise CheckpointError(
-                "is quantized, but config.json has no quantization_config", path=checkpoint.folder, tensor_name=marked,
+                "is quantized, but config.json has no quantization_config", path=checkpoint.path, tensor_name=marked,
                 hint="Get config.json of the same release of the model again",
             )  # fmt: skip
     read = READERS.get("bitsandbytes" if method is None else method)
     if read is None:
         named = f"is quantized with {method!r:.60}" if method else "is quantized, and config.json names no quant_method"
-        raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.folder, hint=HINT)
+        raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.path, hint=HINT)
     plain, packed = read(checkpoint)
     refuse(checkpoint, list(_left_over(plain)))
     if method is not None and checkpoint.has_weights and not packed:
         raise CheckpointError(
-            "config.json says quantized, but no weight is packed", path=checkpoint.folder,
+            "config.json says quantized, but no weight is packed", path=checkpoint.path,
             hint="Remove quantization_config from config.json if the weights are full precision",
         )  # fmt: skip
     return plain, packed

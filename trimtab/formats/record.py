@@ -58,6 +58,7 @@ GGML_BLOCKS: dict[str, tuple[int, int]] = {
     "q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210),
     "f16": (1, 2), "bf16": (1, 2), "f32": (1, 4),
 }  # fmt: skip
+GGML_FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 INDEXED = "-idx"
 _MOBILE = re.compile(r"mobile([248])-(?:g([1-9]\d{0,5})|row)(-a8)?\Z", re.ASCII)
 _FLOAT8 = re.compile(r"fp8-(?:([1-9]\d{0,5})x([1-9]\d{0,5})|row|tensor)\Z", re.ASCII)
@@ -97,6 +98,19 @@ class StoredFormat:
     def shares_tables(self) -> bool:
         """Whether a table that shares its weight with a head is kept in 16 bits; else such a file is refused."""
         return self.family == "ggml"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether each of its parts has a row for each row of the weight: a table's rows can be looked up."""
+        if self.family == "float8":
+            return self.block[0] == 1
+        is_whole = self.has_index or self.has_rounding or self.name == "nvfp4-g16"
+        return self.family in ("none", "head8", "grouped", "mobile", "float4", "ggml") and not is_whole
+
+    @property
+    def has_file_rows(self) -> bool:
+        """Whether a file's tensors are its parts, so that a table's rows can be read from there."""
+        return self.family in ("mobile", "ggml")
 
     @property
     def layout(self) -> str | None:
@@ -253,5 +267,5 @@ def refuse(checkpoint: Checkpoint, problems: Sequence[tuple[str, str]]) -> None:
     more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
     raise CheckpointError(
         f"packed weights are inconsistent ({len(problems)} problems of {len(names)} weights): {shown}{more}",
-        path=checkpoint.folder, tensor_name=names[0] if len(names) == 1 else None,
+        path=checkpoint.path, tensor_name=names[0] if len(names) == 1 else None,
     )  # fmt: skip

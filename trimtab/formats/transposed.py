@@ -45,7 +45,7 @@ def read_gptq(checkpoint: Checkpoint) -> Split:
 
 def _refused(checkpoint: Checkpoint, why: str) -> CheckpointError:
     return CheckpointError(
-        why, path=checkpoint.folder, hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads"
+        why, path=checkpoint.path, hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads"
     )
 
 

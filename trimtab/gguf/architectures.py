@@ -14,12 +14,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.gguf.header import GgufHeader, GgufTensor, refuse
+from trimtab.gguf.header import GgufHeader, GgufTensor, read_bytes, refuse
 
-# Rows from `offset` on are stored [a, b, c, d], and the model has them [a, c, b, d].
+# (offset, a, b, c, d): rows from `offset` on are stored [a, b, c, d], and the model has them [a, c, b, d].
 Order = tuple[int, int, int, int, int]
+# Keys of a vocabulary that config.json takes.
+TOKEN_IDS = ("bos", "eos", "padding", "eot", "eom")
 MOST_FREQUENCIES, MOST_LAYERS, MOST_SIDE = 4096, 512, 2**31
 HINT = "Use the safetensors files that this file was made from"
+
+
+def in_order(value: Any, order: Order) -> Any:
+    """Return a torch tensor with its rows in the model's order, in memory for one more."""
+    offset, *sides = order
+    a, b, c, d = sides
+    out, rest = value.new_empty(value.shape), value[offset:]
+    out[:offset] = value[:offset]
+    out[offset:].view(a, c, b, d, *rest.shape[1:]).copy_(rest.reshape(*sides, *rest.shape[1:]).transpose(1, 2))
+    return out
 
 
 @dataclass(frozen=True)
@@ -36,10 +48,11 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Architecture:
-    """model_type, class_name: of transformers. names: stem of a tensor in a layer, or of the model -> the model's path ({} is the
-    prefix of the layer). changes: stem -> change. orders: stem -> (side, order) of a config. config: what the keys do not name."""
+    """model_types, class_name: of transformers; a file is of the first type, the others compute the same. names: stem of a tensor
+    in a layer, or of the model -> the model's path ({} is the prefix of the layer). changes: stem -> change. orders: stem -> (side,
+    order) of a config. config: what the keys do not name."""
 
-    model_type: str
+    model_types: tuple[str, ...]
     class_name: str
     names: Mapping[str, str]
     config: Callable[[_Keys, GgufHeader, dict[str, Any]], None]
@@ -117,9 +130,7 @@ def frequencies(tensor: GgufTensor) -> tuple[float, ...]:
     """Return the values of a small tensor of float32."""
     if tensor.type_name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MOST_FREQUENCIES:
         refuse(tensor.file, f"is {tensor.type_name} {list(tensor.shape)}, F32 of at most {MOST_FREQUENCIES} is read", tensor.name)
-    with open(tensor.file, "rb") as file:
-        file.seek(tensor.start)
-        return struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.nbytes))
+    return struct.unpack(f"<{tensor.shape[0]}f", read_bytes(tensor))
 
 
 def _llama3(header: GgufHeader, found: tuple[float, ...], theta: float, original: int) -> dict[str, Any]:
@@ -228,6 +239,8 @@ def _qwen35(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     keys.expect("attention.value_length", width)
     sections, turned = keys.take("rope.dimension_sections", list), keys.take("rope.dimension_count")
     inner = keys.take("ssm.inner_size")
+    if "rope_freqs.weight" in header.tensors:
+        refuse(header.files[0], "has factors of positions, which Qwen3.5 does not have", "rope_freqs.weight", HINT)
     if not width or not heads or inner % heads:
         refuse(header.files[0], f"{keys.prefix}ssm.inner_size is {inner} for {heads} heads", hint=HINT)
     config |= {
@@ -261,13 +274,13 @@ def _tiled(side: str, *, width: bool = True, keys: bool = False) -> Callable[[Ma
 _NORMS = ("output_norm", "attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
-        "llama", "LlamaForCausalLM", _LLAMA_NAMES, _llama, _DENSE_FIELDS,
+        ("llama", "mistral"), "LlamaForCausalLM", _LLAMA_NAMES, _llama, _DENSE_FIELDS,
         orders={"attn_q": _halves("num_attention_heads"), "attn_k": _halves("num_key_value_heads")},
     ),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _LLAMA_NAMES, _dense, _DENSE_FIELDS),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _LLAMA_NAMES | _QK_NORMS, _dense, _DENSE_FIELDS),
+    "qwen2": Architecture(("qwen2",), "Qwen2ForCausalLM", _LLAMA_NAMES, _dense, _DENSE_FIELDS),
+    "qwen3": Architecture(("qwen3",), "Qwen3ForCausalLM", _LLAMA_NAMES | _QK_NORMS, _dense, _DENSE_FIELDS),
     "gemma4": Architecture(
-        "gemma4_text", "Gemma4ForCausalLM",
+        ("gemma4_text", "gemma4"), "Gemma4ForCausalLM",
         _NAMES | _QK_NORMS | {
             "ffn_norm": "{}.pre_feedforward_layernorm", "post_attention_norm": "{}.post_attention_layernorm",
             "post_ffw_norm": "{}.post_feedforward_layernorm", "layer_output_scale": "{}.layer_scalar",
@@ -278,7 +291,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _gemma4, _FIELDS,
     ),
     "qwen35": Architecture(
-        "qwen3_5_text", "Qwen3_5ForCausalLM",
+        ("qwen3_5_text", "qwen3_5"), "Qwen3_5ForCausalLM",
         _NAMES | _QK_NORMS | {
             "post_attention_norm": "{}.post_attention_layernorm", "attn_qkv": "{}.linear_attn.in_proj_qkv",
             "attn_gate": "{}.linear_attn.in_proj_z", "ssm_alpha": "{}.linear_attn.in_proj_a",
@@ -314,11 +327,12 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         refuse(file, "has no token_embd.weight", hint=HINT)
+    _check_vocabulary(header, table.shape[0])
     keys = _Keys(header)
     keys.expect("vocab_size", table.shape[0])
     keys.expect("attention.causal", True)
     config: dict[str, Any] = {
-        "model_type": made.model_type, "architectures": [made.class_name], "vocab_size": table.shape[0],
+        "model_type": made.model_types[0], "architectures": [made.class_name], "vocab_size": table.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors, "dtype": "bfloat16",
     }  # fmt: skip
     for name, its_field in made.fields.items():
@@ -333,6 +347,19 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         shown = ", ".join(f"{keys.prefix}{name} = {value!r:.40}" for name, value in list(keys.left.items())[:5])
         refuse(file, f"has keys whose meaning is not known here: {shown}", hint=HINT)
     return config | {"quantization_config": {"quant_method": "gguf"}}
+
+
+def _check_vocabulary(header: GgufHeader, rows: int) -> None:
+    """Refuse a vocabulary of another size than the table, and ids that are in neither."""
+    for name in ("tokens", "token_type", "scores"):
+        values = header.keys.get(f"tokenizer.ggml.{name}")
+        if values is not None and (not isinstance(values, list) or len(values) != rows):
+            count = len(values) if isinstance(values, list) else repr(values)[:40]
+            refuse(header.files[0], f"tokenizer.ggml.{name} has {count} entries, token_embd.weight {rows} rows", hint=HINT)
+    for name in TOKEN_IDS:
+        value = header.keys.get(f"tokenizer.ggml.{name}_token_id", 0)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < rows:
+            refuse(header.files[0], f"tokenizer.ggml.{name}_token_id is {value!r:.40}, 0 to {rows - 1} is read", hint=HINT)
 
 
 def tensors_of(header: GgufHeader, config: Mapping[str, Any]) -> list[Mapped]:

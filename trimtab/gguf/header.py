@@ -3,15 +3,17 @@
 Format, little-endian: "GGUF", a version, the numbers of tensors and of keys, the keys with their values, the tensors' names,
 shapes, types and offsets, then the data, each tensor at a multiple of `general.alignment`. Source: ggml, docs/gguf.md.
 Strict where a false header would cost memory or give wrong weights: counts, lengths, unique names, no overlap, no gap, the exact
-file length. A set of files (`split.count`) is read from any of them.
+file length. A set of files (`split.count`) is read from any of them; the limits are those of the whole set.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -70,18 +72,25 @@ class GgufHeader:
         return str(self.keys.get("general.architecture", ""))
 
 
-class _Cursor:
-    """A position in a header. Every read is checked against the file's length and the limit of a header before it is made."""
+class _Left:
+    """What the header of a file, or the headers of a set together, may still have."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file, self.at = path, file, 0
+    def __init__(self) -> None:
+        self.header_bytes, self.values, self.tensors, self.keys = MOST_HEADER_BYTES, MOST_VALUES, MOST_TENSORS, MOST_KEYS
+
+
+class _Cursor:
+    """A position in a header. Every read is checked against the file's length and the limits before it is made."""
+
+    def __init__(self, path: Path, file: BinaryIO, left: _Left) -> None:
+        self.path, self.file, self.left, self.at = path, file, left, 0
         self.file_bytes = os.fstat(file.fileno()).st_size
-        self.values_left = MOST_VALUES
 
     def take(self, count: int, what: str) -> bytes:
         if self.at + count > self.file_bytes:
             refuse(self.path, f"ends within {what}", hint=_DAMAGED)
-        if self.at + count > MOST_HEADER_BYTES:
+        self.left.header_bytes -= count
+        if self.left.header_bytes < 0:
             refuse(self.path, f"header is longer than {MOST_HEADER_BYTES} B at {what}", hint=_DAMAGED)
         found = self.file.read(count)
         if len(found) != count:
@@ -112,8 +121,8 @@ class _Cursor:
         if kind != ARRAY:
             refuse(self.path, f"{what} is of the unknown type {kind}", hint=_DAMAGED)
         inner, count = self.number("I", what), self.number("Q", what)
-        self.values_left -= count
-        if self.values_left < 0:
+        self.left.values -= count
+        if self.left.values < 0:
             refuse(self.path, f"{what} has {count} values, at most {MOST_VALUES} are read in all", hint=_DAMAGED)
         if inner == TEXT:
             return [self.text(what) for _ in range(count)]
@@ -139,7 +148,8 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufHeader:
         refuse(file, f"split.count is {count!r:.30}, at most {MOST_FILES} files are read")
     if count == 1:
         return first
-    return _joined(file, [_read_one(part) for part in _set_of(file, count)], count)
+    left = _Left()
+    return _joined(file, [_read_one(part, left) for part in _set_of(file, count)], count)
 
 
 def _set_of(file: Path, count: int) -> list[Path]:
@@ -174,10 +184,37 @@ def _joined(file: Path, parts: list[GgufHeader], count: int) -> GgufHeader:
     return GgufHeader(tuple(part.files[0] for part in parts), parts[0].keys, tensors)
 
 
-def _read_one(path: Path) -> GgufHeader:
+def file_kind(path: Path) -> str:
+    """Return general.type of a file without the rest of its header: "model", "adapter" or "mmproj"; "model" for a damaged one."""
+    with suppress(CheckpointError, OSError), open(path, "rb") as file:
+        cursor = _Cursor(path, file, _Left())
+        magic, _, _, keys = cursor.take(4, "its first bytes"), cursor.take(4, ""), cursor.take(8, ""), cursor.number("Q", "")
+        for _ in range(keys if magic == MAGIC else 0):
+            name = cursor.text("a key's name", MOST_KEY_BYTES)
+            value = cursor.value(cursor.number("I", name), name)
+            if name == "general.type":
+                return str(value)
+            if not name.startswith(("general.", "split.")):
+                break  # writers put general.* first: a vocabulary is not read for this
+    return "model"
+
+
+def read_bytes(tensor: GgufTensor) -> bytes:
+    """Return the bytes of a small tensor. Errors: CheckpointError if the file ends before them."""
+    with open(tensor.file, "rb") as file:
+        file.seek(tensor.start)
+        found = file.read(tensor.nbytes)
+    if len(found) != tensor.nbytes:
+        refuse(tensor.file, "changed while it was read", tensor.name)
+    return found
+
+
+def _read_one(path: Path, left: _Left | None = None) -> GgufHeader:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for its writer
+            refuse(path, "is no regular file")
         with open(path, "rb") as file:
-            return _parse(path, _Cursor(path, file))
+            return _parse(path, _Cursor(path, file, left or _Left()))
     except (OSError, ValueError) as exc:  # ValueError: a path with a null character
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
         raise CheckpointError(f"cannot be read ({reason})", path=path) from exc
@@ -192,8 +229,10 @@ def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
         refuse(path, "is a big-endian GGUF file" if is_big else f"is GGUF version {version}; 2 and 3 are read")
     tensors, keys = cursor.number("Q", "its count of tensors"), cursor.number("Q", "its count of keys")
     for count, most, what in ((tensors, MOST_TENSORS, "tensors"), (keys, MOST_KEYS, "keys")):
-        if count > most:
-            refuse(path, f"says it has {count} {what}, at most {most} are read", hint=_DAMAGED)
+        left = getattr(cursor.left, what) - count
+        if left < 0:
+            refuse(path, f"says it has {count} {what}, at most {most} are read in all", hint=_DAMAGED)
+        setattr(cursor.left, what, left)
     values: dict[str, Any] = {}
     for _ in range(keys):
         name = cursor.text("a key's name", MOST_KEY_BYTES)

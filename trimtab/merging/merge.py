@@ -23,7 +23,7 @@ from trimtab.adapters.file import check_is_adapter
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
-from trimtab.gguf.companion import TABLE
+from trimtab.gguf.folders import TABLE
 from trimtab.merging.changes.request import AdapterOption, MergeRequest, full_dtype, parts_of
 from trimtab.merging.files.output_dir import Workplace, check_place, check_room, disk_error
 from trimtab.merging.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
@@ -167,7 +167,7 @@ def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) ->
     probe = hf.probe(checkpoint, dtype)
     anatomy = hf.anatomy_of(probe, checkpoint, quant="none")
     adapters = recipes.open_adapters(request.adapters, checkpoint, anatomy, probe, stack)
-    hashes = tuple(_hash_adapter(spec.file.folder) for spec in adapters.specs)
+    hashes = tuple(_hash_adapter(spec.file.peft_folder) for spec in adapters.specs)
     _check_taking_out(checkpoint, request, adapters.specs, hashes)
     sources = Sources(checkpoint, adapters, stack)
     recipe = recipes.make_recipe(adapters, checkpoint, probe, sources.rows)
@@ -347,7 +347,7 @@ def _write_shards(
     if problems:
         specs = work.sources.adapters.specs
         if not specs:
-            raise CheckpointError("; ".join(problems), path=work.sources.checkpoint.folder)
+            raise CheckpointError("; ".join(problems), path=work.sources.checkpoint.path)
         raise AdapterError(specs[0].file.folder, problems)
     return tuple(
         MergedFile(shard.name, shard.layout.file_bytes, new.sha256, new.base_sha256, shard.name in finished)
@@ -404,7 +404,7 @@ def _check_loads(folder: Path, work: Work) -> None:
     if still:
         raise CheckpointError(
             f"transformers ties {', '.join(still)} regardless of the config, so a change of one of the two cannot be written",
-            path=work.sources.checkpoint.folder, hint="Load the adapter unmerged",
+            path=work.sources.checkpoint.path, hint="Load the adapter unmerged",
         )  # fmt: skip
 
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
-from tests import pico, stock
+from tests import pico, quantized_files, stock
 from tests.long_runs import slow_on_cpu
 from tests.quantized_files import FAMILIES, FORMS, TIERS, write
 from trimtab.engine.layers.linear import ResidentLeaf
-from trimtab.errors import RequestError
+from trimtab.errors import CheckpointError, RequestError
 from trimtab.verification.routes import stock_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -127,6 +127,25 @@ def test_a_gpu_is_predicted_to_dequantize_each_weight_for_each_token(root):
 def test_a_format_of_files_is_not_made(quant):
     with pytest.raises(RequestError, match="reads and does not make"):
         trimtab.plan(pico.built("llama"), quant=quant, device="cpu")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantized_table_is_looked_up_or_refused_by_name(form, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantized_files, "LINEAR", (*quantized_files.LINEAR, "embed_tokens.weight"))
+    small, dense = write(pico.built("llama"), tmp_path, form)
+    if FORMS[form][2] in ("fp8-32x32", "fp8-tensor", "nvfp4-g16", "int4-g32-zp-idx"):
+        with pytest.raises(CheckpointError, match="cannot be looked up") as told:
+            trimtab.plan(small, device="cpu", context=64)
+        assert told.value.tensor_name == "model.embed_tokens.weight"
+        return
+    truth = stock.load_stock(dense)
+    wanted = stock.logits(truth, pico.inputs("llama", truth.config))
+    for tier in ("resident", "gather"):
+        plan = trimtab.plan(small, device="cpu", context=64, place={"model.embed_tokens": tier})
+        with trimtab.load(plan) as model:
+            assert torch.equal(stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config)), wanted)
+    with pytest.raises(RequestError, match="its rows cannot be read from there"):
+        trimtab.plan(small, device="cpu", context=64, device_map={"model.embed_tokens": "disk", "": "cpu"})
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(root):

@@ -19,6 +19,7 @@ from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning.plan.table import stored_rows
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.verification.routes import stock_run
 
@@ -135,6 +136,12 @@ def test_a_plan_counts_the_bytes_of_each_type(root):
     assert blocks["lm_head"].load_transient_bytes == 320 * 210 and blocks["model.layers.0"].load_transient_bytes == 2 * 512 * 210
 
 
+@pytest.mark.parametrize(("dtype", "is_rounded"), [("bfloat16", True), ("float16", False), ("float32", False)])
+def test_a_plan_says_that_values_of_16_bits_are_rounded(dtype, is_rounded, root):
+    plan = trimtab.plan(files("qwen3", "f16", root)[0], device="cpu", context=64, dtype=dtype)
+    assert all(("its values rounded to bfloat16" in row[-1]) is is_rounded for row in stored_rows(plan)[1:])
+
+
 @pytest.mark.parametrize("home", ["device", "host", "file"])
 def test_a_table_stays_packed_in_every_home_and_takes_adapters(home, root, tmp_path):
     table = "model.embed_tokens_per_layer"
@@ -211,8 +218,9 @@ def test_a_tensor_that_the_model_has_no_place_for_is_an_error(tmp_path, monkeypa
 
     monkeypatch.setattr(gguf_files, "write", with_bias)
     file, _ = gguf_files.model("llama", "q8_0", tmp_path)
-    with pytest.raises(CheckpointError, match=r"1 tensors have no place in LlamaForCausalLM: .*q_proj\.bias"):
+    with pytest.raises(CheckpointError, match=r"1 tensors have no place in LlamaForCausalLM: .*q_proj\.bias") as told:
         trimtab.load(trimtab.plan(file, device="cpu", context=64))
+    assert told.value.path == str(file)
 
 
 def test_a_vocabulary_that_is_cut_in_an_unknown_way_is_refused(tmp_path):

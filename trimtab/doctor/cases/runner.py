@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapters.adapter import read_adapter
+from trimtab.adapters.file import for_peft
 from trimtab.checkpoint.folder import find_folder
 from trimtab.doctor.cases import labels
 from trimtab.doctor.cases.cases import BROAD_TARGETS, MODES, Case, find_cases
@@ -101,8 +102,9 @@ class _Matrix:
             adapter = adapter if adapter is not None else DEMO / "adapters" / DEMO_ADAPTER
         self.folder = find_folder(model if model is not None else DEMO / "base").resolve()
         self.model_name = "demo" if model is None else self.folder.name
-        self.has_towers = "vision_config" in read_object(self.folder / "config.json", "config.json")
-        self.adapters = _variants(adapter, cases, work)
+        config = read_object(self.folder / "config.json", "config.json")
+        self.has_towers = "vision_config" in config
+        self.adapters = _variants(None if adapter is None else for_peft(adapter, config), cases, work)
         self.names = {
             str(self.folder): "<model>", str(Path(adapter).resolve()) if adapter else "": "<adapter>", str(work): "<work>",
             str(Path(__file__).resolve().parents[2]): "trimtab",

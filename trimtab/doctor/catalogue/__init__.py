@@ -77,6 +77,9 @@ FILES: tuple[str, ...] = (
     "i18_fp8_blocks",
     "i19_packed_linear",
     "i20_gguf_linear",
+    "i21_table_scales",
+    "i22_fp8_linear",
+    "i23_nvfp4_linear",
 )
 
 

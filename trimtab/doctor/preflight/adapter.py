@@ -73,7 +73,7 @@ def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> Adapter
     }  # fmt: skip
     outer = {row.wraps for row in rows if row.wraps in have and row.module_path in wrappers}
     return AdapterReading(
-        path=str(file.folder), spec=spec, problems=(), wrappers=wrappers,
+        path=str(spec.file.peft_folder), spec=spec, problems=(), wrappers=wrappers,
         dropped=tuple(path for path in sorted(have - named) if rows and path not in outer),
         unfilled=tuple(sorted(named - have)), no_effect=tuple(key for key, _ in spec.no_effect),
         renamed=any(own_path(target.adapter_path) != target.module_path and not target.wrapped for target in lora)

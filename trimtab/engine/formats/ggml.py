@@ -15,6 +15,7 @@ from torch import Tensor
 from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
 from trimtab.errors import CheckpointError
 from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, INDEXED, PackedEntry
+from trimtab.gguf.architectures import in_order
 
 # Format -> where the scales and minima in float16 are in a block.
 SCALES = {"q4_0": (0,), "q4_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
@@ -34,15 +35,6 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
         columns = torch.arange(entry.shape[1], dtype=torch.int32, device=weight.device)
         found["index"] = in_order(columns, order)
     return Packed(entry.kind, entry.shape, dtype, found, {})
-
-
-def in_order(value: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return a tensor with its rows in the model's order. order: (offset, a, b, c, d): rows from offset on are stored [a, b, c, d],
-    the model has them [a, c, b, d]."""
-    offset, *sides = order
-    rest = value[offset:]
-    moved = rest.reshape(*sides, *rest.shape[1:]).transpose(1, 2).reshape(rest.shape)
-    return torch.cat((value[:offset], moved)) if offset else moved
 
 
 # Values of blocks -----------------------------------------------------------------------------------------------------

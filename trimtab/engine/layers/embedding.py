@@ -77,10 +77,10 @@ class PackedTable(Table):
     def __init__(self, module_path: str, packed: Packed, first_rows: int, **kwargs: Any) -> None:
         super().__init__(module_path, (packed.shape[0], packed.shape[1]), **kwargs)
         self.stored = packed
-        self.__dict__["weight"] = dequantize_rows(packed, 0, min(first_rows, packed.shape[0]), self.device)
+        self.__dict__["weight"] = dequantize_rows(packed, 0, min(first_rows, packed.shape[0]), self.device).to(self.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return dequantize_at(self.stored, ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
+        return dequantize_at(self.stored, ids.reshape(-1)).to(self.dtype).view(*ids.shape, self.embedding_dim)
 
 
 class GatheredTable(Table):

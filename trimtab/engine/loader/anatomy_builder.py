@@ -141,6 +141,12 @@ def _rows(
                     hint="Mobile files have tie_word_embeddings false and a head of their own",
                 )  # fmt: skip
             stored = None
+        if kind == "embedding" and stored is not None and not stored_format(stored).has_rows:
+            raise CheckpointError(
+                f"is a table in {stored}, whose parts have no row for each token: its rows cannot be looked up",
+                path=str(getattr(config, "_name_or_path", "")), tensor_name=f"{path}.weight",
+                hint="Use the files of the same model with an unquantized table",
+            )  # fmt: skip
         yield ModuleRow(
             module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,
             block=places.block(path), tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps,

@@ -80,7 +80,7 @@ def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
     if now != then:
         changed = sorted({name for name, *_ in now ^ then})
         raise CheckpointError(
-            f"changed since the plan was made: {', '.join(changed)}", path=checkpoint.folder, hint="Make the plan again"
+            f"changed since the plan was made: {', '.join(changed)}", path=checkpoint.path, hint="Make the plan again"
         )
 
 

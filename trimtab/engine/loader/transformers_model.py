@@ -88,7 +88,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     except Exception as exc:  # strict config classes raise validation errors of several libraries
         if checkpoint.config.get("model_type") in transformers.CONFIG_MAPPING:
             raise CheckpointError(
-                f"config.json is refused by transformers {transformers.__version__}: {_words(exc)}", path=checkpoint.folder
+                f"config.json is refused by transformers {transformers.__version__}: {_words(exc)}", path=checkpoint.path
             ) from exc
         raise _unknown(checkpoint, f"model_type {checkpoint.config.get('model_type')!r}") from exc
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())]
@@ -125,7 +125,7 @@ def _unknown(checkpoint: Checkpoint, what: str) -> CheckpointError:
     return CheckpointError(
         f"unknown architecture: {what}, architectures {checkpoint.config.get('architectures')}; transformers "
         f"{transformers.__version__} does not have it{remote}",
-        path=checkpoint.folder, hint="Install a transformers release that knows it",
+        path=checkpoint.path, hint="Install a transformers release that knows it",
     )  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def _load_traced(
     except Exception as exc:  # any error of the model's own code
         why = "; ".join(trace.problems[:5]) or _words(exc)
         raise CheckpointError(
-            f"cannot be loaded as {kind.__name__} by transformers {transformers.__version__}: {why}", path=checkpoint.folder
+            f"cannot be loaded as {kind.__name__} by transformers {transformers.__version__}: {why}", path=checkpoint.path
         ) from exc
     return model, info
 
@@ -291,7 +291,7 @@ def _check_shapes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
     wrong = [f"{name} is {list(have)}, the model's is {list(want)}" for name, have, want in sorted(info["mismatched_keys"])]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors have another shape than the model: {_shortened(wrong)}", path=checkpoint.folder,
+            f"{len(wrong)} tensors have another shape than the model: {_shortened(wrong)}", path=checkpoint.path,
             hint="config.json belongs to another checkpoint",
         )  # fmt: skip
 
@@ -304,12 +304,12 @@ def _check_complete(checkpoint: Checkpoint, model: HFModel, parameters: Iterable
         raise CheckpointError(
             f"{len(lost)} tensors of {type(model).__name__} are missing: {_shortened(lost)}"
             + (f"; {len(others)} other tensors are not used: {_shortened(others, 3)}" if others else ""),
-            path=checkpoint.folder, tensor_name=lost[0] if len(lost) == 1 else None,
+            path=checkpoint.path, tensor_name=lost[0] if len(lost) == 1 else None,
             hint="A file is missing or truncated, or config.json belongs to another checkpoint",
         )  # fmt: skip
     if checkpoint.is_gguf and (others := sorted(info["unexpected_keys"])):
         raise CheckpointError(
-            f"{len(others)} tensors have no place in {type(model).__name__}: {_shortened(others)}", path=checkpoint.folder,
+            f"{len(others)} tensors have no place in {type(model).__name__}: {_shortened(others)}", path=checkpoint.path,
             hint="The answer would lack them: use the safetensors files that this file was made from",
         )  # fmt: skip
 
@@ -324,7 +324,7 @@ def _check_followed(
         if names:
             raise CheckpointError(
                 f"transformers {transformers.__version__} makes {_shortened(names)} of {type(model).__name__} {what}",
-                path=checkpoint.folder, tensor_name=names[0],
+                path=checkpoint.path, tensor_name=names[0],
                 hint="This architecture cannot be loaded; please report it",
             )  # fmt: skip
 

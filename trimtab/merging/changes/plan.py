@@ -127,7 +127,7 @@ def open_adapters(parts: Sequence[Part], checkpoint: Checkpoint, anatomy: Anatom
             # An adapter with only experts has no keys for the other rules.
             spec = match_adapter(file, anatomy) if file.tensors else AdapterSpec(file, (), (), "")
             spec = replace(spec, notes=(*spec.notes, *pairs.notes))
-            opened = PositionedFile(file.file)
+            opened = PositionedFile(spec.file.file)
             stack.callback(opened.close)
         except AdapterError as exc:
             problems += [(Path(part.path), problem) for problem in exc.problems]
@@ -365,6 +365,6 @@ def check_has_weights(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for a folder without weights."""
     if not checkpoint.has_weights:
         raise CheckpointError(
-            "has a config.json but no weights: there is nothing to merge into", path=checkpoint.folder,
+            "has a config.json but no weights: there is nothing to merge into", path=checkpoint.path,
             hint="Add the safetensors files",
         )  # fmt: skip

@@ -203,7 +203,7 @@ def leaves_to_pack(anatomy: Anatomy, probe: Probe, checkpoint: Checkpoint) -> se
             lost.append(row.module_path)
     if lost:
         raise CheckpointError(
-            f"cannot be packed: {', '.join(lost[:5])} are made of several file tensors each", path=checkpoint.folder,
+            f"cannot be packed: {', '.join(lost[:5])} are made of several file tensors each", path=checkpoint.path,
             hint="Merge without requantizing, and let the loader quantize",
         )  # fmt: skip
     return leaves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from trimtab.adapters.file import TENSORS_NAME
+from trimtab.adapters.file import GGUF, TENSORS_NAME
 from trimtab.errors import gib
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.planning.values.execution import Execution, Phase, how_computed
@@ -137,7 +137,7 @@ def served_bytes(plan: Plan) -> int:
     files = {
         plan.request.adapters[name]: count
         for name, stamps in plan.adapter_stamps.items() if name in plan.request.adapters
-        for file, count, _ in stamps if file == TENSORS_NAME
+        for file, count, _ in stamps if file == TENSORS_NAME or file.lower().endswith(GGUF)
     }  # fmt: skip
     return sum(count + HELD_OBJECT_BYTES for count in files.values())
 
@@ -212,7 +212,7 @@ def stored_rows(plan: Plan) -> list[tuple[str, ...]]:
     return rows + [
         (
             one.format_name, str(one.modules), gib(one.bytes), f"{one.bits_per_value:.2f}",
-            how_computed(one, step_mode=plan.execution.step.mode, is_kept=is_kept),
+            how_computed(one, step_mode=plan.execution.step.mode, is_kept=is_kept, dtype=plan.request.dtype),
         )
         for one in plan.stored
     ]  # fmt: skip

@@ -74,8 +74,8 @@ class Block:
     the movable weights. refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored.
     load_transient_bytes: the most that loading one weight takes at once. dense_bytes: file bytes of the weights that
     loading packs. flops_per_token: multiply-adds per row. row_bytes: one row of a table, 0 for other blocks.
-    is_in_file: whether a table is one tensor of the checkpoint, whose rows can be read from there. pieces: the leaves
-    of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
+    is_in_file: whether a table's rows can be read from the checkpoint: its tensors are there as they are computed with. pieces: the
+    leaves of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
     a pass writes and reads again for weights that are stored in 16 bits and used in float32.
     """
 
@@ -197,7 +197,8 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
         paid=_paid(path, part),
         flops_per_token=0 if is_table else sum(2 * prod(leaf.shape) for leaf in leaves),
         row_bytes=sum(leaf.dense_bytes // leaf.shape[0] for leaf in leaves) if is_table else 0,
-        is_in_file=all(len(t.sources) == 1 for row in rows for t in row.tensors if t.tensor_path in moving),
+        is_in_file=all(len(t.sources) == 1 for row in rows for t in row.tensors if t.tensor_path in moving)
+        and all(row.stored is None or stored_format(row.stored).has_file_rows for row in rows),
         pieces=pieces, piece_bytes=tuple(piece_bytes), widened_bytes=sum(widened_bytes(row, anatomy.dtype) for row in rows),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
-from trimtab.formats.record import HEAD8, packed_bytes, stored_format
+from trimtab.formats.record import GGML_FLOATS, HEAD8, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
@@ -174,12 +174,15 @@ def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
     return mode == "fused" and anatomy.dtype in FUSED_DTYPES and stored_format(quant).layout is not None
 
 
-def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool) -> str:
-    """Return how products with the weights of a file's format are computed. is_kept: the decoder's are kept unpacked on a CPU."""
+def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool, dtype: str = "bfloat16") -> str:
+    """Return how products with the weights of a file's format are computed. is_kept: the decoder's are kept unpacked on a CPU.
+    dtype: in which the model computes."""
     form = stored_format(stored.format_name)
-    if stored.are_tables:
-        return "the rows of the tokens are dequantized"
     rounded = "; inputs and outputs rounded to 8 bits" if form.has_rounding else ""
+    if dtype not in (GGML_FLOATS.get(form.name.removesuffix("-idx"), dtype), "float32"):
+        rounded = f"; its values rounded to {dtype}"
+    if stored.are_tables:
+        return "the rows of the tokens are dequantized" + rounded
     if step_mode == "fused" and form.layout is not None:
         return "steps by trimtab's kernels, packed"
     rest = "dequantized for each product" if form.is_own else "by bitsandbytes' layers"

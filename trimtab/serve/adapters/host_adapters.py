@@ -17,6 +17,7 @@ from trimtab.engine.lora.host_adapter import HeldAdapter
 from trimtab.engine.model import LoadedModel
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.errors import CheckpointError, DoesNotFitError
+from trimtab.gguf.adapter import is_lora_file
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.serve.adapters.watching import files_stamp
 
@@ -92,7 +93,7 @@ class HeldAdapters:
 
     def _check_room(self, name: str, path: str | Path) -> None:
         try:
-            needed = os.stat(Path(path) / TENSORS_NAME).st_size + HELD_OBJECT_BYTES
+            needed = os.stat(path if is_lora_file(path) else Path(path) / TENSORS_NAME).st_size + HELD_OBJECT_BYTES
         except OSError:
             return  # reading reports the problem
         if needed > self.room_bytes:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
+from trimtab.gguf.adapter import is_lora_file
 from trimtab.serve.contract.inside_root import read_inside
 
 LOOK_S = 1.0
@@ -106,12 +107,11 @@ def files_stamp(path: str | Path) -> Hashable | None:
     """Return a stamp that is equal only for the same unchanged files; None if they cannot be read."""
     known = []
     try:
-        for name in (CONFIG_NAME, TENSORS_NAME):
-            file = Path(path) / name
+        for file in (path,) if is_lora_file(path) else (Path(path) / CONFIG_NAME, Path(path) / TENSORS_NAME):
             found = os.stat(file)
             if not stat.S_ISREG(found.st_mode):  # opening a pipe waits for its writer
                 return None
-            known.append((found.st_dev, found.st_ino or str(file.resolve()), found.st_size, found.st_mtime_ns))
+            known.append((found.st_dev, found.st_ino or os.path.realpath(file), found.st_size, found.st_mtime_ns))
     except OSError:
         return None
     return tuple(known)

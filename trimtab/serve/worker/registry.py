@@ -36,6 +36,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
+from trimtab.gguf.adapter import is_lora_file
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
@@ -204,7 +205,7 @@ def check_present(models: Sequence[ServedModel]) -> None:
         problems += [
             f"adapter {name} of {model.name}: {path}: {'is a file, not a folder' if os.path.exists(path) else 'no such folder'}"
             + (f". {hint}" if (hint := address_hint(path)) else "")
-            for name, path in model.adapters.items() if not os.path.isdir(path)
+            for name, path in model.adapters.items() if not _is_adapter_path(path)
         ]  # fmt: skip
     if problems:
         raise CheckpointError("nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve")
@@ -258,14 +259,18 @@ def _folder_problem(path: Any, folder: Path) -> str | None:
     if not isinstance(path, str):
         return "must be a folder's path"
     try:
-        return None if Path(_weighted(path, folder)[0]).is_dir() else f"no such folder ({path})"
+        return None if _is_adapter_path(_weighted(path, folder)[0]) else f"no such folder ({path})"
     except RequestError as exc:
         return str(exc)
 
 
+def _is_adapter_path(path: str) -> bool:
+    return os.path.isdir(path) or is_lora_file(path)
+
+
 def _weighted(text: str, folder: Path) -> tuple[str, float]:
     """Return the folder and weight of `PATH[:WEIGHT]`, the path in the form for the worker."""
-    if Path(_path(text, folder)).is_dir():
+    if _is_adapter_path(_path(text, folder)):
         return _path(text, folder), 1.0
     path, weight = split_weight(text, field="adapters")
     return _path(path, folder), weight

@@ -34,7 +34,7 @@ class _Weights:
         path = self.probe.ties.get(tensor_path, tensor_path)
         expression = self.probe.sources.get(path)
         if expression is None:
-            raise CheckpointError("is in no file of it", path=self.checkpoint.folder, tensor_name=tensor_path)
+            raise CheckpointError("is in no file of it", path=self.checkpoint.path, tensor_name=tensor_path)
         weight: Tensor = expression.replay(self._fetch)
         return weight
 

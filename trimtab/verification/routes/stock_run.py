@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from trimtab.adapters.file import for_peft
 from trimtab.adapters.rules import Rules
 from trimtab.bridge.row_scales import wrong_scales
 from trimtab.process import phases
@@ -200,7 +201,8 @@ def with_adapters(model: Any, adapters: Mapping[str, str], work: Path) -> tuple[
 
     notes = []
     for place, (name, folder) in enumerate(adapters.items()):
-        loadable, note = loadable_adapter(model if place == 0 else model.get_base_model(), Path(folder), work / f"adapter-{place}")
+        base = model if place == 0 else model.get_base_model()
+        loadable, note = loadable_adapter(base, for_peft(folder, base.config.to_dict()), work / f"adapter-{place}")
         notes += [f"{name}: {note}"] if note else []
         if place == 0:
             model = peft.PeftModel.from_pretrained(model, str(loadable), adapter_name=name)
