@@ -110,7 +110,7 @@ doctor/preflight (doctor): adapter<preflight_adapter answer<preflight_answer ans
 doctor/bisect (doctor): bisect environments<bisect_environments search<bisect_search
 doctor (doctor): __init__ report report<report_memory
 serve/contract (serve): client_words engine_protocol errors<faults field_names head_lines inside_root<inside job log<journal
-    plain_values quotas settings turns<client_turns
+    plain_values quotas settings
 serve/observe (serve): metrics tracing
 serve/media (serve): addresses cut_media fetch media
 serve/grammar (serve): call_grammar child<grammar_process constraint prover<grammar_prover schema schema_cost

@@ -11,10 +11,11 @@ go on. Other choices of the same request share its prompt, so they wait for it. 
 
 from __future__ import annotations
 
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
+from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.in_progress import InProgress, Room
-from trimtab.serve.scheduling.queue import Entry, FairQueue
+from trimtab.serve.scheduling.queue import FairQueue
 
 # The seconds of a piece where no answer waits for a token.
 PIECE_S = 0.15
@@ -24,6 +25,14 @@ FIRST_TOKENS, SIZES = 32, (16, 32, 64, 128, 256, 512, 1024)
 LEAST_SHARE = 0.25
 # Turns that a piece waits for at most: one may take long because the machine was busy.
 MOST_TURNS = 16
+
+
+class Request(Protocol):
+    @property
+    def job(self) -> Job: ...
+
+
+Entry = TypeVar("Entry", bound=Request)
 
 
 class Rowless(Generic[Entry]):
