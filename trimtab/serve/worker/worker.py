@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
-import os
 import queue
 import signal
 import sys
@@ -31,6 +30,7 @@ from trimtab.machine import machine_cache as known
 from trimtab.machine import preload
 from trimtab.machine.memory import process_bytes
 from trimtab.process import phases
+from trimtab.process.child import end_after
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.adapter_queue import AdapterQueue, Unprepared, Urgency
 from trimtab.serve.adapters.watching import LOOK_S as WATCH_S
@@ -80,7 +80,8 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_streams()
     set_up_as_parent()
-    threading.Thread(target=_end_with_parent, name="trimtab-parent", daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
+        end_after(parent.join, grace_s=ORPHAN_S)  # also during loading, when it does not read the pipe
     channel = Channel(connection)
     try:
         with preload.collecting_rarely():
@@ -92,15 +93,6 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     except BaseException as exc:
         _tell_fatal(channel, exc, model=settings["request"]["model"])
         sys.exit(1)
-
-
-def _end_with_parent() -> None:
-    """End this process soon after its parent, also during loading, when it does not read the pipe."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        time.sleep(ORPHAN_S)
-        os._exit(1)
 
 
 def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
