@@ -36,13 +36,13 @@ class AdapterCache:
 
     def __init__(
         self, model: LoadedModel, *, kept: Iterable[str] = (), resident_limit: int | None = None,
-        held: Mapping[str, HeldAdapter] | None = None,
+        held: Mapping[str, HeldAdapter] | None = None, lost: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.kept, self._limit = model, set(kept), resident_limit
         self.host = HeldAdapters(model)
         self._held: dict[str, HeldAdapter] = {}
         self._versions: dict[str, int] = {}
-        self.lost: dict[str, str] = {}
+        self.lost = dict(lost or {})
         # Keys on the model, each with the keys that must stay as long as it does; the least recently used comes first.
         self._resident: OrderedDict[str, tuple[str, ...]] = OrderedDict((name, ()) for name in model.adapters)
         for name in model.adapters:

@@ -42,10 +42,9 @@ class Unprepared:
 
 
 class AdapterQueue:
-    """Adapters that are being prepared. is_needed: whether a request waits for the adapter of this name."""
+    """Adapters that are being prepared."""
 
-    def __init__(self, is_needed: Callable[[str], bool]) -> None:
-        self._is_needed = is_needed
+    def __init__(self) -> None:
         self._waiting: list[Unprepared] = []
 
     def __bool__(self) -> bool:
@@ -71,14 +70,15 @@ class AdapterQueue:
             if not one.names:
                 self._waiting.remove(one)
 
-    def step(self, *, only_for_requests: bool = False) -> None:
-        """Compute one piece of the most urgent adapter, or use the adapter if it is complete. only_for_requests: only
-        of adapters that requests wait for.
+    def step(self, is_needed: Callable[[str], bool], *, only_for_requests: bool = False) -> None:
+        """Compute one piece of the most urgent adapter, or use the adapter if it is complete. is_needed: whether a request waits
+        for the adapter of this name. only_for_requests: only of adapters that requests wait for.
         """
-        able = list(filter(self._is_requested, self._waiting)) if only_for_requests else self._waiting
+        requested = [one for one in self._waiting if any(map(is_needed, one.names))]
+        able = requested if only_for_requests else self._waiting
         if not able:
             return
-        one = min(able, key=self._order)
+        one = min(able, key=lambda one: Urgency.AWAITED if one in requested else one.urgency)
         try:
             next(one.pieces)
         except StopIteration:
@@ -87,12 +87,6 @@ class AdapterQueue:
         except Exception as exc:
             self._waiting.remove(one)
             one.finish(partial(_throw, exc))
-
-    def _order(self, one: Unprepared) -> Urgency:
-        return Urgency.AWAITED if self._is_requested(one) else one.urgency
-
-    def _is_requested(self, one: Unprepared) -> bool:
-        return any(map(self._is_needed, one.names))
 
 
 def _throw(exc: Exception) -> None:

@@ -155,13 +155,13 @@ class _Worker:
         self.going_on = _stop_at_turn_end(self.model, settings.get("stop_at_turn_end"))
         from trimtab.serve.worker.engine import LoadedEngine
 
+        self.pulse, self._unprepared = Pulse(channel.send), AdapterQueue()
         self.engine = LoadedEngine(
             self.model, rows=self.plan.request.batch, kept=settings.get("kept", ()),
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
-            audio_s=(settings.get("media") or {}).get("request_audio_s"), held=adapters.held,
+            audio_s=(settings.get("media") or {}).get("request_audio_s"), held=adapters.held, lost=lost, pulse=self.pulse,
+            is_unprepared=self._unprepared.has,
         )  # fmt: skip
-        self.pulse = self.engine.pulse = Pulse(channel.send)
-        self.engine.shelf.lost.update(lost)
         self.watcher = Watcher(self.engine.shelf.read)
         roots = settings.get("roots", {})
         for name, path in request.adapters.items():
@@ -172,8 +172,6 @@ class _Worker:
         self._reading: dict[int, tuple[str, str, str | None]] = {}
         self._read: queue.SimpleQueue[tuple[int, Hashable | None, Any]] = queue.SimpleQueue()
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
-        self._unprepared = AdapterQueue(self._is_needed)
-        self.engine.is_unprepared = self._unprepared.has
         shelf = self.engine.shelf
         for held in shelf.held:  # their first use should need no more computing
             names = set(shelf.names_of(held))
@@ -228,7 +226,7 @@ class _Worker:
             self._take_changed()
             if self._unprepared:
                 with self.pulse.work("an adapter"):
-                    self._unprepared.step(only_for_requests=self.is_draining)
+                    self._unprepared.step(self._is_needed, only_for_requests=self.is_draining)
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()
