@@ -115,11 +115,10 @@ serve/observe (serve): metrics tracing
 serve/media (serve): addresses cut_media fetch media
 serve/grammar (serve): call_grammar child<grammar_process constraint prover<grammar_prover schema schema_cost
     source<grammar_source
-serve/scheduling (serve): budget compiling deadline<clock in_progress media_pool preparing queue<line rowless
-    scheduler
-serve/adapters (serve): adapter_cache<shelf adapter_queue host_adapters<held_adapters watching
+serve/scheduling (serve): budget compiling in_progress media_pool preparing queue<line scheduler
+serve/adapters (serve): adapter_cache<shelf
 serve/api (serve): body client_errors messages_api messages_shape openai_shape<shapes other_routes<beside request_kinds
-    responses<answers responses_api responses_shape schemas<wire to_jobs<asking tools<calling
+    responses<answers responses_api responses_shape schemas<wire to_jobs<asking
 serve/worker (serve): answer<reading engine ipc<channel pulse registry row_count rowless_pieces<pieces
     supervisor worker
 serve/http (serve): answer_schemas app auth<door connection listener live openapi page

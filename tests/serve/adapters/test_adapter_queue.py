@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.serve.adapters.adapter_queue import AdapterQueue, Unprepared, Urgency
+from trimtab.serve.adapters.new_adapters import AdapterQueue, Unprepared, Urgency
 
 
 def entry(log, name, urgency, *, pieces=2, names=(), fails=False):

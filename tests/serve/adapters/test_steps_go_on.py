@@ -19,8 +19,8 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.lora import base_values
 from trimtab.engine.model import LoadedModel
-from trimtab.serve.adapters import watching
-from trimtab.serve.adapters.adapter_queue import AdapterQueue, Urgency
+from trimtab.serve.adapters import new_adapters as watching
+from trimtab.serve.adapters.new_adapters import AdapterQueue, Urgency
 from trimtab.serve.worker import prompt_inputs, worker
 from trimtab.serve.worker.ipc import event_from_message
 from trimtab.serve.worker.worker import _Worker

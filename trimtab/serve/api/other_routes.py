@@ -17,7 +17,6 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
-from trimtab.serve.api import tools as calling
 from trimtab.serve.api.openai_shape import Fragments, Shape
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.settings import Limits
@@ -149,7 +148,7 @@ def chat_job(
     """Return the job that tokenizes a chat. Errors: RequestError."""
     asking.check_length(messages, context_tokens, "messages")
     asking.check_continued(chat)
-    calls = calling.calls_of(chat, limits)
+    calls = asking.calls_of(chat, limits)
     kept = {name: calls[name] for name in ("tools", "template_kwargs") if name in calls}
     return Job(
         uuid.uuid4().hex, messages, _NO_ANSWER, deadline_s=deadline_s, kind="tokens",

@@ -32,9 +32,8 @@ from trimtab.machine.memory import process_bytes
 from trimtab.process import phases
 from trimtab.process.child import end_after
 from trimtab.request import LoadRequest
-from trimtab.serve.adapters.adapter_queue import AdapterQueue, Unprepared, Urgency
-from trimtab.serve.adapters.watching import LOOK_S as WATCH_S
-from trimtab.serve.adapters.watching import Watcher, bounded, files_stamp
+from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
+from trimtab.serve.adapters.new_adapters import AdapterQueue, Unprepared, Urgency, Watcher, bounded, files_stamp
 from trimtab.serve.contract.inside_root import look
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.log import keep_streams, set_up_as_parent, write_traceback
