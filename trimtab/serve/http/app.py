@@ -34,8 +34,11 @@ from trimtab.serve.api import to_jobs as asking
 from trimtab.serve.api.body import BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.api.messages_shape import MessagesShape, error_object
 from trimtab.serve.api.openai_shape import ChatShape, CompletionShape, Shape
-from trimtab.serve.api.request_kinds import (
+from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
+from trimtab.serve.api.responses_shape import ResponsesShape
+from trimtab.serve.api.routes import (
     ANTHROPICS,
+    BESIDE,
     CHAT,
     COMPLETIONS,
     COUNT_TOKENS,
@@ -47,8 +50,6 @@ from trimtab.serve.api.request_kinds import (
     WITH_IDS,
     WITH_MEDIA,
 )
-from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
-from trimtab.serve.api.responses_shape import ResponsesShape
 from trimtab.serve.contract import log as journal
 from trimtab.serve.contract.errors import error_from_worker, error_json, error_response, http_error, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error, client_field
@@ -57,7 +58,7 @@ from trimtab.serve.contract.quotas import Quotas
 from trimtab.serve.contract.settings import IGNORED_HEADER, Settings
 from trimtab.serve.http.auth import AccessMiddleware, client_of, sender_of
 from trimtab.serve.http.live import Live
-from trimtab.serve.http.openapi import BESIDE, description
+from trimtab.serve.http.openapi import description
 from trimtab.serve.media.fetch import Fetcher
 from trimtab.serve.observe.metrics import Metrics, Seen
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trimtab.serve.api.body import BodyLimits, Budget, Incoming
 from trimtab.serve.api.messages_shape import as_anthropics
-from trimtab.serve.api.request_kinds import ANTHROPICS, REQUESTS
+from trimtab.serve.api.routes import ANTHROPICS, REQUESTS
 from trimtab.serve.contract.errors import http_error
 from trimtab.serve.contract.head_lines import DifferentKeysError, Lines, credential_of, repeated, value_of
 from trimtab.serve.contract.settings import ADMIN_PATHS, Settings, is_loopback

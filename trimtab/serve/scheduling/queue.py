@@ -172,7 +172,7 @@ class FairPool(Generic[AnyWork]):
 
     @abstractmethod
     def choose(self) -> AnyWork | None:
-        """Return the work that is begun next, None if none may begin now. The lock is held."""
+        """Return the work that is begun next, None if none may begin now. Called with the lock."""
 
     @abstractmethod
     def do(self, work: AnyWork) -> None:
