@@ -99,7 +99,7 @@ def measure() -> dict[str, Any]:
     with trimtab.load(plan) as model:
         engine = LoadedEngine(model, rows=1)
         engine.capture()
-        engine._has_learned.wait(WAIT_S)
+        engine.inputs.has_learned.wait(WAIT_S)
         kinds = requests()
         prepared(engine, [kinds["29 s of audio at 768 kHz"]])  # libraries that the first request loads
         run: Callable[[list[list[dict[str, Any]]]], dict[str, Any]] = partial(prepared, engine)

@@ -61,7 +61,7 @@ engine/loader (runtime): anatomy_builder load processor<hf_processor renames<hf_
 engine/templates (runtime): budget<template_budget costs<template_costs render<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_ahead
     media_check media_headers prompt<chat turn_end
-engine/prefill (runtime): chunk_times encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
+engine/prefill (runtime): encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
 engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate turns
 engine/calls (runtime): batch_calls<many conversation embedding hidden_states<inner prompt_logprobs<prompt_scores
@@ -110,19 +110,18 @@ doctor/preflight (doctor): adapter<preflight_adapter answer<preflight_answer ans
 doctor/bisect (doctor): bisect environments<bisect_environments search<bisect_search
 doctor (doctor): __init__ report report<report_memory
 serve/contract (serve): client_words engine_protocol errors<faults field_names head_lines inside_root<inside job log<journal
-    plain_values quotas settings turns<client_turns
+    plain_values quotas settings
 serve/observe (serve): metrics tracing
 serve/media (serve): addresses cut_media fetch media
 serve/grammar (serve): call_grammar child<grammar_process constraint prover<grammar_prover schema schema_cost
     source<grammar_source
-serve/scheduling (serve): budget compiling deadline<clock in_progress media_pool preparing prompt_length queue<line rowless
-    scheduler shared_inputs
-serve/adapters (serve): adapter_cache<shelf adapter_queue host_adapters<held_adapters watching
-serve/api (serve): body client_errors messages_api messages_shape openai_shape<shapes other_routes<beside request_kinds
-    responses<answers responses_api responses_shape schemas<wire to_jobs<asking tools<calling
-serve/worker (serve): answer_parts<reading engine engine_errors ipc<channel pulse registry row_count rowless_pieces<pieces
-    running_answer supervisor worker
-serve/http (serve): answer_schemas app auth<door connection listener live openapi page
+serve/scheduling (serve): budget compiling in_progress media_pool preparing queue<line scheduler
+serve/adapters (serve): adapter_cache<shelf
+serve/api (serve): body client_errors messages_api messages_shape openai_shape<shapes other_routes<beside routes<request_kinds
+    responses<answers responses_api responses_shape schemas<wire to_jobs<asking
+serve/worker (serve): answer<reading engine ipc<channel pulse registry row_count rowless_pieces<pieces
+    supervisor worker
+serve/http (serve): app auth<door connection listener live openapi page
 serve (serve): __init__ config_file pool run
 serve/ray (serve): config<scale deploy<on_ray ingress<front replica
 . (.): __init__

@@ -18,7 +18,7 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.cli.main import main
 from trimtab.errors import AdapterError
 from trimtab.merging import merge
-from trimtab.serve.adapters.host_adapters import HeldAdapters
+from trimtab.serve.adapters.adapter_cache import HeldAdapters
 from trimtab.verification.verify import check_adapters
 
 # Trained weights, and who writes them.

@@ -16,7 +16,7 @@ from trimtab.engine.lora.host_adapter import HeldAdapter
 from trimtab.engine.planned_adapters import PlannedAdapters
 from trimtab.errors import AdapterError
 from trimtab.request import LoadRequest
-from trimtab.serve.adapters import host_adapters as held_adapters
+from trimtab.serve.adapters import adapter_cache as held_adapters
 from trimtab.serve.worker.engine import LoadedEngine
 from trimtab.serve.worker.row_count import PLANNED
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from bench.served import DEMO, Served
 from tests.serve.test_serve_run import ROOT, serving
-from trimtab.serve.api.request_kinds import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
-from trimtab.serve.http.openapi import BESIDE, description
+from trimtab.serve.api.routes import BESIDE, CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
+from trimtab.serve.http.openapi import description
 
 VARIABLE = "TRIMTAB_FUZZ_PYTHON"
 RECORD = ROOT / "bench" / "results" / "fuzz.json"

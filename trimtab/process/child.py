@@ -26,6 +26,8 @@ import importlib.abc
 import importlib.util
 import json
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,23 @@ def end_with_parent() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
 
-    def watch() -> None:
+    def wait() -> None:
         while os.read(pipe, 4096):
             pass
-        os._exit(1)
+
+    end_after(wait)
+
+
+def end_after(wait: Callable[[], object], *, grace_s: float = 0.0) -> None:
+    """End this process, whatever it computes, after `wait` has returned or failed on another thread: its parent has ended.
+    grace_s: seconds in which it may end by itself."""
+
+    def watch() -> None:
+        try:
+            wait()
+        finally:
+            time.sleep(grace_s)
+            os._exit(1)
 
     threading.Thread(target=watch, name="trimtab-parent", daemon=True).start()
 

@@ -23,7 +23,8 @@ from trimtab.planning.plan.narrow import narrow_table
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Limits
-from trimtab.serve.worker.engine import LoadedEngine, decoded_bytes
+from trimtab.serve.worker.engine import LoadedEngine
+from trimtab.serve.worker.prompt_inputs import decoded_bytes
 from trimtab.serve.worker.registry import ServedModel
 from trimtab.serve.worker.worker import _media
 
@@ -130,7 +131,7 @@ def test_the_engine_decodes_within_the_planned_budget():
     request = replace(REQUEST, images=16)
     plan = plan_request(request, later={}, inputs=INPUTS, media=served())
     with trimtab.load(plan) as model:
-        pool = LoadedEngine(model, rows=1)._preparing._media
+        pool = LoadedEngine(model, rows=1).inputs.media
         assert pool._most_bytes == plan.host["media"]
 
 
@@ -141,12 +142,12 @@ def test_audio_whose_header_tells_no_length_is_within_the_limit_of_a_request():
     with trimtab.load(plan) as model:
         engine = LoadedEngine(model, rows=1, audio_s=0.5)
         allowed = job(sound(48_000, 0.4, kind="OGG"))
-        assert engine._preparing._media._size(allowed) <= plan.host["media"]
-        assert len(engine._decoded(allowed).prompt[0]["content"][0]["audio"]) == 6_400
+        assert engine.inputs.media._size(allowed) <= plan.host["media"]
+        assert len(engine.inputs.decoded(allowed).prompt[0]["content"][0]["audio"]) == 6_400
         for parts, words in (
             ([sound(48_000, 0.6, kind="OGG")], "lasts 0.6 s, the limit is 0.5 s"),
             ([sound(48_000, 0.3, kind="OGG")] * 2, "has 0.6 seconds, the limit of a request is 0.5"),
         ):
             with pytest.raises(RequestError, match=words) as caught:
-                engine._decoded(job(*parts))
+                engine.inputs.decoded(job(*parts))
             assert caught.value.field == f"messages[0].content[{len(parts) - 1}].input_audio"

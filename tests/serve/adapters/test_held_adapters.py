@@ -177,7 +177,8 @@ def test_what_the_plan_counts_is_what_is_held(monkeypatch):
     )
     plan = plan_request(request, later={})
     with trimtab.load(plan) as model:
-        host = LoadedEngine(model, rows=2).shelf.host
+        engine = LoadedEngine(model, rows=2)
+        host = engine.shelf.host
         assert 0.9 * plan.host["held_adapters"] < host.nbytes <= plan.host["held_adapters"]
         assert host.nbytes + host.room_bytes == plan.held_adapters_limit_bytes
         # A budget that only just holds what is planned takes no more.

@@ -19,9 +19,9 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.lora import base_values
 from trimtab.engine.model import LoadedModel
-from trimtab.serve.adapters import watching
-from trimtab.serve.adapters.adapter_queue import AdapterQueue, Urgency
-from trimtab.serve.worker import engine, worker
+from trimtab.serve.adapters import new_adapters as watching
+from trimtab.serve.adapters.new_adapters import AdapterQueue, Urgency
+from trimtab.serve.worker import prompt_inputs, worker
 from trimtab.serve.worker.ipc import event_from_message
 from trimtab.serve.worker.worker import _Worker
 
@@ -128,13 +128,13 @@ def test_an_answer_goes_on_while_an_image_comes_through_the_pipe(running):
 
 
 def test_an_answer_goes_on_while_the_vocabulary_is_read_for_the_first_answer_to_a_schema(running, monkeypatch):
-    may_go_on, grammar = threading.Event(), engine.Grammar
+    may_go_on, grammar = threading.Event(), prompt_inputs.Grammar
 
     def blocked(*args):
         assert may_go_on.wait(WAIT_S)
         return grammar(*args)
 
-    monkeypatch.setattr(engine, "Grammar", blocked)
+    monkeypatch.setattr(prompt_inputs, "Grammar", blocked)
     running.ask("long", tokens=NEVER_ENDS)
     running.wait_for_steps(2)
     running.ask("json", tokens=3, schema={"type": "object"})
@@ -185,8 +185,8 @@ def test_adapters_of_the_start_are_prepared_before_anybody_asks(monkeypatch):
         read.append(threading.current_thread())
         return (yield from norms(*args))
 
-    def finished(self, **options):
-        step(self, **options)
+    def finished(self, *arguments, **options):
+        step(self, *arguments, **options)
         if not self:
             done.set()
 

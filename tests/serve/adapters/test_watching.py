@@ -16,7 +16,7 @@ from tests.serve.worker.test_serve_worker import REQUEST, Running, settings_of
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import CheckpointError
-from trimtab.serve.adapters.watching import Watcher, files_stamp
+from trimtab.serve.adapters.new_adapters import Watcher, files_stamp
 
 STYLE, SPECIALIST = (DEMO / "adapters" / name for name in ("style", "specialist"))
 WAIT_S = 60

@@ -14,8 +14,8 @@ from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import AdapterError, RequestError
 from trimtab.request import LoadRequest
-from trimtab.serve.adapters.host_adapters import HeldAdapters
-from trimtab.serve.adapters.watching import Watcher, files_stamp
+from trimtab.serve.adapters.adapter_cache import HeldAdapters
+from trimtab.serve.adapters.new_adapters import Watcher, files_stamp
 from trimtab.serve.contract import inside_root as inside
 from trimtab.serve.contract.inside_root import look, read_inside
 from trimtab.serve.contract.settings import Settings

@@ -21,7 +21,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader.transformers_model import load_tokenizer
 from trimtab.errors import RequestError
 from trimtab.serve.api.schemas import ChatRequest
-from trimtab.serve.api.tools import calls_of
+from trimtab.serve.api.to_jobs import calls_of
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.grammar.child import Vocabulary
 from trimtab.serve.grammar.constraint import MOST_AGAIN_S, Grammar

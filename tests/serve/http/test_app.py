@@ -17,6 +17,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from tests import ROOT
@@ -25,13 +26,16 @@ from trimtab import errors
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.api import body
 from trimtab.serve.api import responses as answers
+from trimtab.serve.api.answer_types import Error
+from trimtab.serve.api.routes import BESIDE, COMPLETIONS, MESSAGES, ROUTES, Described
+from trimtab.serve.api.routes import CHAT as CHATS
 from trimtab.serve.contract import errors as faults
 from trimtab.serve.contract import quotas
 from trimtab.serve.contract.errors import ERRORS, UnknownModelError
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.settings import ADMIN_PATHS, Limits, Settings
 from trimtab.serve.http.app import make_app
-from trimtab.serve.http.openapi import BESIDE, description
+from trimtab.serve.http.openapi import description
 from trimtab.serve.observe.metrics import Metrics
 from trimtab.serve.scheduling import scheduler
 from trimtab.serve.scheduling.scheduler import QueueFullError
@@ -771,6 +775,27 @@ def test_the_description_names_what_the_server_reads():
     end, error, piece = stream["itemSchema"]["anyOf"]
     assert piece["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/ChatCompletionChunk"}
     assert error["properties"]["event"] == {"const": "error"} and end["properties"]["data"] == {"const": "[DONE]"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_have_the_fields_of_their_types_and_no_others(stream):
+    found, text = client(), {"model": "demo", "prompt": "a", "logprobs": 1}
+    for path, asked in {
+        "/health": None, "/v1/models": None, "/v1/models/style": None, CHATS: {**CHAT, "logprobs": True}, COMPLETIONS: text,
+        MESSAGES: {**CHAT, "max_tokens": 3}, "/nothing": None,
+    }.items():  # fmt: skip
+        route = ROUTES.get("/v1/models/{name}" if path.endswith("style") else path) or Described("", Error)
+        if not stream:
+            answers, kind = [(found.get(path) if asked is None else found.post(path, json=asked)).json()], route.answer
+        elif path not in (CHATS, COMPLETIONS):
+            continue
+        else:
+            answers, kind = (
+                [json.loads(data) for _, data in events_of(found.post(path, json={**asked, "stream": True}))[:-1]],
+                route.event,
+            )
+        for answer in answers:
+            TypeAdapter(kind).validate_python(answer, strict=True, extra="forbid")
 
 
 def test_every_route_of_the_api_is_described():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests import ROOT
 from tests.serve.http.test_app import PICTURE, drive_raw
 from tests.serving import MockPool
-from trimtab.serve.api.request_kinds import REQUESTS
+from trimtab.serve.api.routes import REQUESTS
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.http.app import make_app
 from trimtab.serve.http.openapi import description

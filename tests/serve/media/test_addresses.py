@@ -6,7 +6,8 @@ import ipaddress
 
 import pytest
 
-from trimtab.serve.media.addresses import client_network, is_public
+from trimtab.serve.http.auth import client_network
+from trimtab.serve.media.addresses import is_public
 
 # Of the registries, with what stands directly around each that is public.
 PRIVATE = (

@@ -65,8 +65,8 @@ def preparing(decoder, **limits):
 
 def idle(pool, but=0):
     """Wait until the threads have ended all but so many entries, and none of the others may begin."""
-    with pool._changed:
-        assert pool._changed.wait_for(lambda: sum(pool._turns._running.values()) == but, WAIT_S)
+    with pool.changed:
+        assert pool.changed.wait_for(lambda: sum(pool.turns._running.values()) == but, WAIT_S)
 
 
 def test_a_slow_image_of_one_client_delays_nobody_elses(decoder):
@@ -91,8 +91,8 @@ def test_no_client_has_every_thread_while_others_come(decoder):
     assert decoder.seen == ["c", "a0", "b"]
     # Those who came last came long ago.
     now[0] = media_pool.LATELY_S + 1.0
-    with pool._changed:
-        pool._changed.notify_all()
+    with pool.changed:
+        pool.changed.notify_all()
     decoder.wait_for("a1")
     decoder.let_go.set()
     assert [future.result(WAIT_S) for future in slow] == ["a0", "a1", "a2", "a3"]
@@ -160,8 +160,8 @@ def test_the_bytes_of_all_media_are_bounded_and_come_back(decoder):
     assert (slow.result(WAIT_S), late.result(WAIT_S)) == ("a", "b")
     # One that is larger than the whole budget goes alone.
     assert prepared.submit(job("d", b"x" * 50)).result(WAIT_S) == "d"
-    with pool._changed:
-        assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
+    with pool.changed:
+        assert pool.changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
 
 
 class Tensor:
@@ -185,8 +185,8 @@ def test_what_media_became_counts_until_it_is_dropped(decoder):
     assert not late.done() and decoder.seen == ["a", "c"]
     inputs.clear()
     assert late.result(WAIT_S) == "b"
-    with pool._changed:
-        assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
+    with pool.changed:
+        assert pool.changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
 
 
 def test_memory_that_was_freed_is_returned_before_other_media_need_its_room(decoder, monkeypatch):
@@ -251,7 +251,7 @@ def test_what_fails_around_decoding_ends_neither_the_thread_nor_the_turn(decoder
     pool.submit(job("b", b"fast"), Future(), then)
     assert done.wait(WAIT_S)
     idle(pool)
-    assert pool.used_bytes == 0 and len(pool._threads) == 1 and pool._threads[0].is_alive()
+    assert pool.used_bytes == 0 and len(pool.threads) == 1 and pool.threads[0].is_alive()
 
 
 def test_inputs_that_cannot_be_counted_are_the_requests_error_alone(decoder):
@@ -268,12 +268,12 @@ def test_a_thread_that_does_not_start_is_not_counted(decoder, monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    prepared.start()
+    prepared.start(lambda: None)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
         assert isinstance(prepared.submit(job("a", b"fast")).exception(WAIT_S), MistakeError)
     assert prepared.submit(job("b", b"fast")).result(WAIT_S) == "b"
-    assert decoder.seen == ["b"] and len(pool._threads) == 1
+    assert decoder.seen == ["b"] and len(pool.threads) == 1
 
 
 def test_a_request_whose_media_take_too_long_is_answered(decoder):
@@ -297,8 +297,8 @@ def test_an_error_is_the_requests_own_and_a_cancelled_request_is_forgotten(decod
     problem = wrong.exception(WAIT_S)
     assert isinstance(problem, RequestError) and problem.__traceback__ is None  # its frames would keep the media
     assert slow.result(WAIT_S) == "a" and decoder.seen == ["a", "c"]
-    with pool._changed:
-        assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
+    with pool.changed:
+        assert pool.changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
 
 
 @pytest.fixture
@@ -368,7 +368,7 @@ def test_the_thread_that_prepares_is_started_again_where_it_did_not_start_once(m
 
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError):
-        prepared.start()
+        prepared.start(lambda: None)
     assert prepared.submit(Job("a", "a text", GenerateRequest())).result(WAIT_S) == "a"
 
 
@@ -378,19 +378,20 @@ class Picture:
 
 def test_a_prompt_that_fails_drops_its_media_before_their_bytes_are_free():
     def prepare(job):
+        assert let_go.wait(WAIT_S)
         raise RequestError("is wrong", field="messages")
 
-    prepared, future, picture, alive = Preparing(prepare), Future(), Picture(), []
+    prepared, future, picture, alive, let_go = Preparing(prepare), Future(), Picture(), [], threading.Event()
     watched = weakref.ref(picture)
     future.set_running_or_notify_cancel()
-    prepared._put(job("a", picture), future, lambda inputs: alive.append(watched() is not None))
+    prepared.put_prompt(job("a", picture), future, lambda inputs: alive.append(watched() is not None))
     del picture
     gc.disable()
     try:
-        prepared._prepare_next()
+        let_go.set()
+        assert future.exception(WAIT_S).reason == "is wrong" and alive == [False]
     finally:
         gc.enable()
-    assert alive == [False] and future.exception().reason == "is wrong"
 
 
 class Panic(BaseException):

@@ -13,7 +13,7 @@ from trimtab.errors import DeviceError
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Settings
-from trimtab.serve.scheduling.rowless import PIECE_S, SIZES, Rowless
+from trimtab.serve.scheduling.in_progress import PIECE_S, SIZES, Rowless
 
 PIECE_TOKENS = 16
 

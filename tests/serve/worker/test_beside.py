@@ -60,7 +60,7 @@ def test_an_embedding_is_stocks_last_hidden_state(model, engine, adapter, poolin
     reference = stock.load_stock(DEMO / "base", dtype=torch.float32)
     if adapter is not None:
         reference = stock.with_adapter(reference, DEMO / "adapters" / adapter)
-    ids = engine._tokenizer(TEXT)["input_ids"]
+    ids = engine.inputs.tokenizer(TEXT)["input_ids"]
     with torch.no_grad():
         found = reference(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].double()
     expected = torch.nn.functional.normalize(found[-1] if pooling == "last" else found.mean(0), dim=0)
@@ -75,7 +75,7 @@ def test_an_embedding_is_stocks_last_hidden_state(model, engine, adapter, poolin
 def test_an_embedding_goes_through_in_chunks_that_running_answers_have_time_for(engine):
     whole = result(run(engine, job("a", {"text": TEXT}, kind="embedding"))["a"])["embedding"]
     embedding = job("b", {"text": TEXT}, kind="embedding")
-    answer = engine.begin(embedding, engine._inputs(embedding))
+    answer = engine.begin(embedding, engine.inputs.make(embedding))
     sizes, is_through = [], False
     while not is_through:
         size, is_through = engine.piece(answer, 7)
@@ -202,7 +202,7 @@ def test_what_was_computed_for_one_that_left_is_told(engine):
 
 
 def test_tokens_are_the_tokenizers_own_and_need_no_row(engine):
-    tokenizer = engine._tokenizer
+    tokenizer = engine.inputs.tokenizer
     ids = tokenizer(TEXT)["input_ids"]
     ask = [{"role": "user", "content": TEXT}]
     found = run(
@@ -253,7 +253,7 @@ def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
     reference = stock.load_stock(DEMO / "base", dtype=torch.float32)
     if adapter is not None:
         reference = stock.with_adapter(reference, DEMO / "adapters" / adapter)
-    ids = engine._tokenizer(TEXT * 4)["input_ids"]
+    ids = engine.inputs.tokenizer(TEXT * 4)["input_ids"]
     assert len(ids) > 2 * PIECE_TOKENS
     with torch.no_grad():
         expected = torch.log_softmax(reference(input_ids=torch.tensor([ids])).logits[0].double(), dim=-1)
@@ -268,9 +268,8 @@ def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
         row = expected[place]
         own = found[str(token)]
         # float32 sums in another order and in pieces.
-        assert own["logprob"] == pytest.approx(float(row[token]), abs=2e-4) and own["decoded_token"] == engine._tokenizer.decode(
-            [token]
-        )
+        assert own["logprob"] == pytest.approx(float(row[token]), abs=2e-4)
+        assert own["decoded_token"] == engine.inputs.tokenizer.decode([token])
         best = sorted(found.items(), key=lambda item: item[1]["rank"])[0]
         assert best[1]["rank"] == 1 and float(row.max() - row[int(best[0])]) < 2e-4
         assert len(found) in (2, 3)
@@ -278,7 +277,7 @@ def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
 
 def test_a_prompt_that_is_through_holds_no_keys_and_values_beside_its_row(engine):
     one = job("a", [5, 6, 7, 8], tokens=2)
-    answer = engine.begin(one, engine._inputs(one))
+    answer = engine.begin(one, engine.inputs.make(one))
     while not engine.prefill(answer, 512)[1]:
         pass
     assert answer.prompt.cache is None and engine.batch.placed == [answer.row]

@@ -38,8 +38,8 @@ from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.grammar.prover import GrammarProver
 from trimtab.serve.scheduling.budget import TOWERS
 from trimtab.serve.scheduling.scheduler import MistakeError, Scheduler
-from trimtab.serve.worker import engine_errors
-from trimtab.serve.worker.answer_parts import Reading
+from trimtab.serve.worker import answer as answer_module
+from trimtab.serve.worker.answer import Answer, Reading
 from trimtab.serve.worker.engine import LoadedEngine
 
 PATHS = {name: DEMO / "adapters" / name for name in ADAPTERS}
@@ -130,7 +130,7 @@ def test_the_choices_of_one_request_decode_its_image_once(engine, monkeypatch):
     assert texts["c0"] == "" and texts["c1"] == texts["c2"] == texts["other"] != ""
     assert len(decoded) == 2
     gc.collect()
-    assert engine._preparing._media.used_bytes == 0
+    assert engine.inputs.media.used_bytes == 0
 
 
 def test_taking_up_a_text_builds_nothing_and_copies_nothing_that_a_captured_prompt_does_not_need(engine, monkeypatch):
@@ -142,7 +142,7 @@ def test_taking_up_a_text_builds_nothing_and_copies_nothing_that_a_captured_prom
     told = ask("a", [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
     seen = ask("b")
     for job in (told, seen):
-        engine.begin(job, engine._inputs(job))
+        engine.begin(job, engine.inputs.make(job))
     assert copied == [True]
 
 
@@ -324,7 +324,7 @@ def slow_compiles(engine, monkeypatch):
         has_begun.set()
         return goes_on.wait(20)
 
-    monkeypatch.setattr(engine, "_compiled", compile_one)
+    monkeypatch.setattr(engine.inputs, "compiled", compile_one)
     return compiled, has_begun, goes_on
 
 
@@ -379,37 +379,37 @@ def test_media_count_no_longer_than_their_request_without_a_collection(engine, m
     place = {"compile": (Reading, "constraint"), "prefill": (Batch, "place")}.get(case)
     if case == "refused":
         options = {"schema": {"type": "no such type"}}
-    pool = engine._preparing._media
+    pool = engine.inputs.media
     run(engine, ask("warm", tokens=1))  # what is made once
     if place is not None:
         monkeypatch.setattr(*place, lambda *arguments, **_: 1 / 0)
-        monkeypatch.setattr(engine_errors, "write_traceback", lambda *_: "")  # pytest keeps the records of a log
+        monkeypatch.setattr(answer_module, "write_traceback", lambda *_: "")  # pytest keeps the records of a log
     gc.collect()
     gc.disable()
     try:
         ended = run(engine, ask("a", tokens=3, **options))["a"][1].kind
         assert ended == ("done" if case == "schema" else "error")
-        with pool._changed:  # a thread may be about to drop them
-            assert pool._changed.wait_for(lambda: pool.used_bytes == 0, 20)
+        with pool.changed:  # a thread may be about to drop them
+            assert pool.changed.wait_for(lambda: pool.used_bytes == 0, 20)
     finally:
         gc.enable()
 
 
 def test_a_panic_while_a_prompt_is_prepared_or_a_token_is_taken_ends_its_own_job_alone(engine, monkeypatch):
-    prepare, take = chat.prepare, LoadedEngine._take
+    prepare, take = chat.prepare, Answer.take
 
     def prepared(model, prompt, **options):
         if prompt == []:
             raise PanicError("7 secret")
         return prepare(model, prompt, **options)
 
-    def taken(self, answer, sampled):
-        if answer.job.id == "b":
+    def taken(self, *arguments):
+        if self.job.id == "b":
             raise PanicError("7 secret")
-        return take(self, answer, sampled)
+        return take(self, *arguments)
 
     monkeypatch.setattr(chat, "prepare", prepared)
-    monkeypatch.setattr(LoadedEngine, "_take", taken)
+    monkeypatch.setattr(Answer, "take", taken)
     assert isinstance(engine.prepare(ask("a", [])).exception(20), MistakeError)
     found = run(engine, ask("b"), ask("c"))
     assert found["b"][1].error["class"] == "MistakeError" and found["c"][1].kind == "done"
@@ -417,7 +417,7 @@ def test_a_panic_while_a_prompt_is_prepared_or_a_token_is_taken_ends_its_own_job
 
 def test_a_prompt_that_cannot_be_prepared_waits_for_no_schema(engine, monkeypatch):
     has_begun, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(engine, "_compiled", lambda job, inputs: has_begun.set() or goes_on.wait(20))
+    monkeypatch.setattr(engine.inputs, "compiled", lambda job, inputs: has_begun.set() or goes_on.wait(20))
     slow = engine.prepare(ask("a", schema=SCHEMA))
     assert has_begun.wait(20)
     with pytest.raises(RequestError) as caught:
@@ -728,7 +728,7 @@ def test_media_are_decoded_by_the_pool_before_the_thread_that_tokenizes(engine, 
     decode, prepare = chat.decode_media, chat.prepare
 
     def decoded(*arguments, **options):
-        seen.append(("decode", threading.current_thread().name.rstrip("01")))
+        seen.append(("decode", threading.current_thread().name))
         return decode(*arguments, **options)
 
     def prepared(model, prompt, **options):
@@ -740,7 +740,7 @@ def test_media_are_decoded_by_the_pool_before_the_thread_that_tokenizes(engine, 
     monkeypatch.setattr(chat, "decode_media", decoded)
     monkeypatch.setattr(chat, "prepare", prepared)
     inputs = engine.prepare(Job("a", LOOK, GenerateRequest(max_new_tokens=2))).result(60)
-    assert seen == [("decode", "trimtab-media-"), ("prepare", "trimtab-prepare", {True})]
+    assert seen == [("decode", "trimtab-media"), ("prepare", "trimtab-prepare", {True})]
     assert inputs.token_ids == stock.token_ids and inputs.marks == stock.marks
     for name, tensor in stock.tensors.items():
         assert torch.equal(inputs.tensors[name], tensor), name

@@ -15,7 +15,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.prefill.warm_up import CaptureAhead
 from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.serve.adapters.watching import LOOK_S as WATCH_S
+from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.ipc import Channel, event_from_message, job_to_message
 from trimtab.serve.worker.pulse import BEAT_S, Patience
@@ -319,7 +319,7 @@ def test_what_is_in_the_pipe_when_a_draining_worker_ends_is_answered():
     here, there = multiprocessing.Pipe()
     media = {"kinds": ["text", "audio"], "request_pixels": 1, "request_audio_s": 0.25, "all_body_bytes": 2**20}
     channel, served = Channel(here), _Worker(Channel(there), settings_of({}, media=media))
-    assert (served.engine._audio_s, served.plan.request.audio_s) == (0.25, 1.0)
+    assert (served.engine.inputs.audio_s, served.plan.request.audio_s) == (0.25, 1.0)
     channel.send({"do": "drain"})
     channel.send({"do": "call", "id": 1, "what": "numbers"})
     channel.send({"do": "call", "id": 2, "what": "load_adapter", "name": "a", "path": str(DEMO / "adapters" / "style")})

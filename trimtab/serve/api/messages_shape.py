@@ -12,7 +12,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from trimtab.serve.api.openai_shape import Shape
+from trimtab.serve.api.answer_types import AnthropicUsage
+from trimtab.serve.api.openai_shape import NamedEvents
 from trimtab.serve.contract.job import Event
 
 # HTTP status -> Anthropic's name of the error.
@@ -35,7 +36,7 @@ def as_anthropics(response: Response) -> Response:
     return JSONResponse(body, response.status_code, headers=headers)
 
 
-class MessagesShape(Shape):
+class MessagesShape(NamedEvents):
     prefix = "msg_"
 
     def __init__(self, body: Any) -> None:
@@ -91,9 +92,7 @@ class MessagesShape(Shape):
         return [self._delta({"type": "input_json_delta", "partial_json": piece["arguments"]})]
 
     def _done(self, event: Event) -> list[dict[str, Any]]:
-        self.finishes[0] = event.finish or "stop"
-        self.prompt_tokens, self.completion_tokens = event.usage["prompt_tokens"], event.usage["completion_tokens"]
-        self.cached_tokens = event.usage.get("cached_tokens", 0)
+        self.count(event)
         self._stop_text = event.usage.get("stop_text")
         self._finish = {"length": "max_tokens", "tool_calls": "tool_use"}.get(self.finishes[0], "end_turn")
         if self._stop_text is not None and self._finish == "end_turn":
@@ -103,19 +102,13 @@ class MessagesShape(Shape):
             *self._end(), {"type": "message_delta", "delta": delta, "usage": self._usage()}, {"type": "message_stop"}
         ]  # fmt: skip
 
-    def sent(self, piece: dict[str, Any], *, wants_usage: bool) -> dict[str, str]:
-        return {"event": piece["type"], "data": json.dumps(piece)}
-
-    def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
-        return []
-
     def error(self, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
         return error_object(status, body)
 
     def _message(self) -> dict[str, Any]:
         return {"id": self.head["id"], "type": "message", "role": "assistant", "model": self.body.model, "content": []}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> AnthropicUsage:
         return {
             "input_tokens": self.prompt_tokens - self.cached_tokens, "output_tokens": self.completion_tokens,
             "cache_read_input_tokens": self.cached_tokens, "cache_creation_input_tokens": 0,

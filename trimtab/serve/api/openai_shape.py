@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trimtab.serve.api.answer_types import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprobs
 from trimtab.serve.contract.job import Event, Token, finite_logprob
 
 
@@ -133,7 +134,7 @@ class Shape:
     def usage_chunk(self) -> dict[str, Any]:
         return {**self.head, "object": self.chunk_name, "choices": [], "usage": self.usage()}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Mapping[str, Any]:
         choices = [{"index": index, **self.choice(index), "finish_reason": finish} for index, finish in
                    sorted(self.finishes.items())]  # fmt: skip
         return {**self.head, "object": self.object_name, "choices": choices, "usage": self.usage(), **self.of_prompt()}
@@ -141,6 +142,22 @@ class Shape:
     def of_prompt(self) -> dict[str, Any]:
         """Return the fields of an answer about its prompt, outside the choices."""
         return {}
+
+
+class NamedEvents(Shape):
+    """The form of an answer whose events have their types as names, with one choice."""
+
+    def sent(self, piece: dict[str, Any], *, wants_usage: bool) -> dict[str, str]:
+        return {"event": piece["type"], "data": json.dumps(piece)}
+
+    def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
+        return []
+
+    def count(self, event: Event) -> None:
+        """Collect how the answer ended and its tokens."""
+        self.finishes[0] = event.finish or "stop"
+        self.prompt_tokens, self.completion_tokens = event.usage["prompt_tokens"], event.usage["completion_tokens"]
+        self.cached_tokens = event.usage.get("cached_tokens", 0)
 
 
 class ChatShape(Shape):
@@ -209,20 +226,20 @@ class CompletionShape(Shape):
 # Logprobs -------------------------------------------------------------------------------------------------------------
 
 
-def chat_logprob_json(tokens: Sequence[Token]) -> dict[str, Any]:
+def chat_logprob_json(tokens: Sequence[Token]) -> ChatLogprobs:
     """Return tokens in the form of a chat choice's `logprobs`."""
-    content: list[dict[str, Any]] = []
-    for token in tokens:
-        top = [_token_json(text, logprob) for _, text, logprob in token.top]
-        content.append(_token_json(token.text, token.logprob) | {"top_logprobs": top})
+    content: list[TopLogprobs] = [
+        {**_token_json(token.text, token.logprob), "top_logprobs": [_token_json(text, logprob) for _, text, logprob in token.top]}
+        for token in tokens
+    ]
     return {"content": content, "refusal": None}
 
 
-def _token_json(text: str, logprob: float) -> dict[str, Any]:
+def _token_json(text: str, logprob: float) -> TokenLogprob:
     return {"token": text, "logprob": finite_logprob(logprob), "bytes": list(text.encode())}
 
 
-def completion_logprob_json(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
+def completion_logprob_json(tokens: Sequence[Token], offset: int) -> TextLogprobs:
     """Return tokens in the form of a completion choice's `logprobs`. offset: characters of the answer before them."""
     offsets = []
     for token in tokens:

@@ -17,7 +17,7 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
-from trimtab.serve.api import tools as calling
+from trimtab.serve.api.answer_types import Embedding, Embeddings, EmbeddingsUsage, TokenCount, Tokens, TokensText
 from trimtab.serve.api.openai_shape import Fragments, Shape
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.settings import Limits
@@ -97,9 +97,11 @@ class EmbeddingsShape(_Result):
             return _packed(vector)
         return Fragments([json.dumps(vector, allow_nan=False, separators=(",", ":")).encode()])
 
-    def whole(self) -> dict[str, Any]:
-        data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(self.results)]
-        usage = {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
+    def whole(self) -> Embeddings:
+        data: list[Embedding] = [
+            {"object": "embedding", "index": place, "embedding": one} for place, one in enumerate(self.results)
+        ]
+        usage: EmbeddingsUsage = {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
         return {"object": "list", "model": self.given.model, "data": data, "usage": usage}
 
 
@@ -149,7 +151,7 @@ def chat_job(
     """Return the job that tokenizes a chat. Errors: RequestError."""
     asking.check_length(messages, context_tokens, "messages")
     asking.check_continued(chat)
-    calls = calling.calls_of(chat, limits)
+    calls = asking.calls_of(chat, limits)
     kept = {name: calls[name] for name in ("tools", "template_kwargs") if name in calls}
     return Job(
         uuid.uuid4().hex, messages, _NO_ANSWER, deadline_s=deadline_s, kind="tokens",
@@ -170,7 +172,7 @@ class TokensShape(_Result):
         super().__init__(body)
         self._context_tokens = context_tokens
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Tokens:
         (result,) = self.results
         ids = result["tokens"]
         shown = result["token_strs"] if self.given.return_token_strs else None
@@ -178,10 +180,10 @@ class TokensShape(_Result):
 
 
 class CountShape(_Result):
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> TokenCount:
         return {"input_tokens": len(self.results[0]["tokens"])}
 
 
 class TextShape(_Result):
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> TokensText:
         return {"prompt": self.results[0]["prompt"]}

@@ -5,16 +5,15 @@ Source: OpenAI's API reference, "Responses" and "Streaming events".
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.serve.api.openai_shape import Shape
+from trimtab.serve.api.openai_shape import NamedEvents
 from trimtab.serve.contract.job import Event
 
 
-class ResponsesShape(Shape):
+class ResponsesShape(NamedEvents):
     """body: the request as a chat. given: the request itself, which an answer repeats in part."""
 
     prefix = "resp_"
@@ -110,18 +109,10 @@ class ResponsesShape(Shape):
         return [self._event("function_call_arguments.delta", **self._place(), delta=piece["arguments"])]
 
     def _done(self, event: Event) -> list[dict[str, Any]]:
-        self.finishes[0] = event.finish or "stop"
-        self.prompt_tokens, self.completion_tokens = event.usage["prompt_tokens"], event.usage["completion_tokens"]
-        self.cached_tokens = event.usage.get("cached_tokens", 0)
+        self.count(event)
         status = "incomplete" if self.finishes[0] == "length" else "completed"
         ended = self._end(status)
         return [*ended, self._event(status, response=self._response(status))]
-
-    def sent(self, piece: dict[str, Any], *, wants_usage: bool) -> dict[str, str]:
-        return {"event": piece["type"], "data": json.dumps(piece)}
-
-    def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
-        return []
 
     # The whole answer -------------------------------------------------------------------------------------------------
 

@@ -8,20 +8,19 @@ input, also while it compiles. Imports no torch, and nothing of transformers.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import signal
 import struct
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
 from trimtab.errors import RequestError
+from trimtab.process.child import end_after
 from trimtab.serve.grammar.source import GrammarSource, compiled
 
 HEAD = struct.Struct("<Q")
@@ -97,7 +96,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
     answers = sys.stdout.buffer
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(frames,), daemon=True).start()
+    end_after(partial(_read, frames))
     tokenizer = _tokenizer(frames.get())
     _limit_memory()
     write_frame(answers, b"")
@@ -113,7 +112,6 @@ def _read(frames: queue.SimpleQueue[bytes]) -> None:
     with suppress(EOFError, OSError):
         while True:
             frames.put(read_frame(sys.stdin.buffer))
-    os._exit(0)
 
 
 def _tokenizer(data: bytes) -> Any:

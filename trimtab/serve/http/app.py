@@ -31,12 +31,14 @@ from trimtab.serve.api import messages_api, responses_api
 from trimtab.serve.api import other_routes as beside
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
-from trimtab.serve.api import tools as calling
 from trimtab.serve.api.body import BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.api.messages_shape import MessagesShape, error_object
 from trimtab.serve.api.openai_shape import ChatShape, CompletionShape, Shape
-from trimtab.serve.api.request_kinds import (
+from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
+from trimtab.serve.api.responses_shape import ResponsesShape
+from trimtab.serve.api.routes import (
     ANTHROPICS,
+    BESIDE,
     CHAT,
     COMPLETIONS,
     COUNT_TOKENS,
@@ -48,8 +50,6 @@ from trimtab.serve.api.request_kinds import (
     WITH_IDS,
     WITH_MEDIA,
 )
-from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
-from trimtab.serve.api.responses_shape import ResponsesShape
 from trimtab.serve.contract import log as journal
 from trimtab.serve.contract.errors import error_from_worker, error_json, error_response, http_error, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error, client_field
@@ -58,7 +58,7 @@ from trimtab.serve.contract.quotas import Quotas
 from trimtab.serve.contract.settings import IGNORED_HEADER, Settings
 from trimtab.serve.http.auth import AccessMiddleware, client_of, sender_of
 from trimtab.serve.http.live import Live
-from trimtab.serve.http.openapi import BESIDE, description
+from trimtab.serve.http.openapi import description
 from trimtab.serve.media.fetch import Fetcher
 from trimtab.serve.observe.metrics import Metrics, Seen
 
@@ -339,7 +339,7 @@ class _Api:
         model, adapter = asking.voice_of(self.pool, body)
         messages = await self._read_messages(request, body, size, model)
         broken: list[str] | None = [] if self.settings.lenient else None
-        calling.check_results(messages, broken)
+        asking.check_results(messages, broken)
         if broken:
             names = _names_of(request)
             request.state.ignored = [*(request.state.ignored or ()), *(client_field(field, names) for field in broken)]
@@ -352,7 +352,8 @@ class _Api:
         asking.check_media(body, takes=self.pool.takes(model), limits=limits)
         if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
             raise BodyTooLargeError(limits.body_bytes, hint="This model supports text only")
-        fetched = await self.fetcher.get_all(asking.urls_of(body), sender=self._sender(request))
+        urls = asking.urls_of(body)
+        fetched = await self.fetcher.get_all(urls, sender=self._sender(request)) if urls else {}
         read = partial(asking.messages_of, body, limits=limits, fetched=fetched, cut=request.state.cut)
         return await self.reader.run(size, read)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Callable, Sequence
 
 from starlette.responses import Response
@@ -19,15 +20,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trimtab.serve.api.body import BodyLimits, Budget, Incoming
 from trimtab.serve.api.messages_shape import as_anthropics
-from trimtab.serve.api.request_kinds import ANTHROPICS, REQUESTS
+from trimtab.serve.api.routes import ANTHROPICS, REQUESTS
 from trimtab.serve.contract.errors import http_error
 from trimtab.serve.contract.head_lines import DifferentKeysError, Lines, credential_of, repeated, value_of
 from trimtab.serve.contract.settings import ADMIN_PATHS, Settings, is_loopback
 from trimtab.serve.http.live import Live
-from trimtab.serve.media.addresses import client_network
+from trimtab.serve.media.addresses import MAPPED, NAT64
 
 OPEN_PATHS = ("/health", "/ready")
 POST_PATHS = (*REQUESTS, *ADMIN_PATHS)
+# The network from which one IPv6 host can take addresses. RFC 4291 section 2.5.1, RFC 6177.
+_OF_ONE_CLIENT = 64
+THIS_MACHINE = "this machine"
 
 
 class AccessMiddleware:
@@ -143,3 +147,23 @@ def _names_this_machine(host: bytes) -> bool:
     text = host.decode("latin-1").strip().lower()
     name = text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
     return not text or name.endswith(".localhost") or is_loopback(name)
+
+
+def client_network(address: str) -> str:
+    """Return the network of the client at an address: a client with many addresses must not get many turns.
+
+    An IPv6 client is its /64, in which a host can take any address; an address with an IPv4 address inside
+    (IPv4-mapped, NAT64) is that one. All of loopback is this machine. A text that is no IP address is returned
+    unchanged.
+    """
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(ip, ipaddress.IPv6Address) and (ip in MAPPED or ip in NAT64):
+        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    if ip.is_loopback:
+        return THIS_MACHINE
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    return str(ipaddress.IPv6Network((int(ip), _OF_ONE_CLIENT), strict=False))

@@ -1,38 +1,22 @@
-"""The API's OpenAPI description, made from the schemas that the server validates requests with.
+"""The API's OpenAPI description, made from the schemas that requests are validated with and the types of answers.
 
 Version 3.2 is the first that can describe the events of a stream (`itemSchema`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from trimtab._version import __version__
-from trimtab.serve.api.request_kinds import ANTHROPICS, REQUESTS
-from trimtab.serve.api.schemas import ReloadRequest
+from trimtab.serve.api.answer_types import AnthropicError, Error, Health, Object
+from trimtab.serve.api.routes import ANTHROPICS, BESIDE, NAMED_EVENTS, ROUTES, Described
 from trimtab.serve.contract.settings import ADMIN_PATHS, RELOAD
-from trimtab.serve.http.answer_schemas import ANSWERS, SCHEMAS, reference
 
-_WORDS = {
-    "/health": "Whether this process answers", "/ready": "Whether a model could answer now",
-    "/metrics": "Metrics in Prometheus' text form", "/openapi.json": "This description",
-    "/v1/models": "Every model and adapter that is served", "/v1/models/{name}": "One of them",
-    "/api/status": "What the page shows", "/v1/chat/completions": "Answer a chat, whole or as a stream of server-sent events",
-    "/v1/completions": "Continue a text or token ids",
-    "/v1/responses": "Answer in OpenAI's Responses form, stateless", "/v1/messages": "Answer in Anthropic's form",
-    "/v1/messages/count_tokens": "Count the tokens of such a request", "/v1/embeddings": "One vector per text",
-    "/tokenize": "The tokens of a text or chat", "/detokenize": "The text of tokens",
-    "/v1/load_lora_adapter": "Load an adapter below the server's folder",
-    "/v1/unload_lora_adapter": "Unload an adapter",
-    RELOAD: "Reload settings, keys and adapters",
-}  # fmt: skip
-# Routes that a server may have in addition to those of the API, and their bodies.
-BESIDE: Mapping[str, type[BaseModel]] = {RELOAD: ReloadRequest}
 _OPEN = ("/health", "/ready")
 # Errors of any request: heads and bodies that cannot be read, connections that are all taken, mistakes of the server.
 _ALWAYS = {
@@ -46,52 +30,97 @@ _POSTED = {
     422: "A file of an adapter is damaged or does not match", 429: "The queue is full", 504: "The answer took too long",
     507: "There is no memory for the adapter, or no disk space for the body",
 }  # fmt: skip
+_TEMPLATE = "#/components/schemas/{model}"
+Schema = dict[str, Any]
 
 
-def description(*, has_key: bool, beside: Collection[str] = ()) -> dict[str, Any]:
+class _AnswerSchemas(GenerateJsonSchema):
+    """Answers have no other fields than those of their types."""
+
+    def typed_dict_schema(self, schema: Any) -> Schema:
+        found = super().typed_dict_schema(schema)
+        found.pop("title", None)
+        return {"additionalProperties": False, **found}
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def description(*, has_key: bool, beside: Collection[str] = ()) -> Schema:
     """Return the description. has_key: whether this server requires an API key. beside: its paths of `BESIDE`."""
-    kinds: dict[str, type[BaseModel]] = {**REQUESTS, **{path: BESIDE[path] for path in BESIDE if path in beside}}
-    template = reference("{model}")["$ref"]
-    _, definitions = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)
-    components: dict[str, Any] = {"schemas": {**definitions["$defs"], **SCHEMAS}}
+    routes = {**ROUTES, **{path: BESIDE[path] for path in BESIDE if path in beside}}
+    _, bodies = models_json_schema(
+        [(route.body, "validation") for route in routes.values() if route.body is not None], ref_template=_TEMPLATE
+    )
+    kinds = {kind.__name__: kind for route in (*ROUTES.values(), *BESIDE.values()) for kind in (route.answer, route.event)
+             if kind not in (None, Object)} | {"Error": Error}  # fmt: skip
+    _, answers = TypeAdapter.json_schemas(
+        [(name, "serialization", TypeAdapter(kinds[name])) for name in sorted(kinds)],
+        ref_template=_TEMPLATE, schema_generator=_AnswerSchemas,
+    )  # fmt: skip
+    components: Schema = {"schemas": {**bodies["$defs"], **answers["$defs"]}}
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    paths = {path: words for path, words in _WORDS.items() if path not in BESIDE or path in kinds}
     return {
         "openapi": "3.2.0",
         "info": {"title": "trimtab", "version": __version__, "description": "OpenAI's API on local models"},
-        "paths": {path: _path(path, words, kinds.get(path), has_key) for path, words in paths.items()},
+        "paths": {path: _path(path, route, has_key) for path, route in routes.items()},
         "components": components,
     }
 
 
-def _path(path: str, words: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any]:
-    operation: dict[str, Any] = {
-        "operationId": path.strip("/").replace("/", "_").replace(".", "_").replace("{name}", "name"), "summary": words,
-        "responses": {"200": {"description": "The answer", "content": _content(path)}, **_refusals(path, kind, has_key)},
+def _reference(kind: Any) -> Schema:
+    return {"type": "object"} if kind is Object else {"$ref": _TEMPLATE.format(model=kind.__name__)}
+
+
+def _path(path: str, route: Described, has_key: bool) -> Schema:
+    operation: Schema = {
+        "operationId": path.strip("/").replace("/", "_").replace(".", "_").replace("{name}", "name"), "summary": route.words,
+        "responses": {"200": {"description": "The answer", "content": _content(path, route)}, **_refusals(path, route, has_key)},
     }  # fmt: skip
     if "{name}" in path:
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
-    if kind is not None:
-        content = {"application/json": {"schema": reference(kind.__name__)}}
-        operation["requestBody"] = {"required": path != RELOAD, "content": content}
+    if route.body is not None:
+        operation["requestBody"] = {"required": path != RELOAD, "content": {"application/json": {"schema": _reference(route.body)}}}
     if has_key and path not in _OPEN:
         operation["security"] = [{"key": []}]
-    return {"get" if kind is None else "post": operation}
+    return {"get" if route.body is None else "post": operation}
 
 
-def _content(path: str) -> dict[str, Any]:
-    whole, event = ANSWERS[path]
-    content: dict[str, Any] = {}
-    if whole is not None:
-        content["application/json"] = {"schema": whole}
-    if event is not None:
-        content["text/event-stream"] = {"itemSchema": event}
-    return content or {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}
+def _content(path: str, route: Described) -> Schema:
+    if route.answer is None:
+        return {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}
+    content: Schema = {"application/json": {"schema": _reference(route.answer)}}
+    if route.event is not None:
+        content["text/event-stream"] = {"itemSchema": _events(route.event, are_named=path in NAMED_EVENTS)}
+    return content
 
 
-def _refusals(path: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any]:
-    words = {**_ALWAYS, **(_POSTED if kind is not None else {})}
+def _events(kind: Any, *, are_named: bool) -> Schema:
+    """Return the schema of one server-sent event of a stream; the last one may be an error. Pieces without a name end with [DONE]
+    if the answer is whole. kind: of the error of named events, else of a piece."""
+
+    def data(schema: Schema) -> Schema:
+        return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+
+    error = {"title": "an error, the last event", "properties": {
+        "event": {"const": "error"}, "data": data(_reference(kind if are_named else Error))}}  # fmt: skip
+    if are_named:
+        piece: Schema = {"event": {"type": "string"}, "data": data({"type": "object", "required": ["type"]})}
+        return {"type": "object", "required": ["data", "event"], "anyOf": [error, {"title": "a piece", "properties": piece}]}
+    message = {"const": "message"}  # an event without a name is called so where it is read
+    return {
+        "type": "object", "required": ["data"],
+        "anyOf": [
+            {"title": "the end", "properties": {"event": message, "data": {"const": "[DONE]"}}},
+            {**error, "required": ["event"]},
+            {"title": "a piece", "properties": {"event": message, "data": data(_reference(kind))}},
+        ],
+    }  # fmt: skip
+
+
+def _refusals(path: str, route: Described, has_key: bool) -> Schema:
+    words = {**_ALWAYS, **(_POSTED if route.body is not None else {})}
     if "{name}" in path:
         words[404] = _POSTED[404]
     if has_key and path not in _OPEN:
@@ -100,10 +129,9 @@ def _refusals(path: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any
         words[403] = "An admin key is required, or this server is not administered over HTTP"
     responses = {}
     for status, text in sorted(words.items()):
-        schema = reference("Error")
-        if path in ANTHROPICS:
-            schema = {"anyOf": [reference("AnthropicError"), schema]}
-        if (path, status) == ("/ready", 503):
-            schema = {"anyOf": [reference("Health"), schema]}
+        schema = _reference(Error)
+        other = AnthropicError if path in ANTHROPICS else Health if (path, status) == ("/ready", 503) else None
+        if other is not None:
+            schema = {"anyOf": [_reference(other), schema]}
         responses[str(status)] = {"description": text, "content": {"application/json": {"schema": schema}}}
     return responses

@@ -1,4 +1,4 @@
-"""Is an IP address public, by IANA's registries and equally on every Python? And which addresses belong to one client?
+"""Is an IP address public, by IANA's registries and equally on every Python?
 
 `ipaddress` defines global addresses differently in different Python releases, and does not know every IPv6 form that
 contains an IPv4 address. So both must agree: `ipaddress`, and the networks below. In IPv6, only global unicast
@@ -50,11 +50,8 @@ _V6 = tuple(
         ),
     )
 )
-_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-# The network from which one IPv6 host can take addresses. RFC 4291 section 2.5.1, RFC 6177.
-_OF_ONE_CLIENT = 64
-THIS_MACHINE = "this machine"
+MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 # Upper half of an interface identifier with an IPv4 address.
 _ISATAP = (0x00005EFE, 0x02005EFE)
 
@@ -65,28 +62,8 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv4Address):
         return ip.is_global and not any(ip in network for network in _V4)
     inner = str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
-    if ip in _MAPPED or ip in _NAT64:
+    if ip in MAPPED or ip in NAT64:
         return is_public(inner)
     if int(ip) >> 32 & 0xFFFFFFFF in _ISATAP and not is_public(inner):
         return False
     return ip in _V6_PUBLIC and ip.is_global and not any(ip in network for network in _V6)
-
-
-def client_network(address: str) -> str:
-    """Return the network of the client at an address: a client with many addresses must not get many turns.
-
-    An IPv6 client is its /64, in which a host can take any address; an address with an IPv4 address inside
-    (IPv4-mapped, NAT64) is that one. All of loopback is this machine. A text that is no IP address is returned
-    unchanged.
-    """
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(ip, ipaddress.IPv6Address) and (ip in _MAPPED or ip in _NAT64):
-        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    if ip.is_loopback:
-        return THIS_MACHINE
-    if isinstance(ip, ipaddress.IPv4Address):
-        return str(ip)
-    return str(ipaddress.IPv6Network((int(ip), _OF_ONE_CLIENT), strict=False))

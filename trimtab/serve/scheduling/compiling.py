@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trimtab.serve.contract.log import drop_tracebacks, write_traceback
-from trimtab.serve.contract.turns import ClientTurns
+from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.grammar.prover import GrammarProver, Proof, ProverError
 from trimtab.serve.grammar.source import GrammarSource
+from trimtab.serve.scheduling.queue import FairPool, Turn, Work, settle
 from trimtab.serve.scheduling.scheduler import MistakeError
 
 # Threads, and so processes: while one client's grammar is slow in one and a second one restarts after it, others have the third.
@@ -33,18 +33,16 @@ _OURS = "\0"  # no client's name
 
 
 @dataclass(eq=False)
-class _Entry:
-    client: str
-    future: Future[Any]
-    work: Callable[[], Any]
+class _Compile(Work):
+    do: Callable[[], Any]
 
 
 class Compiling:
     """The threads, which begin with the first work and end when this is collected. most: how many there are."""
 
     def __init__(self, *, most: int = MOST_AT_ONCE) -> None:
-        self._most, self._state = most, _State()
-        weakref.finalize(self, self._state.close)
+        self._threads = _Threads(most)
+        weakref.finalize(self, self._threads.close)
 
     def submit(self, client: str, future: Future[Any], work: Callable[[], Any]) -> None:
         """Do a client's work in its turn, none of it while another work of the client is done.
@@ -52,21 +50,10 @@ class Compiling:
         future: it becomes the result or the exception of `work`. Cancelling it ends its compile by `prove`; work whose future
         is cancelled before its turn is not begun. Errors, in the future: MistakeError if no thread can be started.
         """
-        state = self._state
         try:
-            with state.changed:
-                if not state.idle and len(state.provers) < self._most:
-                    prover = GrammarProver()
-                    thread = threading.Thread(target=_run, args=(state, prover), name="trimtab-schema", daemon=True)
-                    thread.start()
-                    state.provers.append(prover)
-                state.turns.add(_Entry(client, future, work))
-                state.changed.notify()
+            self._threads.put(_Compile(Turn(client), future, work))
         except RuntimeError as exc:  # the system has no thread left; the next schema tries again
-            if state.provers:  # another thread takes it in its turn
-                with state.changed:
-                    state.turns.add(_Entry(client, future, work))
-            elif future.set_running_or_notify_cancel():
+            if future.set_running_or_notify_cancel():
                 future.set_exception(MistakeError(write_traceback(exc, "starting the thread that compiles schemas")))
 
     def prove(self, source: GrammarSource, vocabulary: Callable[[], bytes]) -> Proof:
@@ -75,27 +62,27 @@ class Compiling:
         Errors: as `GrammarProver.prove`.
         """
         key = hashlib.sha256(source.to_json().encode()).digest()
-        if (proof := self._state.known(key)) is not None:
+        if (proof := self._threads.known(key)) is not None:
             return proof
-        if (prover := getattr(self._state.thread, "prover", None)) is None:
+        if (prover := getattr(self._threads.here, "prover", None)) is None:
             future: Future[Proof] = Future()
             self.submit(_OURS, future, lambda: self.prove(source, vocabulary))
             return future.result()
-        entry = self._state.thread.entry
-        proof = prover.prove(source, vocabulary, lambda: not entry.future.cancelled())
-        self._state.keep(key, proof)
+        work = self._threads.here.work
+        proof = prover.prove(source, vocabulary, lambda: not work.future.cancelled())
+        self._threads.keep(key, proof)
         return proof
 
     def warm(self, vocabulary: Callable[[], bytes]) -> Future[Any]:
         """Start the first process before a schema needs it. Returns its future."""
         future: Future[Any] = Future()
-        self.submit(_OURS, future, lambda: self._state.thread.prover.start(vocabulary))
+        self.submit(_OURS, future, lambda: self._threads.here.prover.start(vocabulary))
         return future
 
     @property
     def pids(self) -> list[int]:
         """The processes that are running."""
-        return [pid for prover in list(self._state.provers) if (pid := prover.pid) is not None]
+        return [pid for prover in list(self._threads.provers) if (pid := prover.pid) is not None]
 
     def after(self, earlier: Future[Any], client: str, work: Callable[[Any], Any]) -> Future[Any]:
         """Return the future of `work(result)` with the result of an earlier future, whose exception it has otherwise. Cancelling it
@@ -115,17 +102,14 @@ class Compiling:
             future.set_exception(exc)
 
 
-class _State:
-    """The shared state of the threads. It does not refer to its owner, which ends them when it is collected."""
+class _Threads(FairPool[_Compile]):
+    """The threads, each with a prover. They do not refer to their owner, which ends them when it is collected."""
 
-    def __init__(self) -> None:
-        self.turns: ClientTurns[_Entry] = ClientTurns()
-        self.changed = threading.Condition()
-        self.idle = 0
-        self.is_closed = False
+    def __init__(self, most: int) -> None:
+        super().__init__("trimtab-schema", most)
         self.provers: list[GrammarProver] = []
-        # The prover and the entry of each thread.
-        self.thread = threading.local()
+        # The prover and the work of each thread.
+        self.here = threading.local()
         self._proofs: OrderedDict[bytes, Proof] = OrderedDict()
         self._letters = 0
 
@@ -144,62 +128,30 @@ class _State:
             while len(self._proofs) > KEPT_PROOFS or self._letters > KEPT_LETTERS:
                 self._letters -= self._proofs.popitem(last=False)[1].letters
 
-    def take(self) -> _Entry | None:
-        """Return the next entry of a client of which none is being done; None once there is no owner."""
-        with self.changed:
-            self.idle += 1
-            while not self.is_closed:
-                for entry in self.turns.in_turn():
-                    if not self.turns.running(entry.client):
-                        self.turns.begin(entry)
-                        self.idle -= 1
-                        return entry
-                self.changed.wait()
-            return None
+    def choose(self) -> _Compile | None:
+        """Return the next work of a client of which none is being done."""
+        return next((work for work in self.turns.in_turn() if not self.turns.running(work.job.sender)), None)
 
-    def end(self, client: str) -> None:
-        with self.changed:
-            self.turns.end(client)
-            self.changed.notify()
+    def do(self, work: _Compile) -> None:
+        self.here.work = work
+        settle(work.future, work.do)  # until it has ended it can be cancelled, which ends its process
+        self.here.work = None
 
-    def close(self) -> None:
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
-        for prover in self.provers:
-            prover.close()
-
-
-def _run(state: _State, prover: GrammarProver) -> None:
-    state.thread.prover = prover
-    while (entry := state.take()) is not None:
-        state.thread.entry = entry
-        if not entry.future.cancelled():
-            _do(entry)
-        state.thread.entry = None
-        state.end(entry.client)
-        del entry  # its inputs, while the thread waits
+    def rest(self) -> None:
         try:
-            prover.renew()
+            self.here.prover.renew()
         except ProverError as exc:  # the next grammar tries again, and says so
             write_traceback(exc, "starting the process that compiles grammars")
 
+    def _run(self) -> None:
+        self.here.prover = GrammarProver()
+        self.provers.append(self.here.prover)
+        super()._run()
 
-def _do(entry: _Entry) -> None:
-    result: Any = None
-    problem: BaseException | None = None
-    try:
-        result = entry.work()
-    except BaseException as exc:  # a panic of a library in Rust is no Exception; the thread goes on with the next entry
-        drop_tracebacks(exc)
-        problem = exc
-    # Until now it could be cancelled, which ends its process.
-    if not entry.future.set_running_or_notify_cancel():
-        return
-    if problem is None:
-        entry.future.set_result(result)
-    else:
-        entry.future.set_exception(problem)
+    def close(self) -> None:
+        super().close()
+        for prover in self.provers:
+            prover.close()
 
 
 def _cancel_too(earlier: weakref.ref[Future[Any]], future: Future[Any]) -> None:

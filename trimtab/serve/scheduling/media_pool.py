@@ -26,7 +26,7 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.log import drop_tracebacks, write_traceback
-from trimtab.serve.contract.turns import ClientTurns
+from trimtab.serve.scheduling.queue import FairPool, Turn, Work
 from trimtab.serve.scheduling.scheduler import MistakeError
 
 THREADS = 2
@@ -40,18 +40,13 @@ LATELY_S = 60.0
 
 
 @dataclass(eq=False)
-class _Entry:
+class _Entry(Work):
     """overtaken: how often another was begun in its turn because its media had no room."""
 
-    job: Job
-    future: Future[Any]
+    media: Job
     nbytes: int
     then: Callable[[Job, Callable[[Any], None]], None]
     overtaken: int = 0
-
-    @property
-    def client(self) -> str:
-        return self.job.sender
 
 
 @dataclass(eq=False)
@@ -66,7 +61,7 @@ def _mistake(exc: BaseException) -> MistakeError:
     return MistakeError(write_traceback(exc, "decoding images and audio"))
 
 
-class MediaPool:
+class MediaPool(FairPool[_Entry]):
     """The threads; clients take turns. decode: returns a job with its media decoded. size: how many bytes they will take.
 
     most_bytes: of all media that are decoded or being decoded; a request that needs more is decoded alone. A request that has no
@@ -80,13 +75,11 @@ class MediaPool:
         most_bytes: int = LEAST_BUDGET_BYTES, most_s: float = MEDIA_S, kept: Callable[[Any], Iterable[Any]] = lambda _: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
+        super().__init__("trimtab-media", threads, look_s=LATELY_S)
         self._decode, self._size, self._kept, self._clock = decode, size, kept, clock
-        self._most_bytes, self._most_s, self._count = most_bytes, most_s, threads
-        self._turns: ClientTurns[_Entry] = ClientTurns()
+        self._most_bytes, self._most_s = most_bytes, most_s
         # The two clients that came last, and when.
         self._came: dict[str, float] = {}
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
         self._returner = MemoryReturner(lambda: self.freed_bytes, self._were_returned)
         # Bytes in use, and bytes that were freed since the last return of memory: the process has them still.
         self.used_bytes = self.freed_bytes = 0
@@ -98,83 +91,51 @@ class MediaPool:
         future: is given the error, if there is one; cancelling it before its turn is enough to forget the job. Errors: RuntimeError
         if the system starts no thread and there is none.
         """
-        entry = _Entry(job, future, self._size(job), then)
-        with self._changed:
-            self._start_thread()
-            self._turns.add(entry)
-            future.add_done_callback(self._is_done)
-            self._came.pop(entry.client, None)
-            self._came[entry.client] = self._clock()
+        entry = _Entry(Turn(job.sender), future, job, self._size(job), then)
+        with self.changed:
+            self.put(entry)
+            self._came.pop(job.sender, None)
+            self._came[job.sender] = self._clock()
             if len(self._came) > 2:
                 del self._came[next(iter(self._came))]
-            self._changed.notify_all()
 
-    def _is_done(self, future: Future[Any]) -> None:
-        """Let others begin that waited behind a request whose client has left."""
-        if future.cancelled():
-            with self._changed:
-                self._changed.notify_all()
-
-    def _start_thread(self) -> None:
-        if len(self._threads) == self._count:
-            return
-        thread = threading.Thread(target=self._run, name=f"trimtab-media-{len(self._threads)}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread left: those that run do the work
-            if not self._threads:
-                raise
-        else:
-            self._threads.append(thread)
-
-    def _take(self) -> _Entry | None:
-        """Begin the next entry that has a thread and room, and return it."""
+    def choose(self) -> _Entry | None:
+        """Return the next entry that has a thread and room, and count its bytes."""
         passed: list[_Entry] = []
-        for entry in self._turns.in_turn():
-            if not self._has_thread(entry.client):
+        for entry in self.turns.in_turn():
+            if not self._has_thread(entry.job.sender):
                 continue
             if not self.used_bytes or self.used_bytes + entry.nbytes <= self._most_bytes:
                 for other in passed:
                     other.overtaken += 1
-                self._turns.begin(entry)
                 self.used_bytes += entry.nbytes
                 return entry
-            if entry.overtaken >= self._count:
+            if entry.overtaken >= self.most:
                 return None
             passed.append(entry)
         return None
 
     def _has_thread(self, client: str) -> bool:
         """Whether a client may have one more thread."""
-        if self._turns.running(client) < max(1, self._count - 1):
+        if self.turns.running(client) < max(1, self.most - 1):
             return True
         since = self._clock() - LATELY_S
-        return not self._turns.has_other_than(client) and all(came < since for other, came in self._came.items() if other != client)
+        return not self.turns.has_other_than(client) and all(came < since for other, came in self._came.items() if other != client)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while (entry := self._take()) is None:
-                    self._changed.wait(LATELY_S if len(self._turns) else None)
-                is_short = self.freed_bytes > 0 and self.used_bytes + self.freed_bytes > self._most_bytes
-            self._do(entry, is_short)
-
-    def _do(self, entry: _Entry, is_short: bool) -> None:
+    def do(self, work: _Entry) -> None:
         """Decode one entry and pass it on. Every failure is the entry's: its bytes and its turn end, the thread does not."""
-        share = _Share(entry.nbytes)
+        share = _Share(work.nbytes)
         try:
+            with self.changed:
+                is_short = self.freed_bytes > 0 and self.used_bytes + self.freed_bytes > self._most_bytes
             if is_short:
                 self._returner.return_now()
-            self._work(entry, share)
+            self._work(work, share)
         except BaseException as exc:
             drop_tracebacks(problem := exc if isinstance(exc, TrimtabError) else _mistake(exc))
             with suppress(InvalidStateError):  # it was answered, or cancelled
-                entry.future.set_exception(problem)
+                work.future.set_exception(problem)
             self._give_back(share)
-        finally:
-            with self._changed:
-                self._turns.end(entry.client)
-                self._changed.notify_all()
 
     def _work(self, entry: _Entry, share: _Share) -> None:
         """Decode one entry. Errors: those of decoding and of `then`."""
@@ -187,7 +148,7 @@ class MediaPool:
         timer.daemon = True
         timer.start()
         try:
-            decoded = self._decode(entry.job)
+            decoded = self._decode(entry.media)
         finally:
             timer.cancel()
             timer.join()
@@ -213,21 +174,21 @@ class MediaPool:
 
     def _give_back(self, share: _Share, *, kept_bytes: int = 0, is_freed: bool = True) -> None:
         """End a share, but for bytes that inputs keep. is_freed: whether there was memory, which the process has still."""
-        with self._changed:
+        with self.changed:
             is_first, share.is_held = share.is_held, False
         if is_first:
             self._release(share.nbytes - kept_bytes, is_freed=is_freed)
 
     def _release(self, nbytes: int, *, is_freed: bool = True) -> None:
-        with self._changed:
+        with self.changed:
             self.used_bytes -= nbytes
             self.freed_bytes += max(nbytes, 0) if is_freed else 0
-            self._changed.notify_all()
+            self.changed.notify_all()
         if is_freed and nbytes >= RETURNED_BYTES:
             self._returner.memory_was_freed()
 
     def _were_returned(self, nbytes: int) -> None:
-        with self._changed:
+        with self.changed:
             self.freed_bytes -= nbytes
 
 

@@ -1,24 +1,40 @@
-"""The requests that wait for a row, in one line for each adapter: clients take turns, and a client's requests for one adapter
-keep their order.
+"""Whose turn is it? The requests that wait for a row, and the work that waits for a thread: clients take turns in both.
 
 Between two turns of one client, every other client gets at most one turn, regardless of adapter. A client that arrives while the
-prompt of another one is computed precedes the next prompt of that one. A client's own adapters take turns too. The choices of one
-request (`Job.group`) share a prompt, so they are one turn. A client alone has every turn. Pure.
+prompt of another one is computed precedes the next prompt of that one. A client's own adapters take turns too, and its requests
+for one adapter keep their order. The choices of one request (`Job.group`) share a prompt, so they are one turn. A client alone has
+every turn. A client is an API key, or an address without keys (`Job.sender`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Container
-from typing import Generic, Protocol, TypeVar
+import threading
+import weakref
+from abc import abstractmethod
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from trimtab.serve.contract.job import Job
+from trimtab.serve.contract.log import drop_tracebacks
+
+
+class Turn(NamedTuple):
+    """Whose turn a piece of work is, as the fields of a job say it."""
+
+    sender: str
+    adapter: str | None = None
+    group: str = ""
 
 
 class Waiting(Protocol):
-    """A request in a line."""
+    """A request or piece of work in a queue."""
 
-    job: Job
+    @property
+    def job(self) -> Job | Turn: ...
 
 
 Entry = TypeVar("Entry", bound=Waiting)
@@ -35,6 +51,7 @@ class FairQueue(Generic[Entry]):
         self._clients: OrderedDict[str | None, set[str]] = OrderedDict()
         # adapter -> how often others were taken although it came first.
         self.overtaken: dict[str | None, int] = {}
+        self._running: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return sum(len(line) for lines in self._by_client.values() for line in lines.values())
@@ -58,17 +75,39 @@ class FairQueue(Generic[Entry]):
     def first(self, may_begin: Container[str | None], fits: Callable[[Entry], bool] | None = None) -> Entry | None:
         """Return the request whose turn it is among those for certain adapters. None if there is none. fits: whether it can be
         taken now; others pass one that cannot."""
+        in_turn = (entry for entry in self.in_turn() if entry.job.adapter in may_begin and (fits is None or fits(entry)))
+        return next(in_turn, None)
+
+    def in_turn(self) -> Iterator[Entry]:
+        """Yield the requests in the order of their turns; clients with less that was begun and has not ended come first."""
         clients = list(self._by_client)
         if clients and clients[0] == self._skipped:
             clients.append(clients.pop(0))
-        for client in clients:
-            for adapter, line in self._by_client[client].items():
-                if adapter not in may_begin:
-                    continue
-                found = line[0] if fits is None else next((entry for entry in line if fits(entry)), None)
-                if found is not None:
-                    return found
-        return None
+        for client in sorted(clients, key=self._running.__getitem__):
+            for line in self._by_client[client].values():
+                yield from line
+
+    def running(self, client: str) -> int:
+        """Return how much of a client was begun and has not ended."""
+        return self._running[client]
+
+    def has_other_than(self, client: str) -> bool:
+        """Whether another client waits."""
+        return any(other != client for other in self._by_client)
+
+    def begin(self, entry: Entry) -> None:
+        """Remove work that is begun on a thread; `end` is called once it has ended."""
+        self.take(entry)
+        self._running[entry.job.sender] += 1
+
+    def end(self, client: str) -> None:
+        """Let a client come after those that arrived while its work was done."""
+        self._running[client] -= 1
+        self._running += Counter()  # clients without running work are dropped
+        if client in self._by_client:
+            self._by_client.move_to_end(client)
+        if self._skipped == client:
+            self._skipped = None
 
     def take(self, entry: Entry) -> None:
         """Remove what `first` returned. If more choices of the same request follow, they are next."""
@@ -104,3 +143,113 @@ class FairQueue(Generic[Entry]):
             del self._clients[adapter], self.overtaken[adapter]
         if not lines:
             del self._by_client[client]
+
+
+@dataclass(eq=False)
+class Work:
+    """Work of a client. future: cancelled if it is not needed any more; before its turn that is enough to forget it."""
+
+    job: Turn
+    future: Future[Any]
+
+
+AnyWork = TypeVar("AnyWork", bound=Work)
+
+
+class FairPool(Generic[AnyWork]):
+    """Threads that do the work of clients in their turns; each begins when work comes and none is free. name: of the threads.
+    most: how many there are. look_s: seconds after which they look for work that may begin, if nothing changed.
+
+    They are daemons: the process ends without waiting for them.
+    """
+
+    def __init__(self, name: str, most: int, *, look_s: float | None = None) -> None:
+        self._name, self.most, self._look_s = name, most, look_s
+        self.turns: FairQueue[AnyWork] = FairQueue()
+        self.changed = threading.Condition()
+        self.threads: list[threading.Thread] = []
+        self._idle, self.is_closed = 0, False
+
+    @abstractmethod
+    def choose(self) -> AnyWork | None:
+        """Return the work that is begun next, None if none may begin now. Called with the lock."""
+
+    @abstractmethod
+    def do(self, work: AnyWork) -> None:
+        """Do the work and set its future."""
+
+    def rest(self) -> None:
+        """Called on a thread after each work."""
+
+    def put(self, work: AnyWork) -> None:
+        """Let work wait for its turn. Errors: RuntimeError if the system starts no thread and there is none."""
+        with self.changed:
+            if len(self.turns) >= self._idle and len(self.threads) < self.most:
+                self._start_thread()
+            self.turns.add(work)
+            self.changed.notify_all()
+        work.future.add_done_callback(partial(self._is_done, weakref.ref(work)))
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left: those that run do the work
+            if not self.threads:
+                raise
+        else:
+            self.threads.append(thread)
+
+    def _is_done(self, waiting: weakref.ref[AnyWork], future: Future[Any]) -> None:
+        """Forget work whose client has left, and let others begin that waited behind it."""
+        if future.cancelled():
+            with self.changed:
+                if (work := waiting()) is not None and work in self.turns:
+                    self.turns.remove(work)
+                self.changed.notify_all()
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            try:
+                self.do(work)
+            finally:
+                with self.changed:
+                    self.turns.end(work.job.sender)
+                    self.changed.notify_all()
+            del work  # its inputs, while the thread waits
+            self.rest()
+
+    def _next(self) -> AnyWork | None:
+        with self.changed:
+            self._idle += 1
+            while not self.is_closed:
+                if (work := self.choose()) is not None:
+                    self._idle -= 1
+                    self.turns.begin(work)
+                    return work
+                self.changed.wait(self._look_s if len(self.turns) else None)
+            return None
+
+    def close(self) -> None:
+        """Let the threads end, each after its work."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+
+def settle(future: Future[Any], work: Callable[[], Any], *, is_running: bool = False) -> None:
+    """Set a future to the result of work, or to its exception without its frames. is_running: whether it was begun; if not, it can
+    be cancelled until the work has ended."""
+    result: Any = None
+    problem: BaseException | None = None
+    try:
+        result = work()
+    except BaseException as exc:  # a panic of a library in Rust is no Exception; the thread goes on
+        drop_tracebacks(exc)
+        problem = exc
+    if not is_running and not future.set_running_or_notify_cancel():
+        return
+    if problem is None:
+        future.set_result(result)
+    else:
+        future.set_exception(problem)

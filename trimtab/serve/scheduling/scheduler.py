@@ -10,7 +10,7 @@ comes from `now`.
 Clients take turns, and so do the adapters of one client (queue.py). A long prompt is chosen only when the previous one is complete:
 a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have separate
 keys and values, as on a CPU, short ones pass it between its chunks (in_progress.py). Requests without a row, embeddings and
-log-probabilities of prompts, are computed in pieces between the turns and delay no other prompt by more than one (rowless.py).
+log-probabilities of prompts, are computed in pieces between the turns and delay no other prompt by more than one (in_progress.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.contract.engine_protocol import Engine
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.scheduling.budget import Budget
-from trimtab.serve.scheduling.in_progress import InProgress, Room
+from trimtab.serve.scheduling.in_progress import InProgress, Room, Rowless
 from trimtab.serve.scheduling.queue import FairQueue
-from trimtab.serve.scheduling.rowless import Rowless
 
 # Seconds of each turn for taking up prepared jobs; one job is taken up in any case.
 ADMIT_S = 0.02

@@ -12,7 +12,7 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
 from trimtab.serve.contract.job import Event, finite_logprob
-from trimtab.serve.worker.running_answer import Answer
+from trimtab.serve.worker.answer import Answer
 
 Decode = Callable[[list[int]], Any]
 

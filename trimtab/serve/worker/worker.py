@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
-import os
 import queue
 import signal
 import sys
@@ -31,10 +30,10 @@ from trimtab.machine import machine_cache as known
 from trimtab.machine import preload
 from trimtab.machine.memory import process_bytes
 from trimtab.process import phases
+from trimtab.process.child import end_after
 from trimtab.request import LoadRequest
-from trimtab.serve.adapters.adapter_queue import AdapterQueue, Unprepared, Urgency
-from trimtab.serve.adapters.watching import LOOK_S as WATCH_S
-from trimtab.serve.adapters.watching import Watcher, bounded, files_stamp
+from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
+from trimtab.serve.adapters.new_adapters import AdapterQueue, Unprepared, Urgency, Watcher, bounded, files_stamp
 from trimtab.serve.contract.inside_root import look
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.log import keep_streams, set_up_as_parent, write_traceback
@@ -80,7 +79,8 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_streams()
     set_up_as_parent()
-    threading.Thread(target=_end_with_parent, name="trimtab-parent", daemon=True).start()
+    if (parent := multiprocessing.parent_process()) is not None:
+        end_after(parent.join, grace_s=ORPHAN_S)  # also during loading, when it does not read the pipe
     channel = Channel(connection)
     try:
         with preload.collecting_rarely():
@@ -92,15 +92,6 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     except BaseException as exc:
         _tell_fatal(channel, exc, model=settings["request"]["model"])
         sys.exit(1)
-
-
-def _end_with_parent() -> None:
-    """End this process soon after its parent, also during loading, when it does not read the pipe."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        time.sleep(ORPHAN_S)
-        os._exit(1)
 
 
 def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
@@ -163,13 +154,13 @@ class _Worker:
         self.going_on = _stop_at_turn_end(self.model, settings.get("stop_at_turn_end"))
         from trimtab.serve.worker.engine import LoadedEngine
 
+        self.pulse, self._unprepared = Pulse(channel.send), AdapterQueue()
         self.engine = LoadedEngine(
             self.model, rows=self.plan.request.batch, kept=settings.get("kept", ()),
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
-            audio_s=(settings.get("media") or {}).get("request_audio_s"), held=adapters.held,
+            audio_s=(settings.get("media") or {}).get("request_audio_s"), held=adapters.held, lost=lost, pulse=self.pulse,
+            is_unprepared=self._unprepared.has,
         )  # fmt: skip
-        self.pulse = self.engine.pulse = Pulse(channel.send)
-        self.engine.shelf.lost.update(lost)
         self.watcher = Watcher(self.engine.shelf.read)
         roots = settings.get("roots", {})
         for name, path in request.adapters.items():
@@ -180,8 +171,6 @@ class _Worker:
         self._reading: dict[int, tuple[str, str, str | None]] = {}
         self._read: queue.SimpleQueue[tuple[int, Hashable | None, Any]] = queue.SimpleQueue()
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
-        self._unprepared = AdapterQueue(self._is_needed)
-        self.engine.is_unprepared = self._unprepared.has
         shelf = self.engine.shelf
         for held in shelf.held:  # their first use should need no more computing
             names = set(shelf.names_of(held))
@@ -236,7 +225,7 @@ class _Worker:
             self._take_changed()
             if self._unprepared:
                 with self.pulse.work("an adapter"):
-                    self._unprepared.step(only_for_requests=self.is_draining)
+                    self._unprepared.step(self._is_needed, only_for_requests=self.is_draining)
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()

@@ -11,7 +11,7 @@ import pytest
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
-from trimtab.serve.scheduling.shared_inputs import SharedInputs
+from trimtab.serve.worker.prompt_inputs import SharedInputs
 
 
 class Inputs:

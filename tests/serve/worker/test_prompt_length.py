@@ -9,8 +9,8 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
-from trimtab.serve.scheduling.prompt_length import FREE, MARGIN, PARTS, check_first_tokens
 from trimtab.serve.worker.engine import LoadedEngine
+from trimtab.serve.worker.prompt_inputs import FREE, MARGIN, PARTS, check_first_tokens
 
 CONTEXT = 100
 
@@ -65,7 +65,7 @@ def test_a_server_refuses_a_long_text_without_tokenizing_all_of_it(prompt, monke
     planned = trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=64, device="cpu", batch=1)
     with trimtab.load(planned) as model:
         engine, sizes = LoadedEngine(model, rows=1), []
-        kind = type(engine._tokenizer)
+        kind = type(engine.inputs.tokenizer)
         called = kind.__call__
 
         def noted(self, text, *arguments, **options):

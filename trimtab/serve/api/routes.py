@@ -1,0 +1,65 @@
+"""The routes of the API: what each does, the schema of its body, and the types of its answer and of each streamed event."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from trimtab.serve.api import answer_types as answers
+from trimtab.serve.api import schemas as wire
+from trimtab.serve.api.messages_api import CountRequest, MessagesRequest
+from trimtab.serve.api.responses_api import ResponsesRequest
+from trimtab.serve.contract.settings import RELOAD
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES, COUNT_TOKENS = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+EMBEDDINGS, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A route. answer: the type of a whole one (None: text, no JSON). body: None for GET. event: the type of a streamed chunk; of a
+    stream of named events, that of the error which ends it."""
+
+    words: str
+    answer: Any
+    body: type[BaseModel] | None = None
+    event: Any = None
+
+
+ROUTES: Mapping[str, Described] = {
+    "/health": Described("Whether this process answers", answers.Health),
+    "/ready": Described("Whether a model could answer now", answers.Health),
+    "/metrics": Described("Metrics in Prometheus' text form", None),
+    "/openapi.json": Described("This description", answers.Object),
+    "/v1/models": Described("Every model and adapter that is served", answers.ModelList),
+    "/v1/models/{name}": Described("One of them", answers.Model),
+    "/api/status": Described("What the page shows", answers.Status),
+    CHAT: Described(
+        "Answer a chat, whole or as a stream of server-sent events", answers.ChatCompletion, wire.ChatRequest,
+        answers.ChatCompletionChunk,
+    ),
+    COMPLETIONS: Described("Continue a text or token ids", answers.Completion, wire.CompletionRequest, answers.Completion),
+    RESPONSES: Described("Answer in OpenAI's Responses form, stateless", answers.Response, ResponsesRequest, answers.Error),
+    MESSAGES: Described("Answer in Anthropic's form", answers.AnthropicMessage, MessagesRequest, answers.AnthropicError),
+    COUNT_TOKENS: Described("Count the tokens of such a request", answers.TokenCount, CountRequest),
+    EMBEDDINGS: Described("One vector per text", answers.Embeddings, wire.EmbeddingsRequest),
+    TOKENIZE: Described("The tokens of a text or chat", answers.Tokens, wire.TokenizeRequest),
+    DETOKENIZE: Described("The text of tokens", answers.TokensText, wire.DetokenizeRequest),
+    "/v1/load_lora_adapter": Described(
+        "Load an adapter below the server's folder", answers.AdapterChanged, wire.LoadAdapterRequest
+    ),
+    "/v1/unload_lora_adapter": Described("Unload an adapter", answers.AdapterChanged, wire.UnloadAdapterRequest),
+}  # fmt: skip
+# Routes that a server may have in addition.
+BESIDE: Mapping[str, Described] = {RELOAD: Described("Reload settings, keys and adapters", answers.Reloaded, wire.ReloadRequest)}
+REQUESTS: Mapping[str, type[BaseModel]] = {path: route.body for path, route in ROUTES.items() if route.body is not None}
+# Routes whose bodies may have images and audio; routes with token ids in addition to other values; routes with errors
+# in Anthropic's form; streams of named events.
+WITH_MEDIA = (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE)
+WITH_IDS = (COMPLETIONS, EMBEDDINGS, DETOKENIZE)
+ANTHROPICS = (MESSAGES, COUNT_TOKENS)
+NAMED_EVENTS = (RESPONSES, MESSAGES)

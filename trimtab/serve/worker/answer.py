@@ -1,0 +1,297 @@
+"""A running answer of the engine: its prompt, then its row, its tokens as the parts of a response, and the errors that end it.
+
+Features that a checkpoint lacks are refused here with "not supported: NAME".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from trimtab.engine.batch.generate import Detokenizer
+from trimtab.engine.batch.request import Constraint, Prompt, Row, SampledToken
+from trimtab.engine.calls.embedding import Embedding
+from trimtab.engine.calls.prompt_logprobs import PromptScores
+from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.answer_forms import AnswerForm
+from trimtab.engine.chat.answer_reader import AnswerReader
+from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.memory.out_of_memory import is_host_memory, is_out_of_memory
+from trimtab.engine.model import LoadedModel
+from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.serve.api.client_errors import for_client
+from trimtab.serve.contract.job import Event, Job, Token
+from trimtab.serve.contract.log import write_traceback
+from trimtab.serve.grammar.constraint import AfterThought, Grammar
+from trimtab.serve.scheduling.scheduler import MistakeError
+
+LESS_HINT = "Send a smaller request, or try again later"
+# How many tokens at the end of a prompt are searched for the start of reasoning.
+END_TOKENS = 12
+NO_EFFORT = ("none", "minimal")
+
+
+@dataclass(eq=False)
+class Answer:
+    """One running job: first a prompt, then a row. pending: unsent events. is_begun: its adapter is on the model, under
+    the key in `row`.
+    """
+
+    job: Job
+    prompt: Prompt | None
+    row: Row
+    detokenizer: Detokenizer | None
+    began: float
+    first_token: float | None = None
+    is_over: bool = False
+    is_begun: bool = False
+    pending: list[Event] = field(default_factory=list)
+    reading: Reading | None = None
+    embedding: Embedding | None = None
+    scores: PromptScores | None = None
+    scored_twice: int = 0  # tokens of a prompt that is computed again after its log-probabilities
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its complete prompt gets its row without a wait, because the next step samples its first token."""
+        return self.prompt is not None and self.prompt.is_open
+
+    @property
+    def needs_towers(self) -> bool:
+        """Whether the next piece of its prompt is a pass of the towers."""
+        return self.prompt is not None and self.prompt.needs_towers
+
+    @property
+    def needs_no_row(self) -> bool:
+        """Whether its next piece is one of an embedding, or of the log-probabilities of its prompt."""
+        return self.embedding is not None or self.scores is not None
+
+    def next_tokens(self, most_tokens: int) -> int:
+        """Return the most tokens of its next piece."""
+        work = self.embedding or self.scores
+        if work is not None:
+            return min(most_tokens, work.prompt_tokens - work.done_tokens)
+        if self.prompt is None:
+            return most_tokens
+        return min(most_tokens, self.prompt.inputs.prompt_tokens - self.prompt.done_tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its prompt is completely computed."""
+        return self.prompt is not None and self.prompt.done_tokens >= self.prompt.inputs.prompt_tokens
+
+    def take(self, sampled: SampledToken, model: LoadedModel, ends: Container[int], tokenizer: Any) -> None:
+        """Turn a sampled token into events. ends: the ids that end an answer."""
+        if self.is_over:
+            return
+        assert self.detokenizer is not None and self.reading is not None
+        is_end = sampled.token_id in ends
+        text = "" if is_end else self.detokenizer.push(sampled.token_id)
+        tokens = () if sampled.logprob is None or is_end else (_token(sampled, tokenizer.decode),)
+        finish = "stop" if self.detokenizer.stopped else self.row.finish
+        if finish is not None:
+            text += self.detokenizer.finish()
+            if self.detokenizer.stopped:
+                finish = "stop"
+        is_cut = finish == "length" or self.detokenizer.stopped
+        self.pending += self.reading.events(text, tokens, is_last=finish is not None, is_cut=is_cut)
+        if finish == "stop" and self.reading.has_called:
+            finish = "tool_calls"
+        if finish is not None:
+            self.is_over = True
+            self.pending.append(Event(self.job.id, "done", finish=finish, usage=self._usage(model)))
+
+    def _usage(self, model: LoadedModel) -> dict[str, Any]:
+        now, row = time.monotonic(), self.row
+        assert self.first_token is not None
+        return {
+            "prompt_tokens": row.prompt_tokens, "completion_tokens": len(row.answer_ids),
+            "cached_tokens": row.cached_tokens, "shared_tokens": row.shared_tokens,
+            **({"scored_tokens": self.scored_twice} if self.scored_twice else {}),
+            "stop_text": None if self.detokenizer is None else self.detokenizer.stop_text,
+            "ttft_s": self.first_token - self.began, "decode_s": now - self.first_token,
+            "output_head": model.plan.execution.head, "kv": model.plan.request.kv,
+        }  # fmt: skip
+
+
+def _token(sampled: SampledToken, decode: Callable[[list[int]], Any]) -> Token:
+    assert sampled.logprob is not None
+    top = tuple((token, str(decode([token])), logprob) for token, logprob in sampled.top)
+    return Token(sampled.token_id, str(decode([sampled.token_id])), sampled.logprob, top)
+
+
+# Text to parts ------------------------------------------------------------------------------------------------------
+
+
+def is_chat(job: Job) -> bool:
+    """Whether a job's prompt is messages: only their answers have reasoning and calls."""
+    return isinstance(job.prompt, list) and not chat.is_token_ids(job.prompt)
+
+
+def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
+    """Return the variables of the chat template. A reasoning effort that the template does not read switches its thinking on or
+    off.
+
+    Errors: RequestError for tools and arguments that the template does not support.
+    """
+    kwargs = dict(job.template_kwargs)
+    if not is_chat(job):
+        return kwargs
+    form = chat.answer_form(processor, with_tools=bool(job.tools))
+    if job.tools and "tools" not in form.reads:
+        raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
+    if job.tools and form.calls is None:
+        raise RequestError("not supported: tools (the checkpoint writes calls in a form that is not known)", field="tools")
+    if "reasoning_effort" in kwargs and not {"reasoning_effort", *kwargs} & {*form.reads} and "enable_thinking" in form.reads:
+        kwargs["enable_thinking"] = kwargs.pop("reasoning_effort") not in NO_EFFORT
+    for name in kwargs:
+        if name not in form.reads:
+            raise RequestError(
+                f"not supported: {name} (the checkpoint's chat template does not read it)", field=f"chat_template_kwargs.{name}"
+            )
+    return kwargs
+
+
+class Reading:
+    """The reader of one answer. reader: None if all of it is text. shown: control tokens that the reader needs."""
+
+    def __init__(self, job: Job, inputs: Inputs, processor: Any) -> None:
+        self._job, self._form = job, AnswerForm()
+        self._tokenizer = getattr(processor, "tokenizer", processor)
+        self.reader: AnswerReader | None = None
+        self.shown: tuple[str, ...] = ()
+        self._is_in_thought = False
+        # Tokens of undecided text.
+        self._held: tuple[Token, ...] = ()
+        if is_chat(job):
+            self._form = chat.answer_form(processor, with_tools=bool(job.tools))
+            self.shown = self._form.marks(with_calls=bool(job.tools))
+        if self.shown or job.tools:
+            is_new = not job.continue_final_message  # the end of a continued prompt is always text
+            self._is_in_thought = is_new and self._opens_thought(inputs.token_ids[-END_TOKENS:])
+            functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in job.tools}
+            allowed = list(functions) if job.must_call == "" else [job.must_call]
+            self.reader = AnswerReader(
+                self._form, functions=functions, in_thought=self._is_in_thought, must_call=job.must_call is not None,
+                only_name=allowed[0] if len(allowed) == 1 else None,
+            )  # fmt: skip
+
+    def _opens_thought(self, ids: Sequence[int]) -> bool:
+        if self._form.thoughts is None:
+            return False
+        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=False)).rstrip()
+        opened, closed = (text.rfind(mark) for mark in self._form.thoughts)
+        return opened > closed and text.endswith((self._form.thoughts[0], f"{self._form.thoughts[0]}thought"))
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """Return the constraint of the answer's schema or calls. Errors: RequestError."""
+        job = self._job
+        if job.holds_calls and job.schema is None:
+            functions = [tool["function"] for tool in job.tools]
+            return grammar.calls_once_opened(
+                self._form, functions, several=job.several_calls, in_thought=self._is_in_thought, client=job.sender
+            )
+        if job.must_call is None:
+            constraint = grammar.constraint(job.schema or {}, client=job.sender)
+        else:
+            functions = [tool["function"] for tool in job.tools if job.must_call in ("", tool["function"]["name"])]
+            constraint = grammar.calls(
+                self._form.calls or "", functions, several=job.several_calls and not job.must_call, client=job.sender
+            )
+        if not self._is_in_thought:
+            return constraint
+        assert self._form.thoughts is not None
+        return AfterThought(constraint, self._tokenizer(self._form.thoughts[1], add_special_tokens=False)["input_ids"])
+
+    def events(
+        self, text: str, tokens: tuple[Token, ...], *, is_last: bool, is_cut: bool = False
+    ) -> list[Event]:  # fmt: skip
+        """Return the events of one chunk of the answer. tokens: the tokens of that chunk with their logprobs; reasoning and
+        calls have none. is_cut: the last chunk, and the model has not ended the answer."""
+        job_id = self._job.id
+        if self.reader is None:
+            return [Event(job_id, "text", text=text, tokens=tokens)] if text or tokens else []
+        was_aside = self.reader.is_aside
+        parts = self.reader.push(text)
+        self._held = () if was_aside or self.reader.is_aside else self._held + tokens
+        if is_last:
+            parts += self.reader.finish(is_cut=is_cut)
+        events = []
+        for kind, value in parts:
+            if kind == "call":
+                call = {name: item for name, item in asdict(value).items() if item is not None}
+                events.append(Event(job_id, "call", call=call))
+            elif kind == "text":
+                events.append(Event(job_id, kind, text=value, tokens=self._held))
+                self._held = ()
+            else:
+                events.append(Event(job_id, kind, text=value))
+        if any(event.kind != "text" for event in events):
+            self._held = ()
+        if is_last and self._held:
+            events.append(Event(job_id, "text", tokens=self._held))
+        return events
+
+    @property
+    def has_called(self) -> bool:
+        """Whether the answer has calls, all of them complete."""
+        return self.reader is not None and self.reader.calls > 0 and not self.reader.is_call_cut
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def named(what: str, device: torch.device, job: Job | None = None) -> Iterator[None]:
+    """Convert an exception into its error: DeviceError for memory of the device or host, MistakeError for an unexpected
+    failure.
+
+    A failure after which the device is unusable is raised unchanged, and ends the worker. job: the fields that a
+    RequestError names.
+    """
+    try:
+        yield
+    except RequestError as exc:
+        if job is None:
+            raise
+        raise for_client(exc, job) from exc
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as exc:  # a panic of llguidance is no Exception
+        error = error_of(exc, what, device)
+        try:
+            if error is exc:
+                raise
+            raise error from exc
+        finally:
+            del error  # it refers to this frame, and through its cause to frames with the inputs
+
+
+def error_of(exc: BaseException, what: str, device: torch.device) -> TrimtabError:
+    """Return the error of an exception. Raises the device's error if the device is unusable."""
+    if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
+        # The planned bytes are only for the log.
+        write_traceback(exc, "the device has less memory than planned")
+        short = str(exc).removeprefix(f"{exc.device}: ").split(":")[0]
+        return DeviceError(short, device=exc.device, hint=LESS_HINT)
+    if isinstance(exc, TrimtabError):
+        return exc
+    if not is_out_of_memory(exc) and not is_host_memory(exc):
+        # After some errors a GPU is unusable: then this raises its error.
+        torch.zeros(1, device=device).item()
+    return error_on_host(exc, what, device)
+
+
+def error_on_host(exc: BaseException, what: str, device: torch.device) -> TrimtabError:
+    """Return the error of an exception without using the device. Clients do not receive the text in the log."""
+    error_id = write_traceback(exc, f"internal error while {what}")
+    if is_host_memory(exc):
+        return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)
+    if is_out_of_memory(exc):
+        return DeviceError(f"out of memory while {what}", device=str(device), hint=LESS_HINT)
+    return MistakeError(error_id)
