@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.cases.cases import CASE_NAMES, find_cases
-from trimtab.doctor.cases.runner import FORMAT, matrix_text, read_runs, run_matrix
+from trimtab.doctor.cases.runner import FORMAT, matrix_document, read_runs, run_matrix
 from trimtab.machine.environment import read_environment
 from trimtab.process.files import write_text
+from trimtab.report.render import Lines
 
 TAIL_LINES, LINES = 30, 8
 
@@ -142,7 +143,7 @@ def main() -> None:
         # `timeout` and a person's kill end the run, not what it has found.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         in_jobs(passed, names, given.jobs, keep_wave)
-        print(matrix_text(read_runs(given.save)["runs"]))
+        print(Lines().show(matrix_document(read_runs(given.save)["runs"])))
         return
     started = time.monotonic()
 
@@ -157,7 +158,7 @@ def main() -> None:
         adapter=given.adapter, device=given.device, pressure=given.pressure, timeout_s=given.timeout_s,
         engines=given.engines.split(","), on_record=keep,
     )  # fmt: skip
-    print(matrix_text(read_runs(given.save)["runs"]))
+    print(Lines().show(matrix_document(read_runs(given.save)["runs"])))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from tests.rules import each
 from trimtab.cli.main import main
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.printable import printable
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Document, Table, Text
+from trimtab.report.render import FORMS, Lines
 from trimtab.serve.contract.log import TextLines
-from trimtab.verification.render.html import escape
 
 # Title, clear screen, bell, delete, C1's CSI, an override of the direction and an isolate.
 EVIL = "e\x1b]0;owned\x07\x1b[2J\r\x08\x7f\x9b31m\u202edcba\u2066v"
@@ -48,7 +48,8 @@ def test_messages_of_errors(error):
 
 
 def test_a_cell_of_a_table_is_one_line():
-    assert aligned([("a\nb", EVIL), ("c", "d")])[0].startswith("a\\nb  e\\x1b]0;owned")
+    text = Lines().show(Document("", [Table(("a\nb", EVIL), [("c", "d")])]))
+    assert text.startswith("a\\nb  e\\x1b]0;owned")
 
 
 def test_a_traceback_in_the_log_and_a_page():
@@ -57,7 +58,8 @@ def test_a_traceback_in_the_log_and_a_page():
     except ValueError as exc:
         record = logging.LogRecord("x", logging.ERROR, "", 0, f"failed: {EVIL}", (), (type(exc), exc, exc.__traceback__))
     assert not RAW.search(TextLines().format(record))
-    assert not RAW.search(escape(EVIL))
+    for form in FORMS.values():
+        assert not RAW.search(form.show(Document(EVIL, [Text(EVIL), Table((EVIL, EVIL), [(EVIL, EVIL)])])))
 
 
 def _changed(folder: Path, name: str, **values: object) -> Path:

@@ -17,7 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from trimtab.doctor.cases import labels  # noqa: E402
 from trimtab.doctor.cases.cases import CASES  # noqa: E402
-from trimtab.doctor.cases.runner import matrix_text, read_runs  # noqa: E402
+from trimtab.doctor.cases.runner import matrix_document, read_runs  # noqa: E402
+from trimtab.report.render import Lines  # noqa: E402
 
 PAGE = ROOT / "docs" / "whose-bug.md"
 RESULTS = ROOT / "bench" / "results"
@@ -27,7 +28,7 @@ DEVICES = {"cpu": "a CPU that plays the GPU", "gpu": "a GPU"}
 REASON_CHARS = 150
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "torch")
 SAMPLE = ("R05_ALL_GPU_4BIT", "R03_SPLIT_4BIT", "SPLIT_4BIT_ADAPTER", "BROAD_TARGETS_4BIT")
-SAMPLE_WIDTH = 170
+SAMPLE_WIDTH = 120
 Runs = Mapping[tuple[str, str], Mapping[str, Any]]
 
 
@@ -40,7 +41,7 @@ def read(device: str, version_set: str) -> Runs:
 def sample() -> str:
     """Return what a person reads of a few cases."""
     runs = [run for (case, _), run in read("cpu", "newest").items() if case in SAMPLE]
-    lines = [line.rstrip() for line in matrix_text(runs, width=SAMPLE_WIDTH).splitlines()]
+    lines = [line.rstrip() for line in Lines(SAMPLE_WIDTH).show(matrix_document(runs)).splitlines()]
     return "```text\n" + "\n".join(lines).strip("\n") + "\n```\n"
 
 

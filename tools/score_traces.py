@@ -28,9 +28,10 @@ sys.path.insert(0, str(ROOT))
 
 from bench.rates import at_least  # noqa: E402
 from trimtab.doctor.cases.labels import SIGNATURES  # noqa: E402
-from trimtab.doctor.traces.answer import diagnose, diagnosis_text  # noqa: E402
+from trimtab.doctor.traces.answer import diagnose, diagnosis_document  # noqa: E402
 from trimtab.doctor.traces.classify import UNKNOWN, classify  # noqa: E402
 from trimtab.doctor.traces.reading import read_paste  # noqa: E402
+from trimtab.report.render import Lines  # noqa: E402
 
 CORPORA = ROOT / "tests" / "data" / "traces"
 REPORTS = ROOT / "tests" / "data" / "reports" / "reports.json"
@@ -178,7 +179,8 @@ def page(text: str, found: Mapping[str, Any]) -> str:
 
 def answered(text: str) -> str:
     """Return the page with today's answer to each paste that it shows."""
-    return _PASTE.sub(lambda match: f"{match[1]}{diagnosis_text(diagnose(match[2])).rstrip()}\n{match[3]}", text)
+    lines = Lines(100)
+    return _PASTE.sub(lambda match: f"{match[1]}{lines.show(diagnosis_document(diagnose(match[2])))}\n{match[3]}", text)
 
 
 def _share(one: Mapping[str, Any], name: str) -> str:

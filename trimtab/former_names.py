@@ -18,7 +18,7 @@ from typing import Any
 # room (former folder): new<old; a bare name keeps its name; new</folder/old comes from another folder.
 TABLE = """
 . (.): _version errors printable
-process (.): child<inside exit_codes files interrupts json_file packages redact runner<process text_table<columns threads
+process (.): child<inside exit_codes files interrupts json_file packages redact runner<process threads
     user_cache</machine/own_folder work_folder
 report (report): __init__ charts
 . (.): adapter_names request
@@ -31,7 +31,7 @@ adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adap
 planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool machine
     pipeline reading rows
 planning/request (plan): card_machine dtypes max_memory overrides<placing
-planning/plan (plan): chart<picture module_tree narrow plan table
+planning/plan (plan): chart<picture module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory
     prompts<prompt_memory towers<tower_memory unpacked
 planning (plan): __init__ options options<head_cost planner reasons search step_work

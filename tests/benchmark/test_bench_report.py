@@ -177,7 +177,7 @@ def test_both_failing_leaves_a_report_without_a_limit(world):
 
     world.says = says
     found = bench(asked())
-    assert found.ours.limit is None and found.to_json()["bandwidth"] == {} and "failed    stock" in str(found)
+    assert found.ours.limit is None and found.to_json()["bandwidth"] == {} and "failed  stock" in str(found)
 
 
 def test_the_limit_is_the_bytes_over_the_bandwidth_of_the_same_runs(world):

@@ -17,13 +17,13 @@ import trimtab
 from trimtab import errors
 from trimtab.cli import main as cli
 from trimtab.cli.commands import plan_run as commands
-from trimtab.cli.flags import flags
-from trimtab.cli.flags import model_text as show
+from trimtab.cli.flags import flags, model_text
 from trimtab.demo import demo as line
 from trimtab.engine.batch.generate import Generation, Piece
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, ParityError, RequestError, UpstreamError
 from trimtab.process import exit_codes
+from trimtab.report.render import Lines
 from trimtab.request import LoadRequest
 from trimtab.verification.routes.compare import drawn_noise
 
@@ -357,13 +357,13 @@ def test_inspect_lists_what_has_no_effect_and_where_keys_went():
         "dropped": [{"key": f"k{number}", "reason": "no such projection"} for number in range(7)],
         "remapped": [{"from": "a.q_proj", "to": "a.q_proj.linear"}],
     }  # fmt: skip
-    text = show.adapter_text(report)
-    assert "made for  not said, with peft 0.19.1" in text
-    assert "no effect 7 tensors: no such projection\n            k0\n" in text
-    assert "            and 2 more (--json has all)" in text
-    assert "remapped  1 modules\n            a.q_proj -> a.q_proj.linear" in text
-    assert "dora      on 1 modules" in text
-    assert text.endswith("note      a note")
+    text = Lines().show(model_text.adapter_document(report))
+    assert "made for   not said, with peft 0.19.1" in text
+    assert "no effect  7 tensors: no such projection\n           k0\n" in text
+    assert "           and 2 more (--json has all)" in text
+    assert "remapped   1 modules\n           a.q_proj -> a.q_proj.linear" in text
+    assert "dora       on 1 modules" in text
+    assert text.endswith("note       a note")
     assert "0 linears" not in text
 
 

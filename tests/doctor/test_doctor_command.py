@@ -14,6 +14,7 @@ from trimtab.cli import main as cli
 from trimtab.doctor.cases import runner as matrix
 from trimtab.doctor.cases.runner import read_runs
 from trimtab.machine import environment
+from trimtab.report.document import Document
 
 PASSED = {
     "case": "R05_ALL_GPU_4BIT", "engine": "stock", "label": "PASS", "stage": "done", "modes": {}, "memory": {},
@@ -37,7 +38,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(matrix, "run_matrix", run_matrix)
     monkeypatch.setattr(environment, "read_environment", lambda python=None: environment_of(python))
-    monkeypatch.setattr(environment, "environment_text", lambda found: f"environment of {found['python']}")
+    monkeypatch.setattr(environment, "environment_document", lambda found: Document(f"environment of {found['python']}", []))
     return found
 
 

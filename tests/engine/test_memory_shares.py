@@ -11,6 +11,7 @@ from tests.serve.observe.test_metrics import MODEL, label, samples
 from trimtab.engine import memory_shares
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.memory import rates as devices
+from trimtab.report.render import Lines
 from trimtab.serve.observe.metrics import Metrics
 
 MIB = 2**20
@@ -67,7 +68,7 @@ def test_what_cannot_be_measured_has_no_figure(base):
     with loaded(base) as model:
         process = by_name(model.memory_shares())["process"]
         assert (process.planned_bytes, process.measured_bytes) == (model.plan.gpu_needed_bytes, None)
-        assert "-" in memory_shares.shares_text(model.memory_shares()).splitlines()[-1]
+        assert "-" in Lines().show(memory_shares.shares_document(model.memory_shares())).splitlines()[-1]
 
 
 @pytest.mark.parametrize("is_estimate", [False, True])
@@ -94,7 +95,7 @@ def test_the_shares_of_a_gpu_add_up_to_the_process(monkeypatch, is_estimate):
     assert measured["activations, with workspaces and buffers"] == 70 and measured["allocator slack"] == 50
     assert (shares["unpacked weights"].planned_bytes, shares["unpacked weights"].measured_bytes) == (5, 5)
     assert shares["workspaces"].planned_bytes == 8 and shares["workspaces"].measured_bytes is None
-    text = memory_shares.shares_text(tuple(shares.values()))
+    text = Lines().show(memory_shares.shares_document(tuple(shares.values())))
     if is_estimate:
         assert shares["graphs"].measured_bytes is shares["context and kernels"].measured_bytes is None
         assert text.splitlines()[-1].endswith("~1.5 KiB")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.benchmark import stats as figures
-from trimtab.benchmark.report import OURS, Report, Side
+from trimtab.benchmark.report import OURS, BenchReport, Side
 from trimtab.benchmark.roofline import Bandwidth, Limit, Read, limit_of
 from trimtab.benchmark.stats import Spread
 from trimtab.errors import RequestError, TrimtabError
@@ -85,7 +85,7 @@ class BenchRequest:
         return self.load.request if isinstance(self.load, Plan) else self.load
 
 
-def bench(request: BenchRequest, *, say: Say | None = None) -> Report:
+def bench(request: BenchRequest, *, say: Say | None = None) -> BenchReport:
     """Return the measurements.
 
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. After planning, an error
@@ -120,7 +120,7 @@ def bench(request: BenchRequest, *, say: Say | None = None) -> Report:
     bandwidth = _bandwidth([row for made in rows.values() for row in made])
     sides = [_side(name, made, prepared, bandwidth, plan, failures.get(name)) for name, made in rows.items()]
     shown = tuple({key: value for key, value in item.items() if key != "file"} for item in prepared["items"])
-    return Report(
+    return BenchReport(
         plan=plan, adapter=request.adapter, decode=request.decode, prompts=shown, new_tokens=request.new_tokens,
         runs=request.runs, ours=sides[0], other=sides[1], bandwidth=bandwidth, environment=read_environment(),
     )  # fmt: skip

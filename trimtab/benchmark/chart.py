@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from trimtab.benchmark import stats as figures
-from trimtab.benchmark.report import OURS, Report, Side, number
+from trimtab.benchmark.report import OURS, BenchReport, Side, number
 from trimtab.errors import RequestError
 from trimtab.report import charts
 from trimtab.report.charts import INK, LINE, MARGIN, OVER, PAPER, QUIET, WIDTH, Box, Label, Shape, Stroke
@@ -29,13 +29,13 @@ def check_picture_path(path: str) -> None:
         raise RequestError("there is no such folder", field="--picture", value=str(Path(path).parent))
 
 
-def draw(report: Report, path: str | os.PathLike[str]) -> None:
+def draw(report: BenchReport, path: str | os.PathLike[str]) -> None:
     """Write the chart of a report as .svg. Errors: RequestError for another ending or a path that cannot be written."""
     charts.check_path(path, field="--picture")
     charts.write_shapes(*layout(report), path)
 
 
-def layout(report: Report) -> tuple[list[Shape], float]:
+def layout(report: BenchReport) -> tuple[list[Shape], float]:
     """Return the shapes of the chart and its height in pixels."""
     request = report.plan.request
     shapes: list[Shape] = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +13,9 @@ from trimtab.benchmark.stats import Spread
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.machine.environment import Environment
 from trimtab.planning import Plan
-from trimtab.process.files import write_text
 from trimtab.process.redact import scrubbed
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Document, Facts, Table, counted
+from trimtab.report.render import Report
 
 FORMAT = 1
 OURS = "trimtab"
@@ -71,7 +69,7 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class BenchReport(Report):
     """Two engines on the same model, adapter and prompts. bandwidth: bytes per second, by kind of copy, with spread."""
 
     plan: Plan
@@ -84,6 +82,7 @@ class Report:
     other: Side
     bandwidth: Mapping[str, Spread]
     environment: Environment
+    endings = (".json",)
 
     def ratio(self, name: str = "decode_tok_s") -> Spread | None:
         """Return trimtab's value of one figure divided by the other engine's, pair by pair."""
@@ -119,13 +118,28 @@ class Report:
         """Return all runs in the order in which they were made."""
         return sorted((*self.ours.rows, *self.other.rows), key=lambda row: (row["run"], row["engine"] != OURS))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as JSON, whole or not at all. Errors: RequestError if the path cannot be written."""
-        text = json.dumps(self.to_json(), indent=1) + "\n"
-        write_text(path, text, field="save")
-
-    def __str__(self) -> str:
-        return text_of(self)
+    def document(self) -> Document:
+        """Return the medians as a table, and what they rest on."""
+        request, sides = self.plan.request, (self.ours, self.other)
+        tokens = [prompt["prompt_tokens"] for prompt in self.prompts]
+        length = f"{tokens[0]}" if len(set(tokens)) == 1 else f"{min(tokens)} to {max(tokens)}"
+        head = (
+            f"{self.plan.model_class} on {self.plan.execution_device}: {request.quant}, {request.dtype}, "
+            f"{'8-bit head, ' if request.head == 'int8' else ''}"
+            f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}"
+            f"{f'adapter {self.adapter}' if self.adapter else 'no adapter'}; {counted(len(tokens), 'prompt')} of {length} "
+            f"tokens, {self.new_tokens} new ones; {counted(self.runs, 'run')} each, in turn"
+        )
+        rows = []
+        for name, unit, _ in figures.FIGURES:
+            if not any(name in side.spreads for side in sides):
+                continue
+            cells = (_spread_text(side.spreads.get(name), unit) for side in sides)
+            rows.append((figures.NAMES[name], *cells, _spread_text(self.ratio(name), "")))
+            if name == "decode_tok_s" and any(side.limit for side in sides):
+                rows.append(("  limit", *(_limit_cell(side) for side in sides), ""))
+                rows.append(("  share of it", *(_share_cell(side) for side in sides), ""))
+        return Document(head, [Table(("median (least..most)", *(side.name for side in sides), "ratio"), rows), Facts(_notes(self))])
 
 
 def check_save_path(path: str) -> None:
@@ -134,39 +148,6 @@ def check_save_path(path: str) -> None:
         raise RequestError("a report is saved as .json", field="--save", value=path, allowed=(".json",))
     if not Path(path).absolute().parent.is_dir():
         raise RequestError("there is no such folder", field="--save", value=str(Path(path).parent))
-
-
-# For people -----------------------------------------------------------------------------------------------------------
-
-
-def text_of(report: Report) -> str:
-    """Return the report as a table with its notes below."""
-    request, sides = report.plan.request, (report.ours, report.other)
-    tokens = [prompt["prompt_tokens"] for prompt in report.prompts]
-    length = f"{tokens[0]}" if len(set(tokens)) == 1 else f"{min(tokens)} to {max(tokens)}"
-    head = (
-        f"{report.plan.model_class} on {report.plan.execution_device}: {request.quant}, {request.dtype}, "
-        f"{'8-bit head, ' if request.head == 'int8' else ''}"
-        f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}"
-        f"{f'adapter {report.adapter}' if report.adapter else 'no adapter'}; {_count(len(tokens), 'prompt')} of {length} "
-        f"tokens, {report.new_tokens} new ones; {_count(report.runs, 'run')} each, in turn"
-    )
-    rows = [("median (least..most)", *(side.name for side in sides), "ratio")]
-    rows += [_line(report, name, unit) for name, unit, _ in figures.FIGURES if _has(sides, name)]
-    at = next((place for place, row in enumerate(rows) if row[0] == figures.NAMES["decode_tok_s"]), None)
-    if at is not None and any(side.limit for side in sides):
-        rows.insert(at + 1, ("  limit", *(_limit_cell(side) for side in sides), ""))
-        rows.insert(at + 2, ("  share of it", *(_share_cell(side) for side in sides), ""))
-    return "\n".join([head, "", *aligned(rows), "", *_notes(report)])
-
-
-def _has(sides: Sequence[Side], name: str) -> bool:
-    return any(name in side.spreads for side in sides)
-
-
-def _line(report: Report, name: str, unit: str) -> tuple[str, ...]:
-    cells = [_spread_text(side.spreads.get(name), unit) for side in (report.ours, report.other)]
-    return (figures.NAMES[name], *cells, _spread_text(report.ratio(name), ""))
 
 
 def _spread_text(spread: Spread | None, unit: str) -> str:
@@ -189,29 +170,25 @@ def _share_cell(side: Side) -> str:
     return "-" if share is None else f"{100 * share:.2g} %"
 
 
-def _count(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-def _notes(report: Report) -> list[str]:
+def _notes(report: BenchReport) -> list[tuple[str, str]]:
     lines = []
     for side in (report.ours, report.other):
         if side.failure is not None:
             at = f"in run {(side.failed_run or 0) + 1}"
-            lines.append(f"failed    {side.name}, {at}: {type(side.failure).__name__}: {side.failure}")
+            lines.append(("failed", f"{side.name}, {at}: {type(side.failure).__name__}: {side.failure}"))
     for row in report.differences():
         same = "the same tokens" if row["equal"] else f"tokens differ from position {row['first_difference']} on"
-        lines.append(f"tokens    {row['id']}: {same}, of {row['tokens']}")
+        lines.append(("tokens", f"{row['id']}: {same}, of {row['tokens']}"))
     for side in (report.ours, report.other):
         changed = figures.unsteady(side.rows)
         if changed:
-            lines.append(f"unsteady  {side.name} gave other tokens for {', '.join(changed)} in a later run")
-        lines += [f"slower    {side.name}: {row['what']}: {row['why']}" for row in side.fallbacks]
-        lines += [f"note      {side.name}: {note}" for note in side.notes]
+            lines.append(("unsteady", f"{side.name} gave other tokens for {', '.join(changed)} in a later run"))
+        lines += [("slower", f"{side.name}: {row['what']}: {row['why']}") for row in side.fallbacks]
+        lines += [("note", f"{side.name}: {note}") for note in side.notes]
         if side.limit is not None and (side is report.ours or side.reads != report.ours.reads):
-            lines.append(f"limit     {side.name}: a token reads {_reads_text(side.reads)}; bound by {side.limit.bound_by}")
+            lines.append(("limit", f"{side.name}: a token reads {_reads_text(side.reads)}; bound by {side.limit.bound_by}"))
     rates = [f"{name} {rate.median / 1e9:.3g} GB/s" for name, rate in report.bandwidth.items()]
-    return [*lines, *([f"measured  copies: {', '.join(rates)}"] if rates else [])]
+    return [*lines, *([("measured", f"copies: {', '.join(rates)}")] if rates else [])]
 
 
 def _reads_text(reads: Sequence[Read]) -> str:

@@ -15,7 +15,7 @@ import trimtab
 from trimtab import demo
 from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
 from trimtab.planning.plan.chart import draw
-from trimtab.planning.plan.narrow import narrow_table
+from trimtab.report.render import WIDTH, Lines
 from trimtab.request import LoadRequest
 from trimtab.verification.routes.alarm_rate import DRAWS, FALSE_ALARM_RATE
 
@@ -87,7 +87,7 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     split = _split_plan(whole, options, placed)
     peaks = [gib(plan.gpu_peak_bytes) for plan in (whole, split)]
     say(f"1. plan: peak on {whole.execution_device} with every weight resident {peaks[0]}, split {peaks[1]}\n")
-    say(narrow_table(split))
+    say(Lines(WIDTH).show(split.document()))
     picture = new_picture()
     draw(split, picture)
     say(f"\nchart of the plan: {picture}\n")

@@ -21,6 +21,7 @@ from trimtab.engine.memory.rates import peak_host_bytes, process_on_gpu
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.errors import gib
 from trimtab.planning.memory.unpacked import ITEM
+from trimtab.report.document import Document, Table
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch
@@ -98,15 +99,14 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
     return tuple(shares)
 
 
-def shares_text(shares: Sequence[Share]) -> str:
-    """Return the shares as an aligned table: planned next to measured."""
-    rows = [("device memory", "planned", "measured")]
+def shares_document(shares: Sequence[Share]) -> Document:
+    """Return the shares as a table: planned next to measured."""
+    rows = []
     for one in shares:
         mark = "~" if one.is_estimate else ""
         measured = "-" if one.measured_bytes is None else f"{mark}{gib(one.measured_bytes)}"
         rows.append((one.name, gib(one.planned_bytes), measured))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows)
+    return Document("", [Table(("device memory", "planned", "measured"), rows)])
 
 
 def _not_measured(name: str, planned_bytes: int) -> Share:

@@ -21,10 +21,10 @@ import psutil
 
 from trimtab._version import __version__
 from trimtab.errors import RequestError, gib
-from trimtab.machine.environment_child import PACKAGES
 from trimtab.machine.memory import read_cpuinfo
 from trimtab.process.redact import scrubbed
 from trimtab.process.runner import run_inside
+from trimtab.report.document import Block, Document, Facts, Table
 
 FORMAT = 1
 TIMEOUT_S = 120.0
@@ -220,29 +220,25 @@ def nvidia_driver() -> str | None:
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def environment_text(environment: Environment) -> str:
-    """Return the environment as lines for people."""
-    wide = max(len(name) for name in (*PACKAGES, "trimtab"))
-    lines = [
-        f"{environment.implementation} {environment.python}{' (another interpreter)' if environment.is_other else ''} on "
-        f"{environment.os}, {environment.architecture}",
-        f"CPU {environment.cpu}, {environment.cores} cores{_in_brackets(environment.cpu_flags)}, memory "
-        f"{gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}",
-    ]
-    lines += [
-        f"GPU {gpu.index} {gpu.name}, compute capability {gpu.compute_capability}, {gib(gpu.free_bytes)} free of "
-        f"{gib(gpu.total_bytes)}"
-        for gpu in environment.gpus
-    ] or ["no GPU that torch can use"]
+def environment_document(environment: Environment) -> Document:
+    """Return what the environment is."""
     built = f"CUDA {environment.cuda}" if environment.cuda else f"ROCm {environment.hip}" if environment.hip else "the CPU alone"
     driver = f"driver {environment.driver}" if environment.driver else "no NVIDIA driver"
-    lines.append(f"torch is built for {built}; {driver}")
-    if environment.torch_error:
-        lines.append(f"torch cannot be used: {environment.torch_error}")
-    for name, package in environment.packages.items():
-        how = f"  ({package.installed})" if package.installed else ""
-        lines.append(f"  {name:{wide}}  {package.version or 'not installed'}{how}")
-    return "\n".join(lines)
+    rows = [
+        ("CPU", f"{environment.cpu}, {environment.cores} cores{_in_brackets(environment.cpu_flags)}"),
+        ("memory", f"{gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}"),
+    ]
+    rows += [
+        (f"GPU {gpu.index}", f"{gpu.name}, compute capability {gpu.compute_capability}, {gib(gpu.free_bytes)} free of "
+         f"{gib(gpu.total_bytes)}")
+        for gpu in environment.gpus
+    ] or [("GPU", "none that torch can use")]  # fmt: skip
+    rows.append(("torch", f"is built for {built}; {driver}"))
+    rows += [("", f"cannot be used: {environment.torch_error}")] if environment.torch_error else []
+    packages = [(name, one.version or "not installed", one.installed or "") for name, one in environment.packages.items()]
+    title = f"{environment.implementation} {environment.python}{' (another interpreter)' if environment.is_other else ''} on "
+    blocks: list[Block] = [Facts(rows), Table(("package", "release", "installed by"), packages, has_note=True)]
+    return Document(f"{title}{environment.os}, {environment.architecture}", blocks)
 
 
 def _in_brackets(names: tuple[str, ...]) -> str:

@@ -2,9 +2,9 @@
 
 from trimtab.merging.changes.request import MergeRequest, Part, parse_adapter, parse_adapters
 from trimtab.merging.merge import merge, merge_request
-from trimtab.merging.report import MergeCheck, MergeReport, merge_text
+from trimtab.merging.report import MergeCheck, MergeReport
 
 __all__ = [
-    "MergeCheck", "MergeReport", "MergeRequest", "Part", "merge", "merge_request", "merge_text", "parse_adapter",
+    "MergeCheck", "MergeReport", "MergeRequest", "Part", "merge", "merge_request", "parse_adapter",
     "parse_adapters",
 ]  # fmt: skip

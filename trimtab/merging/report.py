@@ -1,4 +1,4 @@
-"""The report of a merge: a value, a record in the new folder, and text for the terminal."""
+"""The report of a merge, and the record of it in the new folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trimtab.errors import gib
+from trimtab.report.document import Document, Facts
+from trimtab.report.render import Report
 
 RECORD_NAME = "trimtab_merge.json"
 CRITERION = "every value is the float64 result rounded once, within the proven bound of float32 sums"
@@ -106,7 +108,7 @@ class MergeCheck:
 
 
 @dataclass(frozen=True)
-class MergeReport:
+class MergeReport(Report):
     """The report of a merge. changed: names of file tensors. parity: set by a caller that compared answers."""
 
     out: str
@@ -129,6 +131,26 @@ class MergeReport:
     @property
     def file_bytes(self) -> int:
         return sum(file.file_bytes for file in self.files)
+
+    def document(self) -> Document:
+        """Return what it says."""
+        form = f", packed to {self.requantize}" if self.requantize else ""
+        form += f", {self.dtype}" if self.dtype else ""
+        rows = []
+        for adapter in self.adapters:
+            scales = ", ".join(f"{scale} x {count}" for scale, count in adapter.scales.items())
+            idle = f", {adapter.no_effect} tensors without effect" if adapter.no_effect else ""
+            rows.append((f"{adapter.name} x {adapter.weight:g}", f"{adapter.modules} modules (scale {scales or '-'}){idle}"))
+        resumed = sum(file.is_resumed for file in self.files)
+        rate = self.file_bytes / self.seconds if self.seconds else 0
+        rows.append(("tensors", f"{len(self.changed)} changed, {self.untouched} copied, {len(self.added)} added"))
+        rows.append(("files", (
+            f"{len(self.files)}, {gib(self.file_bytes)} in {self.seconds:.1f} s ({gib(int(rate))}/s)"
+            + (f", {resumed} of them from an earlier run" if resumed else "")
+        )))  # fmt: skip
+        rows += [("note", note) for note in self.notes]
+        rows += [] if self.check is None else _check_rows(self.check)
+        return Document(f"{self.base} -> {self.out}{form}", [Facts(rows)])
 
     def record(self) -> dict[str, Any]:
         """Return the record in the new folder; it does not depend on when or where the merge ran."""
@@ -153,45 +175,21 @@ class MergeReport:
         }  # fmt: skip
 
 
-def merge_text(report: MergeReport) -> str:
-    """Return the report for a person."""
-    form = f", packed to {report.requantize}" if report.requantize else ""
-    form += f", {report.dtype}" if report.dtype else ""
-    lines = [f"{report.base} -> {report.out}{form}"]
-    for adapter in report.adapters:
-        scales = ", ".join(f"{scale} x {count}" for scale, count in adapter.scales.items())
-        idle = f", {adapter.no_effect} tensors without effect" if adapter.no_effect else ""
-        lines.append(f"  {adapter.name} x {adapter.weight:g}: {adapter.modules} modules (scale {scales or '-'}){idle}")
-    resumed = sum(file.is_resumed for file in report.files)
-    rate = report.file_bytes / report.seconds if report.seconds else 0
-    lines.append(
-        f"  {len(report.changed)} tensors changed, {report.untouched} copied, {len(report.added)} added; "
-        f"{len(report.files)} files, {gib(report.file_bytes)} in {report.seconds:.1f} s ({gib(int(rate))}/s)"
-        + (f", {resumed} of them from an earlier run" if resumed else "")
-    )
-    lines += [f"  note: {note}" for note in report.notes]
-    if report.check is not None:
-        lines += _check_lines(report.check)
-    if report.parity is not None:
-        lines.append(f"  answers: {report.parity}")
-    return "\n".join(lines)
-
-
-def _check_lines(check: MergeCheck) -> list[str]:
+def _check_rows(check: MergeCheck) -> list[tuple[str, str]]:
     known = [tensor.survival for tensor in check.changed if tensor.survival is not None]
     survival = f", {min(known):.1%} to {max(known):.1%} of each change is in the files" if known else ""
-    lines = [
-        f"  checked: {check.applied} of {len(check.changed)} changes applied, largest error {check.error_ulps:.3g} ulp"
-        f"{survival}; {check.equal} other tensors equal to the base's bit for bit"
-    ]
+    rows = [("checked", (
+        f"{check.applied} of {len(check.changed)} changes applied, largest error {check.error_ulps:.3g} ulp{survival}; "
+        f"{check.equal} other tensors equal to the base's bit for bit"
+    ))]  # fmt: skip
     if check.slopes is not None:
-        lines.append(
-            f"  slope of the written change on the exact one {check.slopes[0]:.6g} to {check.slopes[1]:.6g}; "
-            "false-alarm rate 0: the bound of each value holds for every order of summation"
-        )
+        rows.append(("slope", (
+            f"of the written change on the exact one {check.slopes[0]:.6g} to {check.slopes[1]:.6g}; false-alarm rate 0: the bound "
+            "of each value holds for every order of summation"
+        )))  # fmt: skip
     if check.blind:
-        lines.append(
-            f"  cannot detect a scale that is wrong by 1 % in {len(check.blind)} tensors: it would change no value of the file"
-        )
-    lines += [f"  NOT applied: {tensor.problem}" for tensor in check.changed if not tensor.is_applied]
-    return lines + [f"  NOT equal: {name}" for name in check.not_equal]
+        rows.append(("cannot detect", (
+            f"a scale that is wrong by 1 % in {len(check.blind)} tensors: it would change no value of the file"
+        )))  # fmt: skip
+    rows += [("NOT applied", tensor.problem) for tensor in check.changed if not tensor.is_applied]
+    return rows + [("NOT equal", name) for name in check.not_equal]

@@ -32,7 +32,7 @@ from trimtab.planning.values.execution import (
     unsupported_reason,
 )
 from trimtab.planning.values.kv_bytes import check_invariant, check_kv, why_not_int8
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Document, Table, Text
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 
 # Modes of a decode step, the fastest first.
@@ -482,9 +482,9 @@ def _with_rows(request: LoadRequest, rows: int) -> tuple[str, LoadRequest]:
     return f"batch={rows}", replace(request, batch=rows)
 
 
-def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:
-    """Return the options as an aligned table. card: the profile that all figures are estimated from."""
-    rows = [("option", "device memory", "tokens/s", "head", "decode steps")]
+def options_document(options: Sequence[Option], *, card: Card | None = None) -> Document:
+    """Return the options as a table. card: the profile that all figures are estimated from."""
+    rows = []
     mark = "" if card is None else "~"
     for one in options:
         needed = "-" if one.needed_bytes is None else f"{mark}{gib(one.needed_bytes)}"
@@ -493,12 +493,10 @@ def options_text(options: Sequence[Option], *, card: Card | None = None) -> str:
         rate = "-" if one.tokens_per_s is None else f"{'~' * one.is_rate_estimate}{rate_text(one.tokens_per_s)}"
         why = one.error if one.error and needed == "-" else one.mode or "-"
         rows.append((one.what, needed, rate, one.head or "-", why))
-    lines = aligned(rows, right=(1, 2))
-    if card is not None:
-        lines.append("~: an estimate from the data sheet of the card; nothing was measured")
-    elif any(one.is_rate_estimate for one in options):
-        lines.append("~ of keys and values in 8 bits: an estimate, never measured")
-    return "\n".join(lines)
+    note = "~: an estimate from the data sheet of the card; nothing was measured" if card is not None else ""
+    if card is None and any(one.is_rate_estimate for one in options):
+        note = "~ of keys and values in 8 bits: an estimate, never measured"
+    return Document("", [Table(("option", "device memory", "tokens/s", "head", "steps"), rows, has_note=True), Text(note)])
 
 
 def advised(

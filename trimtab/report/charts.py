@@ -6,13 +6,14 @@ colors from the page around them.
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from trimtab.errors import RequestError
+from trimtab.printable import printable
 from trimtab.process.files import write_text
 
 WIDTH, MARGIN = 1000, 32
@@ -54,6 +55,11 @@ class Label:
 Shape = Box | Stroke | Label
 
 
+def escape(words: str) -> str:
+    """Return text of a chart, printable and escaped."""
+    return html.escape(printable(words))
+
+
 # A separate file ------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +91,7 @@ def svg(shapes: Sequence[Shape], height: float) -> str:
         else:
             place = f'x="{shape.left:.2f}" y="{shape.base:.2f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
             weight = ' font-weight="bold"' if shape.bold else ""
-            lines.append(f'<text {place} fill="{shape.color}"{weight}>{escape(shape.text, quote=False)}</text>')
+            lines.append(f'<text {place} fill="{shape.color}"{weight}>{html.escape(printable(shape.text), quote=False)}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 

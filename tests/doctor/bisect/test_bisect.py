@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from trimtab.doctor.bisect.bisect import (
     Row,
     bisect,
     bisect_each,
-    bisection_text,
+    bisection_document,
     check_range,
     label_of,
     parse_range,
@@ -37,6 +38,7 @@ from trimtab.doctor.bisect.environments import (
 )
 from trimtab.doctor.bisect.search import Change, find_changes
 from trimtab.errors import AdapterError, CheckpointError, RequestError
+from trimtab.report.render import Lines
 
 LISTED = ("1.10.0", "1.9.1", "1.9.0", "1.8.0", "1.7.0", "1.6.0")
 ORDER = tuple(reversed(LISTED))
@@ -277,16 +279,16 @@ def test_nothing_can_be_installed_finds_nothing(tmp_path):
     found = run(tmp_path, Case({}), Index(broken=ORDER))
     assert found.changes == () and found.first is None
     assert all(row.label is None for row in found.rows) and len(found.rows) == 6
-    assert "no change was seen" in bisection_text(found)
+    assert "no change was seen" in Lines().show(bisection_document(found))
 
 
 def test_a_label_that_comes_and_goes_is_said(tmp_path):
     found = run(tmp_path, Case(labels("FAIL FAIL PASS FAIL PASS PASS")))
     assert found.changes
     if not found.is_monotone:
-        assert "changed more than once" in bisection_text(found)
+        assert "changed more than once" in Lines().show(bisection_document(found))
     apart = run(tmp_path, Case(labels("A B B C C C")))
-    assert not apart.is_monotone and "changed more than once" in bisection_text(apart)
+    assert not apart.is_monotone and "changed more than once" in Lines().show(bisection_document(apart))
     assert [change.after for change in apart.changes] == ["1.7.0", "1.9.0"]
 
 
@@ -297,7 +299,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path):
     assert [row.version for row in rows] == [row.version for row in sorted(found.rows, key=lambda row: rows.index(row))]
     assert {row.version for row in found.rows} == {"1.6.0", "1.10.0"}
     assert found.changes[0].between == ORDER[1:-1]
-    assert "stopped early" in bisection_text(found) and "not tried yet" in bisection_text(found)
+    assert "stopped early" in Lines().show(bisection_document(found)) and "not tried yet" in Lines().show(bisection_document(found))
 
 
 def test_both_sides_are_run_again_when_asked(tmp_path):
@@ -316,7 +318,7 @@ def test_a_second_run_that_differs_is_said(tmp_path):
 
     found = run(tmp_path, Flaky(labels("FAIL FAIL FAIL PASS PASS PASS")), confirm=True)
     assert found.changes[0].confirmed is False
-    assert "a second run gave PASS" in bisection_text(found)
+    assert "a second run gave PASS" in Lines().show(bisection_document(found))
 
 
 def test_two_packages_one_after_the_other(tmp_path, monkeypatch):
@@ -377,8 +379,8 @@ def test_bisection_is_json_and_text(tmp_path):
     found = run(tmp_path, Case(labels("FAIL FAIL FAIL PASS PASS PASS")))
     values = json.loads(json.dumps(found.to_json()))
     assert values["first"] == "1.9.0" and values["package"] == "peft" and values["is_monotone"] is True
-    text = bisection_text(found)
-    assert "1.8.0   FAIL" in text and "changed in 1.9.0: FAIL in 1.8.0, then PASS" in text
+    text = Lines().show(bisection_document(found))
+    assert re.search(r"1\.8\.0 +FAIL", text) and "changed in 1.9.0: FAIL in 1.8.0, then PASS" in text
     assert isinstance(found, Bisection)
 
 

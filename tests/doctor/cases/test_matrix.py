@@ -1,6 +1,7 @@
 """The matrix: records of every ending, nothing finished is lost, files, the table; a few real cases on the demo model."""
 
 import json
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -11,9 +12,10 @@ from packaging.version import Version
 from tests import ROOT, pico
 from trimtab.doctor.cases import runner as matrix
 from trimtab.doctor.cases.cases import CASES
-from trimtab.doctor.cases.runner import matrix_text, read_runs, run_matrix, save_runs, saving
+from trimtab.doctor.cases.runner import matrix_document, read_runs, run_matrix, save_runs, saving
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.runner import Outcome
+from trimtab.report.render import Lines
 
 IS_NEWEST = Version(version("transformers")) >= Version("5.23.0")
 VERSIONS = {"python": "3.12", "torch": "2.13.0"}
@@ -269,18 +271,19 @@ RIGHT = {
 
 
 def test_table_has_both_engines_side_by_side_with_modes_and_peaks():
-    lines = matrix_text([FAILED, RIGHT], width=200).splitlines()
-    at = next(place for place, line in enumerate(lines) if A in line)
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines[at : at + 2]]
-    assert cells[0] == [A, "FAIL_AUDIO_FINFO", "= ~ x", "2.5", "PASS", "= . .", "1.5", "9 blocks [resident]"]
-    assert cells[1][1] == "at first forward"
+    lines = Lines(200).show(matrix_document([FAILED, RIGHT])).splitlines()
+    rows = [re.split(r"  +", line) for line in lines if line.startswith(A)]
+    assert rows == [
+        [A, "stock", "= ~ x", "2.5", "FAIL_AUDIO_FINFO at first forward"],
+        [A, "trimtab", "= . .", "1.5", "PASS (9 blocks [resident])"],
+    ]
 
 
 def test_ends_of_traces_stand_below_the_table_once_a_label():
-    lines = matrix_text([FAILED, {**FAILED, "case": B}, RIGHT], width=200).splitlines()
+    lines = Lines(200).show(matrix_document([FAILED, {**FAILED, "case": B}, RIGHT])).splitlines()
     found = lines[next(place for place, line in enumerate(lines) if line.startswith("FAIL_AUDIO_FINFO (D2) by stock:")) :]
-    assert found[1] == f"  in {A}, {B}"
-    assert found[-2:] == ["  transformers/x.py:7 in forward", "  TypeError: torch.finfo() requires [x]"] and len(found) == 6
+    assert found[1] == f"in {A}, {B}"
+    assert found[-2:] == ["    transformers/x.py:7 in forward", "    TypeError: torch.finfo() requires [x]"]
 
 
 def test_refusals_of_two_reasons_are_told_apart():
@@ -288,12 +291,12 @@ def test_refusals_of_two_reasons_are_told_apart():
         {**RIGHT, "case": case, "label": "REFUSED_BY_NAME", "exception": {"message": why, "tail": f"RequestError: {why}"}}
         for case, why in ((A, "names nothing"), (B, "cannot stream"))
     ]
-    below = matrix_text(refused).partition("REFUSED_BY_NAME by trimtab")[2]
+    below = Lines().show(matrix_document(refused)).partition("REFUSED_BY_NAME by trimtab")[2]
     assert "names nothing" in below and "cannot stream" in below
 
 
 def test_table_of_passes_has_no_traces():
-    assert "by trimtab" not in matrix_text([RIGHT])
+    assert "by trimtab" not in Lines().show(matrix_document([RIGHT]))
 
 
 # Real cases -----------------------------------------------------------------------------------------------------------

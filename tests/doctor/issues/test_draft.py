@@ -21,11 +21,11 @@ from trimtab.doctor.issues import draft
 from trimtab.doctor.issues import run as draft_run
 from trimtab.doctor.issues.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_claims
 from trimtab.doctor.issues.issue import Recorded
-from trimtab.doctor.issues.markdown import cell, fence, inline, plain
 from trimtab.doctor.issues.owner import came_back, fixed_here, owner_of
 from trimtab.doctor.issues.scripts import SCRIPTS, script
 from trimtab.errors import RequestError
 from trimtab.process.redact import check_clean, clean
+from trimtab.report.render import cell, fence, inline, plain
 
 NEW = {"transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2", "bitsandbytes": "0.50.2", "torch": "2.13.0"}
 OLD = {"transformers": "5.6.2", "accelerate": "1.13.0", "peft": "0.19.1", "bitsandbytes": "0.49.2", "torch": "2.13.0"}
@@ -678,7 +678,7 @@ def test_code_spans_hold_any_text(text):
 
 
 def test_recorded_text_mentions_nobody_and_links_nothing():
-    assert plain("@someone see #12 <b> [x](y) *z*") == ("@\u200bsomeone see #\u200b12 \\<b\\> \\[x\\](y) \\*z\\*")
+    assert plain("@someone see #12 <b> [x](y) *z*") == ("@\u200bsomeone see #\u200b12 &lt;b\\> \\[x\\](y) \\*z\\*")
     assert cell("`a|b`") == r"`a\|b`" and cell("a|b\nc") == r"a\|b c"
 
 
@@ -777,7 +777,7 @@ def test_a_folder_of_drafts(tmp_path, catalogue):
     assert [file.name for file in folder.parent.iterdir()] == ["out"]
     assert said[:2] == ["quant-state-meta-item: running its reproducer", "placement-planned-again: running its reproducer"]
     assert said[-1] == f"unknown-map-key: no draft, the reproducer ended in another failure (RuntimeError: {ITEM})"
-    assert "2 drafts in" in draft.drafts_text(made)
+    assert "2 drafts in" in draft.drafts_document(made).title
 
 
 def test_an_empty_folder_is_used_and_a_full_one_refused(tmp_path, catalogue):

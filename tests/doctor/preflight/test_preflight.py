@@ -27,11 +27,12 @@ from trimtab.doctor.preflight import second_plan as preflight_second
 from trimtab.doctor.preflight.answer import ALL_ON_GPU, DOES_NOT_FIT, ON_CPU, SPLIT, TOWERS_OFF, adapter_name, towers_map
 from trimtab.doctor.preflight.device_map import device_text
 from trimtab.doctor.preflight.findings import FAILS, NOTE, SEVERITIES, WASTES, WRONG, find_bug, is_met
-from trimtab.doctor.preflight.preflight import Preflight, preflight, preflight_text
+from trimtab.doctor.preflight.preflight import Preflight, preflight, preflight_document
 from trimtab.doctor.preflight.shape import ModelShape, read_shape, shape_of
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.machine.environment import Environment, Package, read_environment
 from trimtab.planning.values.machine import Machine
+from trimtab.report.render import Lines
 
 DEMO = ROOT / "trimtab" / "demo"
 BASE, SPECIALIST, STYLE = DEMO / "base", DEMO / "adapters" / "specialist", DEMO / "adapters" / "style"
@@ -194,7 +195,7 @@ def test_under_pressure_the_second_plan_puts_e4b_on_the_cpu_and_explains_the_log
     assert found.second.device_map == {"": "cpu"} or found.second.device_map == {"base_model": "cpu"}
     assert "embed_tokens_per_layer, 99.4 %" in found.second.required_words[0]
     assert finding(found, "B2").when == "first forward"
-    assert f"{found.second.required[0]} bytes required" in preflight_text(found)
+    assert f"{found.second.required[0]} bytes required" in Lines().show(preflight_document(found))
 
 
 def test_second_plan_that_spills_to_disk_fails_for_want_of_a_folder(e4b, e2b_adapter):
@@ -608,7 +609,7 @@ def test_judgement_is_json_and_text():
     assert values["second_plan"]["runs"] is True and values["second_plan"]["steps"]
     assert values["adapter"]["wrappers"] and values["map"]["unknown_keys"][0]["key"] == "model.multi_modal_projector"
     assert [one["bug"] for one in values["findings"]] == bugs(found)
-    text = preflight_text(found)
+    text = Lines().show(preflight_document(found))
     for one in found.findings:
         assert one.title in text
     assert "What works here" in text and "PEFT plans again" in text

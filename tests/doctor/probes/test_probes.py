@@ -16,8 +16,9 @@ from tests.upstream.expected import EXPECTED, SETS, expected_states, set_of
 from tools import upstream_table
 from trimtab.doctor.catalogue import FILES
 from trimtab.doctor.facts.bug import NOT_APPLICABLE, OWNERS, UNKNOWN, Affected, Bug, Seen
-from trimtab.doctor.probes.runner import FOLDER, Verdict, probes_text, read_catalogue, run_probes
+from trimtab.doctor.probes.runner import FOLDER, Verdict, probes_document, read_catalogue, run_probes
 from trimtab.errors import RequestError
+from trimtab.report.render import Lines
 
 CATALOGUE = read_catalogue()
 BUGS = [entry.bug for entry in CATALOGUE]
@@ -28,6 +29,7 @@ VERSION = re.compile(r"\d+(\.\d+)*")
 ENTRY = '''
 """X{number}: {name}."""
 from trimtab.doctor.facts.bug import PRESENT, Affected, Bug, Seen
+from trimtab.report.render import Lines
 BUG = Bug(
     id="X{number}", name="{name}", title="a title", symptom="s", trigger="t", cause="c", affected=({affected}),
     versions="v", way_round="w", owner=("torch",), trackers=(), trimtab="t", evidence="run",
@@ -210,7 +212,7 @@ def test_text_shows_each_verdict_and_counts_the_states():
         Verdict(BUGS[0], Seen("present", "[red]a line[/red] of\nevidence"), 0.1),
         Verdict(BUGS[1], Seen("fixed", "gone"), 0.1),
     ]
-    text = probes_text(verdicts, width=100)
+    text = Lines(100).show(probes_document(verdicts))
     assert "[red]a line[/red]" in text and BUGS[0].id in text and "gone" in text
     assert text.endswith("2 known bugs of other packages, none of trimtab: 1 present, 1 fixed")
     assert max(map(len, text.splitlines())) <= 100

@@ -38,8 +38,8 @@ def test_vllm_is_known_by_its_version_and_its_open_bugs_are_told():
     assert [bug.id for bug in found.bugs(APPLIES)] == ["V1", "V4"]
     text = str(found)
     assert "https://github.com/vllm-project/vllm/issues/41754" in text
-    assert "applies to this release:" in text
-    assert "check first:\n  1. the model name in the request is the adapter's name" in text
+    assert "applies to this release\n" in text
+    assert "check first\n1.  the model name in the request is the adapter's name" in text
 
 
 def test_ollama_sglang_and_llama_cpp_are_told_apart():
@@ -100,16 +100,16 @@ def test_three_releases_of_vllm_get_three_answers():
         return str(examine("http://host:1", transport=answering(version={"version": version})))
 
     assert len({text(version).partition("\n")[2] for version in ("0.6.3", "0.12.11", "0.30.0")}) == 3
-    assert "fixed in this release:" not in text("0.6.3")
-    assert re.search(r"came with a later release:\n  V4 .*\(since 0\.19\.0: ", text("0.12.11"))
-    assert re.search(r"fixed in this release:\n  V6 .*\n  V7 .*\(fixed in 0\.30\.0: ", text("0.30.0"))
+    assert "fixed in this release\n" not in text("0.6.3")
+    assert re.search(r"came with a later release\nV4 .*\(since 0\.19\.0: ", text("0.12.11"))
+    assert re.search(r"fixed in this release\nV6 .*\nV7 .*\(fixed in 0\.30\.0: ", text("0.30.0"))
     # What is fixed stands nowhere else.
-    assert text("0.30.0").count("  V7 ") == 1
+    assert text("0.30.0").count("\nV7 ") == 1
 
 
 def test_a_merged_fix_of_unknown_release_is_said_apart():
     text = str(examine("http://host:1", transport=answering(api__version={"version": "0.20.0"})))
-    assert "fixed upstream, release not known:\n  O1 " in text
+    assert "fixed upstream, release not known\nO1 " in text
     assert text.index("may apply") < text.index("fixed upstream")
 
 

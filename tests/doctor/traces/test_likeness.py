@@ -8,10 +8,11 @@ from tools import score_traces
 from trimtab.cli import main as cli
 from trimtab.doctor.facts.bug import Affected, Bug
 from trimtab.doctor.probes.runner import read_catalogue
-from trimtab.doctor.traces.answer import diagnose, diagnosis_text
+from trimtab.doctor.traces.answer import diagnose, diagnosis_document
 from trimtab.doctor.traces.classify import UNKNOWN
 from trimtab.doctor.traces.likeness import MOST_LISTED, index_of, reported_as, tokens
 from trimtab.doctor.traces.reported import REPORTED
+from trimtab.report.render import Lines
 
 BARE = "RuntimeError: Tensor.item() cannot be called on meta tensors"
 FRAMES = 'Traceback (most recent call last):\n  File "/x/site-packages/my_own/model.py", line 1, in mask\n    pass\n'
@@ -32,7 +33,7 @@ def test_bare_last_line_gets_its_probable_bug_and_stays_unknown():
     assert answer.looks_like[0].tell == (
         "ask: whether a frame is in bitsandbytes/functional.py, as_dict", "run: trimtab doctor --probe A1",
     )  # fmt: skip
-    shown = diagnosis_text(diagnose(BARE))
+    shown = Lines(112).show(diagnosis_document(diagnose(BARE)))
     assert shown.startswith("UNKNOWN: ") and "no diagnosis" in shown and "A1 meta-item: " in shown
     assert max(map(len, shown.splitlines())) <= 113
 
@@ -41,7 +42,7 @@ def test_bare_last_line_gets_its_probable_bug_and_stays_unknown():
 def test_report_with_frames_or_with_other_words_lists_nothing(text):
     answer = diagnose(text).answers[0]
     assert answer.label == UNKNOWN and answer.looks_like == ()
-    assert "looks like" not in diagnosis_text(diagnose(text))
+    assert "looks like" not in Lines(112).show(diagnosis_document(diagnose(text)))
 
 
 def test_named_answer_has_no_list():

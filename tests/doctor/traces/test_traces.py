@@ -16,11 +16,12 @@ from tools import score_traces
 from trimtab.cli import main as cli
 from trimtab.doctor.cases.labels import SIGNATURES
 from trimtab.doctor.preflight.findings import find_bug
-from trimtab.doctor.traces.answer import diagnose, diagnosis_text
+from trimtab.doctor.traces.answer import diagnose, diagnosis_document
 from trimtab.doctor.traces.classify import UNKNOWN, classify
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
 from trimtab.doctor.traces.signatures import plain_message
 from trimtab.errors import RequestError
+from trimtab.report.render import Lines
 
 ENTRIES = score_traces.entries()
 THREAD = [entry for entry in ENTRIES if "175522" in entry["link"]]
@@ -250,7 +251,7 @@ def test_log_with_several_failures_names_each_and_counts_repeats():
     assert [one.label for one in found.answers] == ["FAIL_QUANT_STATE_META_ITEM", "FAIL_OFFLOAD_FLAG_NEEDED", UNKNOWN]
     assert found.answers[0].times == 3 and found.answers[0].line == 304
     assert log.splitlines()[found.answers[1].line - 1].startswith("ValueError: Some modules")
-    assert "UNKNOWN at line" in diagnosis_text(found)
+    assert "UNKNOWN at line" in Lines(112).show(diagnosis_document(found))
 
 
 def test_settings_far_away_in_a_log_do_not_name_a_failure():
@@ -294,7 +295,7 @@ def test_answer_says_owner_trackers_fix_way_round_and_what_it_rests_on():
 
 @each("entry", THREAD, where=lambda entry: entry["link"])
 def test_answer_to_one_failure_fits_one_screen(entry):
-    lines = diagnosis_text(diagnose(entry["text"])).splitlines()
+    lines = Lines(112).show(diagnosis_document(diagnose(entry["text"]))).splitlines()
     assert len(lines) <= 26 and max(map(len, lines)) <= 113
 
 
@@ -307,14 +308,14 @@ def test_answer_to_several_failures_fits_one_screen_the_surest_in_full():
     ))  # fmt: skip
     found = diagnose(paste)
     assert found.label == "FAIL_QUANT_STATE_META_ITEM" and found.answers[0].confidence == "high"
-    first, second, third, others, unknown = diagnosis_text(found).split("\n\n")
+    _, first, second, third, others, unknown = Lines(112).show(diagnosis_document(found)).split("\n\n")
     assert "trackers" in first and "ask next" in first
     for text, label in ((second, "FAIL_OFFLOAD_FLAG_NEEDED"), (third, "FAIL_BNB_PARAM_CONSTRUCTOR")):
         assert text.startswith(f"{label}: ") and len(text.splitlines()) == 4
-        assert "  pasted     line " in text and "  workaround " in text
+        assert "pasted      line " in text and "workaround  " in text
     assert "FAIL_OFFLOAD_DIR_NEEDED (line " in others and "FAIL_DISK_OFFLOAD_INDEX (line 1)" in others
-    assert unknown.splitlines()[-1] == "and 7 more"
-    lines = diagnosis_text(found).splitlines()
+    assert unknown.splitlines()[-1] == "- and 7 more"
+    lines = Lines(112).show(diagnosis_document(found)).splitlines()
     assert len(lines) <= 36 and max(map(len, lines)) <= 113
 
 

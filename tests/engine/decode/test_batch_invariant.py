@@ -22,7 +22,6 @@ from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
-from trimtab.planning.plan import narrow
 from trimtab.planning.values import execution
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
@@ -226,7 +225,6 @@ def test_the_plan_says_it_and_keeps_it(tmp_path):
     found.save(tmp_path / "plan.json")
     assert type(found).load(tmp_path / "plan.json").request.batch_invariant
     assert not made(invariant=False).request.batch_invariant
-    assert "batch-invariant" in narrow.narrow_table(found) and "batch-invariant" not in narrow.narrow_table(made(invariant=False))
     assert "batch-invariant" in str(found) and "batch-invariant" not in str(made(invariant=False))
     with pytest.raises(RequestError, match="batch_invariant"):
         LoadRequest(model="m", batch_invariant="yes")

@@ -51,10 +51,10 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import make_plan
 from trimtab.planning import options as plan_options
 from trimtab.planning.memory.activations import needs_of, row_cache_bytes, use_of
-from trimtab.planning.plan.narrow import narrow_table
 from trimtab.planning.values.execution import graph_bytes
 from trimtab.planning.values.kv_bytes import LAYER_KERNELS, NODE_BYTES, ROUNDING_BYTES, check_kv, copy_bytes
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
+from trimtab.report.render import WIDTH, Lines
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.worker.registry import read_registry
 
@@ -480,21 +480,21 @@ def test_seconds_that_were_never_measured_are_marked_everywhere(tmp_path):
     assert trimtab.Plan.from_json(json.loads(json.dumps(small.to_json()))) == small
     rate, added = f"{small.execution.tokens_per_s:.0f} tokens/s", f"{step.estimated_s * 1e3:.2f} ms"
     small.draw(tmp_path / "plan.svg")
-    forms = [str(small), narrow_table(small), (tmp_path / "plan.svg").read_text(encoding="utf-8")]
+    forms = [str(small), Lines(WIDTH).show(small.document()), (tmp_path / "plan.svg").read_text(encoding="utf-8")]
     for text in (" ".join(form.split()) for form in forms):
         assert f"~{rate}" in text and f" {rate}" not in text and "8-bit keys and values" in text
     for text in (" ".join(form.split()) for form in forms[:2]):
         assert f"~{added} of a step is an estimate, never measured" in text
-    for form in (str(whole), narrow_table(whole)):
+    for form in (str(whole), Lines(WIDTH).show(whole.document())):
         assert "~" not in form and "estimate" not in form and "8-bit" not in form
 
     def made(request):
         return make_plan(request, E4B, adapters={}, machine=card(40), rates=H200)
 
-    lines = plan_options.options_text(plan_options.options_of(request, made, budget_bytes=2**35)).splitlines()
+    lines = Lines().show(plan_options.options_document(plan_options.options_of(request, made, budget_bytes=2**35))).splitlines()
     assert [line.split()[0] for line in lines if "~" in line] == ["kv='int8'", "~"] and "never measured" in lines[-1]
     plain = plan_options.options_of(replace(request, batch=1), made, budget_bytes=2**35)
-    assert "~" not in plan_options.options_text([one for one in plain if "kv" not in one.what])
+    assert "~" not in Lines().show(plan_options.options_document([one for one in plain if "kv" not in one.what]))
 
 
 def test_the_bytes_that_the_docs_name_are_those_that_the_plan_counts():

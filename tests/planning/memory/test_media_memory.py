@@ -19,7 +19,7 @@ from trimtab.engine.chat.media import picture_bytes, sound_rate
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES, sound_bytes
-from trimtab.planning.plan.narrow import narrow_table
+from trimtab.report.render import WIDTH, Lines
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Limits
@@ -46,7 +46,7 @@ def test_the_plan_of_a_server_counts_what_the_largest_request_needs():
     assert plan.host["media_files"] == LIMITS.all_body_bytes * 3 // 4
     counted = plan.host["media"] + plan.host["media_files"]
     assert plan.host_peak_bytes - plan.host["process"] == alone.host_peak_bytes - alone.host["process"] + counted
-    for text in (str(plan), narrow_table(plan)):
+    for text in (str(plan), Lines(WIDTH).show(plan.document())):
         text = " ".join(text.split())
         assert f"media {gib(plan.host['media'])}" in text
         assert f"{LIMITS.request_pixels} pixels in images=1 and audio_s=30 needs up to {gib(plan.host['media'])}" in text

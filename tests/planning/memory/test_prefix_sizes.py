@@ -22,7 +22,7 @@ from trimtab.engine.prefill.prefix_cache import PrefixCache
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan
 from trimtab.planning.memory.prefix_cache import BLOCK_TOKENS, pages_of, staging_bytes
-from trimtab.planning.plan.narrow import narrow_table
+from trimtab.report.render import WIDTH, Lines
 from trimtab.request import LoadRequest
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.pool import Pool
@@ -94,7 +94,7 @@ def test_a_plan_says_how_much_of_a_prompt_a_small_cache_holds(tmp_path):
     small = trimtab.plan(base, **OPTIONS, prefix_cache=least)
     assert f"hold {BLOCK_TOKENS} tokens of one prompt; a prompt that fills the context of 160" in small.prefix_reason
     assert f"prefix cache: {small.prefix_reason}" in str(small)
-    assert "prefix cache:" in narrow_table(small)
+    assert "prefix cache  " in Lines(WIDTH).show(small.document())
     assert Plan.from_json(json.loads(json.dumps(small.to_json()))) == small
     assert small.to_json()["prefix_reason"] == small.prefix_reason
     assert trimtab.plan(base, **OPTIONS, prefix_cache="64MiB").prefix_reason == ""

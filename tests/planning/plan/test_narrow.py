@@ -10,14 +10,14 @@ from tests import long_runs, pico
 from tests.planning.values.test_execution import card, plan
 from trimtab.cli import main as cli
 from trimtab.demo import BASE
-from trimtab.planning.plan.narrow import WIDTH, narrow_table
 from trimtab.planning.plan.table import time_text
+from trimtab.report.render import WIDTH, Lines
 
 
 @pytest.mark.parametrize("gib", [3.2, 4, 8])
 def test_no_line_is_wider_than_80_columns(gib):
     made = plan(gib, head="auto")
-    text = narrow_table(made)
+    text = Lines(WIDTH).show(made.document())
     assert max(map(len, text.splitlines())) <= WIDTH
     flat = re.sub(r"\s+", " ", text)
     assert f"budget of {gib:.2f} GiB" in flat and made.execution.step.reason in flat
@@ -27,24 +27,22 @@ def test_no_line_is_wider_than_80_columns(gib):
 
 
 @pytest.mark.parametrize("gib", [4, 8])
-def test_both_forms_have_every_line_of_the_execution(gib):
+def test_every_width_has_every_line_of_the_execution(gib):
     made = replace(plan(gib, head="auto"), dtype_reason="bfloat16 is emulated here")
-    flat, execution = re.sub(r"\s+", " ", narrow_table(made)), made.execution
-    wide = [re.sub(r"\s+", " ", line) for line in str(made).splitlines()]
+    execution = made.execution
     phases = {"prompt": execution.prompt, "towers": execution.towers, "decode step": execution.step}
-    for name, phase in phases.items():
-        assert f" {name}: {phase.mode}" in flat and phase.reason in flat
-        assert any(line.startswith(f"{name} {phase.mode} ") and line.endswith(phase.reason) for line in wide)
-    assert f"{time_text(execution.prompt.seconds)} for a full context" in flat
-    assert "type: bfloat16: bfloat16 is emulated here" in flat and "type bfloat16 - - bfloat16 is emulated here" in wide
-    is_small = execution.head == "int8"
-    assert is_small == (gib == 4) == ("8-bit head, " in flat) == ("8-bit head, " in wide[2])
+    for flat in (" ".join(Lines(width).show(made.document()).split()) for width in (60, 80, 120, 200)):
+        for name, phase in phases.items():
+            assert f" {name} {phase.mode}" in flat and phase.reason in flat
+        assert f"{time_text(execution.prompt.seconds)} for a full context" in flat
+        assert "type bfloat16: bfloat16 is emulated here" in flat
+        assert (execution.head == "int8") == (gib == 4) == ("8-bit head, " in flat)
 
 
 def test_layers_that_leave_are_all_named():
     made = plan(3.2, machine=card(3.2))
     numbers: set[int] = set()
-    flat = re.sub(r",\s+", ",", narrow_table(made))
+    flat = re.sub(r",\s+", ",", Lines(WIDTH).show(made.document()))
     for ranges in re.findall(r"language_model\.layers\.([\d,-]+)", flat):
         for part in ranges.strip(",").split(","):
             low, _, high = part.partition("-")
@@ -71,5 +69,5 @@ def test_a_plan_of_every_family_fits_80_columns(family, tmp_path):
         folder, adapters={"an-adapter-with-quite-a-long-name-for-one-line": adapter}, card="T4", place={"*": "stream"}, context=64
     )
     # The model's path is the user's own: it is not cut.
-    lines = [line for line in narrow_table(made).splitlines() if str(tmp_path) not in line]
+    lines = [line for line in Lines(WIDTH).show(made.document()).splitlines() if str(tmp_path) not in line]
     assert max(map(len, lines)) <= WIDTH

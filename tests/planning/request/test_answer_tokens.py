@@ -14,7 +14,7 @@ from trimtab.cli.commands.serve import served_models
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
 from trimtab.planning.memory.activations import answer_tokens_of
-from trimtab.planning.plan.narrow import narrow_table
+from trimtab.report.render import WIDTH, Lines
 from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
 from trimtab.serve.worker.registry import read_registry
 
@@ -81,7 +81,7 @@ def test_a_length_may_be_a_text_of_a_number():
 def test_it_is_in_the_table_and_in_a_saved_plan(tmp_path):
     made = trimtab.plan(BASE, device="cpu", context=512, answer_tokens=77)
     assert "context 512, answer 77, batch 1" in str(made)
-    assert "context 512, answer 77, batch 1" in " ".join(narrow_table(made).split())
+    assert "context 512, answer 77, batch 1" in " ".join(Lines(WIDTH).show(made.document()).split())
     made.save(tmp_path / "plan.json")
     found = Plan.load(tmp_path / "plan.json")
     assert found == made and found.request.answer_tokens == found.to_json()["request"]["answer_tokens"] == 77

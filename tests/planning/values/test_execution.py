@@ -17,9 +17,10 @@ from trimtab.planning import options as plan_options
 from trimtab.planning.memory.activations import needs_of, prompts_kv_bytes, repeated_tokens, row_cache_bytes, use_of
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS, ROOM_SLACK_BYTES, has_room, room_bytes, uncaptured_bytes
 from trimtab.planning.memory.towers import BUFFERS, GRAPHS, POOL
-from trimtab.planning.options import Option, options_of, options_text
+from trimtab.planning.options import Option, options_document, options_of
 from trimtab.planning.values.execution import StepWork, graph_count, prompt_launch_s, step_s, unsupported_reason
 from trimtab.planning.values.rows import OUTSIDE_PEAK
+from trimtab.report.render import Lines
 from trimtab.request import LoadRequest
 
 GIB, MIB = 2**30, 2**20
@@ -468,9 +469,9 @@ def test_options_say_what_each_change_gives(monkeypatch):
     assert options["as asked"].head == "int8" and options["head='full'"].head == "full"
     assert options["head='full'"].tokens_per_s < options["as asked"].tokens_per_s
     assert options["gpu_memory='6GiB'"].head == "full" and options["gpu_memory='6GiB'"].tokens_per_s > 300
-    lines = options_text(list(options.values())).splitlines()
-    assert len(lines) == 2 + len(options)  # a first line of names, a last one about the rate that is an estimate
-    assert lines[0].split() == ["option", "device", "memory", "tokens/s", "head", "decode", "steps"]
+    lines = Lines().show(options_document(list(options.values()))).splitlines()
+    assert len(lines) == 3 + len(options)  # a first line of names, a last one about the rate that is an estimate
+    assert lines[0].split() == ["option", "device", "memory", "tokens/s", "head", "steps"]
 
 
 @pytest.mark.parametrize(("gib", "is_listed"), [(4, False), (2, True)])
@@ -496,10 +497,10 @@ def test_the_reason_of_an_option_that_cannot_be_planned_stands_in_the_last_colum
         Option(what="batch=1", needed_bytes=None, tokens_per_s=None, error="needs 4.00 GiB"),
         Option(what="head='int8'", needed_bytes=None, tokens_per_s=None, error=error),
     ]
-    lines = options_text(options).splitlines()
+    lines = Lines().show(options_document(options)).splitlines()
     assert lines[2].split() == ["batch=1", "needs", "4.00", "GiB", "-", "-", "-"]
     assert lines[3].endswith(f"-  -     {error}") and lines[1].endswith("full  fused")
-    assert lines[1].index("fused") == lines[3].index("quant") == lines[0].index("decode steps")
+    assert lines[1].index("fused") == lines[3].index("quant") == lines[0].index("steps")
 
 
 # Towers --------------------------------------------------------------------------------------------------------------------
@@ -514,7 +515,7 @@ def test_towers_are_captured_where_they_lie_on_the_device_and_their_bytes_are_in
     assert made.gpu_needed_bytes >= without.gpu_needed_bytes + sum(towers.bytes.values())
     assert made.gpu_needed_bytes <= made.gpu_budget_bytes and "tower_graphs" in OUTSIDE_PEAK
     assert without.execution.towers is None and not set(without.gpu) & {GRAPHS, BUFFERS, POOL}
-    assert "towers       graph" in str(made) and "towers" not in str(without)
+    assert "towers       graph, " in str(made) and "towers" not in str(without)
 
 
 def test_the_decoder_comes_before_captured_towers():

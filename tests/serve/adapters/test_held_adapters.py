@@ -16,8 +16,8 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.lora import layers as lora
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
-from trimtab.planning.plan.narrow import narrow_table
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
+from trimtab.report.render import WIDTH, Lines
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import Scheduler
@@ -153,13 +153,13 @@ def test_the_plan_of_a_server_counts_what_its_adapters_take_and_says_how_much_mo
     # What is counted, and what the budget leaves beside the plan, which is on the host too.
     left = plan.host_budget_bytes - plan.host_peak_bytes - plan.gpu_needed_bytes
     assert plan.held_adapters_limit_bytes == counted + left
-    for text in (str(plan), narrow_table(plan).replace("\n", " ")):
+    for text in (str(plan), Lines(WIDTH).show(plan.document()).replace("\n", " ")):
         words = f"held adapters {gib(counted)} of {gib(plan.held_adapters_limit_bytes)} for adapters"
         assert words in " ".join(text.split())
         assert "for adapters" not in str(alone)
     # What plans one prompt at a time says of a server what it does not count.
     kept = f"trimtab serve also keeps the adapters here: {gib(sizes[0] + HELD_OBJECT_BYTES)}"
-    for text in (str(alone), narrow_table(alone)):
+    for text in (str(alone), Lines(WIDTH).show(alone.document())):
         assert f"{kept} of {gib(alone.held_adapters_limit_bytes)}" in " ".join(text.split())
     assert "also keeps" not in str(plan) and "also keeps" not in str(plan_request(replace(request, adapters={})))
     values = plan.to_json()

@@ -13,12 +13,13 @@ from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.doctor.servers.known import FAULTS
 from trimtab.errors import RequestError
+from trimtab.report.render import FORMS
 from trimtab.verification.server import choosing
 from trimtab.verification.server import verify as verify_remote
 from trimtab.verification.server.channels import Channel
 from trimtab.verification.server.faults import other_values, write_adapter, write_faults
 from trimtab.verification.server.local import Reference, Row
-from trimtab.verification.server.report import EXIT_CANNOT_TELL, Answered, report_html, report_markdown
+from trimtab.verification.server.report import EXIT_CANNOT_TELL, Answered
 from trimtab.verification.server.verdict import nothing_to_tell
 
 STYLE, OTHER, BASE = DEMO / "adapters" / "style", DEMO / "adapters" / "rslora-dora", DEMO / "base"
@@ -78,7 +79,7 @@ def test_the_right_adapter_is_alive_and_the_report_says_what_that_rests_on(serve
     assert {row["name"] for row in saved["faults"]} == set(saved["excluded"])
     assert saved["asked"]["text"] == {"how": "completions, token ids", "logprobs": 20, "refused": []}
     assert str(report).startswith("ALIVE: m answers with the adapter style")
-    for words in (str(report), report_html(report), report_markdown(report)):
+    for words in [form.show(report.document()) for form in FORMS.values()]:
         assert "a right server is called wrong in at most 0.50% of runs" in words
         assert "is the smallest fault that would have been detected" in words
 
@@ -90,10 +91,10 @@ def test_an_adapter_in_noise_is_not_called_alive_and_what_noise_hides_is_named(s
     assert report.verdict.is_as_a_whole
     assert "another version of the adapter" in report.verdict.unseen
     assert report.to_json()["still_possible"] == list(report.verdict.unseen)
-    first, because = str(report).splitlines()[:2]
+    first, because = str(report).splitlines()[0], dict(report.document().blocks[0].rows)["because"]
     assert first == "CANNOT TELL whether m answers with the adapter style: as a whole it does, a small fault would not be detected"
     assert because.endswith("another version of the adapter")
-    assert "is the smallest fault that would have been detected" in report_html(report)
+    assert "is the smallest fault that would have been detected" in FORMS[".html"].show(report.document())
 
 
 @pytest.mark.slow
@@ -253,7 +254,7 @@ def test_a_servers_words_are_escaped_on_the_page():
         refusals={"text": (evil,)}, answered=(Answered("q", "text", 1.0, evil + "\x1b[31m"),), not_tried=(evil,),
         notes=(evil,), requests=1, server_s=0.1, seconds=0.2,
     )  # fmt: skip
-    page, marked = report_html(report), report_markdown(report)
+    page, marked = (FORMS[ending].show(report.document()) for ending in (".html", ".md"))
     assert "<script" not in page
     assert "<script" not in marked
     assert "\x1b" not in page

@@ -22,7 +22,8 @@ from trimtab.cli.flags.wording import as_typed
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.printable import printable
 from trimtab.process import interrupts
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Document, Facts, Text
+from trimtab.report.render import WIDTH, Lines
 
 if TYPE_CHECKING:
     from trimtab.engine.calls.conversation import Conversation
@@ -197,7 +198,7 @@ class Session:
     # Commands ---------------------------------------------------------------------------------------------------------
 
     def _help(self, rest: str) -> None:
-        self._say("\n".join([*aligned(HELP), "", KEYS]))
+        self._say(Lines(WIDTH).show(Document("", [Facts(HELP), Text(KEYS)])))
 
     def _adapter(self, rest: str) -> None:
         if not rest:
@@ -279,9 +280,9 @@ class Session:
         used, plan = self.model.memory(), self.model.plan
         lines = []
         if self.model.device.type == "cuda":
-            from trimtab.engine.memory_shares import shares_text
+            from trimtab.engine.memory_shares import shares_document
 
-            lines.append(shares_text(self.model.memory_shares()))
+            lines.append(Lines(WIDTH).show(shares_document(self.model.memory_shares())))
         lines.append(f"host      {gib(used['host_peak_bytes'])} at peak; planned {gib(plan.host_peak_bytes)}")
         lines.append(f"context   {self.chat.prompt_tokens} of {self.model.context_tokens} tokens")
         lines.append(

@@ -13,7 +13,7 @@ from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.cli.flags.flags import MAX_MEMORY, add_budgets, add_dtype, check_folder_of, pairs, read_device_map, read_json_object
-from trimtab.cli.flags.output import Command, print_json, print_text, saying
+from trimtab.cli.flags.output import Command, print_json, print_text, saying, show
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
 from trimtab.planning.request.max_memory import read_max_memory
@@ -85,10 +85,13 @@ def run_doctor(options: argparse.Namespace) -> int:
     report = _examine(options)
     stopped = report["stopped"] or any(one.stopped for one in report["bisections"] or ())
     if options.json:
-        print_json({name: _json(value) for name, value in report.items() if value not in (None, ())})
+        print_json({name: _json(value) for name, value in report.items() if name != "document" and value not in (None, ())})
     else:
-        for text in _texts(report):
-            print_text(text, end="\n\n")
+        show(report["document"])
+        if report["html"]:
+            print_text(f"\nwritten: {report['html']}")
+        if report["stopped"]:
+            print_text("\nstopped early: only the cases above were run, and no drafts were written")
     return STOPPED if stopped else 0
 
 
@@ -180,13 +183,15 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
             options.drafts, report["runs"], environment, verdicts=report["verdicts"] or (), python=options.python,
             overwrite=options.overwrite, say=saying(options),
         )  # fmt: skip
-    if options.html:
-        from trimtab.doctor.report import write_report
+    if options.html or not options.json:
+        from trimtab.doctor.report import document_of, write_report
 
-        report["html"] = str(write_report(
-            options.html, environment=environment, records=report["runs"] or (), verdicts=report["verdicts"] or (),
-            preflight=report["preflight"], drafts=report["drafts"], bisection=report["bisections"],
-        ))  # fmt: skip
+        report["document"] = document = document_of(
+            environment, own="" if report["trimtab"] is None else report["trimtab"].text, verdicts=report["verdicts"] or (),
+            preflight=report["preflight"], bisections=report["bisections"] or (), records=report["runs"] or (),
+            drafts=report["drafts"],
+        )  # fmt: skip
+        report["html"] = str(write_report(options.html, document)) if options.html else None
     return report
 
 
@@ -266,39 +271,6 @@ def _json(value: Any) -> Any:
     return value.to_json() if hasattr(value, "to_json") else value
 
 
-def _texts(report: Mapping[str, Any]) -> list[str]:
-    """Return the text for people, part by part."""
-    from trimtab.machine.environment import environment_text
-
-    texts = [] if report["trimtab"] is None else [report["trimtab"].text]
-    texts.append(environment_text(report["environment"]))
-    if report["verdicts"]:
-        from trimtab.doctor.probes.runner import probes_text
-
-        texts.append(probes_text(report["verdicts"]))
-    if report["preflight"] is not None:
-        from trimtab.doctor.preflight.preflight import preflight_text
-
-        texts.append(preflight_text(report["preflight"]))
-    for bisection in report["bisections"] or ():
-        from trimtab.doctor.bisect.bisect import bisection_text
-
-        texts.append(bisection_text(bisection))
-    if report["runs"]:
-        from trimtab.doctor.cases.runner import matrix_text
-
-        texts.append(matrix_text(report["runs"]))
-    if report["drafts"] is not None:
-        from trimtab.doctor.issues.draft import drafts_text
-
-        texts.append(drafts_text(report["drafts"]))
-    if report["html"]:
-        texts.append(f"written: {report['html']}")
-    if report["stopped"]:
-        texts.append("stopped early: only the cases above were run, and no drafts were written")
-    return texts
-
-
 # With a server's address, all other flags concern this machine and a model's files.
 _SERVER_FLAGS = ("api_key_env", "json", "name", "command", "model")
 
@@ -328,5 +300,5 @@ def _run_server(options: argparse.Namespace) -> int:
     if options.json:
         print_json(report.to_json())
     else:
-        print_text(report)
+        show(report)
     return 0

@@ -19,7 +19,7 @@ from trimtab.cli.flags.flags import (
     load_request,
     plan_or_request,
 )
-from trimtab.cli.flags.output import Command, give_report, print_json, print_text
+from trimtab.cli.flags.output import Command, give_report, print_json, print_text, show
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan
 from trimtab.process import interrupts
@@ -68,7 +68,7 @@ def add(command: Command) -> None:
 
 
 def run_merge(options: argparse.Namespace) -> int:
-    from trimtab.merging import MergeRequest, merge_request, merge_text, parse_adapters
+    from trimtab.merging import MergeRequest, merge_request, parse_adapters
 
     for name in CHECK_FLAGS:
         if getattr(options, name) is not None and not options.check:
@@ -80,7 +80,7 @@ def run_merge(options: argparse.Namespace) -> int:
     compared = _to_compare(options, request) if options.check else None
     report = merge_request(request)
     if not options.json:
-        print_text(merge_text(report), flush=True)  # the files are written, with any result of the comparison
+        show(report)  # the files are written, with any result of the comparison
     parity, problem = None, None
     if compared is not None:
         adapter = request.adapters[0].name
@@ -93,7 +93,8 @@ def run_merge(options: argparse.Namespace) -> int:
     if options.json:
         print_json(replace(report, parity=parity).to_json() | ({} if problem is None else {"not_compared": problem.to_dict()}))
     elif parity is not None:
-        print_text(f"\n{parity}")
+        print_text()
+        show(parity)
     if problem is not None:
         if not options.json:
             print_text(f"\nthe answers could not be compared: {problem}", file=sys.stderr)
@@ -119,12 +120,12 @@ def _new_tokens(options: argparse.Namespace) -> int:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Return 0 the same, 1 not; for a server 0 alive, 1 ignored or wrong, 9 cannot tell."""
-    from trimtab.verification.render.report import check_save_path
+    from trimtab.report.render import Report
     from trimtab.verification.routes.prompts import read_prompts
 
     source = None if remote.is_server(options) else _request(options)
     if options.save:
-        check_save_path(options.save)
+        Report.check_save_path(options.save)
     if options.prompts:
         read_prompts(options.prompts)
     if source is None:

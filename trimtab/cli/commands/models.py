@@ -18,12 +18,12 @@ from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.api import plan_request
 from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
 from trimtab.cli.flags.flags import add_budgets, add_device, add_dtype, load_request
-from trimtab.cli.flags.output import Command, print_json, print_text
+from trimtab.cli.flags.output import Command, print_json, print_text, show
 from trimtab.demo_names import BASE, FOLDER, without_demo_name
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
 from trimtab.formats.packed import formats_of, split_packed
 from trimtab.gguf.companion import is_model_file
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Document, Table, Text
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
 
 SHELLS = ("bash", "zsh", "fish")
@@ -84,8 +84,9 @@ def run_models(options: argparse.Namespace) -> int:
         return 0
     if not models:
         print_text(f"no models in {folder}", file=sys.stderr)
-    rows = [("model", "class", "size", "format", "fits"), *(_model_row(one) for one in models)]
-    _print_table(rows if models else [])
+    else:
+        head = ("model", "class", "size", "format", "fits")
+        show(Document("", [Table(head, [_model_row(one) for one in models], has_note=True)]))
     return 0
 
 
@@ -162,10 +163,8 @@ def run_adapters(options: argparse.Namespace) -> int:
         print_text(f"no adapters below {folder}{note}", file=sys.stderr)
         return 0
     heads = ("adapter", "made for", "rank", "size", *options.model)
-    _print_table([heads, *(_adapter_row(one, options.model) for one in adapters)])
-    for one in adapters:  # below the table, whose columns a long reason would push apart
-        if "error" in one:
-            print_text(f"{one['adapter']}: {one['error']}")
+    errors = [f"{one['adapter']}: {one['error']}" for one in adapters if "error" in one]
+    show(Document("", [Table(heads, [_adapter_row(one, options.model) for one in adapters]), *map(Text, errors)]))
     return 0
 
 
@@ -238,11 +237,6 @@ def _below(folder: Path, name: str) -> list[Path]:
         if len(path.relative_to(folder).parts) >= DEPTH:
             folders.clear()
     return paths
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    for line in aligned(rows):
-        print_text(line)
 
 
 # Completion -----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import trimtab
 from trimtab.adapter_names import MIX_FORM, parse_unweighted
 from trimtab.cli.commands.run_prompts import run_many
-from trimtab.cli.flags import model_text as show
+from trimtab.cli.flags import model_text
 from trimtab.cli.flags.flags import (
     TEXT_FILE_BYTES,
     InPlaceOf,
@@ -42,7 +40,7 @@ from trimtab.cli.flags.flags import (
 )
 from trimtab.cli.flags.highlight import Style
 from trimtab.cli.flags.opening import end_text, opened, planned, say_beside, say_fallbacks
-from trimtab.cli.flags.output import Command, print_json, print_text, set_off
+from trimtab.cli.flags.output import Command, print_json, print_text, show
 from trimtab.cli.flags.pull import add_pull, pull_if_asked
 from trimtab.cli.flags.weights import chosen
 from trimtab.cli.flags.wording import in_flags
@@ -50,9 +48,9 @@ from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning.options import Option
 from trimtab.planning.plan.plan import check_is_plan
 from trimtab.planning.request.overrides import NO_GPU
-from trimtab.printable import printable
 from trimtab.process import phases
-from trimtab.request import TIERS, LoadRequest
+from trimtab.report.render import WIDEST
+from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer
@@ -91,7 +89,7 @@ def add(command: Command) -> None:
     add_answer_tokens(request)
     output.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
     output.add_argument("--picture", metavar="FILE", help="draw the plan as .svg")
-    output.add_argument("--wide", action="store_true", help="print one line per row, wider than 80 columns")
+    output.add_argument("--wide", action="store_true", help="print in 200 columns, whatever the terminal has")
     output.add_argument("--options", action="store_true", help="also plan possible changes: memory and tokens per second of each")
     add_decode(planned, eager=False)
 
@@ -135,7 +133,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from trimtab.api import PlanInputs, device_budget_bytes, plan_options, plan_request
     from trimtab.checkpoint.end_tokens import unlisted_end
     from trimtab.checkpoint.folder import find_folder
-    from trimtab.planning.options import options_text
+    from trimtab.planning.options import options_document
     from trimtab.planning.values.cards import find_card
     from trimtab.report.charts import check_path
 
@@ -167,7 +165,8 @@ def run_plan(options: argparse.Namespace) -> int:
                 exc.options = tuple(asdict(one) for one in helpful)
             else:
                 card = None if request.card is None else find_card(request.card)
-                print_text(options_text(helpful, card=card), end="\n\n")
+                show(options_document(helpful, card=card))
+                print_text()
         raise
     helpful = changes(plan.gpu_budget_bytes) if options.options else []
     if options.save:
@@ -179,10 +178,11 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan.to_json() | ({"options": [asdict(one) for one in helpful]} if options.options else {}))
         return 0
-    print(_colored(str(plan) if options.wide else _narrow(plan)))
+    show(plan.document(), width=WIDEST if options.wide else None)
     say_beside(plan.request.adapters)
     if helpful:
-        print_text(f"\n{options_text(helpful, card=plan.card)}")
+        print_text()
+        show(options_document(helpful, card=plan.card))
     if (token := unlisted_end(find_folder(request.model))) is not None:
         print_text(
             f"the tokenizer's end token {token} is not among the end tokens of the checkpoint: `run`, `chat` and `serve` end "
@@ -196,37 +196,17 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-_TIERS = re.compile(rf"(?<=  )(?:{'|'.join(TIERS)})(?=  |$)", re.MULTILINE)
-
-
-def _colored(text: str) -> str:
-    """Return a plan's text, its first line and its tiers set off where stdout has color."""
-    first, _, rest = printable(text).partition("\n")
-    rest = _TIERS.sub(lambda tier: set_off(tier.group(), tier.group(), sys.stdout), rest)
-    return f"{set_off(first, 'heading', sys.stdout)}\n{rest}"
-
-
 def _print_cards(options: argparse.Namespace) -> int:
     """Print the cards that have profiles. Errors: RequestError for a model, which would not be planned."""
-    from trimtab.planning.values.cards import cards_text, known_cards
+    from trimtab.planning.values.cards import cards_document, known_cards
 
     if options.model is not None:
         raise RequestError("prints the profiles and plans nothing", field="--card", value=LIST, hint="Omit MODEL")
     if options.json:
         print_json({"cards": [card.to_json() | {"title": card.title} for card in known_cards()]})
     else:
-        print_text(cards_text())
+        show(cards_document())
     return 0
-
-
-def _narrow(plan: trimtab.Plan) -> str:
-    """Return the plan in the columns of the terminal, 80 where standard output is none."""
-    from trimtab.planning.plan.narrow import NARROWEST, WIDEST, WIDTH, narrow_table
-    from trimtab.planning.values.cards import marked
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
-    text = narrow_table(plan, width)
-    return text if plan.card is None else marked(text, plan.card, width=min(max(width, NARROWEST), WIDEST))
 
 
 def _spelled(option: Option) -> Option:
@@ -261,7 +241,7 @@ def run_inspect(options: argparse.Namespace) -> int:
             f"{options.adapter}"
         )
     else:
-        print_text(show.adapter_text(report))
+        show(model_text.adapter_document(report))
     return SPOILED if report["not_finite"] else 0
 
 
@@ -292,7 +272,7 @@ def run_run(options: argparse.Namespace) -> int:
         if options.json:
             answer = model.answer(prompt, **question, **answering)
             shares = [one.to_json() for one in model.memory_shares()]
-            shown = show.answer_json(answer, plan, model.memory(), question["adapter"], model.fallbacks)
+            shown = model_text.answer_json(answer, plan, model.memory(), question["adapter"], model.fallbacks)
             print_json(shown | {"memory_shares": shares})
             return 0
         phases.begin("answering")  # until the first piece of the answer takes the line's place
@@ -302,9 +282,9 @@ def run_run(options: argparse.Namespace) -> int:
             print_text(note, file=sys.stderr)
         say_fallbacks(model)
         if options.memory:
-            from trimtab.engine.memory_shares import shares_text
+            from trimtab.engine.memory_shares import shares_document
 
-            print_text(shares_text(model.memory_shares()), file=sys.stderr)
+            show(shares_document(model.memory_shares()), file=sys.stderr)
         return 0
 
 

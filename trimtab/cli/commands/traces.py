@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from trimtab.cli.flags.flags import read_device_map
-from trimtab.cli.flags.output import print_json, print_text
+from trimtab.cli.flags.output import print_json, print_text, show
 from trimtab.errors import RequestError
 from trimtab.process import phases
 from trimtab.process.files import write_whole
@@ -25,13 +25,13 @@ _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (code
 def run_trace(options: argparse.Namespace) -> int:
     """Print the diagnosis of a pasted error; FILE or - (stdin)."""
     _check_alone(options, "--trace", ("model", "adapter", "device_map", "python", "report", *_OTHERS))
-    from trimtab.doctor.traces.answer import diagnose, diagnosis_text
+    from trimtab.doctor.traces.answer import diagnose, diagnosis_document
 
     answers = diagnose(_read(options.trace))
     if options.json:
         print_json(answers.to_json())
     else:
-        print_text(diagnosis_text(answers))
+        show(diagnosis_document(answers))
     return 0
 
 

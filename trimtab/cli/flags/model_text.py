@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.adapters.file import DIVERGED
 from trimtab.errors import gib
-from trimtab.printable import printable
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Block, Document, Facts, Items, Table, Text
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer
@@ -19,52 +18,46 @@ if TYPE_CHECKING:
 SHOWN_PATHS = 5
 
 
-def adapter_text(report: Mapping[str, Any]) -> str:
-    """Return the report of `trimtab inspect` for people: a table of parts, then its effect on a model."""
+def adapter_document(report: Mapping[str, Any]) -> Document:
+    """Return what `trimtab inspect` says: a table of parts, then the effect on a model."""
     dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in report["dtypes"].items())
-    lines = [
-        f"adapter   {report['path']}",
-        f"made for  {report['base_model'] or 'not said'}, with peft {report['peft_version'] or 'not said'}",
-        f"holds     {report['tensors']} tensors, {gib(report['bytes'])} ({dtypes})",
-        f"config    {', '.join(f'{name} {value}' for name, value in report['config'].items()) or 'all defaults'}",
-        f"targets   {_target_text(report['target_modules'])}",
-        "",
-        *aligned([("part", "tensors"), *((part, str(count)) for part, count in report["parts"].items())], right=(1,)),
+    targets = report["target_modules"]
+    rows = [
+        ("adapter", report["path"]),
+        ("made for", f"{report['base_model'] or 'not said'}, with peft {report['peft_version'] or 'not said'}"),
+        ("holds", f"{report['tensors']} tensors, {gib(report['bytes'])} ({dtypes})"),
+        ("config", ", ".join(f"{name} {value}" for name, value in report["config"].items()) or "all defaults"),
+        ("targets", ", ".join(map(str, targets)) if isinstance(targets, list) else str(targets)),
     ]
+    parts = [(part, str(count)) for part, count in report["parts"].items()]
+    blocks: list[Block] = [Facts(rows), Table(("part", "tensors"), parts)]
     spoiled = report.get("not_finite") or []
     if spoiled:
-        lines += ["", f"cannot be used: {len(spoiled)} tensors hold values that are not finite", *_some(spoiled), DIVERGED]
-    return "\n".join(lines if "targets" not in report else [*lines, "", *_match_lines(report)])
+        blocks.append(Text(f"cannot be used: {len(spoiled)} tensors hold values that are not finite", "bad"))
+        blocks += [Items(_some(spoiled)), Text(DIVERGED)]
+    return Document("", blocks if "targets" not in report else [*blocks, Facts(_match_rows(report))])
 
 
-def _target_text(targets: Any) -> str:
-    return printable(", ".join(map(str, targets)) if isinstance(targets, list) else str(targets), one_line=True)
-
-
-def _match_lines(report: Mapping[str, Any]) -> list[str]:
+def _match_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     targets = dict(report["targets"])
     total = targets.pop("total")
     kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in targets.items() if count)
     ranks = ", ".join(f"{rank} ({count})" for rank, count in report["ranks"].items())
     scales = ", ".join(f"{scale} ({count})" for scale, count in report["scales"].items())
-    lines = [
-        f"applied   to {total} modules: {kinds}; {gib(report['bytes_attached'])} on the device, in float32",
-        f"ranks     {ranks or '-'}; scales {scales or '-'}",
-    ]
     formats = ", ".join(f"{form['name']} ({form['bits_per_value']:.2f} bits a value)" for form in report.get("model_formats", ()))
-    if formats:
-        lines.insert(0, f"model     holds {formats}")
-    if report["dora"]:
-        lines.append(f"dora      on {report['dora']} modules")
-    if report["lora_bias"]:
-        lines.append(f"bias      on {report['lora_bias']} modules")
+    rows = [
+        *([("model", f"holds {formats}")] if formats else []),
+        ("applied", f"to {total} modules: {kinds}; {gib(report['bytes_attached'])} on the device, in float32"),
+        ("ranks", f"{ranks or '-'}; scales {scales or '-'}"),
+        *((name, f"on {report[key]} modules") for name, key in (("dora", "dora"), ("bias", "lora_bias")) if report[key]),
+    ]
     for reason, count in Counter(row["reason"] for row in report["dropped"]).items():
-        lines.append(f"no effect {count} tensors: {reason}")
-        lines += _some([row["key"] for row in report["dropped"] if row["reason"] == reason])
+        rows.append(("no effect", f"{count} tensors: {reason}"))
+        rows += [("", name) for name in _some([row["key"] for row in report["dropped"] if row["reason"] == reason])]
     if report["remapped"]:
-        lines.append(f"remapped  {len(report['remapped'])} modules")
-        lines += _some([f"{row['from']} -> {row['to']}" for row in report["remapped"]])
-    return lines + [f"note      {note}" for note in report["notes"]]
+        rows.append(("remapped", f"{len(report['remapped'])} modules"))
+        rows += [("", name) for name in _some([f"{row['from']} -> {row['to']}" for row in report["remapped"]])]
+    return rows + [("note", note) for note in report["notes"]]
 
 
 _KINDS = {
@@ -74,8 +67,8 @@ _KINDS = {
 
 
 def _some(names: Sequence[str]) -> list[str]:
-    rest = [f"            and {len(names) - SHOWN_PATHS} more (--json has all)"] if len(names) > SHOWN_PATHS else []
-    return [*(f"            {printable(name, one_line=True)}" for name in names[:SHOWN_PATHS]), *rest]
+    rest = [f"and {len(names) - SHOWN_PATHS} more (--json has all)"] if len(names) > SHOWN_PATHS else []
+    return [*names[:SHOWN_PATHS], *rest]
 
 
 def answer_json(

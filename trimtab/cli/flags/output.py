@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from trimtab.printable import printable
+
+if TYPE_CHECKING:
+    from trimtab.report.document import Document
+    from trimtab.report.render import Report
 
 
 class Command(Protocol):
@@ -30,17 +35,23 @@ def print_text(text: object = "", *, file: TextIO | None = None, end: str = "\n"
     print(printable(str(text)), file=file, end=end, flush=flush)
 
 
-# How parts of a text are set off where a terminal has color (SGR, ECMA-48 section 8.3.117).
-CODES = {
-    "error": "1;31", "heading": "1", "note": "2",
-    "resident": "32", "gather": "36", "stream": "33", "host": "34", "disk": "35",
-}  # fmt: skip
-
-
 def set_off(text: str, kind: str, stream: TextIO) -> str:
     """Return a text as a stream's terminal sets it off, without other control characters; plain where it has no color."""
+    from trimtab.report.render import CODES
+
     plain = printable(text)
     return f"\x1b[{CODES[kind]}m{plain}\x1b[0m" if plain and has_color(stream) else plain
+
+
+def show(report: Report | Document, *, width: int | None = None, file: TextIO | None = None) -> None:
+    """Print a report in the columns of the terminal (width: in these), 80 where there is none, with color where it has color."""
+    from trimtab.report.document import Document
+    from trimtab.report.render import WIDTH, Lines
+
+    stream = sys.stdout if file is None else file
+    columns = width or (shutil.get_terminal_size().columns if stream.isatty() else WIDTH)
+    document = report if isinstance(report, Document) else report.document()
+    print(Lines(columns, has_color=has_color(stream)).show(document), file=stream, flush=True)
 
 
 def print_error(text: str, *, before: str = "") -> None:
@@ -54,14 +65,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, default=str))
 
 
-class Report(Protocol):
-    """The output of a long command: a text for people, JSON, and a file."""
-
-    def to_json(self) -> dict[str, Any]: ...
-
-    def save(self, path: str) -> None: ...
-
-
 def give_report(report: Report, options: argparse.Namespace, *, draw: Callable[[Any, str], None] | None = None) -> None:
     """Print a report, as JSON with --json. First write it to --save and draw it to --picture, if the command has them."""
     picture = None if draw is None else options.picture
@@ -72,7 +75,7 @@ def give_report(report: Report, options: argparse.Namespace, *, draw: Callable[[
     if options.json:
         print_json(report.to_json())
         return
-    print_text(report)
+    show(report)
     for path in (options.save, picture):
         if path:
             print_text(f"written: {path}", file=sys.stderr)

@@ -21,6 +21,7 @@ from trimtab.doctor.bisect.environments import PACKAGES, Base, Environments, Ins
 from trimtab.doctor.bisect.search import Change, Label, find_changes
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import scrubbed
+from trimtab.report.document import Document, Items, Table
 
 FORMAT = 1
 Run = Callable[[Path, str], Mapping[str, Any]]
@@ -305,28 +306,22 @@ def _seen(versions: Sequence[str], rows: Mapping[str, Row]) -> tuple[Change, ...
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def bisection_text(bisection: Bisection) -> str:
-    """Return the table version -> label and message, as lines of text."""
+def bisection_document(bisection: Bisection) -> Document:
+    """Return a row for each release, then what changed."""
     wanted = bisection.range
     pins = ", ".join(f"{name} {version}" for name, version in bisection.others.items())
-    lines = [f"{wanted.package} {wanted.low} to {wanted.high} ({bisection.releases} releases), case {bisection.case}; {pins}", ""]
-    wide = max((len(row.version) for row in bisection.rows), default=0)
-    for row in bisection.rows:
-        note = f"  ({row.note})" if row.note and row.label else row.note
-        lines.append(f"  {row.version:{wide}}  {row.label or 'skipped: '}{note}")
-    lines.append("")
+    rows = [(row.version, f"{row.label or 'skipped'}{f': {row.note}' if row.note else ''}") for row in bisection.rows]
+    texts = []
     for change in bisection.changes:
         gap = ""
         if change.between:
             why = "not tried yet" if bisection.stopped else "could not be run"
             gap = f"; between them {', '.join(change.between)} {why}"
         sure = {True: ", confirmed by a second run", False: ", but a second run differed", None: ""}[change.confirmed]
-        lines.append(f"changed in {change.after}: {change.label_before} in {change.before}, then {change.label_after}{sure}{gap}")
-    if not bisection.changes:
-        lines.append("no change was seen")
+        texts.append(f"changed in {change.after}: {change.label_before} in {change.before}, then {change.label_after}{sure}{gap}")
+    texts += [] if bisection.changes else ["no change was seen"]
     if not bisection.is_monotone:
-        lines.append("it changed more than once: there may be further changes between releases that were not run")
-    lines += [f"note: {note}" for note in bisection.notes]
-    if bisection.stopped:
-        lines.append("stopped early")
-    return "\n".join(lines)
+        texts.append("it changed more than once: there may be further changes between releases that were not run")
+    texts += [f"note: {note}" for note in bisection.notes] + ["stopped early"] * bisection.stopped
+    title = f"{wanted.package} {wanted.low} to {wanted.high} ({bisection.releases} releases), case {bisection.case}; {pins}"
+    return Document(title, [Table(("release", "label"), rows, has_note=True), Items(texts)])

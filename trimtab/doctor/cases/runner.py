@@ -6,7 +6,6 @@ A case that hangs, is killed for its memory or crashes is a record like any othe
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -27,6 +26,7 @@ from trimtab.process.json_file import read_object
 from trimtab.process.redact import Cleaner
 from trimtab.process.runner import CRASHED, DONE, FAILED, Outcome, run_inside
 from trimtab.process.work_folder import work_folder
+from trimtab.report.document import Block, Code, Details, Document, Facts, Heading, Table, Text
 from trimtab.request import check_choice
 
 FORMAT = 1
@@ -287,28 +287,39 @@ def read_runs(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def matrix_text(records: Sequence[Mapping[str, Any]], *, width: int = 180) -> str:
-    """Return the records as one table, one row per case, with stock, trimtab and trimtab's placement; then, once per
-    label, the end of the traces.
-    """
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(caption=LEGEND)
-    for name in ("case", "stock", MODES_HEAD, PEAK_HEAD, "trimtab", MODES_HEAD, PEAK_HEAD, "how"):
-        table.add_column(name, overflow="fold", no_wrap=name != "how")
-    for name in dict.fromkeys(record["case"] for record in records):
-        rows = {record["engine"]: record for record in records if record["case"] == name}
-        stock, line = rows.get("stock"), rows.get("trimtab")
-        cells = [cell(row) for row in (stock, line) for cell in (_label_cell, _modes_cell, _peak_cell)]
-        table.add_row(name, *cells, _cut(str((line or {}).get("how") or "")))
-    # Brackets in a message are not markup.
-    console = Console(width=width, record=True, file=io.StringIO(), color_system=None, markup=False, emoji=False)
-    console.print(table)
-    return console.export_text() + _failures_text(records)
+def matrix_document(records: Sequence[Mapping[str, Any]]) -> Document:
+    """Return the records, one row per case and engine; then, once per label, the end of the traces; and each run's facts."""
+    cases = list(dict.fromkeys(record["case"] for record in records))
+    rows = [
+        (record["case"], record["engine"], _modes_cell(record), _peak_cell(record), _label_cell(record))
+        for record in sorted(records, key=lambda record: cases.index(record["case"]))
+    ]
+    table = Table(("case", "by", MODES_HEAD, PEAK_HEAD, "label"), rows, has_note=True)
+    return Document("", [table, Text(LEGEND, "note"), *_failures(records), *map(_details, records)])
 
 
-def _failures_text(records: Sequence[Mapping[str, Any]]) -> str:
+def _details(record: Mapping[str, Any]) -> Details:
+    failure = record.get("exception") or {}
+    label = str(record.get("label"))
+    rows = (
+        ("means", labels.meaning_of(label) if label in labels.LABELS else ""), ("case", record.get("title")),
+        ("ended at", record.get("stage")), ("lane", record.get("lane")),
+        ("versions", ", ".join(f"{name} {value}" for name, value in (record.get("versions") or {}).items())),
+        ("quantized", _counts(record.get("quantized"))), ("seconds", record.get("seconds")), ("device", record.get("device")),
+        ("pressure", record.get("pressure")), ("warnings", _counts(record.get("warnings"))),
+        ("exception", f"{failure.get('type')}: {failure.get('message')}" if failure else None),
+        ("log", "; ".join(map(str, record.get("log_lines") or ()))),
+    )  # fmt: skip
+    facts = Facts([(name, str(value)) for name, value in rows if value not in (None, "")])
+    trace = [Code(str(failure["tail"]))] if failure.get("tail") else []
+    return Details(f"{record['case']} by {record['engine']}: {label}", [facts, *trace])
+
+
+def _counts(counts: Any) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in counts.items() if count) if isinstance(counts, Mapping) else ""
+
+
+def _failures(records: Sequence[Mapping[str, Any]]) -> list[Block]:
     """Return each label with a trace once, refusals and unknown failures once per error: its meaning, the cases, the
     last lines of the first trace.
     """
@@ -319,41 +330,40 @@ def _failures_text(records: Sequence[Mapping[str, Any]]) -> str:
             several = label in (labels.REFUSED_BY_NAME, labels.UNKNOWN)
             error = str(record["exception"].get("message")) if several else ""
             alike.setdefault((str(record["engine"]), label, error), []).append(record)
-    lines: list[str] = []
+    blocks: list[Block] = []
     for (engine, label, _), same_failure in alike.items():
         known = f" ({same_failure[0]['catalogue']})" if same_failure[0].get("catalogue") else ""
-        lines += ["", f"{label}{known} by {engine}: {labels.meaning_of(label)}"]
-        lines.append(f"  in {', '.join(dict.fromkeys(str(record['case']) for record in same_failure))}")
+        blocks.append(Heading(f"{label}{known} by {engine}: {labels.meaning_of(label)}"))
+        blocks.append(Text(f"in {', '.join(dict.fromkeys(str(record['case']) for record in same_failure))}"))
         # torch's frames show the operation, not its caller.
         tail = [line for line in str(same_failure[0]["exception"].get("tail") or "").splitlines() if line.strip()]
         tail = [line for line in tail if not line.startswith("torch/")]
-        lines += [f"  {_cut(line)}" for line in tail[-TAIL_LINES:]]
-    return "\n".join(lines) + "\n" if lines else ""
+        blocks += [Code("\n".join(map(_cut, tail[-TAIL_LINES:])))] if tail else []
+    return blocks
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= HOW_CHARS else f"{text[: HOW_CHARS - 1]}…"
 
 
-def _label_cell(record: Mapping[str, Any] | None) -> str:
-    if record is None:
-        return "-"
-    stage = "" if record["stage"] == "done" else f"\nat {record['stage']}"
-    lane = f"\n{record['lane']}" if record.get("lane") else ""
-    return f"{record['label']}{stage}{lane}"
+def _label_cell(record: Mapping[str, Any]) -> str:
+    stage = "" if record["stage"] == "done" else f" at {record['stage']}"
+    lane = f", {record['lane']}" if record.get("lane") else ""
+    how = f" ({_cut(str(record['how']))})" if record["engine"] == "trimtab" and record.get("how") else ""
+    return f"{record['label']}{stage}{lane}{how}"
 
 
-def _peak_cell(record: Mapping[str, Any] | None) -> str:
+def _peak_cell(record: Mapping[str, Any]) -> str:
     """Return the peak in GiB, of the GPU if it was measured."""
-    memory = (record or {}).get("memory") or {}
+    memory = record.get("memory") or {}
     count = memory.get("gpu_peak_bytes")
     count = memory.get("host_peak_bytes") if count is None else count
     return f"{count / 2**30:.1f}" if count else "-"
 
 
-def _modes_cell(record: Mapping[str, Any] | None) -> str:
+def _modes_cell(record: Mapping[str, Any]) -> str:
     """Return one sign per mode (text, image, audio), as in the legend."""
-    modes = (record or {}).get("modes") or {}
+    modes = record.get("modes") or {}
     signs = {True: "=", False: "~", None: "+"}
     return " ".join(
         "." if mode not in modes else (signs[modes[mode].get("equals_reference")] if modes[mode]["ok"] else "x") for mode in MODES

@@ -37,6 +37,7 @@ from trimtab.doctor.traces.answer import known_bugs
 from trimtab.errors import RequestError
 from trimtab.process.files import whole_folder
 from trimtab.process.redact import check_clean, clean
+from trimtab.report.document import Block, Code, Details, Document, Items, Table, Text
 
 NOT_TO_FILE = "NOT_TO_FILE.md"
 RunScript = Callable[[str], Mapping[str, Any]]
@@ -337,11 +338,13 @@ def _write_folder(target: Path, texts: Mapping[str, str], *, overwrite: bool) ->
         check_folder(target, overwrite=overwrite)
 
 
-def drafts_text(drafts: Drafts) -> str:
-    """Return a summary of the written files, for people."""
-    lines = [f"{len(drafts.drafts)} drafts" + (f" in {drafts.folder}" if drafts.folder else "")]
-    wide = max((len(draft.file_name) for draft in drafts.drafts), default=0)
-    lines += [f"  {draft.file_name:{wide}}  {draft.state:13}  {draft.bucket.title}" for draft in drafts.drafts]
-    lines.append(f"{NOT_TO_FILE}: {len(drafts.withheld)} failures without a draft, {len(drafts.decisions)} claims")
-    lines += [f"  {one.name}: {one.reason} ({', '.join(sorted({run.case for run in one.runs}))})" for one in drafts.withheld]
-    return "\n".join(lines)
+def drafts_document(drafts: Drafts) -> Document:
+    """Return a summary of the written files, and each of them."""
+    rows = [(draft.file_name, draft.state, draft.bucket.title) for draft in drafts.drafts]
+    left = [f"{one.name}: {one.reason} ({', '.join(sorted({run.case for run in one.runs}))})" for one in drafts.withheld]
+    blocks: list[Block] = [Table(("draft", "state", "issue"), rows, has_note=True)] if rows else []
+    blocks.append(Text(f"{NOT_TO_FILE}: {len(drafts.withheld)} failures without a draft, {len(drafts.decisions)} claims"))
+    blocks.append(Items(left))
+    blocks += [Details(f"{draft.state}: {draft.bucket.title}", [Code(draft.markdown())]) for draft in drafts.drafts]
+    blocks.append(Details(NOT_TO_FILE, [Code(drafts.not_to_file)]))
+    return Document(f"{len(drafts.drafts)} drafts" + (f" in {drafts.folder}" if drafts.folder else ""), blocks)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.doctor.facts.buckets import REPOSITORIES, STATES
 from trimtab.doctor.facts.evidence import PACKAGES, Machine, Point, Run, Source, Statement, as_json, differences
-from trimtab.doctor.issues.markdown import inline, marks, plain, render
+from trimtab.doctor.issues.markdown import marks, render
 from trimtab.doctor.issues.owner import action_for, came_back, cross_links, labels_of, owner_of, trackers_of
 from trimtab.doctor.issues.words import described, ended, failing_frame, shortened, telling_lines, trace_text, whole_sentences
 from trimtab.errors import RequestError, gib
+from trimtab.report.render import inline, plain
 
 if TYPE_CHECKING:
     from trimtab.doctor.issues.draft import Draft

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from trimtab.doctor.facts.buckets import DEFERRED, DOCUMENTATION, FIXED, REPOSITORIES
 from trimtab.doctor.facts.evidence import Run
 from trimtab.doctor.issues.claims import NOT_TESTED, REFUTED, Decision
-from trimtab.doctor.issues.markdown import inline, render
+from trimtab.doctor.issues.markdown import render
 from trimtab.doctor.issues.owner import trackers_of
 from trimtab.doctor.issues.words import trace_text
+from trimtab.report.render import inline
 
 if TYPE_CHECKING:
     from trimtab.doctor.issues.draft import Draft, Withheld

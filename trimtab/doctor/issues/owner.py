@@ -12,7 +12,7 @@ from trimtab.doctor.facts.buckets import FIXED, REPOSITORIES
 from trimtab.doctor.facts.bug import Bug
 from trimtab.doctor.facts.evidence import Run
 from trimtab.doctor.facts.trackers import NAMED, Tracker, known_trackers, release
-from trimtab.doctor.issues.markdown import inline
+from trimtab.report.render import inline
 
 if TYPE_CHECKING:
     from trimtab.doctor.issues.draft import Draft

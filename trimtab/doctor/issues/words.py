@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.doctor.cases.cases import TARGETS
 from trimtab.doctor.facts.evidence import OFFLOAD, Run
-from trimtab.doctor.issues.markdown import inline
+from trimtab.report.render import inline
 
 MOST_NAMES = 3
 LINE_CHARS = 300

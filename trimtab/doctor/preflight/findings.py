@@ -18,6 +18,7 @@ from trimtab.doctor.preflight.second_plan import SecondPlan
 from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.doctor.probes.runner import read_catalogue
 from trimtab.errors import gib
+from trimtab.report.document import counted
 
 FAILS, WRONG, WASTES, NOTE = "fails", "wrong", "wastes", "note"
 SEVERITIES = (FAILS, WRONG, WASTES, NOTE)
@@ -102,13 +103,13 @@ def _map_keys(facts: Facts) -> Iterator[Foreseen]:
     for hit in device_map.collisions:
         yield Foreseen(
             WRONG if hit.goes_to == "disk" else WASTES, "C6", "base",
-            f"the map's key {hit.key!r} also takes {_count(hit.tensors, 'tensor')} of modules whose names begin with it",
+            f"the map's key {hit.key!r} also takes {counted(hit.tensors, 'tensor')} of modules whose names begin with it",
             f"{hit.example} is loaded to {hit.goes_to}, the map says {hit.asked}; give every module a key of its own",
         )  # fmt: skip
     if device_map.uncovered:
         yield Foreseen(
             FAILS, "", "base", "the map gives no device to a part of the model",
-            f"ValueError: The device_map provided does not give any device for {_count(len(device_map.uncovered), 'tensor')}: "
+            f"ValueError: The device_map provided does not give any device for {counted(len(device_map.uncovered), 'tensor')}: "
             f"{_some(device_map.uncovered)}",
         )  # fmt: skip
     if device_map.object_keys and "disk" in device_map.devices.values():
@@ -154,14 +155,14 @@ def _base(facts: Facts) -> Iterator[Foreseen]:
     elif device_map.map_cost_bytes:
         away = [row for row in device_map.kept if row.reason.startswith("the map's key")]
         yield Foreseen(
-            WASTES, "A4", "base", f"{_count(len(away), 'linear')} on the CPU or disk stay unquantized",
+            WASTES, "A4", "base", f"{counted(len(away), 'linear')} on the CPU or disk stay unquantized",
             f"{gib(sum(row.bytes for row in away))} of host memory and of copies at every forward instead of "
             f"{gib(sum(row.quantized_bytes for row in away))} in {kind}; needs llm_int8_enable_fp32_cpu_offload=True",
         )  # fmt: skip
     experts = [row for row in device_map.kept if row.reason.startswith("fused experts")]
     if experts:
         yield Foreseen(
-            WASTES, "H3", "base", f"the experts of {_count(len(experts), 'layer')} stay unquantized",
+            WASTES, "H3", "base", f"the experts of {counted(len(experts), 'layer')} stay unquantized",
             f"{gib(sum(row.bytes for row in experts))} in {facts.shape.anatomy.dtype}",
         )  # fmt: skip
 
@@ -236,18 +237,18 @@ def _adapter(facts: Facts) -> Iterator[Foreseen]:
         rows = facts.shape.anatomy.by_path()
         name = rows[adapter.wrappers[0]].class_name
         yield Foreseen(
-            FAILS, "D1", "adapter", f"target_modules names {_count(len(adapter.wrappers), 'wrapper')} ({name})",
+            FAILS, "D1", "adapter", f"target_modules names {counted(len(adapter.wrappers), 'wrapper')} ({name})",
             f"ValueError: Target module {name}(...) is not supported; name the inner .linear in a copy of the config "
             f"({_some(adapter.wrappers)})",
         )  # fmt: skip
     if adapter.problems:
         yield Foreseen(
-            WRONG, "E3", "adapter", f"{_count(len(adapter.problems), 'problem')}: the adapter is not made for this model",
+            WRONG, "E3", "adapter", f"{counted(len(adapter.problems), 'problem')}: the adapter is not made for this model",
             f"PEFT silently drops keys that match no module. {'; '.join(adapter.problems[:SHOWN])}",
         )  # fmt: skip
     if adapter.dropped:
         yield Foreseen(
-            WRONG, "E3", "adapter", f"{_count(len(adapter.dropped), 'module')} of the adapter are dropped silently",
+            WRONG, "E3", "adapter", f"{counted(len(adapter.dropped), 'module')} of the adapter are dropped silently",
             f"target_modules does not name {_some(adapter.dropped)}",
         )  # fmt: skip
     if adapter.renamed:
@@ -258,12 +259,12 @@ def _adapter(facts: Facts) -> Iterator[Foreseen]:
         )  # fmt: skip
     if adapter.unfilled:
         yield Foreseen(
-            WRONG, "E1", "adapter", f"{_count(len(adapter.unfilled), 'module')} get a LoRA layer that stays at zero",
+            WRONG, "E1", "adapter", f"{counted(len(adapter.unfilled), 'module')} get a LoRA layer that stays at zero",
             f"one warning; the file has no keys for {_some(adapter.unfilled)}",
         )  # fmt: skip
     if adapter.no_effect:
         yield Foreseen(
-            NOTE, "", "adapter", f"{_count(len(adapter.no_effect), 'tensor')} have no effect",
+            NOTE, "", "adapter", f"{counted(len(adapter.no_effect), 'tensor')} have no effect",
             "they are for k/v projections of KV-shared layers, which the model does not have",
         )  # fmt: skip
 
@@ -292,7 +293,7 @@ def _second(facts: Facts) -> Iterator[Foreseen]:
             )  # fmt: skip
     elif second.disk_keys:
         yield Foreseen(
-            FAILS, "B7", "adapter", f"the second plan puts {_count(len(second.disk_keys), 'module')} on disk without a folder",
+            FAILS, "B7", "adapter", f"the second plan puts {counted(len(second.disk_keys), 'module')} on disk without a folder",
             f"ValueError: We need an `offload_dir` to dispatch this model ({_some(second.disk_keys)}): {gib(second.free_bytes)} "
             "seem free on the GPU, and the host has no room for the rest",
         )  # fmt: skip
@@ -319,7 +320,7 @@ def _offloaded(facts: Facts, second: SecondPlan) -> Iterator[Foreseen]:
     if not count:
         return
     yield Foreseen(
-        WASTES, "B2", "adapter", f"the second plan offloads {_count(count, 'quantized linear')}",
+        WASTES, "B2", "adapter", f"the second plan offloads {counted(count, 'quantized linear')}",
         f"it counts the memory of the loaded base as unavailable: {gib(second.free_bytes)} seem free for a model of "
         f"{gib(second.total_bytes)}",
     )  # fmt: skip
@@ -341,10 +342,6 @@ def _offloaded(facts: Facts, second: SecondPlan) -> Iterator[Foreseen]:
             FAILS, "A2", "first forward", "the scales of offloaded 4-bit weights are moved to the meta device",
             f"NotImplementedError: Cannot copy out of meta tensor; no data! ({names})",
         )  # fmt: skip
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _some(names: tuple[str, ...]) -> str:

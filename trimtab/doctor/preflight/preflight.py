@@ -17,17 +17,19 @@ from typing import Any
 
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.doctor.preflight import findings
 from trimtab.doctor.preflight.adapter import AdapterReading, read_adapter_for
 from trimtab.doctor.preflight.answer import TOWERS, Answer, Asking, adapter_name, answer_for
 from trimtab.doctor.preflight.device_map import MapReading, check_map, read_map
-from trimtab.doctor.preflight.findings import SEVERITIES, Facts, Foreseen, find_bug, foresee, is_met
-from trimtab.doctor.preflight.second_plan import Device, SecondPlan, arithmetic_text, second_plan
+from trimtab.doctor.preflight.findings import Foreseen, find_bug, foresee, is_met
+from trimtab.doctor.preflight.second_plan import Device, SecondPlan, arithmetic, second_plan
 from trimtab.doctor.preflight.shape import ModelShape, read_shape
 from trimtab.errors import gib
 from trimtab.machine.environment import Environment, read_environment
 from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.machine import Machine
+from trimtab.report.document import Block, Code, Document, Facts, Heading, Table, Text
 from trimtab.request import LoadRequest, parse_bytes
 
 FORMAT = 1
@@ -105,14 +107,14 @@ def preflight(
     second = None
     if adapter_reading is not None:
         second = second_plan(shape, reading, adapter_reading, free, model=model, dtype=dtype, python=python)
-    facts = Facts(shape, reading, adapter_reading, second, environment.versions, os.path.isdir(model), not machine.on_cpu)
+    facts = findings.Facts(shape, reading, adapter_reading, second, environment.versions, os.path.isdir(model), not machine.on_cpu)
     fits = adapter is not None and adapter_reading is not None and adapter_reading.spec is not None
     request = LoadRequest(
         model=os.fspath(model), adapters={called or adapter_name(adapter): os.fspath(adapter)} if fits and adapter else {},
         quant=shape.quant, dtype=dtype, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes,
         disk_memory_bytes=disk_bytes,
     )  # fmt: skip
-    findings = foresee(facts)
+    foreseen = foresee(facts)
     asking = Asking(
         checkpoint=checkpoint, request=request, shape=shape, adapter=adapter_reading, machine=machine,
         rates=_rates(machine), given=_given(gpu_memory, host_memory),
@@ -121,7 +123,7 @@ def preflight(
     return Preflight(
         model=os.fspath(model), model_class=shape.anatomy.model_class, quant=shape.quant, device_map=reading.devices,
         versions=environment.versions, free=free, map=reading, adapter=adapter_reading, second=second,
-        findings=findings, answer=answer_for(asking),
+        findings=foreseen, answer=answer_for(asking),
     )  # fmt: skip
 
 
@@ -201,25 +203,21 @@ def _second_json(second: SecondPlan) -> dict[str, Any]:
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def preflight_text(result: Preflight) -> str:
-    """Return the prediction as lines for people: the expected failures, the reasons, and the call that works."""
-    lines = [f"{result.model_class} ({result.model}), {result.quant}, stock stack: {_stack(result.versions)}"]
-    lines.append(f"device map: {_shown_map(result.device_map)}")
-    lines += ["", *_unquantized(result.map, result.quant)]
-    if result.second is not None:
-        lines += ["", arithmetic_text(result.second)]
-    lines += ["", "What will fail" if result.findings else "No known failure applies."]
-    for severity in SEVERITIES:
-        for one in result.findings:
-            if one.severity == severity:
-                lines += [f"  {severity:7}{one.bug or '-':4}{one.when}: {one.title}", f"{'':13}{one.detail}"]
-                lines += _way_round(one)
-    lines += ["", f"What works here: {result.answer.kind} ({result.answer.reason})"]
+def preflight_document(result: Preflight) -> Document:
+    """Return the prediction for people: the expected failures, the reasons, and the call that works."""
+    rows = [("stock stack", _stack(result.versions)), ("device map", _shown_map(result.device_map))]
+    blocks: list[Block] = [Facts([*rows, *_unquantized(result.map, result.quant)])]
+    blocks += [] if result.second is None else arithmetic(result.second)
+    blocks.append(Heading("What will fail" if result.findings else "No known failure applies."))
+    if result.findings:
+        found = [(one.severity, one.bug or "-", one.when, f"{one.title}: {one.detail}{_way_round(one)}") for one in result.findings]
+        blocks.append(Table(("", "bug", "when", "what"), found, has_note=True))
+    blocks.append(Text(f"What works here: {result.answer.kind} ({result.answer.reason})"))
     if result.answer.stock:
-        lines += ["", "With the stock objects:", "", *_indented(result.answer.stock)]
+        blocks += [Heading("With the stock objects"), Code(result.answer.stock)]
     if result.answer.python:
-        lines += ["", "With trimtab:", "", *_indented(result.answer.command), "", *_indented(result.answer.python)]
-    return "\n".join(lines)
+        blocks += [Heading("With trimtab"), Code(f"{result.answer.command}\n\n{result.answer.python}")]
+    return Document(f"{result.model_class} ({result.model}), {result.quant}", blocks)
 
 
 def _stack(versions: Mapping[str, str]) -> str:
@@ -232,22 +230,20 @@ def _shown_map(devices: Mapping[str, str]) -> str:
     return ", ".join(shown) + (f" and {len(devices) - 8} more keys" if len(devices) > 8 else "")
 
 
-def _unquantized(reading: MapReading, quant: str) -> list[str]:
+def _unquantized(reading: MapReading, quant: str) -> list[tuple[str, str]]:
     if quant == "none":
-        return ["nothing is quantized"]
-    lines = [f"{len(reading.quantized)} linears are quantized; in full precision stay:"]
+        return [("quantized", "nothing")]
+    if not reading.kept:
+        return [("quantized", f"{len(reading.quantized)} linears, all there are")]
+    rows = [("quantized", f"{len(reading.quantized)} linears; in full precision stay:")]
     for reason, count in Counter(row.reason for row in reading.kept).items():
-        rows = [row for row in reading.kept if row.reason == reason]
-        size = sum(row.bytes for row in rows)
-        kept = f"{gib(size)}, {gib(sum(row.quantized_bytes for row in rows))} if they were" if size else "a tied copy"
-        lines.append(f"  {count} ({kept}): {reason}; {rows[0].module_path}{' ...' if count > 1 else ''}")
-    return lines if len(lines) > 1 else [f"{len(reading.quantized)} linears are quantized, all there are"]
+        alike = [row for row in reading.kept if row.reason == reason]
+        size = sum(row.bytes for row in alike)
+        kept = f"{gib(size)}, {gib(sum(row.quantized_bytes for row in alike))} if they were" if size else "a tied copy"
+        rows.append(("", f"{count} ({kept}): {reason}; {alike[0].module_path}{' ...' if count > 1 else ''}"))
+    return rows
 
 
-def _way_round(one: Foreseen) -> list[str]:
+def _way_round(one: Foreseen) -> str:
     bug = find_bug(one.bug) if one.bug else None
-    return [] if bug is None else [f"{'':13}workaround: {bug.way_round}"]
-
-
-def _indented(text: str) -> list[str]:
-    return [f"    {line}".rstrip() for line in text.rstrip().splitlines()]
+    return "" if bug is None else f"; workaround: {bug.way_round}"

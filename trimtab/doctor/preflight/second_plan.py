@@ -26,6 +26,7 @@ from trimtab.doctor.preflight.shape import ModelShape, device_of
 from trimtab.doctor.preflight.unquantized import stock_bytes
 from trimtab.errors import gib
 from trimtab.process.runner import DONE, Outcome, run_inside
+from trimtab.report.document import Block, Items, Table, Text, counted
 
 Device = int | str
 ROOT = PEFT_HEAD.rstrip(".")
@@ -235,17 +236,14 @@ def _moved(shape: ModelShape, reading: MapReading, after: Mapping[str, str]) -> 
     return moved
 
 
-def arithmetic_text(second: SecondPlan) -> str:
+def arithmetic(second: SecondPlan) -> list[Block]:
     """Return the lines of the arithmetic, the map and the log line explained."""
     if not second.runs:
-        return f"No second plan by PEFT: {second.why}"
-    lines = [f"PEFT plans again: {second.why}"]
-    lines += [f"  {line.text:78} {line.bytes:>16,} B  {gib(line.bytes):>11}" for line in second.lines]
+        return [Text(f"No second plan by PEFT: {second.why}")]
     placed = Counter(match.group(1) for match in map(_PUT.match, second.steps) if match)
-    lines += [f"  {count} module{'' if count == 1 else 's'} put on {device}" for device, count in placed.items()]
-    lines += [f"  {words}" for words in second.required_words]
+    texts = [f"{counted(count, 'module')} put on {device}" for device, count in placed.items()]
     shown = list((second.device_map or {}).items())
-    lines += [f"  its map: {', '.join(f'{path!r}: {device!r}' for path, device in shown[:8])}"]
-    if len(shown) > 8:
-        lines[-1] += f" and {len(shown) - 8} more keys"
-    return "\n".join(lines)
+    more = f" and {len(shown) - 8} more keys" if len(shown) > 8 else ""
+    texts += [*second.required_words, f"its map: {', '.join(f'{path!r}: {device!r}' for path, device in shown[:8])}{more}"]
+    rows = [(f"{line.bytes:,}", gib(line.bytes), line.text) for line in second.lines]
+    return [Text(f"PEFT plans again: {second.why}"), Table(("bytes", "", ""), rows, has_note=True), Items(texts)]

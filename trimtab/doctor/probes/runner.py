@@ -6,7 +6,6 @@ new process continues with the next one.
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from trimtab.doctor.facts.bug import STATES, UNKNOWN, Bug, Seen
 from trimtab.errors import RequestError
 from trimtab.process.runner import DONE, Outcome, run_inside
 from trimtab.process.work_folder import work_folder
+from trimtab.report.document import Details, Document, Facts, Table, Text
 
 FOLDER = Path(__file__).resolve().parents[1] / "catalogue"
 IMPORTS_S = 240.0  # time limit for importing the stack from a cold disk, separate from every probe's limit
@@ -171,23 +171,14 @@ def _without_folders(line: str) -> str:
     return f" in {os.path.basename(parts[1].replace(os.sep, '/'))}{parts[2]}" if len(parts) == 3 else ""
 
 
-def probes_text(verdicts: Sequence[Verdict], *, width: int = 120) -> str:
-    """Return the verdicts for people: a table, then the count of each state. width: in characters."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, ratio in (("id", None), ("bug", 4), ("here", None), ("evidence", 6)):
-        table.add_column(name, ratio=ratio, no_wrap=ratio is None, overflow="fold")
-    for verdict in verdicts:
-        bug, seen = verdict.bug, verdict.seen
-        table.add_row(bug.id, f"{bug.title} ({bug.owner[0]})", seen.state, seen.evidence)
-    console = Console(file=io.StringIO(), width=width, markup=False, emoji=False, highlight=False, color_system=None)
-    console.print(table)
+def probes_document(verdicts: Sequence[Verdict]) -> Document:
+    """Return the verdicts for people: a row for each bug, the count of each state, and what to do about those that are present."""
+    rows = [(one.bug.id, one.seen.state, f"{one.bug.title} ({one.bug.owner[0]}): {one.seen.evidence}") for one in verdicts]
     counts = {state: sum(verdict.seen.state == state for verdict in verdicts) for state in STATES}
     summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "none"
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return (
-        "\n".join(line.rstrip() for line in text.splitlines())
-        + f"\n\n{len(verdicts)} known bugs of other packages, none of trimtab: {summary}"
-    )
+    known = []
+    for bug in (one.bug for one in verdicts):
+        facts = [("workaround", bug.way_round), ("threads", "; ".join(bug.trackers) or "none known"), ("trimtab", bug.trimtab)]
+        known.append(Details(f"{bug.id} {bug.title}", [Facts(facts)]))
+    total = f"{len(verdicts)} known bugs of other packages, none of trimtab: {summary}"
+    return Document("", [Table(("id", "here", "bug and evidence"), rows, has_note=True), Text(total), *known])

@@ -7,6 +7,8 @@ from typing import Any
 
 from trimtab.doctor.servers.identify import Identity, identify
 from trimtab.doctor.servers.known import APPLIES, FIXED, LATER, MAY_APPLY, MERGED, SERVERS, Server, ServerBug
+from trimtab.report.document import Block, Document, Facts, Heading
+from trimtab.report.render import Report
 from trimtab.verification.server.client import Client, check_url
 
 DEADLINE_S = 30.0
@@ -18,7 +20,7 @@ GENERAL = (
 
 
 @dataclass(frozen=True)
-class ServerReport:
+class ServerReport(Report):
     """The server at an address, and the known facts about it."""
 
     url: str
@@ -42,39 +44,36 @@ class ServerReport:
             "bugs": [asdict(bug) | {"standing": bug.standing(self.identity.version)} for bug in bugs],
         }  # fmt: skip
 
-    def __str__(self) -> str:
+    def document(self) -> Document:
+        """Return what it says: the server, the known bugs that apply to it, and the first checks."""
         identity = self.identity
         name = f"{identity.kind} {identity.version or 'of unknown release'}" if identity.kind else "an unknown server"
-        lines = [f"server    {name} ({identity.why})"]
-        lines.append(f"models    {', '.join(identity.models) or 'none listed'}")
-        if identity.adapters:
-            lines.append(f"adapters  {', '.join(identity.adapters)}")
+        rows = [("server", f"{name} ({identity.why})"), ("models", ", ".join(identity.models) or "none listed")]
+        rows += [("adapters", ", ".join(identity.adapters))] if identity.adapters else []
+        blocks: list[Block] = [Facts(rows)]
         titles = {APPLIES: "applies to this release", MAY_APPLY: "may apply: check these first", MERGED: MERGED}
         for standing, title in titles.items():
             bugs = self.bugs(standing)
-            if bugs:
-                lines += ["", f"{title}:", *(line for bug in bugs for line in _bug_lines(bug))]
+            blocks += [Heading(title), Facts([row for bug in bugs for row in _bug_rows(bug)])] if bugs else []
         for standing, title in ((FIXED, "fixed in this release"), (LATER, "came with a later release")):
             bugs = self.bugs(standing)
-            if bugs:
-                lines += ["", f"{title}:", *(_short_line(bug, standing) for bug in bugs)]
-        return "\n".join([*lines, "", "check first:", *(f"  {place}. {text}" for place, text in enumerate(self.checks, 1))])
+            blocks += [Heading(title), Facts([_short_row(bug, standing) for bug in bugs])] if bugs else []
+        checks = [(f"{place}.", text) for place, text in enumerate(self.checks, 1)]
+        return Document("", [*blocks, Heading("check first"), Facts(checks)])
 
 
-def _bug_lines(bug: ServerBug) -> list[str]:
+def _bug_rows(bug: ServerBug) -> list[tuple[str, str]]:
     seen = f"; reported with {bug.seen}" if bug.seen else ""
     fault = f"; verify calls it {bug.fault!r}" if bug.fault else ""
     return [
-        f"  {bug.id:<4} {bug.title}",
-        f"       when: {bug.when}{seen}{fault}",
-        f"       do: {bug.way_round}",
-        f"       {bug.state} ({bug.read}): {' '.join(bug.sources)}",
-    ]
+        (bug.id, bug.title), ("", f"when: {bug.when}{seen}{fault}"), ("", f"do: {bug.way_round}"),
+        ("", f"{bug.state} ({bug.read}): {' '.join(bug.sources)}"),
+    ]  # fmt: skip
 
 
-def _short_line(bug: ServerBug, standing: str) -> str:
+def _short_row(bug: ServerBug, standing: str) -> tuple[str, str]:
     first = f"fixed in {bug.fixed_in}" if standing == FIXED else f"since {bug.since}"
-    return f"  {bug.id:<4} {bug.title} ({first}: {bug.evidence})"
+    return bug.id, f"{bug.title} ({first}: {bug.evidence})"
 
 
 def examine(url: str, *, key: str | None = None, transport: Any = None) -> ServerReport:

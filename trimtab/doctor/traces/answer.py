@@ -5,7 +5,6 @@ All facts about a bug come from the catalogue, including the last known states o
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,11 +16,12 @@ from trimtab.doctor.traces.classify import UNKNOWN, Finding, classify
 from trimtab.doctor.traces.likeness import Index, index_of
 from trimtab.doctor.traces.reading import PASTE_LINES, Paste
 from trimtab.doctor.traces.signatures import SIGNATURES
+from trimtab.report.document import Block, Document, Facts, Heading, Items, Text
 
 MOST_SHOWN = 3
 MOST_TRACKERS = 3
 MOST_UNKNOWN = 3
-WIDTH = 112
+SHORT = 100
 ASK_UNKNOWN = (
     "the whole traceback, from its first line on",
     "versions of torch, transformers, accelerate, peft, bitsandbytes (trimtab doctor --report prints them)",
@@ -206,41 +206,32 @@ def _ask(finding: Finding, bug: Bug | None, versions: Mapping[str, str]) -> tupl
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def diagnosis_text(diagnosis: Diagnosis) -> str:
-    """Return the answers as text for one screen: the first known failure in full, others in a few lines, the rest in one."""
+def diagnosis_document(diagnosis: Diagnosis) -> Document:
+    """Return the answers for one screen: the first known failure in full, others in a few lines, the rest in one."""
     known = [one for one in diagnosis.answers if one.label != UNKNOWN]
     unknown = [one for one in diagnosis.answers if one.label == UNKNOWN]
-    parts = ["\n".join(_answer_lines(one)) for one in known[:1]]
-    parts += ["\n".join(_short_lines(one)) for one in known[1:MOST_SHOWN]]
+    first, *rest = known or unknown
+    times = f", {first.times} times" if first.times > 1 else ""
+    blocks: list[Block] = [Facts(list(_rows(first, times)))]
+    for one in rest[: MOST_SHOWN - 1] if known else ():
+        blocks += [Heading(f"{one.label}: {one.meaning}"), Facts(_short_rows(one))]
     others = ", ".join(f"{one.label} (line {one.line})" for one in known[MOST_SHOWN:])
-    parts += [textwrap.fill(f"As well: {others}", WIDTH)] if others else []
-    if not known:
-        parts.append("\n".join(_answer_lines(unknown[0])))
-        unknown = unknown[1:]
-    if unknown:
-        lines = [f"UNKNOWN at line {one.line}: {one.exception[:80]}" for one in unknown[:MOST_UNKNOWN]]
-        more = [f"and {len(unknown) - MOST_UNKNOWN} more"] if len(unknown) > MOST_UNKNOWN else []
-        parts.append("\n".join([*lines, *more]))
-    return "\n\n".join(parts)
+    blocks += [Text(f"As well: {others}")] if others else []
+    unknown = unknown if known else unknown[1:]
+    lines = [f"UNKNOWN at line {one.line}: {one.exception[:80]}" for one in unknown[:MOST_UNKNOWN]]
+    lines += [f"and {len(unknown) - MOST_UNKNOWN} more"] if len(unknown) > MOST_UNKNOWN else []
+    return Document(f"{first.label}: {first.meaning}", [*blocks, Items(lines)])
 
 
-def _answer_lines(answer: Answer) -> list[str]:
-    times = f", {answer.times} times" if answer.times > 1 else ""
-    lines = [f"{answer.label}: {answer.meaning}"]
-    return lines + [line for name, value in _rows(answer, times) for line in _wrapped(name, value)]
-
-
-def _short_lines(answer: Answer) -> list[str]:
-    """Return four lines: the failure, its location in the text, its owner and the workaround."""
+def _short_rows(answer: Answer) -> list[tuple[str, str]]:
+    """Return the failure's place in the text, its owner and the workaround."""
     bug = f", known bug {answer.bug.id}" if answer.bug else ""
     rows = (
         ("pasted", f"line {answer.line}: {answer.exception}" if answer.exception else "without its exception"),
         ("owner", f"{answer.owner or 'nobody'}{bug}, confidence {answer.confidence}"),
         ("workaround", answer.way_round or "none known"),
     )
-    room = WIDTH - 13
-    short = [(name, value if len(value) <= room else value[: room - 4] + " ...") for name, value in rows]
-    return [f"{answer.label}: {answer.meaning}", *(f"  {name:<11}{value}" for name, value in short)]
+    return [(name, value if len(value) <= SHORT else f"{value[: SHORT - 4]} ...") for name, value in rows]
 
 
 def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:
@@ -264,7 +255,7 @@ def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:
     for one in answer.looks_like:
         yield "", f"{one.bug.id} {one.bug.name}: {one.bug.title}"
         for tell in one.tell:
-            yield "", f"  {tell}"
+            yield "", tell
     for place, ask in enumerate(answer.ask):
         yield "ask next" if place == 0 else "", ask
 
@@ -274,11 +265,3 @@ def _trackers(trackers: tuple[Tracker, ...]) -> str:
     more = f"; {len(trackers) - MOST_TRACKERS} more" if len(trackers) > MOST_TRACKERS else ""
     head = "" if any(one.known_state == OPEN for one in trackers) else "none known to be open: "
     return f"{head}{shown}{more}"
-
-
-def _wrapped(name: str, value: str) -> list[str]:
-    indent = value[: len(value) - len(value.lstrip())]
-    lines = textwrap.wrap(
-        value, WIDTH - 13, subsequent_indent=indent, break_long_words=True, break_on_hyphens=False
-    ) or [""]  # fmt: skip
-    return [f"  {name if place == 0 else '':<11}{line}" for place, line in enumerate(lines)]

@@ -6,7 +6,6 @@ For each block, a plan records the tier, the bytes on every device and the reaso
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
@@ -17,9 +16,9 @@ from typing import Any
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.plan import chart as picture
 from trimtab.planning.plan.module_tree import ModuleTree
-from trimtab.planning.plan.table import table
+from trimtab.planning.plan.table import document_of
 from trimtab.planning.values.byte_sizes import Rates
-from trimtab.planning.values.cards import Card, marked
+from trimtab.planning.values.cards import Card
 from trimtab.planning.values.execution import MODES, Execution
 from trimtab.planning.values.kv_pool import pool_tokens
 from trimtab.planning.values.reading import read_row
@@ -27,6 +26,8 @@ from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement, StoredWeights,
 from trimtab.process.files import write_text
 from trimtab.process.json_file import JsonError, read_json
 from trimtab.report import charts
+from trimtab.report.document import Document
+from trimtab.report.render import FORMS
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
 PLAN_VERSION = 6
@@ -86,8 +87,12 @@ class Plan:
     stored: tuple[StoredWeights, ...] = field(default=(), compare=False, repr=False)
     module_tree: ModuleTree[Any] = field(default_factory=ModuleTree, compare=False, repr=False)
 
+    def document(self) -> Document:
+        """Return what the plan says to people."""
+        return document_of(self)
+
     def __str__(self) -> str:
-        return table(self) if self.card is None else marked(table(self), self.card)
+        return FORMS[".txt"].show(self.document())
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan as .svg. Errors: RequestError for another ending, or a path that cannot be written."""
@@ -96,7 +101,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return the chart and the table, for notebooks."""
-        return f"<div>{charts.svg(*picture.layout(self))}<pre>{html.escape(str(self))}</pre></div>"
+        return f"<div>{charts.svg(*picture.layout(self))}<pre>{charts.escape(str(self))}</pre></div>"
 
     def tier_of(self, block_path: str) -> str:
         """Return the tier of a block; KeyError if the model has no such block."""

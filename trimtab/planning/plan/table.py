@@ -1,4 +1,4 @@
-"""A plan as a table: identical layers in one row, and the memory of every device against its budget."""
+"""What does a plan say to people: identical layers in one row, and the memory of every device against its budget?"""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from trimtab.adapters.file import GGUF, TENSORS_NAME
 from trimtab.errors import gib
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
+from trimtab.planning.values.cards import marked
 from trimtab.planning.values.execution import Execution, Phase, how_computed
 from trimtab.planning.values.kv_bytes import KV8_KL
 from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, Placement, Unquantized
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Block, Document, Facts, Table, Text
 
 if TYPE_CHECKING:
     from trimtab.planning.plan.plan import Plan
-
-WIDEST_REASON = 110
 
 
 def verdict(plan: Plan) -> str:
@@ -38,8 +37,8 @@ def tensors_peak(plan: Plan) -> str:
     return f"tensors at most {gib(plan.gpu_peak_bytes)} ({phase}), {gib(plan.gpu_load_peak_bytes)} while loading"
 
 
-def table(plan: Plan) -> str:
-    """Return the plan as text for people."""
+def document_of(plan: Plan) -> Document:
+    """Return what a plan says to people: the verdict, the request, a row for each group of blocks, devices and execution."""
     request = plan.request
     head = (
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
@@ -49,16 +48,27 @@ def table(plan: Plan) -> str:
         f"context {request.context_tokens}, answer {plan.answer_tokens}, batch {request.batch}, images {request.images}, "
         f"audio {request.audio_s:g} s"
     )
-    rows: list[tuple[str, ...]] = [("block", "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")]
-    rows += [_line(name, group) for name, group in grouped(plan.placements)]
-    sections = [verdict(plan), "", head, "", *aligned(rows, right=range(4, 9)), "", *_devices(plan)]
-    sections += [f"media: {plan.media_reason}"] * bool(plan.media_reason)
-    sections += [f"prefix cache: {plan.prefix_reason}"] * bool(plan.prefix_reason) + ["", *_execution(plan)]
+    shared = _shared_prefix([row.block_path for row in plan.placements])
+    first = f"block ({shared}...)" if shared else "block"
+    columns = (first, "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")
+    blocks = Table(
+        columns, [_line(name.removeprefix(shared), rows) for name, rows in grouped(plan.placements)], has_note=True,
+        optional=(1, 3, 7, *(() if plan.disk_bytes else (6,))),
+    )  # fmt: skip
+    parts: list[Block] = [Text(head, is_fixed=True), blocks, Facts(_devices(plan)), Facts(_execution(plan))]
     if plan.stored:
-        sections += ["", *aligned(stored_rows(plan), right=range(1, 4))]
+        parts.append(Table(("stored as", "modules", "bytes", "bits per value", "computed"), stored_rows(plan), has_note=True))
     if plan.unquantized:
-        sections += ["", *_unquantized(plan.unquantized)]
-    return "\n".join(line.rstrip() for line in sections)
+        parts.append(Table(("not quantized", "modules", "bytes", "for example"), _unquantized(plan.unquantized)))
+    document = Document(verdict(plan), parts)
+    return document if plan.card is None else marked(document, plan.card)
+
+
+def _shared_prefix(paths: Sequence[str]) -> str:
+    """Return the dotted beginning that most of the paths have, "" if it is short."""
+    parts = [path.split(".") for path in paths if "." in path]
+    first = parts[0][0] if parts else ""
+    return f"{first}." if first and all(words[0] == first for words in parts) else ""
 
 
 def grouped(placements: Sequence[Placement]) -> list[tuple[str, list[Placement]]]:
@@ -85,10 +95,9 @@ def _ranges(paths: Iterable[str]) -> str:
 def _line(name: str, rows: Sequence[Placement]) -> tuple[str, ...]:
     first = rows[0]
     sizes = (sum(getattr(row, f"{device}_bytes") for row in rows) for device in ("gpu", "host", "disk"))
-    reason = first.reason if len(first.reason) <= WIDEST_REASON else first.reason[: WIDEST_REASON - 3] + "..."
     return (
         name or "(root)", first.part, first.tier, first.home, *(gib(size) if size else "-" for size in sizes),
-        time_text(sum(row.request_s for row in rows)), time_text(sum(row.token_s for row in rows)), reason,
+        time_text(sum(row.request_s for row in rows)), time_text(sum(row.token_s for row in rows)), first.reason,
     )  # fmt: skip
 
 
@@ -112,15 +121,15 @@ def memory_use(plan: Plan) -> tuple[str, str]:
     return device, items(plan.host.items()) + held_limit(plan)
 
 
-def _devices(plan: Plan) -> list[str]:
-    device, host = memory_use(plan)
+def _devices(plan: Plan) -> list[tuple[str, str]]:
+    on_device, on_host = memory_use(plan)
     rows = [
-        (plan.execution_device, f"needs {gib(plan.gpu_needed_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}", device),
-        ("host", f"needs {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}", host),
+        (plan.execution_device, f"{gib(plan.gpu_needed_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: {on_device}"),
+        ("host", f"{gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: {on_host}"),
     ]
     if plan.disk_bytes:
-        rows.append(("disk", gib(plan.disk_bytes), "", "a spill file that ends with the process"))
-    return aligned(rows)
+        rows.append(("disk", f"{gib(plan.disk_bytes)} in a spill file that ends with the process"))
+    return rows + [(name, why) for name, why in (("media", plan.media_reason), ("prefix cache", plan.prefix_reason)) if why]
 
 
 def held_limit(plan: Plan) -> str:
@@ -142,26 +151,22 @@ def served_bytes(plan: Plan) -> int:
     return sum(count + HELD_OBJECT_BYTES for count in files.values())
 
 
-def _execution(plan: Plan) -> list[str]:
+def _execution(plan: Plan) -> list[tuple[str, str]]:
     """Return how prompts and steps run, with predicted seconds."""
     execution = plan.execution
-    step, prompt = execution.step, execution.prompt
-    took = sum(count for name, count in step.bytes.items())
-    rows = [
-        ("execution", "mode", "device", "predicted", "why"),
-        ("prompt", prompt.mode, gib(sum(prompt.bytes.values())) if prompt.bytes else "-",
-         f"{time_text(prompt.seconds)} for a full context", prompt.reason),
-        ("decode step", step.mode, gib(took) if took else "-",
-         f"{estimate_mark(step)}{time_text(step.seconds)}, {marked_rate(plan)}", step.reason),
-        *_towers(execution.towers),
-        *([("type", plan.request.dtype, "-", "-", plan.dtype_reason)] if plan.dtype_reason else []),
-        ("output head", execution.head, "-", "-", execution.head_reason),
-    ]  # fmt: skip
-    rows += keys_and_values(plan)
-    return aligned(rows, right=(2,))
+    step, prompt, towers = execution.step, execution.prompt, execution.towers
+    phases = [("prompt", prompt, f"{time_text(prompt.seconds)} for a full context")]
+    phases.append(("decode step", step, f"{estimate_mark(step)}{time_text(step.seconds)}, {marked_rate(plan)} predicted"))
+    phases += [] if towers is None else [("towers", towers, f"{time_text(towers.seconds)} for all media")]
+    rows = []
+    for name, phase, speed in phases:
+        took = sum(phase.bytes.values())
+        rows.append((name, f"{phase.mode}{f', {gib(took)}' if took else ''}, {speed}: {phase.reason}"))
+    rows += [("type", f"{plan.request.dtype}: {plan.dtype_reason}")] if plan.dtype_reason else []
+    return [*rows, ("output head", f"{execution.head}: {execution.head_reason}"), *keys_and_values(plan)]
 
 
-def keys_and_values(plan: Plan) -> list[tuple[str, ...]]:
+def keys_and_values(plan: Plan) -> list[tuple[str, str]]:
     """Return how keys and values are kept, unless in full precision with a whole context for each row."""
     request, pool = plan.request, plan.pool_tokens
     why, added_s = [], plan.execution.step.estimated_s
@@ -174,14 +179,7 @@ def keys_and_values(plan: Plan) -> list[tuple[str, ...]]:
     form = ["pages"] * (pool is not None) + ["int8"] * (request.kv == "int8")
     if added_s:
         why.append(f"~{time_text(added_s)} of a step is an estimate, never measured")
-    return [("keys and values", ", ".join(form), gib(plan.gpu["kv_cache"]), "-", "; ".join(why))] if why else []
-
-
-def _towers(towers: Phase | None) -> list[tuple[str, ...]]:
-    if towers is None:
-        return []
-    size = gib(sum(towers.bytes.values())) if towers.bytes else "-"
-    return [("towers", towers.mode, size, f"{time_text(towers.seconds)} for all media", towers.reason)]
+    return [("keys and values", f"{', '.join(form)}, {gib(plan.gpu['kv_cache'])}: {'; '.join(why)}")] if why else []
 
 
 def estimate_mark(phase: Phase) -> str:
@@ -208,8 +206,7 @@ def rate_text(tokens_per_s: float) -> str:
 def stored_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the formats of the checkpoint's files: modules, bytes, bits per value, and how each is computed."""
     is_kept = plan.execution_device == "cpu" and "unpacked_weights" in plan.gpu
-    rows: list[tuple[str, ...]] = [("stored as", "modules", "bytes", "bits per value", "computed")]
-    return rows + [
+    return [
         (
             one.format_name, str(one.modules), gib(one.bytes), f"{one.bits_per_value:.2f}",
             how_computed(one, step_mode=plan.execution.step.mode, is_kept=is_kept, dtype=plan.request.dtype),
@@ -218,13 +215,11 @@ def stored_rows(plan: Plan) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def _unquantized(rows: Sequence[Unquantized]) -> list[str]:
+def _unquantized(rows: Sequence[Unquantized]) -> list[tuple[str, ...]]:
     by_reason: dict[str, list[Unquantized]] = {}
     for row in rows:
         by_reason.setdefault(row.reason or "not quantized", []).append(row)
-    lines = [("not quantized", "modules", "bytes", "for example")]
-    lines += [
+    return [
         (reason, str(len(placements)), gib(sum(row.bytes for row in placements)), placements[0].module_path)
         for reason, placements in by_reason.items()
     ]
-    return aligned(lines, right=(1, 2))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
@@ -22,7 +21,7 @@ from typing import Any
 from trimtab.checkpoint.names import COMPARED_CHARS
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.planning.values.reading import read_row
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Document, Table, Text, changed
 from trimtab.request import parse_bytes
 
 MIB = 2**20
@@ -170,11 +169,11 @@ def _named(text: str) -> Card:
     raise RequestError("there is no profile of this card", field="card", value=text, near=_near(text, words), hint=_HINT)
 
 
-def cards_text() -> str:
-    """Return every profile, one a line: its name as `--card` takes it, bandwidth, link and compute capability."""
-    rows = [("card", "GB/s", "PCIe", "capability")]
-    rows += [(card.title, f"{card.bandwidth_GBps:g}", card.pcie, card.capability) for card in known_cards()]
-    return "\n".join([*aligned(rows), "", 'A bare size, such as "8GiB", is an unknown card of that size.'])
+def cards_document() -> Document:
+    """Return every profile: its name as `--card` takes it, bandwidth, link and compute capability."""
+    rows = [(card.title, f"{card.bandwidth_GBps:g}", card.pcie, card.capability) for card in known_cards()]
+    note = 'A bare size, such as "8GiB", is an unknown card of that size.'
+    return Document("", [Table(("card", "GB/s", "PCIe", "capability"), rows), Text(note)])
 
 
 def larger_cards(card: Card) -> list[str]:
@@ -282,17 +281,12 @@ def _is_card(card: Card, name: str, total_bytes: int) -> bool:
     return is_same and abs(total_bytes / card.memory_bytes - 1) < MEMORY_TOLERANCE
 
 
-def marked(table: str, card: Card, *, width: int | None = None) -> str:
-    """Return a plan's table with every figure of bytes, seconds and rates marked "~", and what the card is below its verdict.
-
-    The request, the paragraph behind the verdict, has no mark. width: columns of the text about the card, None for one line.
-    """
-    figure = re.compile(r"(?P<gap>  )?(?P<figure>(?<![\w.~-])\d+(?:\.\d+)?\s+(?:GiB|MiB|KiB|B|s|ms|tokens/s)(?!\w))")
-    verdict, request, body = table.split("\n\n", 2)
-    verdict, body = (figure.sub(lambda m: (" ~" if m["gap"] else "~") + m["figure"], text) for text in (verdict, body))
+def marked(document: Document, card: Card) -> Document:
+    """Return what a plan says with every figure of bytes, seconds and rates marked "~", and what the card is below its verdict."""
+    figure = re.compile(r"(?<![\w.~-])\d+(?:\.\d+)?\s+(?:GiB|MiB|KiB|B|s|ms|tokens/s)(?!\w)")
     about = (
         f"ESTIMATE for {card.title}: {card.memory_mib} MiB, {card.bandwidth_GBps:g} GB/s, PCIe {card.pcie}, compute capability "
         f"{card.capability}, {card.tflops:g} TFLOPS in 16 bits. From {sources()[card.source]}; nothing was measured."
     )
-    about = about if width is None else textwrap.fill(about, width, break_on_hyphens=False)
-    return f"{verdict}\n\n{about}\n\n{request}\n\n{body}"
+    made = changed(document, lambda text: figure.sub(lambda match: f"~{match.group()}", text))
+    return replace(made, blocks=(Text(about, is_fixed=True), *made.blocks))

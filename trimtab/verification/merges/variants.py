@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
+from trimtab.report.document import Document
+from trimtab.report.render import Report
 from trimtab.verification.merges.retention import Survival, mean_survival
-from trimtab.verification.merges.variants_text import lanes_text
+from trimtab.verification.merges.variants_text import lane_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,7 @@ class LaneRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneReport:
+class LaneReport(Report):
     """All lanes that were run on one model and adapter."""
 
     model: str
@@ -173,8 +175,8 @@ class LaneReport:
             "versions": dict(self.versions), "lanes": [run.to_json() for run in self.lanes],
         }  # fmt: skip
 
-    def __str__(self) -> str:
-        return lanes_text(self)
+    def document(self) -> Document:
+        return Document(f"merge lanes of {self.adapter} on {self.model}", lane_blocks(self))
 
 
 def classify(lane: Lane, *, adapter_is_merged: bool, base_is_merged: bool) -> str:

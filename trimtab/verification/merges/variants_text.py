@@ -1,11 +1,12 @@
-"""Merge lanes as text: one row per lane, one row per prompt, on a screen and as Markdown."""
+"""What does a report say about merge lanes: one row per lane, one row per prompt?"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trimtab.errors import gib
-from trimtab.report.cells import markdown_cell, markdown_table, number, table, yes
+from trimtab.report.document import Block, Figure, Heading, Items, Table, Text, number, yes
 from trimtab.verification.merges.retention import mean_survival
 
 if TYPE_CHECKING:
@@ -53,21 +54,12 @@ LEGEND = (
 )
 
 
-def lanes_text(report: LaneReport) -> str:
-    """Return the lanes as printed text."""
-    lines = [*table(HEAD, [lane_row(run) for run in report.lanes]), "", LEGEND]
+def lane_blocks(report: LaneReport, chart_of: Callable[[LaneRun], Figure] | None = None) -> list[Block]:
+    """Return what the lanes' part of a report says. chart_of: makes the chart of a lane's survival."""
+    blocks: list[Block] = [Table(HEAD, [lane_row(run) for run in report.lanes]), Text(LEGEND, "note")]
     for run in report.lanes:
-        lines += ["", f"{run.lane.name}: {run.lane.title}"]
-        lines += table(PROMPT_HEAD, prompt_rows(run), indent="  ") if run.prompts else []
-        lines += [f"  ! {text}" for text in (error_words(run), *run.notes) if text]
-    return "\n".join(lines)
-
-
-def lanes_markdown(report: LaneReport) -> str:
-    """Return the lanes as Markdown."""
-    lines = [*markdown_table(HEAD, [lane_row(run) for run in report.lanes]), "", LEGEND]
-    for run in report.lanes:
-        lines += ["", f"### {run.lane.name}", "", f"{run.lane.title}.", ""]
-        lines += markdown_table(PROMPT_HEAD, prompt_rows(run)) if run.prompts else []
-        lines += [f"- {markdown_cell(text)}" for text in (error_words(run), *run.notes) if text]
-    return "\n".join(lines)
+        blocks.append(Heading(f"{run.lane.name}: {run.lane.title}"))
+        blocks += [Table(PROMPT_HEAD, prompt_rows(run))] if run.prompts else []
+        blocks.append(Items([text for text in (error_words(run), *run.notes) if text]))
+        blocks += [chart_of(run)] if chart_of is not None and run.survival else []
+    return blocks

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
-from trimtab.report.charts import inline_svg, text
+from trimtab.report.charts import escape, inline_svg, text
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 150, 64, 24, 10
 # Of the page's font of 10 px: the height of a line, and the width of a wide letter.

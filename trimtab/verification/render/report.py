@@ -1,18 +1,16 @@
-"""The parity report, its verdict and its forms (table, JSON, Markdown, HTML page)."""
+"""The parity report and its verdict."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import ParityError, RequestError
-from trimtab.process.files import write_text
+from trimtab.errors import ParityError
+from trimtab.report.document import Document
+from trimtab.report.render import Report
 
 if TYPE_CHECKING:
     from trimtab.verification.merges.retention import Survival
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from trimtab.verification.merges.weights import MergedWeights
     from trimtab.verification.routes.compare import Difference, NoiseFloor
     from trimtab.verification.routes.loaded_changes import LoadedChanges
-
-FORMATS = (".json", ".md", ".html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +59,7 @@ class PromptParity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParityReport:
+class ParityReport(Report):
     """Two routes to the same answers.
 
     against: the comparison (a word of `comparisons.AGAINST` or a folder). expected: the right verdict: `same`
@@ -172,31 +168,10 @@ class ParityReport:
             "lanes": self.lanes.to_json() if self.lanes is not None else None, "versions": dict(self.versions),
         }  # fmt: skip
 
-    def __str__(self) -> str:
-        from trimtab.verification.render.text import report_text
+    def document(self) -> Document:
+        from trimtab.verification.render.text import document_of
 
-        return report_text(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report, whole or not at all, as JSON, Markdown or an HTML page, by the name's ending."""
-        check_save_path(path)
-        from trimtab.verification.render import html as page
-        from trimtab.verification.render import text as words
-
-        ending = Path(path).suffix.lower()
-        if ending == ".json":
-            text = json.dumps(self.to_json(), indent=1) + "\n"
-        else:
-            text = words.report_markdown(self) if ending == ".md" else page.report_html(self)
-        write_text(path, text, field="save")
-
-
-def check_save_path(path: str | os.PathLike[str]) -> None:
-    """Raise RequestError for a report file of an unknown form, or in a folder that does not exist."""
-    if Path(path).suffix.lower() not in FORMATS:
-        raise RequestError("unknown format of a report", field="save", value=str(path), allowed=FORMATS)
-    if not Path(path).resolve().parent.is_dir():
-        raise RequestError("its folder does not exist", field="save", value=str(path))
+        return document_of(self)
 
 
 def _finite(value: Any) -> Any:

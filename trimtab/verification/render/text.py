@@ -1,19 +1,21 @@
-"""A parity report as text: a table on a screen, Markdown for a page or an issue."""
+"""What does a parity report say: verdict, routes, numbers, and how sure they are?"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import gib
-from trimtab.report.cells import markdown_cell, markdown_table, number, table, yes
+from trimtab.report.document import Block, Details, Document, Facts, Figure, Heading, Items, Table, number, yes
 from trimtab.verification.merges.retention import mean_survival
-from trimtab.verification.merges.variants_text import lanes_markdown
+from trimtab.verification.merges.variants_text import lane_blocks
+from trimtab.verification.render import plots
 from trimtab.verification.routes.alarm_rate import FALSE_ALARM_RATE, MARGIN
 
 if TYPE_CHECKING:
+    from trimtab.verification.merges.variants import LaneRun
     from trimtab.verification.render.report import ParityReport, PromptParity
 
 HEAD = ("prompt", "kind", "verdict", "first", "max", "mean", "KL mean", "KL max", "top-1", "text")
@@ -43,49 +45,50 @@ def merge_row(row: PromptParity) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def floor_words(report: ParityReport) -> list[str]:
+def floor_rows(report: ParityReport) -> list[tuple[str, str]]:
     """Return the noise floor, its measurement, and the limit above which a difference is more than noise."""
     floor = report.floor
     if not floor.pairs:
-        return ["noise floor: not measured; a difference cannot be judged"]
+        return [("noise floor", "not measured; a difference cannot be judged")]
     size = f"max {number(floor.max_abs)}, mean {number(floor.mean_abs)}, KL {number(floor.kl_max)}"
     orders = Counter(_DRAW_NUMBER.sub("", name) for name in floor.orders)
-    lines = [
-        f"noise floor: {size}: the largest difference between runs of {report.reference['label']}, "
-        f"{len(floor.orders)} for each prompt",
-        "  runs: " + ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in orders.items()),
-    ]
+    rows = [
+        ("noise floor", f"{size}: the largest difference between runs of {report.reference['label']}, "
+         f"{len(floor.orders)} for each prompt"),
+        ("runs", ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in orders.items())),
+    ]  # fmt: skip
     if floor.limit is None:
-        return [*lines, "limit: too few runs to know the spread of the noise; a difference cannot be judged"]
+        return [*rows, ("limit", "too few runs to know the spread of the noise; a difference cannot be judged")]
     limit = floor.limit
-    lines.append(
-        f"limit: max {number(limit.max_abs)}, mean {number(limit.mean_abs)}, KL mean {number(limit.kl_mean)} on the "
-        f"noisiest prompt: a prediction bound over the runs that are rounded at random, times {MARGIN:g}; "
-        f"false-alarm rate {FALSE_ALARM_RATE:.0e}"
+    text = (
+        f"max {number(limit.max_abs)}, mean {number(limit.mean_abs)}, KL mean {number(limit.kl_mean)} on the noisiest prompt: a "
+        f"prediction bound over the runs that are rounded at random, times {MARGIN:g}; false-alarm rate {FALSE_ALARM_RATE:.0e}"
     )
-    return lines
+    return [*rows, ("limit", text)]
 
 
-def weights_words(report: ParityReport) -> list[str]:
-    """Return the text about the test of the merged weights."""
-    weights = report.weights
-    if weights is None:
-        return []
-    sees = "would be detected" if weights.sees_scale_fault else "would not be detected: it is below the rounding"
-    return [
-        f"weights: {weights.verdict}: slope of the written change on the exact one {1 + weights.together.off:.6g} over "
-        f"{len(weights.modules)} modules, {len(weights.wrong)} of them wrong",
-        f"  a scale wrong by 1 % {sees}; false-alarm rate {weights.false_alarm_rate:.0e}",
-    ]
-
-
-def changes_words(report: ParityReport) -> list[str]:
-    """Return whether both routes loaded the same changes."""
-    changes = report.changes
-    if changes is None:
-        return []
-    same = f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
-    return [f"adapters as loaded: {same}; a scale wrong by 1 % would be detected"]
+def weight_rows(report: ParityReport) -> list[tuple[str, str]]:
+    """Return what is known of the merged weights, and whether both routes loaded the same changes."""
+    weights, changes, rows = report.weights, report.changes, list[tuple[str, str]]()
+    if weights is not None:
+        sees = "would be detected" if weights.sees_scale_fault else "would not be detected: it is below the rounding"
+        rows.append(("weights", (
+            f"{weights.verdict}: slope of the written change on the exact one {1 + weights.together.off:.6g} over "
+            f"{len(weights.modules)} modules, {len(weights.wrong)} of them wrong; a scale wrong by 1 % {sees}; false-alarm rate "
+            f"{weights.false_alarm_rate:.0e}"
+        )))  # fmt: skip
+    if changes is not None:
+        same = f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
+        rows.append(("adapters as loaded", f"{same}; a scale wrong by 1 % would be detected"))
+    if report.survival:
+        survived, noise = mean_survival(report.survival)
+        worst = sorted(report.survival, key=lambda row: row.survived)[:WORST_MODULES] if survived < 0.999 else []
+        rows.append(("survival", (
+            f"{100 * survived:.1f} % of the adapter's change is in the merged weights of {len(report.survival)} modules, with "
+            f"other changes of {number(noise)} times its norm"
+        )))  # fmt: skip
+        rows += [("", f"minimum: {row.module_path} {100 * row.survived:.1f} %") for row in worst]
+    return rows
 
 
 def route_words(route: Mapping[str, Any]) -> str:
@@ -111,57 +114,49 @@ def verdict_words(report: ParityReport) -> str:
     return f"{report.verdict}: {a} against {b}"
 
 
-def survival_words(report: ParityReport) -> list[str]:
-    """Return the retained share of the adapter's change, and the modules with the smallest share."""
-    if not report.survival:
-        return []
-    survived, noise = mean_survival(report.survival)
-    worst = sorted(report.survival, key=lambda row: row.survived)[:WORST_MODULES]
-    lines = [
-        f"{100 * survived:.1f} % of the adapter's change is in the merged weights of {len(report.survival)} modules, with other "
-        f"changes of {number(noise)} times its norm"
-    ]
-    if survived < 0.999:
-        lines += [f"  minimum: {row.module_path} {100 * row.survived:.1f} %" for row in worst]
-    return lines
-
-
-def report_text(report: ParityReport) -> str:
-    """Return the report as printed text."""
-    lines = [verdict_words(report), ""]
-    lines += [f"  {route_words(route)}" for route in (report.reference, report.subject)]
-    lines += ["", *table(HEAD, [prompt_row(row) for row in report.prompts]), ""]
+def document_of(report: ParityReport) -> Document:
+    """Return what a parity report says."""
+    routes = [("model", report.model), ("adapter", report.adapter or "none")]
+    routes += [("compared", route_words(report.subject)), ("with", route_words(report.reference))]
+    blocks: list[Block] = [Facts(routes), Table(HEAD, [prompt_row(row) for row in report.prompts])]
     if any(row.merged_matches for row in report.prompts):
-        lines += [*table(MERGE_HEAD, [merge_row(row) for row in report.prompts]), ""]
-    lines += floor_words(report)
-    lines += weights_words(report) + changes_words(report)
-    lines += survival_words(report)
-    lines += [f"! {finding}" for finding in report.findings]
-    if report.lanes is not None:
-        lines += ["", str(report.lanes)]
-    return "\n".join(lines)
-
-
-def report_markdown(report: ParityReport) -> str:
-    """Return the report as Markdown."""
-    lines = [f"# {markdown_cell(verdict_words(report))}", ""]
-    lines += [f"- model: {markdown_cell(report.model)}", f"- adapter: {markdown_cell(report.adapter or 'none')}"]
-    lines += [f"- {markdown_cell(route_words(route))}" for route in (report.reference, report.subject)]
-    lines += ["", *markdown_table(HEAD, [prompt_row(row) for row in report.prompts]), ""]
-    if any(row.merged_matches for row in report.prompts):
-        lines += [*markdown_table(MERGE_HEAD, [merge_row(row) for row in report.prompts]), ""]
-    lines += ["## Answers", ""]
-    lines += markdown_table(
-        ("prompt", report.reference["label"], report.subject["label"], "expected"),
-        [(row.id, row.reference_text or "-", row.subject_text or "-", row.expected_text or "-") for row in report.prompts],
-    )  # fmt: skip
-    lines += ["", "## How sure", "", *[line.strip() for line in floor_words(report)], ""]
-    lines += [line.strip() for line in weights_words(report)] + changes_words(report)
-    lines += survival_words(report)
+        blocks.append(Table(MERGE_HEAD, [merge_row(row) for row in report.prompts]))
+    blocks.append(Facts(floor_rows(report) + weight_rows(report)))
     if report.findings:
-        lines += ["", "## Findings", "", *[f"- {markdown_cell(finding)}" for finding in report.findings]]
+        blocks += [Heading("Findings"), Items(report.findings)]
+    answers = ("prompt", report.reference["label"], report.subject["label"], "expected")
+    rows = [(r.id, *(text or "-" for text in (r.reference_text, r.subject_text, r.expected_text))) for r in report.prompts]
+    blocks.append(Details("Answers", [Table(answers, rows)]))
+    blocks.append(Details("Largest difference by position", [_positions(report, row) for row in report.prompts]))
+    if report.layers:
+        names = [f"layer {at}" if at else "embedding" for at in range(len(report.layers))]
+        blocks.append(_bars("Relative difference of hidden states by layer", report.layers, names, logarithmic=True))
+    if report.survival:
+        names = [row.module_path for row in report.survival]
+        blocks.append(_bars("Survival of the adapter's change by module", [row.survived for row in report.survival], names))
+        noise = [row.noise for row in report.survival]
+        blocks.append(_bars("Other changes by module, relative to the adapter's", noise, names, logarithmic=True))
     if report.lanes is not None:
-        lines += ["", "## Merge lanes", "", lanes_markdown(report.lanes)]
-    if report.versions:
-        lines += ["", "Versions: " + ", ".join(f"{name} {release}" for name, release in report.versions.items())]
-    return "\n".join(lines).rstrip() + "\n"
+        blocks += [Heading("Merge lanes"), *lane_blocks(report.lanes, _lane_chart)]
+    blocks.append(Facts([("versions", ", ".join(f"{name} {release}" for name, release in report.versions.items()))]))
+    return Document(verdict_words(report), blocks, "good" if report.ok else "bad")
+
+
+def _bars(title: str, values: Sequence[float], names: Sequence[str], *, logarithmic: bool = False) -> Figure:
+    line = None if logarithmic else 1.0
+    return Figure(title, plots.bars(values, names, label=title, logarithmic=logarithmic, line=line))
+
+
+def _lane_chart(run: LaneRun) -> Figure:
+    shares, names = [row.survived for row in run.survival], [row.module_path for row in run.survival]
+    return _bars(f"Survival in {run.lane.name}", shares, names)
+
+
+def _positions(report: ParityReport, row: PromptParity) -> Figure:
+    limit = report.floor.limits.get(row.id)
+    title = row.id if row.adapter is None else f"{row.id} ({row.adapter})"
+    return Figure(title, plots.lines(
+        row.difference.max_abs_by_position, label=f"difference by position, {title}",
+        dashed=limit.max_abs if limit is not None else None, dashed_label="limit of the noise", mark=row.prompt_tokens,
+        mark_label="answer",
+    ))  # fmt: skip

@@ -1,20 +1,13 @@
-"""The report on a server's adapter: text for the terminal, JSON, Markdown, one HTML page; and its exit code.
-
-All text from a server is shortened, stripped of control characters and escaped.
-"""
+"""The report on a server's adapter, and its exit code. All text from a server is shortened."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from html import escape
-from pathlib import Path
 from typing import Any
 
-from trimtab.process.files import write_text
-from trimtab.process.text_table import aligned
+from trimtab.report.document import Block, Details, Document, Facts, Heading, Table, Text
+from trimtab.report.render import Report
 from trimtab.verification.server.channels import Channel
 from trimtab.verification.server.client import plain
 from trimtab.verification.server.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Verdict, Weighed
@@ -56,7 +49,7 @@ class Answered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteReport:
+class RemoteReport(Report):
     """Whether the adapter of a server is alive.
 
     residuals: precision -> distance of the local base (or, if the server's base was not queried, of the nearest local
@@ -109,21 +102,17 @@ class RemoteReport:
             "versions": dict(self.versions),
         }  # fmt: skip
 
-    def __str__(self) -> str:
-        rows = [HEAD, *(_fault_row(one, self.verdict) for one in self.verdict.weighed)]
-        table = aligned(rows)
-        return "\n".join([headline(self), *facts(self), *(["", *table] if self.verdict.weighed else [])])
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report, whole or not at all, as JSON, Markdown or an HTML page, by the name's ending."""
-        from trimtab.verification.render.report import check_save_path
-
-        check_save_path(path)
-        ending = Path(path).suffix.lower()
-        text = {".json": json.dumps(self.to_json(), indent=1) + "\n", ".html": report_html(self)}.get(ending)
-        if text is None:
-            text = report_markdown(self)
-        write_text(path, text, field="save")
+    def document(self) -> Document:
+        """Return what it says."""
+        rows = [_fault_row(one, self.verdict) for one in self.verdict.weighed]
+        blocks: list[Block] = [Facts(facts(self))]
+        if rows:
+            blocks += [Heading("Known faults"), Table(HEAD, rows), Text(LEGEND, "note")]
+        if self.answered:
+            head = ("question", "kind", "KL", "the server's answer")
+            answers = [(one.id, one.kind, f"{one.kl:.3g}", plain(one.text, SHOWN_ANSWER)) for one in self.answered]
+            blocks.append(Details("Questions", [Table(head, answers, has_note=True)]))
+        return Document(headline(self), blocks, {ALIVE: "good", CANNOT_TELL: "unsure"}.get(self.verdict.word, "bad"))
 
 
 # Words ----------------------------------------------------------------------------------------------------------------
@@ -145,32 +134,31 @@ def headline(report: RemoteReport) -> str:
     return words
 
 
-def facts(report: RemoteReport) -> list[str]:
-    """Return the facts behind the verdict, one line each."""
+def facts(report: RemoteReport) -> list[tuple[str, str]]:
+    """Return the facts behind the verdict, each with its name."""
     verdict = report.verdict
-    lines = [f"because    {verdict.reason}"]
+    rows = [("server", report.url), ("model", report.model), ("adapter", report.adapter_path), ("because", verdict.reason)]
     if verdict.confidence is not None:
-        lines.append(f"confidence {_share(verdict.confidence)}")
-    lines.append(
-        f"alarms     a right server is called wrong in at most {_rate(verdict.false_alarm_rate)} of runs (sign test); measured: "
-        f"{MEASURED}"
-    )
+        rows.append(("confidence", _share(verdict.confidence)))
+    rows.append(("alarms", (
+        f"a right server is called wrong in at most {_rate(verdict.false_alarm_rate)} of runs (sign test); measured: {MEASURED}"
+    )))  # fmt: skip
     if verdict.weighed:
-        lines.append(f"noise      {verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not detected")
+        rows.append(("noise", f"{verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not detected"))
     smallest = verdict.smallest_seen
     if smallest is not None and verdict.word in (ALIVE, CANNOT_TELL):
-        lines.append(f"detected   {smallest.name} ({smallest.size:.3g}) is the smallest fault that would have been detected")
+        rows.append(("detected", f"{smallest.name} ({smallest.size:.3g}) is the smallest fault that would have been detected"))
     nearest = ", ".join(f"{name} {value:.3g}" for name, value in report.residuals.items())
     of = "server's base" if report.remote_base else "server (no request went to its base)"
-    lines.append(f"precision  {PRECISION_WORDS.get(report.precision, report.precision)}, the nearest to the {of}: {nearest}")
+    rows.append(("precision", f"{PRECISION_WORDS.get(report.precision, report.precision)}, the nearest to the {of}: {nearest}"))
     for kind, channel in report.channels.items():
         count = sum(one.kind == kind for one in report.answered)
         how = f"top {channel.top} logprobs" if channel.top else "texts alone: the server gives no logprobs"
-        lines.append(f"questions  {count} {kind} questions by {channel.name} ({how})")
-    lines += [f"note       {plain(note, 400)}" for note in report.notes]
-    lines += [f"not tried  {plain(one, 400)}" for one in report.not_tried]
-    lines.append(f"time       {report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all")
-    return lines
+        rows.append(("questions", f"{count} {kind} questions by {channel.name} ({how})"))
+    rows += [("note", plain(note, 400)) for note in report.notes]
+    rows += [("not tried", plain(one, 400)) for one in report.not_tried]
+    rows.append(("time", f"{report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all"))
+    return rows
 
 
 def _rate(rate: float) -> str:
@@ -191,67 +179,8 @@ def _fault_row(one: Weighed, verdict: Verdict) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-# Pages ----------------------------------------------------------------------------------------------------------------
-
-
-def report_markdown(report: RemoteReport) -> str:
-    """Return the report as Markdown."""
-    rows = [_fault_row(one, report.verdict) for one in report.verdict.weighed]
-    table = [HEAD, ("---",) * len(HEAD), *rows]
-    lines = [f"# {_cell(headline(report))}", "", *(f"- {_cell(line)}" for line in facts(report))]
-    if rows:
-        lines += ["", *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in table)]
-    answers = [(one.id, f"{one.kl:.3g}", plain(one.text, SHOWN_ANSWER)) for one in report.answered]
-    if answers:
-        head = ("question", "KL", "the server's answer")
-        lines += ["", *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in [head, ("---",) * 3, *answers])]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    return (
-        escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("`", "\\`").replace("[", "\\[").replace("]", "\\]")
-    )
-
-
-def report_html(report: RemoteReport) -> str:
-    """Return the report as one page without scripts or outside links."""
-    from trimtab.verification.render.html import STYLE
-
-    kind = {ALIVE: "same", CANNOT_TELL: "noise"}.get(report.verdict.word, "differs")
-    title = headline(report)
-    rows = [_fault_row(one, report.verdict) for one in report.verdict.weighed]
-    answers = [(one.id, one.kind, f"{one.kl:.3g}", plain(one.text, SHOWN_ANSWER)) for one in report.answered]
-    parts = [
-        f'<h1 class="{kind}">{escape(title)}</h1>',
-        f"<p>server {escape(report.url)}<br>model {escape(report.model)}<br>adapter {escape(report.adapter_path)}</p>",
-        f"<ul>{''.join(map(_fact_row, facts(report)))}</ul>",
-    ]
-    if rows:
-        parts += ["<h2>Known faults</h2>", _table(HEAD, rows), f'<p class="soft">{escape(LEGEND)}</p>']
-    if answers:
-        parts += ["<h2>Questions</h2>", _table(("question", "kind", "KL", "the server's answer"), answers)]
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
-
-
-def _fact_row(line: str) -> str:
-    label, _, words = line.partition(" ")
-    return f"<li><b>{escape(label)}</b>: {escape(words.strip())}</li>"
-
-
 LEGEND = (
     "Size: how far the fault moves the right answers, which trimtab computes. From it, from right: the distances of the server's "
     "answers from both. All three are mean differences of logprobs, on the questions that show the fault. Nearer: on how many of "
     "them the fault is nearer."
 )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
