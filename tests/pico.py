@@ -188,6 +188,20 @@ def _text(name: str, **more: Any) -> Any:
     return getattr(transformers, f"{name}Config")(**_TEXT | {"tie_word_embeddings": False} | more)
 
 
+def _llava() -> Any:
+    from transformers import LlavaConfig
+
+    vision = _VISION | {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "projection_dim": WIDTH}
+    return LlavaConfig(text_config=_TEXT | {"model_type": "llama"}, vision_config=vision, image_token_index=IMAGE)
+
+
+def _internvl() -> Any:
+    from transformers import InternVLConfig
+
+    vision = _VISION | {"image_size": [28, 28], "patch_size": [14, 14]}
+    return InternVLConfig(text_config=_TEXT | {"model_type": "qwen2"}, vision_config=vision, image_token_id=IMAGE)
+
+
 def _mixtral() -> Any:
     from transformers import MixtralConfig
 
@@ -241,6 +255,8 @@ _OTHERS = {
             _text, "Granite", embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.22, logits_scaling=8.0
         ),
     ),
+    "llava": ("LlavaForConditionalGeneration", _llava),
+    "internvl": ("InternVLForConditionalGeneration", _internvl),
     "gpt_oss": (
         "GptOssForCausalLM",
         partial(_text, "GptOss", layer_types=[_SLIDING, _FULL], sliding_window=8, num_local_experts=4, num_experts_per_tok=2),

@@ -25,7 +25,7 @@ from trimtab.engine.kernels import delta_rule
 from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
 
-NEW = ["gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm4", "granite", "gpt_oss"]
+NEW = ["gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm4", "granite", "gpt_oss", "llava", "internvl"]
 DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5", *NEW]
 ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]
 # bfloat16 logits: sums in another order, and adapters rounded once instead of twice.
