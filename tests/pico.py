@@ -16,7 +16,7 @@ import struct
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,37 @@ def _qwen3_5() -> Any:
     return Qwen3_5TextConfig(**_TEXT | {"num_hidden_layers": 4, "tie_word_embeddings": False} | linear)
 
 
+_GROWING = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 256, "factor": 2.0,
+}  # fmt: skip
+
+
+def _text(name: str, **more: Any) -> Any:
+    """The config of a family without images, which has no name of its own here."""
+    import transformers
+
+    return getattr(transformers, f"{name}Config")(**_TEXT | {"tie_word_embeddings": False} | more)
+
+
+def _llava() -> Any:
+    from transformers import LlavaConfig
+
+    vision = _VISION | {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "projection_dim": WIDTH}
+    return LlavaConfig(text_config=_TEXT | {"model_type": "llama"}, vision_config=vision, image_token_index=IMAGE)
+
+
+def _internvl() -> Any:
+    from transformers import InternVLConfig
+
+    vision = _VISION | {"image_size": [28, 28], "patch_size": [14, 14]}
+    return InternVLConfig(text_config=_TEXT | {"model_type": "qwen2"}, vision_config=vision, image_token_id=IMAGE)
+
+
 def _mixtral() -> Any:
     from transformers import MixtralConfig
 
@@ -200,7 +231,37 @@ _CONFIGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
 }
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 # With tests of their own; not in those of every family.
-_OTHERS = {"qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5)}
+_OTHERS = {
+    "qwen3_5": ("Qwen3_5ForCausalLM", _qwen3_5),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        partial(
+            _text,
+            "Gemma2",
+            sliding_window=8,
+            query_pre_attn_scalar=2 * HEAD,
+            attn_logit_softcapping=0.5,
+            final_logit_softcapping=2.0,
+        ),
+    ),
+    "ministral3": ("Ministral3ForCausalLM", partial(_text, "Ministral3", rope_parameters=_GROWING)),
+    "phi3": ("Phi3ForCausalLM", partial(_text, "Phi3", sliding_window=12, head_dim=HEAD // 2, rope_parameters=_LONG)),
+    "olmo2": ("Olmo2ForCausalLM", partial(_text, "Olmo2")),
+    "olmo3": ("Olmo3ForCausalLM", partial(_text, "Olmo3", layer_types=[_SLIDING, _FULL], sliding_window=8)),
+    "glm4": ("Glm4ForCausalLM", partial(_text, "Glm4", attention_bias=True)),
+    "granite": (
+        "GraniteForCausalLM",
+        partial(
+            _text, "Granite", embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.22, logits_scaling=8.0
+        ),
+    ),
+    "llava": ("LlavaForConditionalGeneration", _llava),
+    "internvl": ("InternVLForConditionalGeneration", _internvl),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        partial(_text, "GptOss", layer_types=[_SLIDING, _FULL], sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
+    ),
+}
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -384,6 +445,8 @@ def _targets(model: Any, targets: str, embeddings: bool) -> str | list[str]:
         # PEFT turns MLP names of a model with fused experts into adapters on 3-D parameters.
         fused = any(parameter.dim() == 3 for parameter in model.parameters())
         names = [f"{name}_proj" for name in ("qkvo" if fused else ("q", "k", "v", "o", "gate", "up", "down"))]
+        there = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+        names += [name for name in ("qkv_proj", "gate_up_proj") if name in there]
         return [*names, "embed_tokens"] if embeddings else names
     wanted = {"text": _LANGUAGE, "all": f"{_LANGUAGE}|{_TOWERS}"}[targets]
     # Exact class: a subclass such as the output projection of nn.MultiheadAttention is read from outside its forward.

@@ -1,4 +1,4 @@
-"""Put the table of formats, families and tiers into docs/which-files.md: it says only what the tests of formats load and compare.
+"""Put the tables of formats and families into docs/which-files.md: they say only what tests load and compare, and what was measured.
 
 python tools/which_files.py            write
 python tools/which_files.py --check    exit 1 if the page does not say what the records and tests say
@@ -6,22 +6,38 @@ python tools/which_files.py --check    exit 1 if the page does not say what the 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
+import torch
+import transformers
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests import gguf_files  # noqa: E402
+from tests import gguf_files, pico  # noqa: E402
 from tests.quantized_files import FAMILIES, FORMS, TIERS  # noqa: E402
+from trimtab.engine.families import families  # noqa: E402
 from trimtab.formats.record import packed_bytes, stored_format  # noqa: E402
 from trimtab.planning.values.execution import how_computed  # noqa: E402
 from trimtab.planning.values.rows import StoredWeights  # noqa: E402
 
 PAGE = ROOT / "docs" / "which-files.md"
-SLOT = re.compile(r"(<!-- formats -->\n).*?(<!-- /formats -->)", re.DOTALL)
-NAMES = {"llama": "Llama", "qwen3_vl": "Qwen3-VL", "gemma4": "Gemma 4", "qwen3_moe": "Qwen3 MoE", "gemma3n": "Gemma 3n"}
+SLOT = re.compile(r"(<!-- (formats|families) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+NAMES = {
+    "gemma4": "Gemma 4", "gemma4_moe": "Gemma 4 with experts", "gemma3": "Gemma 3", "gemma3n": "Gemma 3n", "gemma2": "Gemma 2",
+    "llama": "Llama", "mistral3": "Mistral 3", "ministral3": "Ministral 3", "mixtral": "Mixtral", "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3.5", "qwen3_vl": "Qwen3-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_moe": "Qwen3 MoE", "phi3": "Phi-3 and 4",
+    "olmo2": "OLMo 2", "olmo3": "OLMo 3", "glm4": "GLM-4", "granite": "Granite", "gpt_oss": "gpt-oss", "llava": "LLaVA",
+    "internvl": "InternVL",
+}  # fmt: skip
+# Rows of bench/results/families.json and formats.json.
+MEASURED = {
+    "qwen3": "qwen3-8b", "llama": "llama-3-8b", "gemma3": "gemma3-4b", "qwen3_vl": "qwen3-vl-4b", "qwen3_5": "qwen3.5-9b",
+    "gemma4": "e4b",
+}  # fmt: skip
 # Formats that other tests load in every tier: tests/engine/loader, test_mobile.py and test_gguf_models.py in tests/engine/formats.
 # Format -> families.
 ELSEWHERE = {
@@ -58,9 +74,37 @@ def _row(name: str, families: tuple[str, ...]) -> tuple[str, ...]:
     return (f"`{name}`", f"{bits:.2f}", *(tiers if family in families else "-" for family in FAMILIES), *how)
 
 
+def family_table() -> str:
+    """Return the table of families as Markdown: what computes their steps and prompts, why, and how fast it was."""
+    rows, where = _measured()
+    lines = [("family", "modules", "steps and prompts", "tokens/s"), ("---", "---", "---", "---:")]
+    for name, label in NAMES.items():
+        class_name, config = pico._CONFIGS.get(name) or pico._OTHERS[name]
+        with torch.device("meta"):
+            model = getattr(transformers, class_name)._from_config(config())
+        why = families.why_not(model)
+        row = rows.get(MEASURED.get(name, ""))
+        speed = "-" if row is None else f"{row['tok_s']:.0f} ({row['model']})"
+        text = f"captured modules: {why}" if why is not None else "own kernels"
+        if why is None and any(layer.gate is None for layer in families.describe(model).layers):
+            text += ", the MLP as its module"
+        lines.append((label, f"`{type(model.get_decoder()).__name__}`", text, speed))
+    return (
+        "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+        + f"\n{where}, 4-bit weights, one row, an adapter on. -: not measured.\n"
+    )
+
+
+def _measured() -> tuple[dict[str, dict[str, object]], str]:
+    results = [json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()) for name in ("formats", "families")]
+    gpus = {one["environment"]["gpu"] for one in results}
+    return {row["model"]: row for one in results for row in reversed(one["rows"])}, " and ".join(sorted(gpus))
+
+
 def filled(text: str) -> str:
-    """Return the page with its table as the records have it."""
-    return SLOT.sub(lambda slot: f"{slot[1]}{table()}{slot[2]}", text)
+    """Return the page with its tables as the records have them."""
+    made = {"formats": table, "families": family_table}
+    return SLOT.sub(lambda slot: f"{slot[1]}{made[slot[2]]()}{slot[3]}", text)
 
 
 def main(arguments: list[str]) -> int:

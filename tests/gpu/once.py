@@ -33,7 +33,8 @@ from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 # Outputs of layers over one input, columns, whether two are gate and up.
 PRODUCTS = (((64,), 1024, False), ((48, 48), 512, True), ((96, 32, 32), 512, False), ((40,), 192, False))
-ATTENTION = ((8, 2, 256), (4, 1, 512), (2, 1, 128), (4, 2, 64))
+TURNED = tuple((2, 1, 64, None, False, None, False, way) for way in ("pairs", "wide"))
+ATTENTION = ((8, 2, 256), (4, 1, 512), (2, 1, 128), (4, 2, 64), *TURNED)
 PAGED = ((8, 2, 256), (4, 1, 512))
 # Vectors that are normed and gated: 8 values at once, and one at a time. Scores of a vocabulary in the same two ways.
 WIDTHS = (64, 60, 512)

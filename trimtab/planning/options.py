@@ -211,6 +211,8 @@ def _mode_reason(mode: str, requested: str | None, refused: Mapping[str, str], b
     if before:
         return f"faster here than {before[-1].execution.step.mode} steps, which compute every layer on the GPU"
     why = "; ".join(f"no {name} steps: {reason}" for name, reason in refused.items())
+    if mode == "fused":
+        return "its decoder is described: trimtab's kernels, the fastest way that this model and card support"
     return why or "the fastest way that this model and card support"
 
 

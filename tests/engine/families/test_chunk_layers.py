@@ -22,7 +22,9 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 # On both sides of a chunk of 8 and 16 tokens and of the window of 8; several chunks, the last one nearly empty and full.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)
 # gemma4: keys and values shared by the last layers, an input of each layer's own. dense: neither, and keys that are the values.
-# qwen3, gemma3: one norm and one rotation, and two of each. qwen3_vl: positions along three axes.
+# qwen3, gemma3: one norm and one rotation, and two of each. qwen3_vl: positions along three axes. gemma2, gpt_oss: eager attention
+# that caps scores, and that has sinks; experts as they are. ministral3: queries grow. phi3: joined products. olmo3: norms behind,
+# of all heads together. glm4: pairs turn. granite: factors.
 FAMILIES = (
     "gemma4",
     "gemma4_dense",
@@ -30,6 +32,14 @@ FAMILIES = (
     "gemma3",
     "qwen3_5",
     pytest.param("qwen3_vl", marks=pytest.mark.slow),
+    "gemma2",
+    "gpt_oss",
+    "ministral3",
+    "phi3",
+    "olmo3",
+    "glm4",
+    "granite",
+    pytest.param("olmo2", marks=pytest.mark.slow),
     pytest.param("llama", marks=pytest.mark.slow),
 )
 

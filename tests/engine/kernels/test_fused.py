@@ -182,6 +182,8 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
     "shape, norm",
     [
         (fused.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
+        (fused.AttentionShape(4, 2, 32, None, False, 16, turn="pairs", growth=fused.Growth(0.1, 16)), ("after", True)),
+        (fused.AttentionShape(6, 2, 32, None, False, None, turn="wide", has_sinks=True), ("inside", True)),
         *(
             pytest.param(fused.AttentionShape(*shape), norm, marks=pytest.mark.slow)
             for shape, norm in (
@@ -192,7 +194,7 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
     ],
 )  # fmt: skip
 def test_the_check_at_load_passes_for_every_form_of_norms_and_heads(shape, norm):
-    """Norms that round in front of their weight, none at all, and heads of which a part turns."""
+    """Norms that round in front of their weight, none at all, heads of which a part turns, and other scores."""
     assert fused_check.check(cpu_module(1), widths=(64,), attention=(shape,), norm=norm, dtype=torch.float16, rows=(2,)) is None
 
 

@@ -243,11 +243,11 @@ def test_what_a_row_held_before_is_gone():
 
 def test_attention_of_another_kind_is_named(tmp_path):
     with load("llama", tmp_path) as model:
-        model.hf_model.config._attn_implementation = "eager"
+        model.hf_model.config._attn_implementation = "flex_attention"
         batch = Batch(model, rows=1)
         batch.prompts = PrefillRunner(batch, "static")
         assert not batch.prompts.is_on
-        assert named(batch) == ["its attention is eager, not sdpa"]
+        assert named(batch) == ["its attention is flex_attention, not sdpa or eager"]
 
 
 # Rows and prompts ----------------------------------------------------------------------------------------------------

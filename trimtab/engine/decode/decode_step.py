@@ -206,7 +206,7 @@ class DecodeStep:
             table.empty(count)
         cache.begin()
         cache.step_count = count
-        masks = hf_slots.step_masks(self.model.hf_model, cache, count)
+        masks = hf_slots.step_masks(self.model.hf_model, cache, count, self.model.dtype)
         step = cache.rows_of_step(count)
         if added_masks:
             masks = short_ops.added_masks(self.model.hf_model, masks, self.model.dtype)

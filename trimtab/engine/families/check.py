@@ -6,7 +6,7 @@ give the module's output up to roundings. What differs is named, and the modules
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,24 +14,30 @@ from torch.nn import functional
 
 from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm
 from trimtab.engine.kernels import delta_rule
-from trimtab.engine.kernels.attention_and_norms import norm_torch, turned_torch
+from trimtab.engine.kernels.attention_and_norms import attention_torch, norm_torch, turned_torch
+from trimtab.engine.kernels.embed_and_logits import argmax_logits
 from trimtab.engine.layers.linear import staged_in
+
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
 
 TOKENS = 6  # more than a convolution's taps
 # The norm of a difference over the norm of what a layer adds; a rounding of the layer's output comes on top. The operations are the
 # modules' own in the same order; attention's sums are not.
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+_PARTS = ("queries", "keys", "values")
 _ACTS = {"silu": {}, "gelu": {"approximate": "none"}, "gelu_tanh": {"approximate": "tanh"}}
 
 
 @torch.no_grad()
-def wrong(decoder: Decoder, device: torch.device, dtype: torch.dtype, context_tokens: int) -> str | None:
+def wrong(decoder: Decoder, hf_model: HFModel, device: torch.device, dtype: torch.dtype, context_tokens: int) -> str | None:
     """Return what of a description differs from the modules, by name, or None. No adapter may be selected."""
     return (
-        _wrong_norms(decoder, device, dtype)
+        _wrong_widths(decoder)
+        or _wrong_norms(decoder, device, dtype)
         or _wrong_ropes(decoder, device, dtype, context_tokens)
         or _wrong_attention(decoder)
-        or _wrong_layers(decoder, device)
+        or _wrong_layers(decoder, hf_model, device, context_tokens)
     )
 
 
@@ -48,6 +54,23 @@ def _norms(decoder: Decoder) -> dict[str, Norm]:
             )
         }  # fmt: skip
     return {name: norm for name, norm in found.items() if norm is not None}
+
+
+def _wrong_widths(decoder: Decoder) -> str | None:
+    """Compare the widths of attention's products and norms with those of its heads."""
+    for number, own in decoder.attentions.items():
+        heads, kv_heads, dim, *_ = own.shape
+        q, kv = heads * dim, kv_heads * dim
+        parts = [own.norms().q_step * q, *([] if own.source is not None else [kv] * (2 if own.mode == "own" else 1))]
+        wanted = [("input of its output", own.o.in_features, q)]
+        made = [linear.out_features for linear in own.projections]
+        wanted += [("products", sum(made), sum(parts))] if own.is_joined else list(zip(_PARTS, made, parts, strict=False))
+        norms = (("norm of queries", own.q_norm, q), ("norm of keys", own.k_norm, kv))
+        wanted += [(name, one.weight.numel(), width if own.is_wide else dim) for name, one, width in norms if one is not None]
+        for what, found, width in wanted:
+            if found != width:
+                return f"layer {number}'s {what} has {found} values, its description {width}"
+    return None
 
 
 def _wrong_norms(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -68,7 +91,8 @@ def _wrong_ropes(decoder: Decoder, device: torch.device, dtype: torch.dtype, con
     like = torch.empty(len(positions), 1, 1, dtype=dtype, device=device)
     for kind, rope in decoder.ropes.items():
         angles = torch.cat((positions[:, None].float() * rope.inv_freq.to(device).float(),) * 2, dim=-1)
-        ours = (angles.cos() * rope.factor).to(dtype), (angles.sin() * rope.factor).to(dtype)
+        is_wide = any(own.rope == kind and own.shape.turn == "wide" for own in decoder.attentions.values())
+        ours = [(one * rope.factor).to(torch.float32 if is_wide else dtype) for one in (angles.cos(), angles.sin())]
         theirs = rope.cos_sin(like, positions[:, None])
         if not all(torch.equal(a, b[:, 0]) for a, b in zip(ours, theirs, strict=True)):
             return f"the rotation of {kind} has other bits"
@@ -78,7 +102,9 @@ def _wrong_ropes(decoder: Decoder, device: torch.device, dtype: torch.dtype, con
 def _wrong_attention(decoder: Decoder) -> str | None:
     for number, own in decoder.attentions.items():
         module = own.module
-        window = getattr(module, "sliding_window", own.window)
+        config = decoder.text.config
+        is_sliding = (getattr(config, "layer_types", None) or ["sliding_attention"] * (number + 1))[number] == "sliding_attention"
+        window = getattr(module, "sliding_window", getattr(config, "sliding_window", None) if is_sliding else None)
         if own.window != window:
             return f"layer {number} has a window of {window}, its description {own.window}"
         rotary = own.shape.dim if own.shape.rotary is None else own.shape.rotary
@@ -90,8 +116,8 @@ def _wrong_attention(decoder: Decoder) -> str | None:
 # A few tokens, in plain torch -------------------------------------------------------------------------------------------
 
 
-def _wrong_layers(decoder: Decoder, device: torch.device) -> str | None:
-    """Compare each layer's output, and its attention's, with the modules' for the modules' own inputs."""
+def _wrong_layers(decoder: Decoder, hf_model: HFModel, device: torch.device, context_tokens: int) -> str | None:
+    """Compare each layer's output, its attention's, and the scores, with the modules' for the modules' own inputs."""
     ids = torch.arange(3, 3 + TOKENS, device=device)[None] % decoder.text.config.vocab_size
     seen: list[Tensor] = []
     handles = []
@@ -102,20 +128,35 @@ def _wrong_layers(decoder: Decoder, device: torch.device) -> str | None:
     def behind(_: object, args: Any, output: Any) -> None:
         seen.append(_first(output))
 
+    config, heads = decoder.text.config, []
+    probe = torch.linspace(-100, 100, config.vocab_size, device=device)
+
+    def scored(_: object, args: Any, output: Tensor) -> Tensor:
+        heads.append(args[0])
+        return probe.to(output.dtype).expand_as(output)
+
     for layer in decoder.layers:
         handles.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(layer.mixer.module.register_forward_hook(behind))
+    handles.append(decoder.text.register_forward_hook(lambda _, args, output: heads.append(output.last_hidden_state)))
+    handles.append(hf_model.lm_head.register_forward_hook(scored))
+    start = context_tokens - TOKENS if any(own.growth is not None for own in decoder.attentions.values()) else 0
+    positions = torch.arange(start, start + TOKENS, device=device)[None]
     try:
-        last = decoder.text(input_ids=ids, use_cache=False).last_hidden_state
+        logits = hf_model(input_ids=ids, use_cache=False, **({"position_ids": positions} if start else {})).logits
     finally:
         for handle in handles:
             handle.remove()
     inputs, attentions = [one.clone() for one in seen[::2]], seen[1::2]
     if len(inputs) != len(decoder.layers) or len(attentions) != len(inputs):
         return "its modules run in another order"
-    if not torch.equal(h := decoder.embedding(ids), inputs[0]):
+    if not torch.equal(h := decoder.embedded(ids), inputs[0]):
         return "the embedding of its tokens differs"
-    positions = torch.arange(TOKENS, device=device)[None]
+    last, read = heads
+    if not torch.equal(last, read):
+        return "the head reads something else than the decoder's output"
+    if not torch.equal(argmax_logits(decoder.scored(probe.to(last.dtype)[None]), decoder.softcap)[0][0], logits[0, -1].float()):
+        return "the scores behind the head have other bits"
     extra = None
     if decoder.per_layer:
         extra = decoder.text.project_per_layer_inputs(h, decoder.text.get_per_layer_inputs(ids, h))
@@ -124,7 +165,10 @@ def _wrong_layers(decoder: Decoder, device: torch.device) -> str | None:
     for number, layer in enumerate(decoder.layers):
         given = inputs[number]
         x = _normed(given, layer.before_attention)
-        mixed = _delta(layer.mixer, x) if isinstance(layer.mixer, DeltaNet) else _attended(layer.mixer, x, turns, kept, number)
+        if isinstance(layer.mixer, DeltaNet):
+            mixed = _delta(layer.mixer, x)
+        else:
+            mixed = _attended(layer.mixer, x, turns, kept, number, positions)
         attended = layer.mixer.o(mixed)
         out = _behind(decoder, layer, given, attended, None if extra is None else extra[:, :, number])
         for staged in staged_in(layer.module):  # its module, which would report it, was not called
@@ -162,47 +206,50 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
     def act(x: Tensor) -> Tensor:
         return functional.silu(x) if decoder.activation == "silu" else functional.gelu(x, **_ACTS[decoder.activation])
 
-    h = h + _normed(attended, layer.after_attention)
+    added = 1.0 if layer.added is None else layer.added
+    h = h + _normed(attended, layer.after_attention) * added
     x = _normed(h, layer.before_mlp)
-    h = h + _normed(layer.down(act(layer.gate(x)) * layer.up(x)), layer.after_mlp)
+    if layer.gate is None:
+        made = layer.through(x[0])[None]
+    else:
+        gate, up = layer.gate(x).chunk(2, dim=-1) if layer.up is None else (layer.gate(x), layer.up(x))
+        made = layer.down(act(gate) * up)
+    h = h + _normed(made, layer.after_mlp) * added
     if layer.per_layer is not None and extra is not None:
         own = layer.per_layer
         h = h + _normed(own.projection(act(own.gate(h)) * extra), own.norm)
     return h if layer.scale is None else h * layer.scale
 
 
-def _attended(own: Attention, x: Tensor, turns: Any, kept: dict[int, tuple[Tensor, Tensor]], number: int) -> Tensor:
+def _attended(
+    own: Attention, x: Tensor, turns: Any, kept: dict[int, tuple[Tensor, Tensor]], number: int, positions: Tensor
+) -> Tensor:  # fmt: skip
     gates = None
+    made = own.parts([linear(x)[0] for linear in own.projections])
+    for wide, part in zip(own.wide_norms, made, strict=False):
+        part.copy_(_normed(part, wide))
 
-    def heads(linear: Any, norm: Norm | None, *, turns_too: bool, step: int = 1) -> Tensor:
+    def heads(part: Tensor, norm: Norm | None, *, turns_too: bool, step: int = 1) -> Tensor:
         nonlocal gates
-        y = linear(x).view(*x.shape[:2], -1, step * own.shape.dim)
+        y = part.view(*x.shape[:2], -1, step * own.shape.dim)
         if step > 1:
             gates = torch.sigmoid(y[..., own.shape.dim :]).flatten(2)
-        y = _normed(y[..., : own.shape.dim], norm)
+        y = _normed(y[..., : own.shape.dim], None if own.is_wide else norm)
         if turns_too and own.rope is not None:
             cos, sin = turns[own.rope]
-            y = turned_torch(y[0], cos[0], sin[0])[None]
+            y = turned_torch(y[0], cos[0], sin[0], in_pairs=own.shape.turn == "pairs")[None]
         return y.transpose(1, 2)
 
-    queries = heads(own.q, own.q_norm, turns_too=True, step=2 if own.shape.is_gated else 1)
+    queries = heads(made[0], own.q_norm, turns_too=True, step=2 if own.shape.is_gated else 1)
     if own.source is None:
-        values = heads(own.v if own.v is not None else own.k, None, turns_too=False)
+        values = heads(made[-1], None, turns_too=False)
         if own.shape.norms_values:
             values = norm_torch(values, None, own.norms().eps)
-        kept[number] = heads(own.k, own.k_norm, turns_too=True), values
-    keys, values = (
-        one.repeat_interleave(own.shape.heads // own.shape.kv_heads, 1)
-        for one in kept[number if own.source is None else own.source]
-    )
-    if own.softcap is None:
-        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=own.scale)
-    else:
-        scores = torch.tanh(queries @ keys.transpose(2, 3) * own.scale / own.softcap) * own.softcap
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        weights = torch.softmax(scores.masked_fill(mask, float("-inf")), dim=-1, dtype=torch.float32).to(x.dtype)
-        attended = weights @ values
-    attended = attended.transpose(1, 2).reshape(*x.shape[:2], -1)
+        kept[number] = heads(made[1], own.k_norm, turns_too=True), values
+    if own.growth is not None:
+        queries = queries * own.growth.of(positions, x.dtype)[:, None, :, None]
+    keys, values = kept[number if own.source is None else own.source]
+    attended = attention_torch(queries, keys, values, None, own.scores).transpose(1, 2).reshape(*x.shape[:2], -1)
     return attended if gates is None else attended * gates
 
 
@@ -212,5 +259,8 @@ def _delta(own: DeltaNet, x: Tensor) -> Tensor:
     state = torch.zeros(1, shape.value_heads, shape.key_dim, shape.value_dim, device=x.device)
     out = x.new_empty(tokens, own.o.in_features)
     products = own.qkv(x)[0], own.z(x)[0], own.b(x)[0], own.a(x)[0]
-    delta_rule.delta_net(products, shape, own.weights(), conv, state, (out, out), out, tokens=tokens)
+    for part, count in ((slice(tokens - 1), tokens - 1), (slice(tokens - 1, tokens), None)):  # a step, from the state
+        made = [one[part] for one in products]
+        given: dict[str, Any] = {} if count is None else {"tokens": count}
+        delta_rule.delta_net(tuple(made), shape, own.weights(), conv, state, (out[part], out[part]), out[part], **given)
     return out[None]

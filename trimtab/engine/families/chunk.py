@@ -58,7 +58,7 @@ class ChunkLayers:
 
         def forward(
             hidden_states: Tensor, per_layer_input: Tensor | None = None, shared_kv_states: Any = None,
-            position_embeddings: Any = None, past_key_values: Any = None, **kwargs: object,
+            position_embeddings: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: object,
         ) -> Tensor:  # fmt: skip
             rows, width = hidden_states.shape[0], hidden_states.shape[-1]
             h = hidden_states.reshape(-1, width)
@@ -66,10 +66,13 @@ class ChunkLayers:
             if isinstance(layer.mixer, DeltaNet):
                 attended = self._delta(layer.mixer, x, past_key_values.layers[number])
             else:
-                attended = self._attend(layer.mixer, x, rows, mask, shared_kv_states, position_embeddings, past_key_values)
+                attended = self._attend(
+                    layer.mixer, x, rows, mask, shared_kv_states, position_embeddings, past_key_values, position_ids
+                )
             (y,) = self._products([layer.mixer.o], attended, rows)
-            middle, x = torch.empty_like(h), torch.empty_like(h)
-            self._add(y, h, layer.after_attention, layer.before_mlp, None, middle, x)
+            middle = torch.empty_like(h)
+            x = middle if layer.before_mlp is None else torch.empty_like(h)
+            self._add(y, h, layer.after_attention, layer.before_mlp, None, middle, x, layer.added)
             y = self._mlp(layer, x, rows)
             post = layer.after_mlp
             if per_layer_input is not None and layer.per_layer is not None:
@@ -81,7 +84,7 @@ class ChunkLayers:
                 (y,) = self._products([layer.per_layer.projection], gated, rows)
                 middle, post = after, layer.per_layer.norm
             out, made = torch.empty_like(h), None if following is None else torch.empty_like(h)
-            self._add(y, middle, post, following, layer.scale, out, made)
+            self._add(y, middle, post, following, layer.scale, out, made, layer.added)
             result = out.view(hidden_states.shape)
             self._made = None if made is None else (result, made)
             return result
@@ -90,15 +93,18 @@ class ChunkLayers:
 
     def _add(
         self, y: Tensor, residual: Tensor, post: Norm | None, following: Norm | None, scale: Tensor | None, out_h: Tensor,
-        out_x: Tensor | None,
+        out_x: Tensor | None, added: float | None = None,
     ) -> None:  # fmt: skip
         norm = self.step.norm(residual, post, following, scale, out_h)
         fused.add_norm(
-            y, residual, norm.post, norm.next, norm.eps, scale, out_h, out_x, self.step.kernels.small, form=norm.form
+            y if added is None else y * added, residual, norm.post, norm.next, norm.eps, scale, out_h,
+            None if following is None else out_x, self.step.kernels.small, form=norm.form,
         )  # fmt: skip
 
-    def _input(self, hidden_states: Tensor, h: Tensor, norm: Norm) -> Tensor:
+    def _input(self, hidden_states: Tensor, h: Tensor, norm: Norm | None) -> Tensor:
         made, self._made = self._made, None
+        if norm is None:
+            return h
         if made is not None and made[0] is hidden_states:
             return made[1]
         x = torch.empty_like(h)
@@ -106,14 +112,19 @@ class ChunkLayers:
         return x
 
     def _attend(
-        self, own: Attention, x: Tensor, rows: int, mask: Tensor | None, shared: Any, turn: tuple[Tensor, Tensor], cache: Any
-    ) -> Tensor:
+        self, own: Attention, x: Tensor, rows: int, mask: Tensor | None, shared: Any, turn: tuple[Tensor, Tensor], cache: Any,
+        positions: Any,
+    ) -> Tensor:  # fmt: skip
         """Return attention's input of its last product, [n, Hq * D], for x [n, D] of that many rows of as many tokens; keys and
         values are in the cache then."""
         n, dim, module = x.shape[0], own.shape.dim, own.module
         tokens = n // rows
+        if own.rope is not None:
+            turn = self.step.decoder.ropes[own.rope].whole(turn)
         cos, sin = (one.expand(rows, tokens, -1).reshape(n, -1)[:, : own.shape.rotary] for one in turn)
-        made = self._products(own.projections, x, rows)
+        made = own.parts(self._products(own.projections, x, rows))
+        for wide, part in zip(own.wide_norms, made, strict=False):
+            self.step.add_norm(part, wide, part)
         queries = torch.empty(n, own.shape.heads, dim, dtype=x.dtype, device=x.device)
         keys, values = (torch.empty(own.shape.kv_heads, n, dim, dtype=x.dtype, device=x.device) for _ in range(2))
         fused.turn(
@@ -124,10 +135,15 @@ class ChunkLayers:
         seen = cache.update(*by_row, module.layer_idx)
         if own.is_read:  # transformers up to 5.6 finds them by number
             shared[module.layer_type] = shared[module.layer_idx] = seen
-        attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, queries.view(rows, tokens, -1, dim).transpose(1, 2), *seen, mask, dropout=0.0, scaling=own.scale,
-            sliding_window=own.window,
-        )  # fmt: skip
+        by_head, scores = queries.view(rows, tokens, -1, dim).transpose(1, 2), own.scores
+        if scores.growth is not None:
+            by_head = by_head * scores.growth.of(positions, x.dtype).view(-1, 1, tokens, 1)
+        if scores.softcap is not None or scores.sinks is not None:
+            attended = fused.attention_torch(by_head, seen[0], seen[1], mask, scores).transpose(1, 2)
+        else:
+            attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
+                module, by_head, *seen, mask, dropout=0.0, scaling=own.scale, sliding_window=own.window
+            )  # fmt: skip
         return gated_heads(own, made[0], attended.reshape(n, -1))
 
     def _delta(self, own: DeltaNet, x: Tensor, held: ChunkState) -> Tensor:
@@ -141,7 +157,10 @@ class ChunkLayers:
         return out
 
     def _mlp(self, layer: Layer, x: Tensor, rows: int) -> Tensor:
-        gate, up = self._products([layer.gate, layer.up], x, rows)
+        if layer.gate is None:
+            return layer.through(x)
+        made = self._products(layer.gates, x, rows)
+        gate, up = made if layer.up is not None else made[0].chunk(2, dim=1)
         gated = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         fused.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
         return self._products([layer.down], gated, rows)[0]

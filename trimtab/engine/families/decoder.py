@@ -6,13 +6,14 @@ makes one for each family, `check.py` compares it with the modules, `step.py` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
+from trimtab.engine.kernels.attention_and_norms import AttentionShape, Growth, HeadNorms, Scores
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.gemv4 import NormForm
@@ -46,11 +47,13 @@ class Norm:
 @dataclass(frozen=True, eq=False)
 class Rope:
     """The rotation of one kind of layers. module: transformers' own; kind: the layer type in the names of its buffers, which its
-    forward takes too, None where there is one rotation. has_axes: positions count along three axes."""
+    forward takes too, None where there is one rotation. has_axes: positions count along three axes. limit: tokens of the longest
+    text for which the angles stay as they are, None for any."""
 
     module: Any
     kind: str | None = None
     has_axes: bool = False
+    limit: int | None = None
 
     @property
     def inv_freq(self) -> Tensor:
@@ -64,18 +67,23 @@ class Rope:
         return float(getattr(self.module, f"{self.kind}_attention_scaling" if self.kind else "attention_scaling"))
 
     def cos_sin(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the module's own cos and sin [n, 1, R] of positions [n, 1], in the dtype of `like`."""
+        """Return the module's own cos and sin [n, 1, R] of positions [n, 1], in the dtype of `like`, or float32 where it is so."""
         if self.has_axes:
             positions = positions.expand(3, *positions.shape)
-        cos, sin = self.module(like, positions, self.kind) if self.kind else self.module(like, positions)
-        return cos, sin
+        return self.whole(self.module(like, positions, self.kind) if self.kind else self.module(like, positions))
+
+    def whole(self, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of both halves of a head, of modules that give one half too."""
+        cos, sin = turn
+        return (cos, sin) if cos.shape[-1] > self.inv_freq.numel() else (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """A layer's attention. q, k, v, o: linears; no v: values are keys before their norm. rope: a key of `Decoder.ropes`, None where
-    nothing turns. window: of a sliding layer. source: the layer whose keys and values are read, None for its own; is_read: whether
-    later layers read these. module: transformers' own, for its attention function."""
+    """A layer's attention. q, k, v, o: linears; no v: values are keys before their norm; is_joined: q makes all three.
+    rope: a key of `Decoder.ropes`, None where nothing turns. window: of a sliding layer. source: the layer whose keys and values
+    are read, None for its own; is_read: whether later layers read these. is_wide: the norms of queries and keys are over all heads
+    together. softcap, growth, has_sinks: as `Scores` has them. module: transformers' own."""
 
     module: Any
     q: Any
@@ -91,11 +99,30 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     softcap: float | None = None
+    is_joined: bool = False
+    is_wide: bool = False
+    growth: Growth | None = None
+    has_sinks: bool = False
 
     @property
     def mode(self) -> str:
         """The kernels' name of where keys and values come from."""
-        return "shared" if self.source is not None else "own" if self.v is not None else "k_is_v"
+        return "shared" if self.source is not None else "own" if self.v is not None or self.is_joined else "k_is_v"
+
+    @property
+    def scores(self) -> Scores:
+        """What becomes of the products of queries and keys."""
+        return Scores(self.scale, self.softcap, self.module.sinks if self.has_sinks else None, self.growth)
+
+    def parts(self, made: Sequence[Tensor]) -> list[Tensor]:
+        """Return queries, keys and values [n, H D] of what `projections` made."""
+        shape = self.shape
+        return list(made[0].split([one * shape.dim for one in (shape.heads, *[shape.kv_heads] * 2)], 1) if self.is_joined else made)
+
+    @property
+    def wide_norms(self) -> list[Norm]:
+        """The norms over all heads together, of queries and keys."""
+        return [one for one in (self.q_norm, self.k_norm) if one is not None] if self.is_wide else []
 
     @property
     def projections(self) -> list[Any]:
@@ -104,11 +131,11 @@ class Attention:
 
     def norms(self) -> HeadNorms:
         """Return the norms of heads as kernels take them."""
-        q, k = self.q_norm, self.k_norm
-        if q is None:
-            return HeadNorms(None, None, 0.0, values=self.shape.norms_values, is_gated=self.shape.is_gated)
+        q, k, shape = self.q_norm, self.k_norm, self.shape
+        if q is None or self.is_wide:
+            return HeadNorms(None, None, 0.0, values=shape.norms_values, is_gated=shape.is_gated, in_pairs=shape.turn == "pairs")
         weight = None if k is None or self.source is not None else k.weight
-        return HeadNorms(q.weight, weight, q.eps, q.form, self.shape.norms_values, self.shape.is_gated)
+        return HeadNorms(q.weight, weight, q.eps, q.form, shape.norms_values, shape.is_gated, shape.turn == "pairs")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,34 +168,48 @@ class PerLayerInput:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer. mixer: what mixes tokens. after_attention, after_mlp: norms of what is added to the residual, None without. scale:
-    of the layer's output."""
+    """One layer. mixer: what mixes tokens. Norms in front of attention and MLP, and behind them of what is added to the residual,
+    None without; added: a factor of it. gate, up, down: linears; no up: gate makes both; no gate: `mlp`, a module as it is.
+    scale: of the layer's output."""
 
     module: Any
-    before_attention: Norm
+    before_attention: Norm | None
     mixer: Attention | DeltaNet
     after_attention: Norm | None
-    before_mlp: Norm
+    before_mlp: Norm | None
     gate: Any
     up: Any
     down: Any
     after_mlp: Norm | None
     per_layer: PerLayerInput | None = None
     scale: Tensor | None = None
+    added: float | None = None
+    mlp: Any = None
+
+    @property
+    def gates(self) -> list[Any]:
+        """The linears over the MLP's input."""
+        return [one for one in (self.gate, self.up) if one is not None]
+
+    def through(self, x: Tensor) -> Tensor:
+        """Return what the MLP's own module makes of x [n, D]."""
+        made = self.mlp(x[None])
+        return (made if isinstance(made, Tensor) else made[0])[0]  # type: ignore[no-any-return]
 
     @property
     def products(self) -> list[list[Any]]:
         """The layer's linears, those that read one input together, in the order in which they run."""
         mixer = self.mixer
         inputs = [mixer.projections] if isinstance(mixer, Attention) else [[mixer.qkv, mixer.z], [mixer.b, mixer.a]]
-        groups = [*inputs, [mixer.o], [self.gate, self.up], [self.down]]
+        groups = [*inputs, [mixer.o], *([] if self.gate is None else [self.gates, [self.down]])]
         return groups + ([[self.per_layer.gate], [self.per_layer.projection]] if self.per_layer is not None else [])
 
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
     """A text decoder. text: transformers' own module of it; activation: one of `attention_and_norms.ACTIVATIONS`; softcap: of the
-    scores behind the head. per_layer: the size of each layer's own input, 0 without."""
+    scores behind the head, which are divided by `divisor` first. per_layer: the size of each layer's own input, 0 without.
+    embedding_scale: a factor of embeddings that their module does not have."""
 
     text: Any
     embedding: nn.Module
@@ -178,6 +219,8 @@ class Decoder:
     activation: str
     softcap: float | None = None
     per_layer: int = 0
+    embedding_scale: float | None = None
+    divisor: float | None = None
 
     @property
     def norm(self) -> NormForm:
@@ -202,11 +245,20 @@ class Decoder:
     @property
     def adapter_store(self) -> AdapterStore:
         """The store that all linears share."""
-        store: AdapterStore = self.layers[0].down.adapter_store
+        store: AdapterStore = self.layers[0].mixer.o.adapter_store
         return store
 
-    def following(self, number: int) -> Norm:
-        """Return the norm behind a layer: of the next one's input, or the last."""
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens [..., D]."""
+        hidden: Tensor = self.embedding(ids)
+        return hidden if self.embedding_scale is None else hidden * self.embedding_scale
+
+    def scored(self, logits: Tensor) -> Tensor:
+        """Return what the head made, divided."""
+        return logits if self.divisor is None else logits / self.divisor
+
+    def following(self, number: int) -> Norm | None:
+        """Return the norm behind a layer: of the next one's input, None where it has none, or the last."""
         return self.layers[number + 1].before_attention if number + 1 < len(self.layers) else self.final_norm
 
     def shapes(self, *, full_only: bool = False) -> list[AttentionShape]:
@@ -228,6 +280,5 @@ class Decoder:
         """Return the sizes of both ends of a step."""
         config = self.text.config
         layers = len(self.layers) if self.per_layer else 0
-        return Sizes(
-            config.vocab_size, config.hidden_size, self.softcap, layers, self.per_layer, self.layers[0].before_attention.form
-        )
+        norm = self.layers[0].before_attention or self.final_norm
+        return Sizes(config.vocab_size, config.hidden_size, self.softcap, layers, self.per_layer, norm.form)

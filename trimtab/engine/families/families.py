@@ -8,13 +8,13 @@ model's own modules compute its steps. Source: transformers 5.6.2 to 5.23.0, mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm, PerLayerInput, Rope, UndescribedError
-from trimtab.engine.kernels.attention_and_norms import AttentionShape
+from trimtab.engine.kernels.attention_and_norms import AttentionShape, Growth
 from trimtab.engine.kernels.delta_rule import DeltaShape
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 # Kinds of rotation whose angles depend on the length of the text: a captured step has one set of them.
-_GROWING_ROPES = ("dynamic", "longrope")
+_GROWING_ROPES = ("dynamic",)
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -71,55 +71,113 @@ def _ropes(text: Any, kinds: list[str], *, by_kind: bool = False) -> dict[str, R
         if name in _GROWING_ROPES:
             raise UndescribedError(f"its rotation is {name}")
     has_axes = hasattr(text.rotary_emb, "mrope_section")
+    limit = text.config.rope_parameters["original_max_position_embeddings"] if types == "longrope" else None
     turning = [kind for kind in dict.fromkeys(kinds) if kind != _LINEAR]
-    return {kind: Rope(text.rotary_emb, kind if by_kind else None, has_axes) for kind in turning}
+    return {kind: Rope(text.rotary_emb, kind if by_kind else None, has_axes, limit) for kind in turning}
 
 
-def _attention(module: Any, kind: str, config: Any, *, form: str | None, norms_values: bool = False, **more: Any) -> Attention:
-    """Return a layer's attention. form: of the norms of queries and keys, None without."""
-    if getattr(module, "attn_logit_softcapping", None) is not None and config._attn_implementation != "sdpa":
-        raise UndescribedError("its attention caps scores")  # torch's sdpa does not
-    dim, heads = module.head_dim, module.q_proj.out_features // module.head_dim
+def _attention(
+    module: Any, kind: str, config: Any, *, form: str | None, norms_values: bool = False, turn: str = "write", **more: Any
+) -> Attention:  # fmt: skip
+    """Return a layer's attention. form: of the norms of queries and keys, None without; turn: of `AttentionShape`."""
+    dim, heads = module.head_dim, module.o_proj.in_features // module.head_dim
+    joined = getattr(module, "qkv_proj", None)
     norms: dict[str, Any] = {}
     if form is not None:
         norms = {
             "q_norm": Norm(module.q_norm, form),
             "k_norm": None if more.get("source") is not None else Norm(module.k_norm, form),
         }
-    has_rope = getattr(module, "use_rope", True)
+    has_rope, has_sinks = getattr(module, "use_rope", True), hasattr(module, "sinks")
+    factor = config.rope_parameters.get("partial_rotary_factor", 1.0)  # one of each kind of layers is in a rope of its own
+    rotary = 0 if not has_rope else None if factor == 1.0 else int(dim * factor)
+    shape = AttentionShape(
+        heads, heads // module.num_key_value_groups, dim, None if more.get("is_wide") else form, norms_values, rotary,
+        turn=turn, has_sinks=has_sinks, growth=more.get("growth"),
+    )  # fmt: skip
     return Attention(
-        module, module.q_proj, getattr(module, "k_proj", None), getattr(module, "v_proj", None), module.o_proj,
-        AttentionShape(heads, heads // module.num_key_value_groups, dim, form, norms_values, None if has_rope else 0),
-        module.scaling, kind if has_rope else None, window=config.sliding_window if kind == _SLIDING else None, **norms, **more,
+        module, joined if joined is not None else module.q_proj, getattr(module, "k_proj", None), getattr(module, "v_proj", None),
+        module.o_proj, shape, module.scaling, kind if has_rope else None, config.sliding_window if kind == _SLIDING else None,
+        softcap=getattr(module, "attn_logit_softcapping", None), is_joined=joined is not None, has_sinks=has_sinks, **norms, **more,
     )  # fmt: skip
 
 
-def _layer(module: Any, mixer: Attention | DeltaNet, form: str, *, is_sandwich: bool, **more: Any) -> Layer:
-    """Return a layer. is_sandwich: whether there are norms behind attention and MLP too."""
+# The names of norms in front of attention and behind, in front of the MLP and behind; None where there is none.
+_FRONT = ("input_layernorm", None, "post_attention_layernorm", None)
+_SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+def _layer(module: Any, mixer: Attention | DeltaNet, form: str, names: Sequence[str | None] = _FRONT, **more: Any) -> Layer:
+    """Return a layer. names: of its norms."""
     mlp = module.mlp
-    behind = module.post_attention_layernorm
-    names = (module.pre_feedforward_layernorm, behind, module.post_feedforward_layernorm) if is_sandwich else (behind, None, None)
-    before_mlp, *after = (None if one is None else Norm(one, form) for one in names)
-    assert before_mlp is not None
-    return Layer(
-        module, Norm(module.input_layernorm, form), mixer, after[0], before_mlp, mlp.gate_proj, mlp.up_proj, mlp.down_proj,
-        after[1], **more,
-    )  # fmt: skip
+    norms = [None if name is None else Norm(getattr(module, name), form) for name in names]
+    joined = getattr(mlp, "gate_up_proj", None)
+    linears = [None] * 3
+    if "mlp" not in more:
+        linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj] if joined is None else [joined, None, mlp.down_proj]
+    gate, up, down = linears
+    return Layer(module, norms[0], mixer, norms[1], norms[2], gate, up, down, norms[3], **more)
 
 
 # The families ----------------------------------------------------------------------------------------------------------
 
 
-def _llama(text: Any, *, qk_norms: bool = False) -> Decoder:
-    """Llama, Mistral, Qwen and what is built like them: norms in front of attention and MLP, which round before their weight."""
+def _llama(
+    text: Any, *, qk_norms: bool = False, form: str = "after", names: Sequence[str | None] = _FRONT, layer: Any = None,
+    attention: Any = None, **more: Any,
+) -> Decoder:  # fmt: skip
+    """Llama, Mistral, Qwen and what is built like them: norms in front of attention and MLP, which round before their weight. form:
+    of all norms; names: of a layer's; layer, attention: more fields of both; more: of the decoder."""
     config, kinds = text.config, _kinds(text)
-    layers = (
-        _layer(one, _attention(one.self_attn, kind, config, form="after" if qk_norms else None), "after", is_sandwich=False)
-        for one, kind in zip(text.layers, kinds, strict=True)
+    layers = []
+    for one, kind in zip(text.layers, kinds, strict=True):
+        own = _attention(one.self_attn, kind, config, form=form if qk_norms else None, **(attention or {}))
+        layers.append(_layer(one, own, form, names, **(layer or {})))
+    act = _activation(getattr(config, "hidden_activation", None) or config.hidden_act)
+    more.setdefault("ropes", _ropes(text, kinds))
+    return Decoder(text, text.embed_tokens, tuple(layers), Norm(text.norm, form), activation=act, **more)
+
+
+def _ministral3(text: Any) -> Decoder:
+    """Ministral 3: Llama with queries that grow with their positions."""
+    rope = text.config.rope_parameters
+    growth = Growth(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+    return _llama(text, attention={"growth": growth})
+
+
+def _gemma2(text: Any) -> Decoder:
+    """Gemma 2: Gemma 3 with one rotation, without norms of heads; attention caps scores."""
+    return _llama(text, form="plus_one", names=_SANDWICH, softcap=text.config.final_logit_softcapping)
+
+
+def _gemma3n(text: Any) -> Decoder:
+    """Gemma 3n is not described: its layers carry several predictions of the residual from one to the next."""
+    raise UndescribedError(
+        "its layers keep several residuals (AltUp) and a low-rank branch (Laurel), for which there are no fields"
     )
-    return Decoder(
-        text, text.embed_tokens, tuple(layers), Norm(text.norm, "after"), _ropes(text, kinds), _activation(config.hidden_act)
-    )
+
+
+def _olmo(text: Any, *, by_kind: bool = False) -> Decoder:
+    """OLMo 2 and 3: norms behind attention and MLP alone, and of all heads together; rotations round once."""
+    return _llama(
+        text, qk_norms=True, form="inside", names=_BEHIND, attention={"is_wide": True, "turn": "wide"},
+        ropes=_ropes(text, _kinds(text), by_kind=by_kind),
+    )  # fmt: skip
+
+
+def _granite(text: Any) -> Decoder:
+    """Granite: Llama with factors of embeddings, of what is added to the residual, and of scores."""
+    config, added = text.config, text.layers[0].residual_multiplier
+    return _llama(text, layer={"added": added}, embedding_scale=text.embedding_multiplier, divisor=config.logits_scaling)
+
+
+def _gpt_oss(text: Any) -> Decoder:
+    """gpt-oss: a score without a value in each head; its experts stay a module."""
+    decoder = _llama(text, form="inside", layer={"mlp": True})
+    layers = tuple(replace(layer, mlp=layer.module.mlp) for layer in decoder.layers)
+    return replace(decoder, layers=layers)
 
 
 def _qwen3_5(text: Any) -> Decoder:
@@ -134,12 +192,9 @@ def _qwen3_5(text: Any) -> Decoder:
             if own.conv1d.bias is not None or own.activation != "silu":
                 raise UndescribedError("its convolutions have a bias, or another activation than silu")
         else:
-            plain, heads = _attention(one.self_attn, kind, config, form="plus_one"), one.self_attn.o_proj.in_features
-            rotary = int(plain.shape.dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
-            heads //= plain.shape.dim
-            kv_heads = heads // one.self_attn.num_key_value_groups
-            mixer = replace(plain, shape=AttentionShape(heads, kv_heads, plain.shape.dim, "plus_one", False, rotary, True))
-        layers.append(_layer(one, mixer, "plus_one", is_sandwich=False))
+            plain = _attention(one.self_attn, kind, config, form="plus_one")
+            mixer = replace(plain, shape=plain.shape._replace(is_gated=True))
+        layers.append(_layer(one, mixer, "plus_one"))
     return Decoder(
         text, text.embed_tokens, tuple(layers), Norm(text.norm, "plus_one"), _ropes(text, kinds), _activation(config.hidden_act)
     )
@@ -147,17 +202,10 @@ def _qwen3_5(text: Any) -> Decoder:
 
 def _gemma3(text: Any) -> Decoder:
     """Gemma 3: norms around attention and MLP, whose weights say how much more than 1 they are; one rotation a kind of layer."""
-    config, kinds = text.config, _kinds(text)
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(text.config, "use_bidirectional_attention", None):
         raise UndescribedError("its attention is not causal")
-    layers = (
-        _layer(one, _attention(one.self_attn, kind, config, form="plus_one"), "plus_one", is_sandwich=True)
-        for one, kind in zip(text.layers, kinds, strict=True)
-    )
-    return Decoder(
-        text, text.embed_tokens, tuple(layers), Norm(text.norm, "plus_one"), _ropes(text, kinds, by_kind=True),
-        _activation(config.hidden_activation), config.final_logit_softcapping,
-    )  # fmt: skip
+    ropes, softcap = _ropes(text, _kinds(text), by_kind=True), text.config.final_logit_softcapping
+    return _llama(text, qk_norms=True, form="plus_one", names=_SANDWICH, softcap=softcap, ropes=ropes)
 
 
 def _gemma4(text: Any) -> Decoder:
@@ -182,7 +230,7 @@ def _gemma4(text: Any) -> Decoder:
         if per_layer:
             norm = Norm(one.post_per_layer_input_norm, "inside")
             extra = PerLayerInput(one.per_layer_input_gate, one.per_layer_projection, norm)
-        layers.append(_layer(one, attention, "inside", is_sandwich=True, per_layer=extra, scale=one.layer_scalar))
+        layers.append(_layer(one, attention, "inside", _SANDWICH, per_layer=extra, scale=one.layer_scalar))
     return Decoder(
         text, text.embed_tokens, tuple(layers), Norm(text.norm, "inside"), _ropes(text, kinds, by_kind=True),
         _activation(config.hidden_activation), config.final_logit_softcapping, per_layer,
@@ -190,7 +238,10 @@ def _gemma4(text: Any) -> Decoder:
 
 
 DESCRIBE: Mapping[str, Callable[[Any], Decoder]] = {
-    "Gemma4TextModel": _gemma4, "Gemma3TextModel": _gemma3, "LlamaModel": _llama, "MistralModel": _llama, "Qwen2Model": _llama,
-    "SmolLM3Model": _llama, "Qwen2_5_VLTextModel": _llama, "Qwen3Model": partial(_llama, qk_norms=True),
-    "Qwen3VLTextModel": partial(_llama, qk_norms=True), "Qwen3_5TextModel": _qwen3_5,
+    "Gemma4TextModel": _gemma4, "Gemma3nTextModel": _gemma3n, "Gemma3TextModel": _gemma3, "Gemma2Model": _gemma2,
+    "LlamaModel": _llama, "MistralModel": _llama, "Ministral3Model": _ministral3, "Qwen2Model": _llama, "SmolLM3Model": _llama,
+    "Phi3Model": _llama, "Qwen2_5_VLTextModel": _llama, "Qwen3Model": partial(_llama, qk_norms=True),
+    "Qwen3VLTextModel": partial(_llama, qk_norms=True), "Qwen3_5TextModel": _qwen3_5, "Olmo2Model": _olmo,
+    "Olmo3Model": partial(_olmo, by_kind=True), "Glm4Model": partial(_llama, names=_GLM, attention={"turn": "pairs"}),
+    "GraniteModel": _granite, "GptOssModel": _gpt_oss,
 }  # fmt: skip

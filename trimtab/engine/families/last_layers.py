@@ -176,8 +176,7 @@ class LastLayers:
         step = self.step
         torch.remainder(self._position, step.ring, out=self._ring)
         step.empty(1)
-        x = step.buffer("x", h.shape, h.dtype)
-        step.add_norm(h, self.layers[self.first].before_attention, x)
+        x = step.first_input(h, self.layers[self.first].before_attention)
         where = TokenPositions(self._position, self._ring, pages)
         self._pass = _Pass(h, x, None, step.turns(h[:, None], self._position), states, where)
 

@@ -184,7 +184,9 @@ class FusedStep:
             try:
                 store.none()
                 with store.applying(EAGER):
-                    self._difference = check.wrong(self.decoder, self.cache.device, self.dtype, self.cache.context_tokens)
+                    self._difference = check.wrong(
+                        self.decoder, self.hf_model, self.cache.device, self.dtype, self.cache.context_tokens
+                    )
             finally:
                 store.select(selection)
         return self._difference
@@ -209,6 +211,9 @@ class FusedStep:
             return "its delta layers have weights of other types than the model's"
         if not self.cache.has_rings and any(own.window is not None for own in self.decoder.attentions.values()):
             return "this transformers release keeps the full cache of sliding layers"
+        for rope in self.decoder.ropes.values():
+            if rope.limit is not None and self.cache.context_tokens > rope.limit:
+                return f"its rotation changes behind {rope.limit} tokens, and its context has {self.cache.context_tokens}"
         if len(self.cache.ring_places) > 1:
             return f"its layers have windows of {len(self.cache.ring_places)} lengths"
         if any(isinstance(module, SavedModule) for module in self.text.modules()):
@@ -245,12 +250,10 @@ class FusedStep:
         first = self._lookup("h", self.decoder.embedding, count)
         if first is None:
             torch.remainder(positions, self.ring, out=ring)
-            hidden = self.decoder.embedding(ids)
+            hidden = self.decoder.embedded(ids)
             h = self.buffer("h", (count, hidden.shape[-1]), hidden.dtype)
             h.copy_(hidden[:, 0])
-            x = self.buffer("x", h.shape, h.dtype)
-            self.add_norm(h, norm, x)
-            return h, x, None
+            return h, self.first_input(h, norm), None
         second = None
         if self.decoder.per_layer:
             second = self._lookup("own", self.text.embed_tokens_per_layer, count)
@@ -258,16 +261,20 @@ class FusedStep:
         x = self.buffer("x", first.out.shape, first.out.dtype)
         # The first of a graph: no earlier kernel overlaps with it.
         ends.rows(
-            ids[:, 0], lookups, self.kernels.ends, norm=(norm.weight, norm.eps, x), ring=(positions, self.ring, ring),
-            dependent=False, form=norm.form,
+            ids[:, 0], lookups, self.kernels.ends, norm=None if norm is None else (norm.weight, norm.eps, x),
+            ring=(positions, self.ring, ring), dependent=False, form="inside" if norm is None else norm.form,
         )  # fmt: skip
-        return first.out, x, None if second is None else second.out
+        return first.out, first.out if norm is None else x, None if second is None else second.out
 
     def _lookup(self, name: str, table: Any, count: int) -> ends.Lookup | None:
         """Return the kernel's arguments for a table without adapters whose rows are on the device, None for other tables."""
         if self.kernels.ends is None or not isinstance(table, Table) or table.adapters:
             return None
         rows, scale = table.held(), self._scales.get(table)
+        if scale is not None and table is self.decoder.embedding and self.decoder.embedding_scale is not None:
+            if scale != 1.0:
+                return None
+            scale = self.decoder.embedding_scale
         if rows is None or scale is None or rows[0].dtype != table.dtype:
             return None
         out = self.buffer(name, (count, rows[0].shape[1]), rows[0].dtype)
@@ -290,7 +297,7 @@ class FusedStep:
         if not self._has_own_turns:
             for kind, rope in self.decoder.ropes.items():
                 cos, sin = rope.cos_sin(hidden, positions[:, None])
-                by_kind[kind] = cos[:, 0], sin[:, 0]
+                by_kind[kind] = cos[:, 0].contiguous(), sin[:, 0].contiguous()
             return by_kind
         wanted = []
         for kind, rope in self.decoder.ropes.items():
@@ -304,7 +311,11 @@ class FusedStep:
     def _turns_are_right(self) -> bool:
         """Whether our cos and sin are the module's own, bit for bit, at positions all over the context."""
         ropes = self.decoder.ropes.values()
-        if self.kernels.small is None or len(ropes) > 2:
+        if (
+            self.kernels.small is None
+            or len(ropes) > 2
+            or any(own.shape.turn == "wide" for own in self.decoder.attentions.values())
+        ):
             return False
         most = max(self.cache.context_tokens - 1, 1)
         positions = torch.tensor([0, 1, 7, 100, most // 3, most // 2, most - 1, most], device=self.cache.device)
@@ -348,11 +359,21 @@ class FusedStep:
             attended = self._delta(layer.mixer, number, self.normed(x, norm))
         else:
             attended = self._attend(layer, layer.mixer, number, turns, shared, where, x, norm)
-        y = self._products([layer.mixer.o], attended)
+        y = self._added(layer, self._products([layer.mixer.o], attended))
         middle = self.buffer("middle", h.shape, h.dtype)
         norm = self.norm(h, layer.after_attention, layer.before_mlp, None, middle)
-        gated = self._products([layer.gate, layer.up], y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
-        y = self._products([layer.down], gated)
+        if layer.gate is None:
+            y = layer.through(self.normed(y, norm))
+        elif layer.up is None:
+            wide = self._products([layer.gate], y, None, norm, _ahead([layer.down]))
+            half = wide.shape[1] // 2
+            gated = self.buffer("gated", (len(wide), half), wide.dtype)
+            fused.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
+        else:
+            gated = self._products([layer.gate, layer.up], y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
+        if layer.gate is not None:
+            y = self._products([layer.down], gated)
+        y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)
         after = self.buffer("after", h.shape, h.dtype)
@@ -363,6 +384,10 @@ class FusedStep:
         mixed = self._products([layer.per_layer.gate], y, matvec.Gate(self.kind, extra), norm, ahead)
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
+
+    def _added(self, layer: Layer, y: Tensor) -> Tensor:
+        """Return what is added to the residual."""
+        return y if layer.added is None else y.mul_(layer.added)
 
     def norm(self, residual: Tensor, post: Norm | None, following: Norm | None, scale: Tensor | None, out_h: Tensor) -> matvec.Norm:
         """Return the norms between two products, as they take them; see `matvec.Norm`."""
@@ -379,6 +404,10 @@ class FusedStep:
         count, (heads, _, dim, *_) = x.shape[0], own.shape
         turn = turns[own.rope] if own.rope is not None else (x[:, :0], x[:, :0])
         joined = self._products(own.projections, x, None, norm)
+        start = 0
+        for wide in own.wide_norms:
+            part = joined[:, start : (start := start + wide.weight.numel())]
+            self.add_norm(part, wide, part)
         queries = self.buffer("queries", (count, heads, dim), x.dtype)
         is_ring = own.window is not None
         places = where.ring if is_ring else where.positions
@@ -393,10 +422,11 @@ class FusedStep:
                 shared[number] = (keys, values)
         else:
             keys, values = shared[own.source]
-        attended = self.buffer("looked", (count, heads * dim), x.dtype)
+        attended, scores = self.buffer("looked", (count, heads * dim), x.dtype), own.scores
         fused.rope_and_attention(
-            joined, heads, own.norms(), *turn, keys, values, places, where.positions, own.scale, own.softcap, attended, queries,
-            self._scratch(count, heads, dim), self.kernels.small, mode=own.mode, ahead=_ahead([layer.gate, layer.up]), pages=pages,
+            joined, heads, own.norms(), *turn, keys, values, places, where.positions, scores.scale, scores.softcap, attended,
+            queries, self._scratch(count, heads, dim), self.kernels.small, mode=own.mode, ahead=_ahead(layer.gates), pages=pages,
+            sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
         return gated_heads(own, joined, attended)
 
@@ -420,11 +450,11 @@ class FusedStep:
             keys, values = self.cache.layers[number].written(new_keys, new_values, places)
             if own.is_read:
                 shared[number] = keys, values
-        attended = self.buffer("looked", (count, heads * dim), joined.dtype)
+        attended, scores = self.buffer("looked", (count, heads * dim), joined.dtype), own.scores
         # Behind torch's operations: their results may be read only after they have ended.
         fused.attend(
-            queries, keys, values, self.cache.positions[:count], own.scale, own.softcap, attended,
-            self._scratch(count, heads, dim), self.kernels.small, dependent=False,
+            queries, keys, values, self.cache.positions[:count], scores.scale, scores.softcap, attended,
+            self._scratch(count, heads, dim), self.kernels.small, dependent=False, sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
         return gated_heads(own, joined, attended)
 
@@ -499,6 +529,14 @@ class FusedStep:
         """Return a product's input, the norm in front of it applied by itself."""
         return y if norm is None else norm.apply(y, self.buffer("x", y.shape, y.dtype), self.kernels.small)
 
+    def first_input(self, h: Tensor, norm: Norm | None) -> Tensor:
+        """Return the input of a first layer, for h [n, D]."""
+        if norm is None:
+            return h
+        x = self.buffer("x", h.shape, h.dtype)
+        self.add_norm(h, norm, x)
+        return x
+
     def add_norm(self, h: Tensor, norm: Norm, out: Tensor) -> None:
         """Write norm(h) to out."""
         fused.add_norm(None, h, None, norm.weight, norm.eps, None, None, out, self.kernels.small, form=norm.form)
@@ -525,7 +563,9 @@ class FusedStep:
         return extra[:, 0]
 
     def _head(self, x: Tensor, next_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        return ends.argmax_logits(self.hf_model.lm_head(x), self.decoder.softcap, next_tokens, self.kernels.ends)
+        return ends.argmax_logits(
+            self.decoder.scored(self.hf_model.lm_head(x)), self.decoder.softcap, next_tokens, self.kernels.ends
+        )
 
     # Buffers -----------------------------------------------------------------------------------------------------------
 

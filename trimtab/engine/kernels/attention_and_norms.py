@@ -48,14 +48,37 @@ _MAX_SHARES = 512
 _COMBINE_BYTES = 96 * 1024
 _COUNTERS = 4096
 _TYPES = (torch.bfloat16, torch.float16)
-NAMES = ("add_norm", "gated_1", "gated_8", "rope_write_1", "rope_write_2", "rope_write_4", "rope_write_8", "turns")
+# How heads turn: values half of the turning part apart, neighbours, and as the first with float32 cos and sin, rounded once. The
+# names are the kernels'.
+ROPES = ("write", "pairs", "wide")
+NAMES = ("add_norm", "gated_1", "gated_8", *(f"rope_{way}_{v}" for way in ROPES for v in (1, 2, 4, 8)), "turns")
 ATTEND_NAMES = ("attend", "attend_combine")
+
+
+class Growth(NamedTuple):
+    """What queries are multiplied by, rounded to their type: 1 + beta log(1 + floor(position / length))."""
+
+    beta: float
+    length: int
+
+    def of(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the factors of positions, as Ministral 3 computes them."""
+        return (1 + self.beta * torch.log(1 + torch.floor(positions / self.length))).to(dtype)
+
+
+class Scores(NamedTuple):
+    """What becomes of the products of queries and keys. sinks [Hq]: a score of each head that has no value. growth: of queries."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    growth: Growth | None = None
 
 
 class AttentionShape(NamedTuple):
     """One kind of attention. norm: the form of the norms of queries and keys, None without; norms_values: whether values are
     normed, without a weight. rotary: the first values of a head, which turn, None for all. is_gated: a gate of its
-    size lies behind each head of queries, and is not read here."""
+    size lies behind each head of queries, and is not read here. turn: one of ROPES. has_sinks, growth: as `Scores` has them."""
 
     heads: int
     kv_heads: int
@@ -64,12 +87,15 @@ class AttentionShape(NamedTuple):
     norms_values: bool = True
     rotary: int | None = None
     is_gated: bool = False
+    turn: str = "write"
+    has_sinks: bool = False
+    growth: Growth | None = None
 
 
 @dataclass(frozen=True)
 class HeadNorms:
     """The norms of a layer's heads. q, k: weights [D], None for those without a norm; values: whether they are normed, without a
-    weight; form: one of FORMS. is_gated: as in `AttentionShape`."""
+    weight; form: one of FORMS. is_gated: as in `AttentionShape`. in_pairs: its turn is pairs."""
 
     q: Tensor | None
     k: Tensor | None
@@ -77,6 +103,7 @@ class HeadNorms:
     form: str = "inside"
     values: bool = True
     is_gated: bool = False
+    in_pairs: bool = False
 
     @property
     def q_step(self) -> int:
@@ -113,12 +140,16 @@ def prepare(module: nvrtc.Module) -> None:
 def attention_options(shape: AttentionShape, dtype: torch.dtype, *, turn: bool = False, is_paged: bool = False) -> tuple[str, ...]:
     """Return the compiler options of attend.cu for this kind of layer. turn: norms and rotation are a part of it. is_paged: keys
     and values lie in pages."""
-    heads, kv_heads, dim, norm, norms_values, rotary, is_gated = shape
+    heads, kv_heads, dim, norm, norms_values, rotary, is_gated, _, has_sinks, growth = shape
     size = next(size for size in (128, 256, 512) if size >= dim)
     paged: tuple[str, ...] = (f"-DPAGE={PAGE_TOKENS}",) if is_paged else ()
     if turn and (norm, norms_values, dim if rotary is None else rotary) != ("inside", True, dim):
         number = len(FORMS) if norm is None else FORMS.index(norm)
         paged += (f"-DNORMS={number}", f"-DVALUES={norms_values:d}", f"-DROTARY={dim if rotary is None else rotary}")
+    if has_sinks:
+        paged += ("-DSINKS",)
+    if growth is not None:
+        paged += (f"-DGROWTH={float(growth.beta)!r}f", f"-DGROWS_AT={growth.length}.f")
     return (
         f"-DDIM={size}", f"-DHEAD={dim}", f"-DGROUP={heads // kv_heads}", f"-DHALF={int(dtype == torch.float16)}",
         f"-DROTATES={int(turn)}", *(("-DQ_STEP=2",) if turn and is_gated else ()), *paged,
@@ -240,13 +271,29 @@ def _half(x: Tensor) -> int:
 # Rotation and the cache ----------------------------------------------------------------------------------------------
 
 
-def turned_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [n, H, D] with the first R values of each head rotated; cos, sin [n, R]."""
+def turned_torch(x: Tensor, cos: Tensor, sin: Tensor, *, in_pairs: bool = False) -> Tensor:
+    """Return x [n, H, D] with the first R values of each head rotated; cos, sin [n, R]: float32 rounds once."""
     x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = x.shape[-1] // 2
-    other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    turned = (x * cos[:, None]) + (other * sin[:, None])
+    if in_pairs:
+        cos, sin = (one[:, :half].repeat_interleave(2, dim=-1) for one in (cos, sin))
+        other = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    else:
+        other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    turned = ((x * cos[:, None]) + (other * sin[:, None])).to(x.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def _way(norms: HeadNorms, cos: Tensor, like: Tensor) -> str:
+    """Return the kernel's name of how heads turn."""
+    return "pairs" if norms.in_pairs else "wide" if cos.dtype == torch.float32 and like.dtype in _TYPES else "write"
+
+
+def _turns_fit(norms: HeadNorms, cos: Tensor, sin: Tensor, like: Tensor, values: int) -> bool:
+    """Whether a kernel may read cos and sin in pieces of `values`."""
+    if _way(norms, cos, like) == "wide":
+        return cos.stride(-1) == sin.stride(-1) == 1 and sin.dtype == cos.dtype
+    return _fits(cos, like, values) and _fits(sin, like, values)
 
 
 def rope_write(
@@ -267,10 +314,11 @@ def rope_write(
     assert qkv.shape[1] == (heads * norms.q_step + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
     v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
     cache_fits = not own or (keys is not None and values is not None and keys.is_contiguous() and values.is_contiguous())
-    tensors = (qkv, norms.q, norms.k, cos, sin, keys, values, q_out)
+    tensors = (qkv, norms.q, norms.k, keys, values, q_out)
     if (
         module is None or not _runs(module, qkv) or why_not(heads, kv_heads, dim, qkv.dtype) or not cache_fits
         or not q_out.is_contiguous() or not all(_fits(x, qkv, v) for x in tensors) or cos.shape[1] // 2 % v
+        or not _turns_fit(norms, cos, sin, qkv, v)
     ):  # fmt: skip
         _rope_write_torch(qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, places, q_out, mode)
         return
@@ -295,7 +343,7 @@ def _launch_rope(
     kv_heads = 1 if own_keys is None else own_keys.shape[1] // dim
     steps = (0, 0, 0) if keys is None else (keys.stride(0), keys.stride(1), keys.shape[2])
     module.launch(
-        f"rope_write_{v}", (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads, n), (32,),
+        f"rope_{_way(norms, cos, own_queries)}_{v}", (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads, n), (32,),
         [
             own_queries, own_queries.stride(0), own_keys, own_values, 0 if own_keys is None else own_keys.stride(0), heads,
             kv_heads, dim, norms.q, norms.k, float(norms.eps), cos, cos.stride(0), sin, sin.stride(0), keys, values,
@@ -322,10 +370,11 @@ def turn(
     v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
     # A place of a token is a row of the cache here: [n, Hkv, 1, D].
     k_rows, v_rows = (None if one is None else one.transpose(0, 1)[:, :, None] for one in (k_out, v_out))
-    tensors = (queries, keys, values, norms.q, norms.k, cos, sin, q_out, k_out, v_out)
+    tensors = (queries, keys, values, norms.q, norms.k, q_out, k_out, v_out)
     if (
         module is None or not _runs(module, queries) or why_not(heads, kv_heads, dim, queries.dtype)
         or not q_out.is_contiguous() or not all(_fits(x, queries, v) for x in tensors) or cos.shape[1] // 2 % v
+        or not _turns_fit(norms, cos, sin, queries, v)
         or (keys is not None and values is not None and keys.stride(0) != values.stride(0))
         or (k_out is not None and v_out is not None and k_out.stride() != v_out.stride())
     ):  # fmt: skip
@@ -346,14 +395,14 @@ def _rope_write_torch(
     n = qkv.shape[0]
     step = norms.q_step
     queries = qkv[:, : heads * dim * step].view(n, heads, step * dim)[..., :dim]
-    q_out.copy_(turned_torch(normed(queries, norms.q), cos, sin))
+    q_out.copy_(turned_torch(normed(queries, norms.q), cos, sin, in_pairs=norms.in_pairs))
     if mode == "shared" or keys is None or values is None:
         return
     own, *more = qkv[:, heads * dim * step :].split(kv_heads * dim, dim=1)
     own = own.view(n, kv_heads, dim)
     other = own if mode == "k_is_v" else more[0].view(n, kv_heads, dim)
     rows = torch.arange(n, device=qkv.device)
-    keys[rows, :, places] = turned_torch(normed(own, norms.k), cos, sin)
+    keys[rows, :, places] = turned_torch(normed(own, norms.k), cos, sin, in_pairs=norms.in_pairs)
     values[rows, :, places] = norm_torch(other, None, norms.eps) if norms.values else other
 
 
@@ -399,25 +448,25 @@ def _splits(count: int, heads: int, kv_heads: int, dim: int, places: int, multip
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
     scratch: Tensor | None, module: nvrtc.Module | None = None, *, dependent: bool | None = None,
-    pages: PageTable | None = None,
+    pages: PageTable | None = None, sinks: Tensor | None = None, growth: Growth | None = None,
 ) -> None:  # fmt: skip
     """Write attention of each row over places 0..min(positions[i], L-1) of its cache row to out.
 
     Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch
     float32 with `scratch_values` places or None (made here). With `pages` keys and values are [Hkv, P, D], and a row's L places
     are where its table says. A full ring is read as a whole. softcap:
-    scores become softcap * tanh(score / softcap). Places beyond a row's own are never read by the kernel.
+    scores become softcap * tanh(score / softcap). sinks, growth: as `Scores`. Places beyond a row's own are never read.
     """
     heads, dim = q.shape[1:]
-    if not _may_attend(q, heads, dim, keys, values, out, module) or not q.is_contiguous():
+    if not _may_attend(q, heads, dim, keys, values, out, module) or not q.is_contiguous() or not _fits(sinks, q, 1):
         if pages is not None:
             keys, values = (pages.rows(x, q.shape[0]) for x in (keys, values))
-        _attend_torch(q, keys, values, positions, scaling, softcap, out)
+        _attend_torch(q, keys, values, positions, Scores(scaling, softcap, sinks, growth), out)
         return
     given: list[nvrtc.Argument] = [q, heads * dim, None, None, 0.0, None, 0, None, 0, 0]
     _launch_attend(
-        given, AttentionShape(heads, keys.shape[-3], dim), keys, values, positions, scaling, softcap, out, scratch, module,
-        dependent, turn=False, pages=pages,
+        given, AttentionShape(heads, keys.shape[-3], dim, has_sinks=sinks is not None, growth=growth), keys, values, positions,
+        Scores(scaling, softcap, sinks), out, scratch, module, dependent, turn=False, pages=pages,
     )  # fmt: skip
 
 
@@ -425,7 +474,7 @@ def rope_and_attention(
     qkv: Tensor, heads: int, norms: HeadNorms, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, places: Tensor,
     positions: Tensor, scaling: float, softcap: float | None, out: Tensor, queries: Tensor, scratch: Tensor | None,
     module: nvrtc.Module | None = None, *, mode: str = "own", dependent: bool | None = None, ahead: Sequence[Tensor] = (),
-    pages: PageTable | None = None,
+    pages: PageTable | None = None, sinks: Tensor | None = None, growth: Growth | None = None,
 ) -> None:  # fmt: skip
     """Do `rope_write` and then `attend`, in one launch where the shapes suit; queries [n, Hq, D] are for two.
 
@@ -437,9 +486,9 @@ def rope_and_attention(
     size = attention_options(AttentionShape(heads, kv_heads, min(dim, MAX_HEAD)), qkv.dtype)[0]
     values_a_lane = int(size.partition("=")[2]) // 64
     suits = (
-        _may_attend(qkv, heads, dim, keys, values, out, module) and (dim // 2) % values_a_lane == 0
+        _may_attend(qkv, heads, dim, keys, values, out, module) and (dim // 2) % values_a_lane == 0 and not norms.in_pairs
         and cos.shape[1] // 2 % values_a_lane == 0
-        and all(_fits(x, qkv, values_a_lane) for x in (qkv, norms.q, norms.k, cos, sin))
+        and all(_fits(x, qkv, values_a_lane) for x in (qkv, norms.q, norms.k, cos, sin)) and _fits(sinks, qkv, 1)
     )  # fmt: skip
     if not suits:
         own, new_keys, new_values, at = mode != "shared", keys, values, places
@@ -454,7 +503,8 @@ def rope_and_attention(
             for pool, new in ((keys, new_keys), (values, new_values)):
                 pool[:, pages.written(places)] = new[:, :, 0].transpose(0, 1)
         attend(
-            queries, keys, values, positions, scaling, softcap, out, scratch, module, dependent=dependent, pages=pages
+            queries, keys, values, positions, scaling, softcap, out, scratch, module, dependent=dependent, pages=pages,
+            sinks=sinks, growth=growth,
         )  # fmt: skip
         return
     given: list[nvrtc.Argument] = [
@@ -462,10 +512,12 @@ def rope_and_attention(
         {"shared": 0, "own": 1, "k_is_v": 2}[mode],
     ]  # fmt: skip
     norm, rotary = None if norms.q is None else norms.form, None if cos.shape[1] == dim else cos.shape[1]
-    shape = AttentionShape(heads, kv_heads, dim, norm, norms.values, rotary, norms.is_gated)
+    shape = AttentionShape(
+        heads, kv_heads, dim, norm, norms.values, rotary, norms.is_gated, has_sinks=sinks is not None, growth=growth
+    )  # fmt: skip
     _launch_attend(
-        given, shape, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=True, ahead=ahead,
-        pages=pages,
+        given, shape, keys, values, positions, Scores(scaling, softcap, sinks), out, scratch, module, dependent, turn=True,
+        ahead=ahead, pages=pages,
     )  # fmt: skip
 
 
@@ -481,9 +533,9 @@ def _may_attend(
 
 
 def _launch_attend(
-    given: list[nvrtc.Argument], shape: AttentionShape, keys: Tensor, values: Tensor, positions: Tensor, scaling: float,
-    softcap: float | None, out: Tensor, scratch: Tensor | None, module: nvrtc.Module | None, dependent: bool | None, *,
-    turn: bool, ahead: Sequence[Tensor] = (), pages: PageTable | None = None,
+    given: list[nvrtc.Argument], shape: AttentionShape, keys: Tensor, values: Tensor, positions: Tensor, scores: Scores,
+    out: Tensor, scratch: Tensor | None, module: nvrtc.Module | None, dependent: bool | None, *, turn: bool,
+    ahead: Sequence[Tensor] = (), pages: PageTable | None = None,
 ) -> None:  # fmt: skip
     assert module is not None
     heads, kv_heads, dim, *_ = shape
@@ -498,6 +550,8 @@ def _launch_attend(
     table: list[nvrtc.Argument] = []
     if pages is not None:
         table = [pages.table, pages.table.stride(0), nvrtc.Long(keys.shape[-2])]
+    if scores.sinks is not None:
+        table.append(scores.sinks)
     own = load_attention(module, options)
     dependent = module.overlap if dependent is None else dependent
     parts = scratch if needed else None
@@ -505,8 +559,8 @@ def _launch_attend(
     own.launch(
         "attend", (splits, kv_heads, n), (int(options[0].partition("=")[2]) // 2,),
         [
-            *given, keys, values, positions, parts, sums, module.scratch["arrived"], out, places, float(scaling),
-            float(softcap or 0.0), int(here), *table, *ahead_arguments(ahead),
+            *given, keys, values, positions, parts, sums, module.scratch["arrived"], out, places, float(scores.scale),
+            float(scores.softcap or 0.0), int(here), *table, *ahead_arguments(ahead),
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -518,24 +572,36 @@ def _launch_attend(
         )  # fmt: skip
 
 
-def _attend_torch(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor
-) -> None:  # fmt: skip
+def _attend_torch(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scores: Scores, out: Tensor) -> None:
     n, heads, dim = q.shape
     length = keys.shape[2]
     if q.device.type == "cpu":  # elsewhere the length stays on the device
         length = min(length, int(positions.max()) + 1)
     mask = (torch.arange(length, device=q.device) <= positions[:, None])[:, None, None]
-    group = heads // keys.shape[1]
-    k, v = (x[:n, :, :length].repeat_interleave(group, dim=1) for x in (keys, values))
-    if softcap is None:
-        attended = functional.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scaling)
-    else:
-        scores = torch.matmul(q[:, :, None], k.transpose(2, 3)) * scaling
-        scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~mask, -math.inf)
-        attended = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
-    out.copy_(attended.reshape(n, heads * dim))
+    k, v = (x[:n, :, :length] for x in (keys, values))
+    if scores.growth is not None:
+        q = q * scores.growth.of(positions, q.dtype)[:, None, None]
+    out.copy_(attention_torch(q[:, :, None], k, v, mask, scores).reshape(n, heads * dim))
+
+
+def attention_torch(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Return attention [B, Hq, T, D] of queries that have grown, as transformers' modules round it.
+
+    Shapes: q [B, Hq, T, D], keys, values [B, Hkv, S, D], mask [B or 1, 1, T, S] of bool, or added to the scores; None for causal.
+    """
+    keys, values = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (keys, values))
+    if scores.softcap is None and scores.sinks is None:
+        return functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scores.scale)
+    if mask is None:
+        mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device).tril()
+    found = torch.matmul(q, keys.transpose(2, 3)) * scores.scale
+    if scores.softcap is not None:
+        found = torch.tanh(found / scores.softcap) * scores.softcap
+    found = found.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else found + mask
+    if scores.sinks is not None:
+        found = torch.cat((found, scores.sinks.view(1, -1, 1, 1).expand(*found.shape[:3], 1)), dim=-1)
+    weights = torch.softmax(found, dim=-1, dtype=torch.float32).to(q.dtype)[..., : keys.shape[2]]
+    return torch.matmul(weights, values)
 
 
 # Gates ---------------------------------------------------------------------------------------------------------------

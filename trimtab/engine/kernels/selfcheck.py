@@ -17,6 +17,7 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
     AttentionShape,
+    Growth,
     HeadNorms,
     add_norm,
     attend,
@@ -53,8 +54,12 @@ def relative_error(actual: Tensor, wanted: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def attend_exact(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None) -> Tensor:
+def attend_exact(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None,
+    sinks: Tensor | None = None, growth: Growth | None = None,
+) -> Tensor:  # fmt: skip
     """Return the exact result of `attend`, [n, Hq * D] in float64."""
+    dtype = q.dtype
     n, heads, dim = q.shape
     kv_heads = keys.shape[1]
     attended = torch.empty(n, kv_heads, heads // kv_heads, dim, dtype=torch.float64, device=q.device)
@@ -63,8 +68,12 @@ def attend_exact(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, sca
         length = min(int(positions[i]) + 1, keys.shape[2])
         for j in range(kv_heads):
             scores = queries[i, j] @ keys[i, j, :length].double().T * scaling
+            if growth is not None:
+                scores = scores * growth.of(positions[i], dtype).double()
             scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-            attended[i, j] = torch.softmax(scores, dim=-1) @ values[i, j, :length].double()
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(kv_heads, -1, 1)[j]), dim=-1)
+            attended[i, j] = torch.softmax(scores, dim=-1)[:, :length] @ values[i, j, :length].double()
     return attended.view(n, heads * dim)
 
 
@@ -122,11 +131,12 @@ def check(
 def _wrong_attention(
     module: nvrtc.Module, n: int, shape: AttentionShape, random: _Make, poisoned: _Make, wrong: _Wrong
 ) -> str | None:  # fmt: skip
-    heads, kv_heads, dim, norm, norms_values, rotary, is_gated = shape
+    heads, kv_heads, dim, norm, norms_values, _, is_gated, way, has_sinks, growth = shape
     what = f"of {n} rows, {heads} heads over {kv_heads}, {dim} each"
-    cos, sin = random(n, dim if rotary is None else rotary), random(n, dim if rotary is None else rotary)
+    cos, sin = _turn_of(shape, n, random)
     q_weight, k_weight = (None if norm is None else random(dim) for _ in range(2))
-    norms = HeadNorms(q_weight, k_weight, 1e-6, norm or "inside", norms_values, is_gated)
+    norms = HeadNorms(q_weight, k_weight, 1e-6, norm or "inside", norms_values, is_gated, way == "pairs")
+    sinks = random(heads) if has_sinks else None
     places = torch.arange(n, device=module.device) * 3 % 70
     for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
         qkv = random(n, (heads * norms.q_step + parts * kv_heads) * dim)
@@ -154,21 +164,29 @@ def _wrong_attention(
         positions = torch.tensor([max(0, position - 37 * i) for i in range(n)], device=module.device)
         for i in range(n):  # places that a row does not read are NaN
             keys[i, :, int(positions[i]) + 1 :] = values[i, :, int(positions[i]) + 1 :] = math.nan
-        if reason := _wrong_turn(module, heads, cos, sin, norms, keys, values, positions, random, poisoned, wrong):
+        given = (heads, cos, sin, norms, sinks, growth)
+        if reason := _wrong_turn(module, *given, keys, values, positions, random, poisoned, wrong):
             return f"{reason} {what} over {length} places at {position}"
         q, out = random(n, heads, dim), poisoned(n, heads * dim)
         for scaling, softcap in ((dim**-0.5, None), (0.1, 3.0)):
-            attend(q, keys, values, positions, scaling, softcap, out, None, module)
-            exact = attend_exact(q, keys, values, positions, scaling, softcap)
+            attend(q, keys, values, positions, scaling, softcap, out, None, module, sinks=sinks, growth=growth)
+            exact = attend_exact(q, keys, values, positions, scaling, softcap, sinks, growth)
             if reason := wrong(f"attend {what} over {length} places at {position}", [out], [exact]):
                 return reason
             out.fill_(math.nan)
     return None
 
 
+def _turn_of(shape: AttentionShape, n: int, random: _Make) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of n tokens; their halves are equal, as those of a rotation are."""
+    half = (shape.dim if shape.rotary is None else shape.rotary) // 2
+    cos, sin = (torch.cat((one, one), dim=1) for one in (random(n, half), random(n, half)))
+    return (cos.float(), sin.float()) if shape.turn == "wide" else (cos, sin)
+
+
 def _wrong_turn(
-    module: nvrtc.Module, heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms, keys: Tensor, values: Tensor,
-    positions: Tensor, random: _Make, poisoned: _Make, wrong: _Wrong,
+    module: nvrtc.Module, heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms, sinks: Tensor | None, growth: Growth | None,
+    keys: Tensor, values: Tensor, positions: Tensor, random: _Make, poisoned: _Make, wrong: _Wrong,
 ) -> str | None:  # fmt: skip
     """Compare rotation and attention in one launch with the rotation in torch, and attention in float64 behind it."""
     n, kv_heads, length, dim = keys.shape
@@ -180,13 +198,14 @@ def _wrong_turn(
         written = keys.clone(), values.clone()
         rope_and_attention(
             qkv, heads, norms, cos, sin, *written, places, positions, dim**-0.5, None, out, q, None, module, mode=mode,
+            sinks=sinks, growth=growth,
         )  # fmt: skip
         writes = mode != "shared"
         rope_write(
             qkv, heads, kv_heads, dim, norms, cos, sin, keys if writes else None, values if writes else None, places, q,
             mode=mode,
         )  # fmt: skip
-        exact = attend_exact(q, keys, values, positions, dim**-0.5, None)
+        exact = attend_exact(q, keys, values, positions, dim**-0.5, None, sinks, growth)
         if reason := wrong(f"turn_and_attend ({mode})", [out], [exact]):
             return reason
         for i in range(n):  # the whole cache: nothing else may have been written
@@ -214,14 +233,15 @@ def check_pages(
     for row in range(n):
         pool.bind(row, pages[row])
     at = pool.table.written(torch.arange(length, device=module.device).expand(n, -1), pool.table.table).flatten()
-    for heads, kv_heads, dim, norm, norms_values, rotary, is_gated in (AttentionShape(*one) for one in attention):
+    for shape in (AttentionShape(*one) for one in attention):
+        heads, kv_heads, dim, norm, norms_values, _, is_gated, way, has_sinks, growth = shape
         whole = [random(n, kv_heads, length, dim) for _ in range(2)]
         paged = [torch.full((kv_heads, pool.places, dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
         for to, source in zip(paged, whole, strict=True):
             to[:, at] = source.transpose(0, 1).flatten(1, 2)
-        cos, sin, scale = random(n, dim if rotary is None else rotary), random(n, dim if rotary is None else rotary), dim**-0.5
+        (cos, sin), scale, sinks = _turn_of(shape, n, random), dim**-0.5, random(heads) if has_sinks else None
         weight = None if norm is None else random(dim)
-        norms = HeadNorms(weight, weight, 1e-6, norm or "inside", norms_values, is_gated)
+        norms = HeadNorms(weight, weight, 1e-6, norm or "inside", norms_values, is_gated, way == "pairs")
         positions = torch.tensor([length - 1, 2 * PAGE_TOKENS], device=module.device)
         for mode, parts in (("own", 2), ("shared", 0)):
             qkv, q = random(n, (heads * norms.q_step + parts * kv_heads) * dim), random(n, heads, dim)
@@ -229,7 +249,7 @@ def check_pages(
             for (keys, values), out, table in ((whole, outs[0], None), (paged, outs[1], pool.table)):
                 rope_and_attention(
                     qkv, heads, norms, cos, sin, keys, values, positions, positions, scale, None, out, q, None, module,
-                    mode=mode, pages=table,
+                    mode=mode, pages=table, sinks=sinks, growth=growth,
                 )  # fmt: skip
             same = [(outs[0], outs[1])]
             same += [(a, b[:, at].view(kv_heads, n, length, dim).transpose(0, 1)) for a, b in zip(whole, paged, strict=True)]
@@ -261,17 +281,18 @@ def measure(
     pair("add_norm", partial(add_norm, y, h, weight, weight, 1e-6, None, h, x))
     pair("gated", partial(gated, both[:, :mlp], both[:, mlp:], out, "gelu_tanh"))
     positions = torch.full((n,), places - 1, device=module.device)
-    for heads, kv_heads, dim, norm, norms_values, rotary, is_gated in (AttentionShape(*one) for one in attention):
+    for kind in (AttentionShape(*one) for one in attention):
+        heads, kv_heads, dim, norm, norms_values, _, is_gated, way, *_ = kind
         shape = f"{heads}/{kv_heads} x {dim}"
         keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
         qkv, q, attended = random(n, (heads * (1 + is_gated) + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
-        turn = random(n, dim if rotary is None else rotary)
+        cos, sin = _turn_of(kind, n, random)
         scratch = torch.empty(scratch_values(n, heads, dim, places), device=module.device)
         scale = None if norm is None else random(dim)
-        norms = HeadNorms(scale, scale, 1e-6, norm or "inside", norms_values, is_gated)
-        rope = partial(rope_write, qkv, heads, kv_heads, dim, norms, turn, turn, keys, values, positions, q)
+        norms = HeadNorms(scale, scale, 1e-6, norm or "inside", norms_values, is_gated, way == "pairs")
+        rope = partial(rope_write, qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, positions, q)
         both_at_once = partial(
-            rope_and_attention, qkv, heads, norms, turn, turn, keys, values, positions, positions, dim**-0.5, None, attended, q,
+            rope_and_attention, qkv, heads, norms, cos, sin, keys, values, positions, positions, dim**-0.5, None, attended, q,
             scratch,
         )  # fmt: skip
         look = partial(attend, q, keys, values, positions, dim**-0.5, None, attended, scratch)

@@ -465,21 +465,31 @@ def _unsupported(number: int, layer: object) -> str:
     return f"layer {number} keeps a {type(layer).__name__}"
 
 
-def step_masks(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor | dict[str, Tensor | None]:
+def step_masks(
+    hf_model: HFModel, cache: BatchedKVCache, count: int, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor | None]:  # fmt: skip
     """Return the `attention_mask` of a decode step of `count` rows: a mask, or one for each kind of layer of the family.
 
-    A family whose configuration lists the kinds of its layers takes a dictionary (transformers, `create_masks_for_generate`).
+    `sdpa` selects by a mask of bool, other attention adds one of `dtype` to its scores. A family whose configuration lists the
+    kinds of its layers takes a dictionary (transformers, `create_masks_for_generate`).
     """
     config = hf_model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return cache.mask(count, is_ring=cache.has_rings)
+        mask: Tensor = _as_taken(cache.mask(count, is_ring=cache.has_rings), config, dtype)
+        return mask
     masks = {kind: None if kind == "linear_attention" else cache.mask(count, is_ring=False) for kind in set(kinds)}
     if "sliding_attention" in masks and cache.has_rings:
         masks["sliding_attention"] = cache.mask(count, is_ring=True)
     elif "sliding_attention" in masks:  # transformers 5.6.2 gives Gemma 4 without shared layers no sliding cache
         masks["sliding_attention"] = cache.window_mask(count, int(config.sliding_window))
-    return masks
+    return {kind: _as_taken(mask, config, dtype) for kind, mask in masks.items()}
+
+
+def _as_taken(mask: Any, config: Any, dtype: torch.dtype) -> Any:
+    if mask is None or getattr(config, "_attn_implementation", "sdpa") == "sdpa":
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def step_positions(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor:

@@ -17,7 +17,7 @@ Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) write n
 chunk alone, and no other chunk at all. That is exact: the same operations on fewer rows; a product of one row may be
 another kernel than one of many, which rounds its sums in another order.
 
-Not covered: attention other than torch's `sdpa`, layers with a state that is not keys and values by position.
+Not covered: attention other than torch's `sdpa` and eager, layers with a state that is not keys and values by position.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def why_not(hf_model: HFModel) -> str | None:
         return state
     config = hf_model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", None)
-    if attention != "sdpa":
-        return f"its attention is {attention}, not sdpa"
+    if attention not in ("sdpa", "eager"):
+        return f"its attention is {attention}, not sdpa or eager"
     kinds = set(getattr(config, "layer_types", None) or ()) - ({"linear_attention"} if config.model_type in MODEL_TYPES else set())
     if not kinds <= set(_KINDS):
         return f"its layers are of kinds {sorted(kinds - set(_KINDS))}"
@@ -315,6 +315,8 @@ class ChunkForward:
         if not cache.layers:
             cache.lay_out(hf_slots.prompt_cache(hf_model))
         self._cache = Cache(layers=[self._in_chunks(one) for one in cache.layers])
+        # Eager attention is causal by its mask alone.
+        self.adds_masks = getattr(self.config, "_attn_implementation", None) == "eager"
         self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
         self._by_size: dict[int, Buffers] = {}
         self.least_places = SMALLEST_PLACES
@@ -451,7 +453,7 @@ class ChunkForward:
         own = buffers.own_masks.get(kind) if form.has_own_mask else None
         if own is None:
             is_narrow = window is not None and window < form.size
-            if form.is_first and not is_narrow:
+            if form.is_first and not is_narrow and not self.adds_masks:
                 return None
             own = buffers.causal
             if window is not None and is_narrow:

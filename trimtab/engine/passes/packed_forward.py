@@ -190,7 +190,7 @@ class PackForward(ChunkForward):
         own = buffers.causal
         if window is not None and window < form.size:
             own = own & (buffers.numbers[None, :] > buffers.numbers[:, None] - window)
-        elif form.is_first:
+        elif form.is_first and not self.adds_masks:
             return None
         if form.is_first:
             return self._added(own)

@@ -3,7 +3,8 @@
 // head of keys), HALF (1: fp16, 0: bf16), ROTATES (1: q is what the products made; each block norms and turns the queries that it
 // needs, and the block whose share has the new place makes the new key and value as well, and writes them into the cache), NORMS
 // (where the norms of queries and keys round, as values.cuh has it; 3: there are none), VALUES (1: values are normed, without a
-// weight), ROTARY (the first values of a head, which turn).
+// weight), ROTARY (the first values of a head, which turn), SINKS (each head of queries has a score without a value), GROWTH and
+// GROWS_AT (queries are multiplied by 1 + GROWTH log(1 + floor(position / GROWS_AT)), rounded to their type).
 //
 // A launch is a chain of waits, not of bytes. Positions and places stand since before the step, and so do keys and values of all
 // places but the newest: with ROTATES these are asked for before the kernel in front has ended. Then four round trips to L2 are
@@ -47,6 +48,11 @@ constexpr int TILES = GROUP <= 8 ? 1 : 2;  // of 8 queries
 #define PAGE_PARAMETERS const int *table, int table_stride, i64 pool_places,
 #else
 #define PAGE_PARAMETERS
+#endif
+#ifdef SINKS
+#define SINK_PARAMETERS const u16 *sinks,
+#else
+#define SINK_PARAMETERS
 #endif
 __device__ __forceinline__ constexpr bool has_value(int d) { return HEAD == DIM || d < HEAD; }
 
@@ -193,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     const u16* q, int q_stride, const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride,
     const u16* sin, int sin_stride, int mode, u16* keys, u16* values, const i64* positions, float* parts,
     float2* sums, u32* arrived, u16* out, int places, float scaling, float softcap, int combine_here,
-    PAGE_PARAMETERS AHEAD_PARAMETERS) {
+    PAGE_PARAMETERS SINK_PARAMETERS AHEAD_PARAMETERS) {
   constexpr int WARPS = DIM / 64, SLICES = DIM / 128, HEADS = 8 * TILES, OWN = (GROUP + WARPS - 1) / WARPS;
   __shared__ float scores[SLICES][HEADS][SCORE_STRIDE];
   __shared__ __align__(16) u16 high[HEADS][WEIGHT_STRIDE], low[HEADS][WEIGHT_STRIDE];
@@ -333,6 +339,14 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   float most[OWN], total[OWN], sum[4][TILES][4];
 #pragma unroll
   for (int j = 0; j < OWN; j++) most[j] = -__uint_as_float(0x7f800000), total[j] = 0.f;
+#ifdef SINKS
+#pragma unroll
+  for (int j = 0; j < OWN; j++)  // the first split counts it
+    if (split == 0 && warp + j * WARPS < GROUP) most[j] = value(__ldg(sinks + kv * GROUP + warp + j * WARPS), HALF), total[j] = 1.f;
+#endif
+#ifdef GROWTH
+  scaling *= rounded(1.f + GROWTH * logf(1.f + floorf((float)__ldcg(positions + row) / GROWS_AT)), HALF);
+#endif
 #pragma unroll
   for (int w = 0; w < 4; w++)
 #pragma unroll

@@ -81,34 +81,58 @@ GATED(gated_1, 1)
 // A warp is a head of a row: queries first, then keys, then (own_values) values. Lane l holds V values from l V on in the
 // lower half of the head and their partners in the upper half. Keys and values go to place_of[row] of the row and head, 0 without
 // place_of; row_step, head_step: values from one to the next. The first `rotary` values of a head turn: a lane has partners among
-// them, or values behind them. form: where a norm rounds (values.cuh), 3: there is none. q_step: from one head of
-// queries to the next. Grid: [heads of all kinds, n].
+// them, or values behind them. PAIRS: partners are neighbours. T: of cos and sin; with float only the sums are rounded. form:
+// where a norm rounds (values.cuh), 3: there is none. q_step: from one head of queries to the next. Grid: [heads of all kinds, n].
 template <int V>
+__device__ __forceinline__ void load(float* to, const float* from, int) {
+#pragma unroll
+  for (int i = 0; i < V; i++) to[i] = __ldcg(from + i);
+}
+template <int V, bool PAIRS>
+__device__ __forceinline__ void load_both(float* a, float* b, const u16* from, int at0, int at1, bool turns, int half) {
+  load<V>(a, from + at0, half);
+  load<V>(b, from + at1, half);
+  if (!PAIRS || !turns) return;
+  float both[2 * V];
+#pragma unroll
+  for (int i = 0; i < V; i++) both[i] = a[i], both[V + i] = b[i];
+#pragma unroll
+  for (int i = 0; i < V; i++) a[i] = both[2 * i], b[i] = both[2 * i + 1];
+}
+template <int V, bool PAIRS>
+__device__ __forceinline__ void store_both(u16* to, float* a, float* b, int at0, int at1, bool turns, int half) {
+  if (PAIRS && turns) {
+    float both[2 * V];
+#pragma unroll
+    for (int i = 0; i < V; i++) both[2 * i] = a[i], both[2 * i + 1] = b[i];
+#pragma unroll
+    for (int i = 0; i < V; i++) a[i] = both[i], b[i] = both[V + i];
+  }
+  store<V>(to + at0, a, half);
+  store<V>(to + at1, b, half);
+}
+template <int V, bool PAIRS, typename T>
 __device__ __forceinline__ void rope_write(
     const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim, const u16* q_weight,
-    const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride, u16* keys, u16* values,
+    const u16* k_weight, float eps, const T* cos, int cos_stride, const T* sin, int sin_stride, u16* keys, u16* values,
     i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v, int rotary, int form,
     int norms_values, int q_step, int half) {
   const int head = blockIdx.x, row = blockIdx.y, h = dim / 2, turning = rotary / 2, at = threadIdx.x * V;
   const bool turns = at < turning;
-  const int at0 = turns ? at : at + turning, at1 = turns ? at + turning : at + h;
+  const int at0 = turns ? (PAIRS ? 2 * at : at) : at + turning, at1 = turns ? (PAIRS ? 2 * at + V : at + turning) : at + h;
   const bool live = at < h, is_q = head < heads, is_v = head >= heads + kv_heads;
   const u16* weight = is_q ? q_weight : is_v ? nullptr : k_weight;
   float w0[V], w1[V];
   let_next_start();
 #pragma unroll
   for (int i = 0; i < V; i++) w0[i] = w1[i] = form == 2 ? 0.f : 1.f;
-  if (live && weight) {
-    load<V>(w0, weight + at0, half);
-    load<V>(w1, weight + at1, half);
-  }
+  if (live && weight) load_both<V, PAIRS>(w0, w1, weight, at0, at1, turns, half);
   wait_for_previous();
   float a[V] = {}, b[V] = {}, c0[V] = {}, c1[V] = {}, s0[V] = {}, s1[V] = {}, sum = 0.f;
   if (live) {
     const u16* from = (is_q ? q : is_v ? v : k) + (size_t)row * (is_q ? q_stride : kv_stride);
     from += is_q ? head * q_step : (head - heads) % kv_heads * dim;
-    load<V>(a, from + at0, half);
-    load<V>(b, from + at1, half);
+    load_both<V, PAIRS>(a, b, from, at0, at1, turns, half);
     if (!is_v && turns) {
       load<V>(c0, cos + (size_t)row * cos_stride + at, half);
       load<V>(c1, cos + (size_t)row * cos_stride + turning + at, half);
@@ -129,8 +153,7 @@ __device__ __forceinline__ void rope_write(
       float v0[V], v1[V];
 #pragma unroll
       for (int i = 0; i < V; i++) v0[i] = norms_values ? a[i] * r : a[i], v1[i] = norms_values ? b[i] * r : b[i];
-      store<V>(values + cell + at0, v0, half);
-      store<V>(values + cell + at1, v1, half);
+      store_both<V, PAIRS>(values + cell, v0, v1, at0, at1, turns, half);
       if (is_v) return;
     }
     to = keys + cell;
@@ -139,26 +162,28 @@ __device__ __forceinline__ void rope_write(
   for (int i = 0; i < V; i++) {
     const float x = form == 3 ? a[i] : rounded(weighted(a[i] * r, w0[i], form, half), half);
     const float y = form == 3 ? b[i] : rounded(weighted(b[i] * r, w1[i], form, half), half);
-    a[i] = turns ? rounded(x * c0[i], half) + rounded(-y * s0[i], half) : x;
-    b[i] = turns ? rounded(y * c1[i], half) + rounded(x * s1[i], half) : y;
+    float x0 = x * c0[i], y0 = -y * s0[i], y1 = y * c1[i], x1 = x * s1[i];
+    if (sizeof(T) == 2) x0 = rounded(x0, half), y0 = rounded(y0, half), y1 = rounded(y1, half), x1 = rounded(x1, half);
+    a[i] = turns ? x0 + y0 : x;
+    b[i] = turns ? y1 + x1 : y;
   }
-  store<V>(to + at0, a, half);
-  store<V>(to + at1, b, half);
+  store_both<V, PAIRS>(to, a, b, at0, at1, turns, half);
 }
-#define ROPE(name, V)                                                                                                         \
+#define ROPE(name, V, PAIRS, T)                                                                                               \
   extern "C" __global__ void __launch_bounds__(32) name(                                                                      \
       const u16* q, int q_stride, const u16* k, const u16* v, int kv_stride, int heads, int kv_heads, int dim,                \
-      const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride, const u16* sin, int sin_stride,    \
+      const u16* q_weight, const u16* k_weight, float eps, const T* cos, int cos_stride, const T* sin, int sin_stride,        \
       u16* keys, u16* values, i64 row_step, i64 head_step, int places, const i64* place_of, u16* q_out, int k_is_v,           \
       int rotary, int form, int norms_values, int q_step, int half) {                                                         \
-    rope_write<V>(q, q_stride, k, v, kv_stride, heads, kv_heads, dim, q_weight, k_weight, eps, cos, cos_stride, sin,          \
-                  sin_stride, keys, values, row_step, head_step, places, place_of, q_out, k_is_v, rotary, form, norms_values, \
-                  q_step, half);                                                                                              \
+    rope_write<V, PAIRS, T>(q, q_stride, k, v, kv_stride, heads, kv_heads, dim, q_weight, k_weight, eps, cos, cos_stride, sin, \
+                            sin_stride, keys, values, row_step, head_step, places, place_of, q_out, k_is_v, rotary, form,     \
+                            norms_values, q_step, half);                                                                      \
   }
-ROPE(rope_write_1, 1)
-ROPE(rope_write_2, 2)
-ROPE(rope_write_4, 4)
-ROPE(rope_write_8, 8)
+#define ROPES(V) ROPE(rope_write_##V, V, false, u16) ROPE(rope_pairs_##V, V, true, u16) ROPE(rope_wide_##V, V, false, float)
+ROPES(1)
+ROPES(2)
+ROPES(4)
+ROPES(8)
 
 // cos and sin of the angles of a position, for up to two kinds of layers: (position inv_freq) for both halves of a head, times
 // the kind's factor. Grid: [kinds, n].
