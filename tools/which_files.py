@@ -1,4 +1,4 @@
-"""Put the tables of formats and families into docs/which-files.md: they say only what tests load and compare, and what was measured.
+"""Put the tables of formats and families into docs/which-files.md: they say what tests load and compare, and what was measured.
 
 python tools/which_files.py            write
 python tools/which_files.py --check    exit 1 if the page does not say what the records and tests say
