@@ -97,7 +97,7 @@ def _write_towers(header: GgufHeader, projector: GgufHeader, beside: list[Path],
 
 
 def _check_words(header: GgufHeader, tokenizer: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer beside the file that is of another model."""
+    """Refuse a tokenizer.json in the file's folder that is of another model."""
     tokens, words = header.keys.get("tokenizer.ggml.tokens") or [], (tokenizer.get("model") or {}).get("vocab")
     if isinstance(words, dict):
         other = sum(not isinstance(place, int) or tokens[place : place + 1] != [text] for text, place in words.items())

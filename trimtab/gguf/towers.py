@@ -1,7 +1,7 @@
 """The vision tower of Gemma 4 in a projector file (mmproj) as tensors of the model.
 
-A file does not say how images are cut and pooled, nor which tokens stand for them: that comes from the config.json and the
-processor's files beside it, and each key of the file that says a size must agree. Source: llama.cpp, conversion/gemma.py
+A file does not say how images are cut and pooled, nor which tokens are their places: that comes from the config.json and the
+processor's files in its folder, and each key of the file that says a size must agree. Source: llama.cpp, conversion/gemma.py
 (Gemma4VisionAudioModel), gguf-py constants.py, tools/mtmd/models/gemma4v.cpp.
 """
 
