@@ -61,7 +61,7 @@ def table() -> str:
     others = ", ".join(OTHERS[name] for name in gguf_files.FAMILIES if name not in FAMILIES)
     return (
         f"{rows}\nall: {', '.join(TIERS)}. table: a table of embeddings, resident or gather.\n"
-        f"Types of GGUF files (`q4_0` to `f32`) are loaded in {others} as well; Gemma 4 in GGUF is text only.\n"
+        f"Types of GGUF files (`q4_0` to `f32`) are loaded in {others} as well.\n"
     )
 
 

@@ -24,6 +24,7 @@ from trimtab.demo_names import without_demo_name
 from trimtab.errors import CheckpointError
 from trimtab.gguf import companion, folders
 from trimtab.gguf.architectures import Order
+from trimtab.gguf.header import file_kind
 from trimtab.process.json_file import read_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -182,20 +183,27 @@ def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file that a folder without a checkpoint holds, the first of a set. Errors: CheckpointError for several."""
+    """Return the companion of the GGUF file that a folder holds instead of safetensors files, None for any other folder.
+
+    A folder with config.json is such a one if it has a model and its projector file. Errors: CheckpointError for several models.
+    """
+    names: list[str] = []
     with suppress(OSError):
         names = os.listdir(folder)
-        if CONFIG in names or any(name.endswith(".safetensors") for name in names):
-            return None
-        packed = sorted(name for name in names if name.lower().endswith(".gguf"))
-        models = [name for name in packed if companion.is_model_file(folder / name)]
-        if len(models) > 1:
-            raise CheckpointError(
-                f"has {len(models)} GGUF files: {', '.join(models[:SHOWN_NAMES])}", path=folder, hint="Give one of the files"
-            )
-        # A later file of a set, or towers alone: reading says what is missing.
-        return folder / (models or packed)[0] if packed else None
-    return None
+    packed = sorted(name for name in names if name.lower().endswith(".gguf"))
+    if not packed or any(name.endswith(".safetensors") for name in names):
+        return None
+    models = [name for name in packed if companion.is_model_file(folder / name)]
+    towers = [name for name in packed if name not in models and file_kind(folder / name) == "mmproj"]
+    if CONFIG in names:
+        is_pair = len(models) == len(towers) == 1
+        return companion.folder_with_towers(folder, folder / models[0], folder / towers[0]) if is_pair else None
+    if len(models) > 1:
+        raise CheckpointError(
+            f"has {len(models)} GGUF files: {', '.join(models[:SHOWN_NAMES])}", path=folder, hint="Give one of the files"
+        )
+    # A later file of a set, or towers alone: reading says what is missing.
+    return companion.folder_of(folder / (models or packed)[0])
 
 
 @reading(checkpoint_refusal)
@@ -249,8 +257,7 @@ def _cached_gguf(text: str, parts: list[str]) -> Path:
 
 def _of_folder(folder: Path) -> Path:
     """Return a folder, or the companion of the GGUF file that it holds instead of a checkpoint."""
-    file = _gguf_in(folder)
-    return folder if file is None else companion.folder_of(file)
+    return _gguf_in(folder) or folder
 
 
 def hub_cache() -> Path:

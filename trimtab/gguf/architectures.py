@@ -36,8 +36,8 @@ def in_order(value: Any, order: Order) -> Any:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A tensor under the model's name. rows, columns: the order of its rows or columns. change: "minus_one", "log_negate" or
-    "unsqueeze", which undoes a change of the converter; only small tensors have one."""
+    """A tensor under the model's name. rows, columns: the order of its rows or columns. change: "minus_one", "log_negate",
+    "unsqueeze", "patches" or "scalar", which undoes a change of the converter, or "whole"; only small tensors have one."""
 
     tensor_name: str
     source: GgufTensor

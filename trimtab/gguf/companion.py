@@ -10,8 +10,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from trimtab.errors import CheckpointError
 from trimtab.gguf.architectures import TOKEN_IDS, Mapped, config_of, in_order, tensors_of
 from trimtab.gguf.folders import folder_for, stamp
 from trimtab.gguf.header import SPLIT, GgufHeader, file_kind, read_bytes, read_gguf, refuse
+from trimtab.gguf.towers import vision_of
+from trimtab.process.json_file import FOREIGN_FILES, check_files, read_object
 
 SMALL = "small.safetensors"
+# The share of a tokenizer's texts that may differ from the file's: words that a converter renames.
+MOST_OTHER = 0.01
 # What one file of vectors may hold: Qwen3.5's largest model has 20 MiB.
 MOST_SMALL_BYTES = 512 * 2**20
 MATRIX_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -33,6 +38,15 @@ def folder_of(path: Path) -> Path:
     """Return the checkpoint folder of a GGUF file, made if it is missing. Errors: CheckpointError for a file that is not read."""
     file = path.absolute()
     return folder_for(file, lambda made: _write(read_gguf(file), made))
+
+
+def folder_with_towers(folder: Path, model: Path, projector: Path) -> Path:
+    """Return the checkpoint folder of a GGUF model with its projector file (mmproj); both are in a folder that has config.json and
+    the processor's files of the original. Errors: CheckpointError for files that do not fit each other."""
+    check_files(folder)
+    beside = [folder / name for name in ("config.json", *FOREIGN_FILES) if (folder / name).is_file()]
+    more = [(str(one), *stamp(one)) for one in (projector, *beside)]
+    return folder_for(model, lambda made: _write_towers(read_gguf(model), read_gguf(projector), beside, made), more)
 
 
 def is_model_file(file: Path) -> bool:
@@ -48,25 +62,68 @@ def _write(header: GgufHeader, made: Path) -> dict[str, Any]:
     """Fill a new folder, and return its table."""
     config = config_of(header)
     mapped = tensors_of(header, config)
-    _check_types(header, mapped)
-    small = [one for one in mapped if _is_small(one)]
     (made / "config.json").write_text(json.dumps(config | _token_ids(header), indent=1), encoding="utf-8")
-    _write_small(header, small, made / SMALL)
     _write_tokenizer(header, made)
-    files = [[str(file), *stamp(file)] for file in header.files]
-    return {"files": files, "tensors": {one.tensor_name: _row(header, one) for one in mapped if not _is_small(one)}}
+    return _write_tensors(header, header.files, mapped, made)
 
 
-def _row(header: GgufHeader, one: Mapped) -> list[Any]:
+def _write_towers(header: GgufHeader, projector: GgufHeader, beside: list[Path], made: Path) -> dict[str, Any]:
+    """Fill a new folder of a model with a vision tower, and return its table."""
+    file, own = header.files[0], config_of(header)
+    config = read_object(beside[0].parent / "config.json", "config.json")
+    text, vision = config.get("text_config"), config.get("vision_config")
+    kind = config.get("model_type")
+    if kind != "gemma4" or own["model_type"] != "gemma4_text" or not isinstance(text, dict) or not isinstance(vision, dict):
+        refuse(
+            projector.files[0], f"is with config.json of {kind!r:.40} and a model of {own['model_type']}; that of Gemma 4 is read",
+            hint="Use the safetensors files of the model for images",
+        )  # fmt: skip
+    same = text.keys() & own.keys() - {"model_type", "architectures", "dtype", "quantization_config", "tie_word_embeddings"}
+    if not own["hidden_size_per_layer_input"]:
+        same -= {"vocab_size_per_layer_input"}
+    wrong = [f"{name} {text[name]!r:.60} ({own[name]!r:.60})" for name in sorted(same) if text[name] != own[name]]
+    if wrong:
+        refuse(file, f"does not fit config.json beside it: {', '.join(wrong[:5])}", hint="Get config.json of the same model")
+    for one in beside:
+        shutil.copyfile(one, made / one.name)
+    if (made / "tokenizer.json").is_file():
+        _check_words(header, read_object(made / "tokenizer.json", "tokenizer"))
+    config |= {"audio_config": None, "quantization_config": own["quantization_config"]}  # audio towers are not read
+    (made / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    names = [
+        replace(one, tensor_name=one.tensor_name.replace("model.", "model.language_model.", 1)) for one in tensors_of(header, own)
+    ]
+    return _write_tensors(header, header.files + projector.files, names + vision_of(projector, vision), made)
+
+
+def _check_words(header: GgufHeader, tokenizer: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer.json in the file's folder that is of another model."""
+    tokens, words = header.keys.get("tokenizer.ggml.tokens") or [], (tokenizer.get("model") or {}).get("vocab")
+    if isinstance(words, dict):
+        other = sum(not isinstance(place, int) or tokens[place : place + 1] != [text] for text, place in words.items())
+        if other > MOST_OTHER * len(words):
+            refuse(header.files[0], f"{other} of {len(words)} tokens are others than in tokenizer.json beside it")
+
+
+def _write_tensors(header: GgufHeader, files: tuple[Path, ...], mapped: list[Mapped], made: Path) -> dict[str, Any]:
+    """Write the small tensors, and return the table of the others."""
+    _check_types(header, mapped)
+    _write_small(header, [one for one in mapped if _is_small(one)], made / SMALL)
+    rows = {one.tensor_name: _row(files, one) for one in mapped if not _is_small(one)}
+    return {"files": [[str(file), *stamp(file)] for file in files], "tensors": rows}
+
+
+def _row(files: tuple[Path, ...], one: Mapped) -> list[Any]:
     tensor = one.source
-    place = header.files.index(tensor.file)
+    place = files.index(tensor.file)
     return [tensor.type_name, tensor.shape, place, tensor.start, tensor.nbytes, one.rows, one.columns]
 
 
 def _check_types(header: GgufHeader, mapped: list[Mapped]) -> None:
     wrong = [
         one.source for one in mapped
-        if one.source.type_name not in (_DTYPES if _is_small(one) else MATRIX_TYPES) or len(one.source.shape) > 2
+        if one.source.type_name not in (_DTYPES if _is_small(one) else MATRIX_TYPES)
+        or len(one.source.shape) > (4 if one.change else 2)
     ]  # fmt: skip
     if wrong:
         kinds = ", ".join(sorted({tensor.type_name for tensor in wrong}))
@@ -93,7 +150,8 @@ def _write_small(header: GgufHeader, small: list[Mapped], target: Path) -> None:
 
     changes: dict[str, Callable[[Any], Any]] = {
         "": lambda value: value, "minus_one": lambda value: value.float() - 1, "unsqueeze": lambda value: value.unsqueeze(1),
-        "log_negate": lambda value: torch.log(-value.float()),
+        "log_negate": lambda value: torch.log(-value.float()), "whole": lambda value: value,
+        "scalar": lambda value: value.reshape(()), "patches": lambda value: value.permute(0, 2, 3, 1).flatten(1),
     }  # fmt: skip
     tensors = {}
     for one in small:
