@@ -83,6 +83,18 @@ def test_garbage_is_looked_for_as_often_as_before_once_a_model_is_loaded(thresho
     assert gc.get_threshold()[:2] == (1234, 5)
 
 
+def test_imports_are_left_out_of_garbage_collections_only_while_a_command_imports(thresholds):
+    gc.unfreeze()
+    try:
+        preload.keep_imports()
+        assert gc.get_freeze_count() == 0
+        with preload.collecting_rarely():
+            preload.keep_imports()
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+
+
 # How often garbage is looked for while a command plans, and once it is done.
 OFTEN = """
 import atexit, gc, sys

@@ -225,7 +225,7 @@ def _planned(
         request = replace(request, dtype=dtype)
     first = replace(request, head="full") if request.head == "auto" else request
     narrow = keeps_16bit(request.dtype, dtype_reason)
-    anatomy = _anatomy(checkpoint, first, inputs, may_be_kept=here is not None, keeps_16bit=narrow)
+    anatomy = anatomy_for(checkpoint, first, inputs, may_be_kept=here is not None, keeps_16bit=narrow)
     kept_reason = prefix_reason(request, anatomy)
     specs = {name: inputs.spec(path, files[name], anatomy) for name, path in every.items()}
     machine, rates = here = here or _ask_machine(request, bytes_before)
@@ -241,7 +241,7 @@ def _planned(
             head_refused = anatomies.find_refusal(checkpoint, small, keeps_16bit=narrow) or ""
         try:
             if not head_refused:
-                head8 = _anatomy(checkpoint, small, inputs, may_be_kept=is_known, keeps_16bit=narrow)
+                head8 = anatomy_for(checkpoint, small, inputs, may_be_kept=is_known, keeps_16bit=narrow)
         except RequestError as exc:
             head_refused = str(exc).splitlines()[0]
             anatomies.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
@@ -254,7 +254,7 @@ def _planned(
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
         held_bytes=0 if later is None else held_bytes(every.values()), media=media_memory(request, anatomy, media),
         head8=head8, is_advised=is_advised,
-        anatomy_of=lambda changed: _anatomy(checkpoint, changed, inputs, may_be_kept=is_known, keeps_16bit=narrow),
+        anatomy_of=lambda changed: anatomy_for(checkpoint, changed, inputs, may_be_kept=is_known, keeps_16bit=narrow),
     )  # fmt: skip
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
@@ -272,7 +272,9 @@ def _capability(device: str) -> tuple[int, int] | None:
     return gpus[index].capability if index < len(gpus) else None
 
 
-def _anatomy(checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool) -> Anatomy:
+def anatomy_for(
+    checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool
+) -> Anatomy:
     """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe."""
     from trimtab.machine import anatomy_cache as anatomies
 

@@ -58,10 +58,10 @@ def test_a_hang_is_killed_at_the_limit_with_its_children():
     assert time.monotonic() - started < 50  # the work itself takes a minute
     child = found.lines[0]["child"]
     for _ in range(100):
-        if process.tree_bytes(child) == 0:
+        if process.resident_bytes(child) == 0:
             break
         time.sleep(0.05)
-    assert process.tree_bytes(child) == 0
+    assert process.resident_bytes(child) == 0
 
 
 def test_the_child_ends_by_itself_when_its_parent_is_killed():

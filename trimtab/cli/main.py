@@ -55,8 +55,8 @@ FILES = {
 }  # fmt: skip
 # Commands that compute nothing, and long-running commands, for which the present load of the machine does not matter.
 WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
-# Commands that only plan a model here and load it with `flags.opening.opened`.
-OPENING = ("plan", "run", "chat")
+# Commands that end the time without garbage collection themselves, once all is imported.
+IMPORTING = ("plan", "run", "chat", "merge", "verify")
 # Errors of a full disk, also for standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 # Errors of a file or folder that this process may not use.
@@ -171,7 +171,7 @@ def _main(arguments: Sequence[str] | None) -> int:
                 threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
             interrupts.raise_again()
             interrupts.raise_at_end()
-            with preload.collecting_rarely(options.name_of_command in OPENING and interrupts.is_command()):
+            with preload.collecting_rarely(options.name_of_command in IMPORTING and interrupts.is_command()):
                 code = int(options.command(options))
         print(end="", flush=True)  # a disk that is full is known here, not at exit
         return code

@@ -23,7 +23,7 @@ from pathlib import Path
 LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
 
 # Imports make a million permanent objects: garbage collection over them takes a tenth of the start.
-LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
+LOADING_COLLECT_AFTER, COLLECT_AFTER = (2_000_000, 20, 1000), gc.get_threshold()
 
 
 @contextmanager
@@ -37,6 +37,12 @@ def collecting_rarely(when: bool = True) -> Iterator[None]:
         yield
     finally:
         collect_again()
+
+
+def keep_imports() -> None:
+    """Never look for garbage among what there is now, the imported modules; outside of `collecting_rarely` nothing changes."""
+    if gc.get_threshold()[0] == LOADING_COLLECT_AFTER[0]:
+        gc.freeze()
 
 
 def collect_again() -> None:

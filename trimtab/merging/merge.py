@@ -24,6 +24,7 @@ from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
 from trimtab.gguf.folders import TABLE
+from trimtab.machine import preload
 from trimtab.merging.changes.request import AdapterOption, MergeRequest, full_dtype, parts_of
 from trimtab.merging.files.output_dir import Workplace, check_place, check_room, disk_error
 from trimtab.merging.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
@@ -138,6 +139,8 @@ def import_libraries(checkpoint: Checkpoint, *, check: bool) -> None:
 
     with suppress(TrimtabError):  # what is wrong with it is said where it is read
         hf.model_class(checkpoint, hf.read_config(checkpoint))
+    preload.keep_imports()
+    preload.collect_again()
 
 
 # Before the first byte ------------------------------------------------------------------------------------------------

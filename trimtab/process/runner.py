@@ -28,6 +28,8 @@ from trimtab.process.work_folder import work_folder
 
 INSIDE = Path(__file__).with_name("child.py")
 POLL_S = 0.05
+# To find children, psutil reads all processes of the machine: at every poll, that took a tenth of a core.
+CHILDREN_EVERY_S = 0.5
 DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED = "done", "failed", "timeout", "oom-host", "crashed"
 # A process that hangs uses less CPU time than this share of one core, including all its threads.
 IDLE_SHARE = 0.05
@@ -70,7 +72,7 @@ class Outcome:
     ended: "done" (`main` returned), "failed" (an exception left `main`), "timeout" and "oom-host" (killed at the limit,
     by this process or by the system's out-of-memory killer), "crashed" (a signal or an exit inside native code). lines:
     the values given to `emit`, in order. peak_host_bytes: the largest resident size of the process and its children,
-    sampled every 50 ms. stdout, stderr: their last 20,000 characters.
+    sampled every 50 ms; new children are looked for every half second. stdout, stderr: their last 20,000 characters.
     """
 
     ended: str
@@ -167,12 +169,12 @@ class _Lines:
 
 
 def _watch(process: Any, reader: _Lines, deadline: float, memory_bytes: int | None) -> tuple[str | None, int]:
-    peak = 0
+    peak, tree = 0, _Tree(process.pid)
     while True:
         with suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
         reader.read()
-        peak = max(peak, tree_bytes(process.pid))
+        peak = max(peak, tree.resident_bytes())
         if process.returncode is not None:
             return None, peak
         if memory_bytes is not None and peak > memory_bytes:
@@ -195,15 +197,29 @@ def leave_cores(pid: int, nice: int) -> None:
         psutil.Process(pid).nice(lower)
 
 
-def tree_bytes(pid: int) -> int:
-    """Return the resident bytes of a process and its children now; 0 if it has ended."""
-    total = 0
-    with suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
+class _Tree:
+    """A process and the children that it had when they were last looked for."""
+
+    def __init__(self, pid: int) -> None:
+        self._root: psutil.Process | None = None
+        self._children: list[psutil.Process] = []
+        self._looked_s = float("-inf")
+        with suppress(psutil.Error):
+            self._root = psutil.Process(pid)
+
+    def resident_bytes(self) -> int:
+        """Return the resident bytes of all of them now; 0 for those that have ended."""
+        if self._root is None:
+            return 0
+        if time.monotonic() - self._looked_s >= CHILDREN_EVERY_S:
+            self._looked_s = time.monotonic()
+            with suppress(psutil.Error):
+                self._children = self._root.children(recursive=True)
+        total = 0
+        for process in (self._root, *self._children):
             with suppress(psutil.Error):
                 total += process.memory_info().rss
-    return total
+        return total
 
 
 def kill_tree(process: Any) -> None:

@@ -17,6 +17,7 @@ from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.formats.packed import split_packed
+from trimtab.machine import preload
 from trimtab.planning import Plan
 from trimtab.process import phases
 from trimtab.process.packages import STOCK, check_installed, stack_versions
@@ -25,12 +26,12 @@ from trimtab.process.work_folder import work_folder
 from trimtab.request import LoadRequest
 from trimtab.verification.comparisons import AGAINST, Case, case_of
 from trimtab.verification.render.report import ParityReport, PromptParity
-from trimtab.verification.routes import compare
+from trimtab.verification.routes import compare, inputs
 from trimtab.verification.routes import prompts as asked
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.loaded_changes import LoadedChanges, compare_changes
 from trimtab.verification.routes.prompts import Prompt
-from trimtab.verification.routes.runner import Item, Ran, prepare, run_route, with_continuations
+from trimtab.verification.routes.runner import Item, Ran, prepare, run_route, to_prepare, with_continuations
 
 if TYPE_CHECKING:
     from trimtab.verification.merges.weights import MergedWeights
@@ -84,12 +85,17 @@ def verify(
         if lanes and case.adapter is None:
             raise RequestError("the merge lanes need an adapter", field="adapter", hint="Give one with adapters=")
         check_adapters(checkpoint, request.adapters)
+        preload.keep_imports()
+        preload.collect_again()
         speak(f"{len(given)} prompts; {case.reference.label} and {case.subject.label}")
-        rows = prepare(checkpoint.folder, request.dtype, given, work, isolated=isolated)
-        report = _compare(case, given, rows, work, new_tokens=new_tokens, isolated=isolated, speak=speak)
+        asking = to_prepare(checkpoint.folder, request.dtype, given, work)
+        rows: Sequence[Mapping[str, Any]] | None = None  # the reference's process prepares them, if it can
+        if case.reference.engine != "trimtab" or not isolated:
+            rows = prepare(checkpoint.folder, request.dtype, given, work, isolated=isolated)
+        report, prepared = _compare(case, given, rows, work, new_tokens=new_tokens, isolated=isolated, speak=speak, asking=asking)
         if lanes:
             try:
-                report = _with_lanes(report, case, request, given, rows, work, new_tokens, python, isolated, speak)
+                report = _with_lanes(report, case, request, given, prepared, work, new_tokens, python, isolated, speak)
             except TrimtabError as exc:  # the comparison is finished and valid
                 why = f"the merge lanes could not be run: {exc}"
                 report = replace(report, unfinished=why, findings=(*report.findings, why))
@@ -129,13 +135,14 @@ def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:
 def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
     """Raise AdapterError if an adapter does not match this model. Reads headers, no weights."""
     from trimtab.adapters.adapter import match_adapter, read_adapter
-    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.api import PlanInputs, anatomy_for
 
     files = {name: read_adapter(path, log_name=name) for name, path in adapters.items()}
     for path in adapters.values():
         check_vocabulary(path, checkpoint.folder)
     if files:
-        anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
+        request = LoadRequest(model=str(checkpoint.folder), quant="none", dtype="bfloat16")
+        anatomy = anatomy_for(checkpoint, request, PlanInputs(), may_be_kept=True, keeps_16bit=False)
         for file in files.values():
             match_adapter(file, anatomy)
 
@@ -155,11 +162,20 @@ def _items(case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]
     return tuple(items)
 
 
+def _unprepared(given: Sequence[Prompt], out: Path) -> list[dict[str, Any]]:
+    """Return what is known of prompts before a process prepares them."""
+    return [
+        {"id": one.id, "file": str(inputs.file_of(out, place)), "prompt_tokens": 0, "has_media": bool(one.image or one.audio)}
+        for place, one in enumerate(given)
+    ]
+
+
 def _compare(
-    case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]], work: Path, *, new_tokens: int,
-    isolated: bool, speak: Say,
-) -> ParityReport:  # fmt: skip
-    items = _items(case, given, rows)
+    case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]] | None, work: Path, *, new_tokens: int,
+    isolated: bool, speak: Say, asking: Mapping[str, Any],
+) -> tuple[ParityReport, Sequence[Mapping[str, Any]]]:  # fmt: skip
+    """Return the report, and the rows of the prepared prompts. rows: None if the reference prepares them. asking: how."""
+    items = _items(case, given, _unprepared(given, work) if rows is None else rows)
     count = len(items)
     first = items
     if case.merged is not None:  # the base's answers too: a merge of an adapter without effect proves nothing
@@ -170,8 +186,11 @@ def _compare(
     speak(f"running: {case.reference.label}")
     reference = run_route(
         case.reference, first, work / "reference", noise=noise, noise_items=count,
-        rounding=case.merged is not None, packed=_packed(case), **options,
+        rounding=case.merged is not None, packed=_packed(case), prepare=asking if rows is None else None, **options,
     )  # fmt: skip
+    if rows is None:
+        rows = reference.rows
+        items = _items(case, given, rows)
     second = with_continuations(items, reference)
     if case.against == "base" or case.merged is not None:
         second = tuple(replace(item, adapter=None) for item in second)
@@ -191,12 +210,13 @@ def _compare(
         *_findings(case, compared, reference, subject, weights), *_other_changes(changes),
         *_stock_faults(case, items, compared, reference, subject),
     )  # fmt: skip
-    return ParityReport(
+    report = ParityReport(
         model=case.model, against=case.against, adapter=case.adapter, expected=case.expected,
         prompts=tuple(compared), floor=reference.noise, layers=_largest_by_layer(layers),
         reference=reference.to_json(), subject=subject.to_json(), findings=findings,
         survival=survived, weights=weights, changes=changes, versions=stack_versions(),
     )  # fmt: skip
+    return report, rows
 
 
 def _stock_faults(case: Case, items: Sequence[Item], rows: Sequence[PromptParity], reference: Ran, subject: Ran) -> list[str]:

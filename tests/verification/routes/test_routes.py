@@ -71,6 +71,30 @@ def test_rows_of_several_lengths_are_filled_up_on_the_right():
     assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
+def test_a_route_prepares_prompts_as_a_process_of_their_own_does(tmp_path, monkeypatch):
+    folder, started = pico.build("llama", tmp_path / "base"), []
+    run_module = routes.run_module
+    monkeypatch.setattr(
+        routes, "run_module", lambda module, *more, **options: started.append(module) or run_module(module, *more, **options)
+    )
+    rows = rows_of(folder, tmp_path)
+    apart = run(own(folder), items_of(rows), tmp_path / "apart", noise=True)
+    started.clear()
+    asking = routes.to_prepare(folder, "bfloat16", PROMPTS, tmp_path)
+    unknown = [routes.Item(**{**row, "prompt_tokens": 0}, adapter=None) for row in rows]
+    both = run(own(folder), unknown, tmp_path / "both", noise=True, prepare=asking)
+    assert started == [routes.OWN] and both.rows == rows and both.noise == apart.noise
+    assert [one.token_ids for one in both.said] == [one.token_ids for one in apart.said]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_steps_are_the_distances_of_a_dtypes_numbers(dtype, wide):
+    values = torch.cat([torch.zeros(1), torch.randn(500) * torch.exp(6 * torch.randn(500))]).to(wide)
+    eps = torch.full_like(values, torch.finfo(dtype).eps)
+    assert torch.equal(forced.steps_of(values, dtype), torch.ldexp(eps, torch.frexp(values).exponent - 1))
+
+
 def test_prepared_inputs_are_the_models_own(tmp_path):
     prompts = demo_prompts(1)
     rows = rows_of(DEMO / "base", tmp_path, prompts)

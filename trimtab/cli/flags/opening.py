@@ -46,6 +46,7 @@ def opened(
     phases.begin("reading the tokenizer")
     # A folder without a tokenizer is detected before its weights are loaded for minutes.
     processor = load_processor(find_folder(plan.request.model))
+    preload.keep_imports()
     model = trimtab.load(plan, decode=None if decode == "auto" else decode)
     preload.collect_again()
     model.processor = processor

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.errors import TrimtabError
+from trimtab.machine import preload
 from trimtab.process import phases
 
 PHASE = "phase"
@@ -17,6 +18,9 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     try:
         with phases.watched(lambda phase, far: emit({"event": PHASE, "phase": phase, "far": far})):
             phases.begin_imports()
-            importlib.import_module(request["module"]).main(request["request"], emit)
+            with preload.collecting_rarely():
+                module = importlib.import_module(request["module"])
+                preload.keep_imports()
+            module.main(request["request"], emit)
     except TrimtabError as exc:
         emit({"event": "error", **exc.to_dict()})

@@ -48,6 +48,11 @@ class WithoutWeights:
         return chat.control_tokens(self.processor)
 
 
+def file_of(out: Path, place: int) -> Path:
+    """Return the file of a prompt's inputs in a folder."""
+    return out / f"inputs-{place}.safetensors"
+
+
 def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> list[dict[str, Any]]:
     """Write the inputs of every prompt into `out` and return one row per prompt: id, file, prompt_tokens, has_media.
 
@@ -65,7 +70,7 @@ def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> li
         except RequestError as exc:
             problems.append(f"{prompt.id}: {exc}")
             continue
-        file = out / f"inputs-{place}.safetensors"
+        file = file_of(out, place)
         save_file({name: tensor.contiguous() for name, tensor in inputs.tensors.items()}, str(file))
         rows.append({"id": prompt.id, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media})
     if problems:
@@ -73,8 +78,9 @@ def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> li
     return rows
 
 
-def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Run `prepare` in a separate process and emit the rows."""
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """Run `prepare` in a separate process; emit the rows and return them."""
     prompts = [Prompt(**{**row, "token_ids": tuple(row.get("token_ids", ()))}) for row in request["prompts"]]
     rows = prepare(Path(request["model"]), request["dtype"], prompts, Path(request["out"]))
     emit({"event": "prepared", "rows": rows})
+    return rows

@@ -172,6 +172,5 @@ def rounded(values: Tensor, dtype: torch.dtype, generator: torch.Generator | Non
     """
     if generator is None:
         return values.to(dtype)
-    step = torch.ldexp(torch.full_like(values, torch.finfo(dtype).eps), torch.frexp(values).exponent - 1)
-    noise = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float64) - 0.5
-    return (values + noise * step).to(dtype)
+    noise = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float64).sub_(0.5)
+    return noise.mul_(forced.steps_of(values, dtype)).add_(values).to(dtype)

@@ -94,7 +94,8 @@ class Said:
 class Ran:
     """A finished route: its answers in the order of the items, its noise, its time and memory.
 
-    memory: host_peak_bytes (of the process; 0 without a separate process), gpu_peak_bytes. loaded: its report line.
+    memory: host_peak_bytes (of the process; 0 without a separate process), gpu_peak_bytes. loaded: its report line. rows:
+    of the prompts that it prepared.
     """
 
     route: Route
@@ -103,6 +104,7 @@ class Ran:
     memory: Mapping[str, int]
     seconds: float
     loaded: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the route's entry in a report."""
@@ -116,20 +118,28 @@ class Ran:
 
 def prepare(model: str | Path, dtype: str, prompts: Sequence[Any], out: Path, *, isolated: bool = True) -> list[dict[str, Any]]:
     """Return one row per prompt (see `inputs.prepare`), made in a separate process."""
-    request = {"model": str(model), "dtype": dtype, "prompts": [p.to_json() for p in prompts], "out": str(out)}
-    lines, _ = run_module(PREPARE, request, "the prompts", isolated=isolated)
-    rows: list[dict[str, Any]] = next(line["rows"] for line in lines if line["event"] == "prepared")
-    return rows
+    lines, _ = run_module(PREPARE, to_prepare(model, dtype, prompts, out), "the prompts", isolated=isolated)
+    return _prepared(lines)
+
+
+def to_prepare(model: str | Path, dtype: str, prompts: Sequence[Any], out: Path) -> dict[str, Any]:
+    """Return the request that `inputs.main` takes."""
+    return {"model": str(model), "dtype": dtype, "prompts": [p.to_json() for p in prompts], "out": str(out)}
+
+
+def _prepared(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [row for line in lines if line["event"] == "prepared" for row in line["rows"]]
 
 
 def run_route(
     route: Route, items: Sequence[Item], out: Path, *, new_tokens: int, noise: bool | str = False,
     noise_items: int | None = None, rounding: bool = False, packed: Mapping[str, str] | None = None,
-    hidden: bool = False, isolated: bool = True, timeout_s: float = TIMEOUT_S,
+    hidden: bool = False, isolated: bool = True, timeout_s: float = TIMEOUT_S, prepare: Mapping[str, Any] | None = None,
 ) -> Ran:  # fmt: skip
     """Return a route's answers to all items.
 
-    out: an empty folder for the files. noise: measure the route's noise ("without batches" if batching is tested), only
+    out: an empty folder for the files. prepare: `to_prepare`, for items whose prompts trimtab's process prepares first: another
+    process would import the same libraries again. noise: measure the route's noise ("without batches" if batching is tested), only
     on the first noise_items if given. rounding: also answer with the adapter's change added to the weights and rounded
     once (see `rounding`). packed: module path -> form of the modules that the merged model has in 4 bits. isolated
     False runs in this process, which is faster and records no host peak.
@@ -139,7 +149,7 @@ def run_route(
     request = {
         "route": route.to_json(), "items": [asdict(item) for item in items], "out": str(out), "new_tokens": new_tokens,
         "noise": noise, "noise_items": len(items) if noise_items is None else noise_items, "hidden": hidden,
-        "batched": route.batched, "rounding": rounding, "packed": dict(packed or {}),
+        "batched": route.batched, "rounding": rounding, "packed": dict(packed or {}), "prepare": prepare,
     }  # fmt: skip
     module = OWN if route.engine == "trimtab" else STOCK
     lines, outcome = run_module(module, request, route.label, isolated=isolated, python=route.python, timeout_s=timeout_s)
@@ -157,7 +167,7 @@ def run_route(
     loaded = next((line for line in lines if line["event"] == "loaded"), {})
     return Ran(
         route=route, said=tuple(answers), noise=NoiseFloor(tuple(pairs), tuple(skipped)), memory=memory,
-        seconds=outcome.seconds if outcome else 0.0, loaded=loaded,
+        seconds=outcome.seconds if outcome else 0.0, loaded=loaded, rows=_prepared(lines),
     )  # fmt: skip
 
 

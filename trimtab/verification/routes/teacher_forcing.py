@@ -6,6 +6,7 @@ continuation is appended to the prepared inputs, so that both routes compute log
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,9 +168,16 @@ def rounded_layers(hf_model: Any, seed: int) -> Iterator[None]:
 def moved_by_a_step(values: Tensor, generator: torch.Generator) -> Tensor:
     """Return values moved by a uniform number between minus and plus one step of their dtype, and rounded to it."""
     wide = values.float()
-    step = torch.ldexp(torch.full_like(wide, torch.finfo(values.dtype).eps), torch.frexp(wide).exponent - 1)
-    noise = torch.rand(wide.shape, generator=generator, device=wide.device) * 2 - 1
-    return (wide + noise * step).to(values.dtype)
+    noise = torch.rand(wide.shape, generator=generator, device=wide.device).mul_(2).sub_(1)
+    return noise.mul_(steps_of(wide, values.dtype)).add_(wide).to(values.dtype)
+
+
+def steps_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the distance of a dtype's numbers at float32 or float64 values, as a power of two made from its exponent's bits:
+    `torch.ldexp` computes a power for each value."""
+    bits, bias, whole = (52, 1023, torch.int64) if values.dtype == torch.float64 else (23, 127, torch.int32)
+    shift = bias - 1 + int(math.log2(torch.finfo(dtype).eps))
+    return (torch.frexp(values).exponent.to(whole).add_(shift).clamp_(min=1) << bits).view(values.dtype)
 
 
 def drawn_runs(hf_model: Any, inputs: Mapping[str, Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:

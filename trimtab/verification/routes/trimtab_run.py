@@ -19,6 +19,7 @@ from trimtab.engine.lora.layers import EmbeddingAdapter
 from trimtab.planning import Plan
 from trimtab.process import phases
 from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.verification.routes import inputs as prompt_inputs
 from trimtab.verification.routes import stock_run as stock_route
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.loaded_changes import sketch
@@ -31,12 +32,14 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Load the route's model and answer every item of the request.
 
     request: route (its `plan` or `request`), items (id, file, prompt_tokens, has_media, adapter, continuation), out
-    (folder), new_tokens, noise, rounding, packed (modules that a merged model has in 4 bits), hidden, batched. Emits
-    one line per step: loaded, item (with the file of its logits), noise, memory.
+    (folder), new_tokens, prepare (None, or how to prepare prompts that have no files yet), noise, rounding, packed (modules that
+    a merged model has in 4 bits), hidden, batched. Emits one line per step: prepared, loaded, item (with the file of its logits),
+    noise, memory.
     """
     route = request["route"]
     started = time.monotonic()
     stock_route.bound_attention()  # for every budget: both routes then round equally
+    prepared = {row["file"]: row for row in prompt_inputs.main(request["prepare"], emit)} if request.get("prepare") else {}
     plan = Plan.from_json(route["plan"]) if route.get("plan") else plan_request(LoadRequest.from_json(route["request"]))
     # Transformers' generation if nothing else is compared: bit-equal to the stock stack's.
     with load(plan, decode=route.get("decode") or "eager") as model:
@@ -45,7 +48,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
              "tiers": _tally(plan), "quant": plan.request.quant, "head": _head(plan), "adapters": list(model.adapters),
              "changes": own_changes(model)}
         )  # fmt: skip
-        items = request["items"]
+        items = [{**item, **prepared.get(item["file"], {})} for item in request["items"]]
         if request.get("batched"):
             _run_batched(model, items, request, emit)
             return
@@ -55,9 +58,9 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             answers.append(_run_item(model, place, item, forced.wanted(item, answers), request, emit))
         # Last, because the larger batches must not count in the reported memory of the route.
         count = request["noise_items"] if request["noise"] else 0
-        for place, (item, continuation) in enumerate(list(zip(items, answers, strict=True))[:count], 1):
-            phases.begin("measuring noise, prompt", phases.far_text(place, count))
-            _emit_noise(model, item, continuation, request, emit)
+        for place, (item, continuation) in enumerate(list(zip(items, answers, strict=True))[:count]):
+            phases.begin("measuring noise, prompt", phases.far_text(place + 1, count))
+            _emit_noise(model, place, item, continuation, request, emit)
 
 
 def own_changes(model: Any) -> dict[str, dict[str, list[float]]]:
@@ -101,7 +104,7 @@ def _run_item(
         with _using(model, item["adapter"]):
             logits, hidden = forced.forward(model.hf_model, whole, hidden=request.get("hidden", False))
             again = forced.forward(model.hf_model, whole)[0]
-    file = Path(request["out"]) / f"run-{place}.safetensors"
+    file = _file(request, place)
     forced.save_run(file, logits[0], [layer[0] for layer in hidden])
     emit(
         {"event": "item", "place": place, "id": item["id"], "file": str(file), "token_ids": list(answer.token_ids),
@@ -109,6 +112,10 @@ def _run_item(
          "memory": model.memory()}
     )  # fmt: skip
     return continuation
+
+
+def _file(request: Mapping[str, Any], place: int) -> Path:
+    return Path(request["out"]) / f"run-{place}.safetensors"
 
 
 def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: str | None) -> torch.Tensor:
@@ -144,10 +151,17 @@ def _using(model: Any, adapter: str | None) -> Iterator[None]:
         model.adapter_store.set(None)
 
 
-def _emit_noise(model: Any, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], emit: Emit) -> None:
+def _emit_noise(
+    model: Any, place: int, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], emit: Emit
+) -> None:  # fmt: skip
     whole = forced.extended(forced.read_inputs(item["file"], model.device), continuation)
     with _using(model, item["adapter"]):
-        once = forced.forward(model.hf_model, whole)[0][0]
+        is_one_pass = not request["route"].get("decode")  # the item's logits are those of the same pass
+        once = (
+            forced.read_run(_file(request, place))[0].to(model.device)
+            if is_one_pass
+            else forced.forward(model.hf_model, whole)[0][0]
+        )
         orders = forced.other_orders(
             model.hf_model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"],
             batches=request["noise"] != "without batches",
@@ -175,7 +189,7 @@ def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mappin
         finally:
             model.adapter_store.set(None)
         for at, (item, row) in enumerate(zip(group, rows, strict=True)):
-            file = Path(request["out"]) / f"run-{start + at}.safetensors"
+            file = _file(request, start + at)
             forced.save_run(file, logits[at, : row["input_ids"].shape[1]], ())
             emit(
                 {"event": "item", "place": start + at, "id": item["id"], "file": str(file), "token_ids": None,
