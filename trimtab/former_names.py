@@ -119,8 +119,8 @@ serve/scheduling (serve): budget compiling in_progress media_pool preparing queu
 serve/adapters (serve): adapter_cache<shelf
 serve/api (serve): body client_errors messages_api messages_shape openai_shape<shapes other_routes<beside routes<request_kinds
     responses<answers responses_api responses_shape schemas<wire to_jobs<asking
-serve/worker (serve): answer<reading engine ipc<channel pulse registry row_count rowless_pieces<pieces
-    supervisor worker
+serve/worker (serve): answer<reading engine ipc<channel registry row_count rowless_pieces<pieces supervisor
+    worker
 serve/http (serve): app auth<door connection listener live openapi page
 serve (serve): __init__ config_file pool run
 serve/ray (serve): config<scale deploy<on_ray ingress<front replica

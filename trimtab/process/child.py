@@ -65,7 +65,7 @@ def end_with_parent() -> None:
 
 
 def end_after(wait: Callable[[], object], *, grace_s: float = 0.0) -> None:
-    """End this process, whatever it computes, after `wait` has returned or failed on another thread: its parent has ended.
+    """End this process, also within a computation, after `wait` has returned or failed on a thread: its parent has ended.
     grace_s: seconds in which it may end by itself."""
 
     def watch() -> None:

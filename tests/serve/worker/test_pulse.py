@@ -11,7 +11,7 @@ import time
 import pytest
 
 from trimtab.process.runner import Activity, activity_of
-from trimtab.serve.worker.pulse import FIRST_S, LEAST_S, MOST_S, Patience, Pulse, Silence
+from trimtab.serve.worker.ipc import FIRST_S, LEAST_S, MOST_S, Patience, Pulse, Silence
 
 PATIENCE = Patience()
 LOOK_S = PATIENCE.look_s

@@ -17,8 +17,7 @@ from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
 from trimtab.serve.contract.job import Job
-from trimtab.serve.worker.ipc import Channel, event_from_message, job_to_message
-from trimtab.serve.worker.pulse import BEAT_S, Patience
+from trimtab.serve.worker.ipc import BEAT_S, Channel, Patience, event_from_message, job_to_message
 from trimtab.serve.worker.worker import CAPTURING_S, _Worker
 
 WAIT_S = 60

@@ -20,7 +20,7 @@ from trimtab.request import GenerateRequest
 from trimtab.serve.contract.errors import error_from_worker, error_response
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import StoppingError
-from trimtab.serve.worker.pulse import Patience
+from trimtab.serve.worker.ipc import Patience
 from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError, exit_code_of
 
 WAIT_S = 30

@@ -35,8 +35,8 @@ from trimtab.serve.scheduling.budget import TOWERS
 from trimtab.serve.scheduling.scheduler import error_event
 from trimtab.serve.worker import rowless_pieces as pieces
 from trimtab.serve.worker.answer import Answer, error_of, named
+from trimtab.serve.worker.ipc import Pulse
 from trimtab.serve.worker.prompt_inputs import Compiled, PromptInputs
-from trimtab.serve.worker.pulse import Pulse
 
 MOST_TIMED = 64  # chunks whose times are not known yet, or not taken
 

@@ -30,8 +30,7 @@ from trimtab.serve.contract.job import ENDS, SPOKEN, Event, Job
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.scheduling.scheduler import MistakeError, StoppingError, error_event
 from trimtab.serve.worker import worker
-from trimtab.serve.worker.ipc import Channel, event_from_message, frames_of, job_to_message
-from trimtab.serve.worker.pulse import Patience, Silence
+from trimtab.serve.worker.ipc import Channel, Patience, Silence, event_from_message, frames_of, job_to_message
 
 Emit = Callable[[Event], None]
 # A dead worker is restarted at once, and then after growing pauses while it keeps dying without an answer.
@@ -39,7 +38,7 @@ PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
 # Seconds between two checks for the exit code of an ended process, and the time limit.
 EXIT_CODE_LOOK_S, EXIT_CODE_WAIT_S = 0.001, 5.0
 PATIENCE = Patience()
-# "unresponsive": a ready worker has become silent (pulse.py). Requests wait for it, or for the next one.
+# "unresponsive": a ready worker has become silent (ipc.py). Requests wait for it, or for the next one.
 # The first phase of a worker, before it tells its own.
 STARTING = ("starting the worker process", "")
 STATES = ("stopped", "loading", "ready", "unresponsive", "restarting", "failed")

@@ -38,8 +38,7 @@ from trimtab.serve.contract.inside_root import look
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.log import keep_streams, set_up_as_parent, write_traceback
 from trimtab.serve.scheduling.scheduler import MistakeError, Scheduler, StoppingError, error_event
-from trimtab.serve.worker.ipc import Channel, Inbox, event_to_message, job_from_message
-from trimtab.serve.worker.pulse import BEAT_S, Pulse
+from trimtab.serve.worker.ipc import BEAT_S, Channel, Inbox, Pulse, event_to_message, job_from_message
 from trimtab.serve.worker.row_count import plan_rows
 
 if TYPE_CHECKING:
