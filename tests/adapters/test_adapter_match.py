@@ -59,14 +59,6 @@ def test_lora_on_other_kinds_of_modules_is_refused_by_name(path: str, word: str,
     assert all(word in problem for problem in problems)
 
 
-def test_lora_on_a_conv1d_of_gpt2_is_refused_by_name(tmp_path: Path) -> None:
-    anatomy = small_anatomy()
-    rows = (*anatomy.rows, row("model.c_attn", (16, 48), kind="other", class_name="Conv1D"))
-    shapes = q_proj() | pair("model.c_attn", 48, 16)
-    (problem,) = problems_of(tmp_path, shapes, dataclasses.replace(anatomy, rows=rows), fan_in_fan_out=True)
-    assert "LoRA on Conv1D" in problem
-
-
 def test_fan_in_fan_out_on_linear_modules_is_noted(tmp_path: Path) -> None:
     spec = match(tmp_path, q_proj(), fan_in_fan_out=True)
     assert any("fan_in_fan_out" in note for note in spec.notes)

@@ -147,9 +147,6 @@ class StackBuilder:
         self._single: dict[tuple[str, str, tuple[int, int, int], int], _Keys] = {}
         self.notes: list[str] = []
 
-    def __len__(self) -> int:
-        return len(self._whole) + len(self._named) + len(self._single)
-
     def names_parameter(self, path: str, parameter: str) -> bool:
         """Whether target_parameters names a parameter of the module with this path, in the adapter's spelling."""
         return any(f".{path}.{parameter}".endswith(f".{name}") for name in self.names)
@@ -180,8 +177,6 @@ class StackBuilder:
 
     def targets(self, rows: Mapping[str, ModuleRow], problems: list[str]) -> Iterator[StackTarget]:
         """Yield the targets in the order of the file. rows: of the model, by path."""
-        if not len(self):
-            return
         for option in ("use_dora", "lora_bias", "fan_in_fan_out"):
             if self.config.get(option) and (self._whole or self._named):
                 problems.append(f"{option}: PEFT has no such adapter on stacks of experts (target_parameters)")
@@ -220,7 +215,7 @@ class StackBuilder:
             row, stack = target.row, target.stack
             alike = (
                 other[0] for one, other in found
-                if len(other) == 1 and one.stack.total > 1 and one.row.is_transposed == row.is_transposed
+                if len(other) == 1 and one.stack.shape[0] > 1 and one.row.is_transposed == row.is_transposed
             )  # fmt: skip
             layout = decided(layouts, alike, self.config.get(VERSION), is_transposed=row.is_transposed)
             where = f"{row.module_path}.{stack.parameter}"
@@ -241,9 +236,8 @@ class StackBuilder:
         found: list[tuple[StackTarget, tuple[Layout, ...]]],
     ) -> None:  # fmt: skip
         key, tensor = f"{own_path(keys.path)}.{name}", _stacks_of(row)[name]
-        lost = [f"lora_{role}" for role in "AB" if role not in keys.roles]
-        if lost:
-            problems.append(f"{own_path(keys.path)}: lora_A or lora_B of {name} is missing ({', '.join(lost)})")
+        if len(keys.roles) < 2:
+            problems.append(f"{own_path(keys.path)}: lora_A or lora_B of {name} is missing")
             return
         rank, scale, words = rules.rank_and_scale((key,))
         A, B = (self._entry(keys, role) for role in "AB")
@@ -290,12 +284,11 @@ class StackBuilder:
         groups: dict[tuple[str, str, tuple[int, int, int], int, float], dict[int, _Keys]] = {}
         for (module, name, outputs, expert), keys in self._single.items():
             path, tensor = own_path(keys.path), _stacks_of(rows[module])[name]
-            lost = [f"lora_{role}" for role in "AB" if role not in keys.roles]
             rank, scale, words = rules.rank_and_scale((path,))
             wide = tensor.shape[1] if rows[module].is_transposed else tensor.shape[2]
             high = len(range(*outputs))
-            if lost or words:
-                problems.append(f"{path}: {'; '.join(words) or ' and '.join(lost) + ' missing'}")
+            if len(keys.roles) < 2 or words:
+                problems.append(f"{path}: {'; '.join(words) or 'lora_A or lora_B is missing'}")
                 continue
             A, B = (self._entry(keys, role) for role in "AB")
             if (A.shape, B.shape) != ((rank, wide), (high, rank)):

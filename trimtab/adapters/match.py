@@ -43,7 +43,7 @@ class AdapterTarget:
     parameters (rank 0). One module can have a LoRA target and a saved one. wrapped: the module is the inner linear of a wrapper
     such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B" [D_out, R], "B_bias"
     [D_out], "magnitude" [D_out]; for "saved" by parameter name, for "experts" as `adapters/experts.py` has them.
-    adapter_path: the module as the adapter spells it.
+    adapter_path: the module as the adapter spells it. fan_in_fan_out: the weight is [D_in, D_out], of a Conv1D.
     """
 
     module_path: str
@@ -57,6 +57,7 @@ class AdapterTarget:
     tensors: dict[str, TensorEntry]
     adapter_path: str = ""
     stack: Stack | None = None
+    fan_in_fan_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,10 @@ def _resized_words(rows: int) -> str:
     )
 
 
+def _is_turned(row: ModuleRow) -> bool:
+    return row.class_name == "Conv1D"
+
+
 class _Builder:
     """Checks the tensors of one module against its row and the configuration; problems are collected, not raised."""
 
@@ -337,7 +342,7 @@ class _Builder:
         named = {role.removeprefix("embedding_"): entry for role, entry in entries.items()}
         return AdapterTarget(
             path, row.part, "embedding" if embedding else "router" if row.is_router else "linear", rank, scale,
-            "magnitude" in named, "B_bias" in named, wrapped, named, spelled,
+            "magnitude" in named, "B_bias" in named, wrapped, named, spelled, fan_in_fan_out=_is_turned(row),
         )  # fmt: skip
 
     def is_parameter(self, path: str) -> bool:
@@ -349,15 +354,13 @@ class _Builder:
         """Return the targets on stacks of experts."""
         found = []
         for one in () if stacks is None else stacks.targets(self.places.rows, self.problems):
-            row = one.row
+            row, path = one.row, one.adapter_path
             if computes and not row.takes_lora:
-                self.problems.append(f"{one.adapter_path}: how {row.class_name} ({row.module_path}) computes is not known")
+                self.problems.append(f"{path}: how {row.class_name} ({row.module_path}) computes is not known")
             if any(entry.dtype not in _FLOATS for entry in one.tensors.values()):
-                self.problems.append(f"{one.adapter_path}: expected floating point values")
-            found.append(AdapterTarget(
-                row.module_path, row.part, "experts", one.rank, one.scale, False, False, False, one.tensors, one.adapter_path,
-                one.stack,
-            ))  # fmt: skip
+                self.problems.append(f"{path}: expected floating point values")
+            options = (False, False, False, one.tensors, path, one.stack)
+            found.append(AdapterTarget(row.module_path, row.part, "experts", one.rank, one.scale, *options))
         if self.config.get("target_parameters") and not found and not self.problems:
             names = ", ".join(self.config["target_parameters"])
             if not any(self.is_parameter(own_path(key.path)) for key in map(parse_key, self.file.tensors)):
@@ -366,7 +369,7 @@ class _Builder:
 
     def _supports_lora(self, row: ModuleRow, roles: dict[str, AdapterKey]) -> bool:
         first = next(iter(roles.values())).adapter_key
-        if row.kind in ("linear", "embedding") and row.weight is not None and len(row.weight.shape) == 2:
+        if (row.kind in ("linear", "embedding") or _is_turned(row)) and row.weight is not None and len(row.weight.shape) == 2:
             return True
         if row.is_router and not {"magnitude", "B_bias"} & roles.keys():
             return True
@@ -401,7 +404,7 @@ class _Builder:
     def _check_shapes(self, row: ModuleRow, entries: Mapping[str, TensorEntry], rank: int, embedding: bool) -> None:
         assert row.weight is not None
         out_size, in_size = row.weight.shape
-        if embedding:
+        if embedding or _is_turned(row):
             in_size, out_size = row.weight.shape
         expected = {
             "A": (rank, in_size), "embedding_A": (rank, in_size), "B": (out_size, rank),
@@ -510,7 +513,7 @@ class _Builder:
     def notes(self) -> list[str]:
         """Return remarks about an adapter that has no error."""
         notes = list(self.file.notes)
-        if self.config.get("fan_in_fan_out"):
+        if self.config.get("fan_in_fan_out") and not any(map(_is_turned, self.places.rows.values())):
             notes.append("fan_in_fan_out is true; it has no effect on Linear modules (PEFT ignores it too)")
         if self.config.get("bias", "none") != "none":
             notes.append(f"bias is {self.config['bias']!r} but the file holds no bias of the base")

@@ -47,11 +47,6 @@ class Stack:
     is_swapped: bool = False
     is_expert_first: bool = False
 
-    @property
-    def total(self) -> int:
-        """The number of experts in the stack."""
-        return self.shape[0]
-
 
 def layout_of_release(version: object, *, is_transposed: bool) -> Layout | None:
     """Return the layout that a release of PEFT writes, None if its version does not determine it.

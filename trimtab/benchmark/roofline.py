@@ -196,7 +196,7 @@ def _target_bytes(target: AdapterTarget, experts_per_token: int | None) -> float
     if target.kind == "saved":
         return 0
     total: float = 0
-    share = min(1.0, (experts_per_token or target.stack.total) / target.stack.total) if target.stack is not None else 1.0
+    share = min(1.0, (experts_per_token or target.stack.shape[0]) / target.stack.shape[0]) if target.stack is not None else 1.0
     for role, entry in target.tensors.items():
         nbytes = packed_bytes(entry.shape, "none", ADAPTER_DTYPE)
         # A of an embedding is [R, V]: one column is read, like one row of the table.

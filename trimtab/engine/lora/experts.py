@@ -12,7 +12,7 @@ lora/layer.py, ParamWrapper.get_delta_weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ def why_no_lora(module: nn.Module) -> str | None:
     """Return why this package does not know how a module of stacked experts computes, None if it does."""
     if not all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts")):
         return f"{type(module).__name__} does not follow transformers' experts interface"
-    # A streamed stack is a property (engine/layers/linear.py): reading it here would bring its block in.
+    # A streamed stack is a property: reading it here would bring its block in.
     known = all(name in module._parameters or hasattr(type(module), name) for name in (DOWN, _first(module)))
     return None if known else f"the stacks of {type(module).__name__} have other names"
 
@@ -82,14 +82,12 @@ class ExpertsAdapter:
         self.part, self.changes = part, tuple(changes)
 
     def values(self) -> Iterator[Tensor]:
-        """Yield its tensors."""
-        for change in self.changes:
-            yield from (change.A, change.B)
+        """Return its tensors."""
+        return (tensor for change in self.changes for tensor in (change.A, change.B))
 
     def times(self, weight: float) -> Iterator[StackChange]:
-        """Yield its changes, each multiplied by a weight."""
-        for one in self.changes:
-            yield StackChange(one.parameter, one.A, one.B, weight * one.scale, one.outputs, one.pairs)
+        """Return its changes, each multiplied by a weight."""
+        return (replace(change, scale=weight * change.scale) for change in self.changes)
 
 
 class _Forward:
@@ -183,8 +181,8 @@ def cover(module: nn.Module, store: AdapterStore, module_path: str, part: str) -
 def uncover(module: nn.Module) -> None:
     """Let the module run as before its first adapter."""
     own = module.__dict__
-    plain = own.pop("forward").plain
+    plain = getattr(own.pop("forward"), "plain", None)
     if plain is not None:
         own["forward"] = plain
-    for name in ("adapters", "adapter_store", "module_path", "part"):
-        own.pop(name)
+    for name in ("adapters", "adapter_store", "module_path", "part", "quant_kind"):
+        own.pop(name, None)

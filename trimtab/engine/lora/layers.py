@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from trimtab.engine.lora.attached import AttachedAdapter
 from trimtab.engine.lora.base_values import BaseValues, LinearLayer, TableLayer, base_values, finished
 from trimtab.engine.lora.experts import ExpertsAdapter, StackChange, cover, matrices, uncover, why_no_lora
 from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
-from trimtab.engine.lora.store import TOWERS, AdapterStore
+from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore
 from trimtab.errors import AdapterError, RequestError
 from trimtab.formats.record import rounds_change
 
@@ -290,7 +290,8 @@ def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], i
         if target.kind == "linear" and target.part not in TOWERS:
             kinds.add(kind_of(path))
             fitting.largest_rank = max(fitting.largest_rank, target.rank)
-        is_plain = target.kind == "linear" and set(targets) == {"lora"} and set(target.tensors) == {"A", "B"}
+        is_plain = target.kind == "linear" and not target.fan_in_fan_out and set(targets) == {"lora"}
+        is_plain = is_plain and set(target.tensors) == {"A", "B"}
         if not is_plain or any((entry.file, entry.start) not in starts for entry in target.tensors.values()):
             fitting.rest[path] = targets
             continue
@@ -382,7 +383,22 @@ def _kind_of(module: nn.Module) -> str:
         return "router"
     if hasattr(module, "dense_weight") or hasattr(module, "rows"):
         return "linear" if hasattr(module, "dense_weight") else "embedding"
+    if _is_conv1d(module):
+        return "linear"
     return "experts" if why_no_lora(module) is None else "other"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with a weight [D_in, D_out]. Source: transformers 5.23.0, pytorch_utils.py."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _cover_conv1d(module: nn.Module, store: AdapterStore, path: str, part: str) -> None:
+    """Let a Conv1D add the adapters of the selected rows to what transformers computes."""
+    plain, own, layer = type(module).forward, module.__dict__, cast(AdaptedLayer, module)
+    if "adapters" not in own:
+        own.update(adapters={}, adapter_store=store, module_path=path, part=part, quant_kind="none")
+        own["forward"] = lambda x: store.applier.apply(layer, x, plain(module, x))
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -393,7 +409,7 @@ def _make(builder: _Builder, path: str, module: Any, targets: Mapping[str, Adapt
     if any(target.stack is not None for target in targets.values()):
         return builder.experts(targets.values())
     lora, saved = targets.get("lora"), targets.get("saved")
-    if hasattr(module, "dense_weight"):
+    if hasattr(module, "dense_weight") or (lora is not None and lora.fan_in_fan_out):
         return builder.linear(path, module, lora, saved)
     if hasattr(module, "rows"):
         return builder.embedding(path, module, lora, saved)
@@ -409,6 +425,8 @@ def _install(
     model: nn.Module, module: nn.Module, path: str, name: str, adapter: object, targets: Mapping[str, AdapterTarget],
     store: AdapterStore,
 ) -> nn.Module:  # fmt: skip
+    if _is_conv1d(module) and "lora" in targets:
+        _cover_conv1d(module, store, path, targets["lora"].part)
     if isinstance(adapter, ExpertsAdapter):
         cover(module, store, path, adapter.part)
     if isinstance(adapter, RouterAdapter) and not isinstance(module, RouterModule):
@@ -443,7 +461,7 @@ def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) ->
         last = module.__dict__["adapters"].pop(name, None)
         if isinstance(module, (SavedModule, RouterModule)) and not module.__dict__["adapters"]:
             _replace(model, path, module.__dict__["original"], store)
-        elif isinstance(last, ExpertsAdapter) and not module.__dict__["adapters"]:
+        elif not module.__dict__["adapters"] and (isinstance(last, ExpertsAdapter) or _is_conv1d(module)):
             uncover(module)
     store.detached(name)
 

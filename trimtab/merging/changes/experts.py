@@ -69,8 +69,8 @@ def _factors(stack: Stack, tensors: Mapping[str, Tensor], part: Slice | None) ->
     if part is not None:
         number = stack.experts.index(part.expert)
         A, B = A[number], B[number]
-    elif stack.experts != tuple(range(stack.total)):
-        A, B = (_spread(matrix, (stack.total, *matrix.shape[1:]), list(stack.experts)) for matrix in (A, B))
+    elif stack.experts != tuple(range(stack.shape[0])):
+        A, B = (_spread(matrix, (stack.shape[0], *matrix.shape[1:]), list(stack.experts)) for matrix in (A, B))
     if len(range(*stack.outputs)) != high:
         outputs = list(range(*stack.outputs))
         B = _spread(B.transpose(0, -2), (high, *B.transpose(0, -2).shape[1:]), outputs).transpose(0, -2)

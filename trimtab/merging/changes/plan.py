@@ -104,8 +104,8 @@ class Adapters:
             change.add = self.tensor(ask.place, tensors["B_bias"])
             return change
         A, B = (self.tensor(ask.place, tensors[role]) for role in ("A", "B"))
-        change.is_table = ask.lora.kind == "embedding"
-        # PEFT adds (B A)^T to a table: its rows are A's columns.
+        # PEFT adds (B A)^T to a table, and to a Conv1D: the rows are A's columns.
+        change.is_table = ask.lora.kind == "embedding" or ask.lora.fan_in_fan_out
         change.left, change.right = (A.T, B.T) if change.is_table else (B, A)
         if "magnitude" in tensors:
             change.magnitude = self.tensor(ask.place, tensors["magnitude"])

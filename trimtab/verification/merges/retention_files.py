@@ -141,14 +141,14 @@ def _stack_delta(targets: Sequence[AdapterTarget]) -> tuple[Tensor, Tensor]:
 def _terms(target: AdapterTarget, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the size of a change's terms: scale x |B| |A|."""
     A, B = tensors["A"].float().abs(), tensors["B"].float().abs()
-    product = (A.T @ B.T) if target.kind == "embedding" else B @ A
+    product = (A.T @ B.T) if target.kind == "embedding" or target.fan_in_fan_out else B @ A
     return product.mul_(abs(target.scale))
 
 
 def target_delta(target: AdapterTarget, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the change of one LoRA target in float32, in the shape of its weight: [D_out, D_in], [V, D] for a table."""
     A, B, magnitude = tensors["A"], tensors["B"], tensors.get("magnitude")
-    if target.kind == "embedding":
-        # A table's rows are tokens: PEFT keeps A as [R, V] and B as [D, R] and transposes their product.
+    if target.kind == "embedding" or target.fan_in_fan_out:
+        # A table's rows are tokens: PEFT keeps A as [R, V] and B as [D, R] and transposes their product; so for a Conv1D.
         return lora_delta(weight, B.T, A.T, target.scale, magnitude, dora_dim=0)
     return lora_delta(weight, A, B, target.scale, magnitude)
