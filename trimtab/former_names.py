@@ -80,7 +80,7 @@ verification/merges (proof): merge_lane packed_grid retention<survival retention
 report (proof): cells
 verification/render (proof): html<page plots report text<words
 verification (proof): __init__ comparisons verify verify<stock_faults
-verification/server (proof/remote): __init__ answers channels choosing client faults local measure merged report tokens
+verification/server (proof/remote): __init__ answers channels choosing client faults local measure report tokens
     verdict verify<verify_remote
 benchmark (speed): __init__ bandwidth bench chart<picture prepare<prepare_inside report roofline<limit
     run_stock<stock_inside run_trimtab<ours_inside stats<figures stopwatch<clock

@@ -29,7 +29,7 @@ def test_another_method_is_refused_by_name(kind: str | None, tmp_path: Path) -> 
 
 REFUSED_VALUES: dict[str, Any] = {
     "megatron_config": {"tp": 2}, "trainable_token_indices": [1, 2], "alora_invocation_tokens": [5],
-    "use_qalora": True, "layer_replication": [[0, 2]], "target_parameters": ["experts.gate_up_proj"],
+    "use_qalora": True, "layer_replication": [[0, 2]],
     "use_bdlora": {"nblocks": 2}, "arrow_config": {"top_k": 1}, "kasa_config": {"beta": 0.1},
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
     config = spec.file.config
     renamed = [(t.adapter_path, t.module_path) for t in spec.targets if not _is_direct(t)]
     rules = Rules(spec.file.folder, config, (path for target in lora for path in _spellings(target)))
-    unnamed = [target.module_path for target in lora if rules.targeted.isdisjoint(_spellings(target))]
+    unnamed = [one.module_path for one in lora if one.stack is None and rules.targeted.isdisjoint(_spellings(one))]
     notes = list(spec.notes)
     if unnamed and config.get("target_modules") is not None:
         notes.append(
@@ -79,7 +79,8 @@ def _spellings(target: AdapterTarget) -> set[str]:
 
 
 def _is_direct(target: AdapterTarget) -> bool:
-    return own_path(target.adapter_path) == target.module_path
+    own = own_path(target.adapter_path)
+    return own == target.module_path or (target.stack is not None and own.startswith(f"{target.module_path}."))
 
 
 def _tally(values: Iterable[float]) -> dict[str, int]:

@@ -14,10 +14,13 @@ from typing import Any
 from trimtab.checkpoint.config_limits import short
 from trimtab.checkpoint.patterns import MAX_CHARS, PatternError, check_count, is_plain, parse, shown
 
+# Of lora_B's columns on a stack of experts, where two programs give one file two meanings (adapters/experts.py): our own field.
+STACKED_ORDER, STACKED_ORDERS = "stacked_lora_B", ("peft", "unsloth")
+
 # Read by match_adapter or by the checks below.
 SUPPORTED = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "bias",
-    "modules_to_save", "fan_in_fan_out", "init_lora_weights", "ensure_weight_tying",
+    "modules_to_save", "fan_in_fan_out", "init_lora_weights", "ensure_weight_tying", "target_parameters", STACKED_ORDER,
 )  # fmt: skip
 
 # Training, bookkeeping, or how the file was made. velora_config changes the backward pass and monteclora_config draws
@@ -36,7 +39,6 @@ REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "activated LoRA, which switches on at an invocation text",
     "use_qalora": "QALoRA, which pools the input",
     "layer_replication": "replicated layers, which change the model",
-    "target_parameters": "LoRA on bare parameters such as fused experts",
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "Arrow routing between adapters",
     "kasa_config": "KaSA, which truncates the base weight",
@@ -89,6 +91,13 @@ def _value_problems(config: Mapping[str, Any]) -> list[str]:
     saved = config.get("modules_to_save")
     if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)):
         problems.append(f"modules_to_save={short(saved)}: must be a list of names")
+    parameters = config.get("target_parameters")
+    if parameters is not None and not (
+        isinstance(parameters, list) and all(isinstance(name, str) and name for name in parameters)
+    ):  # fmt: skip
+        problems.append(f"target_parameters={short(parameters)}: must be a list of names")
+    if config.get(STACKED_ORDER) not in (None, *STACKED_ORDERS):
+        problems.append(f"{STACKED_ORDER}={short(config[STACKED_ORDER])}: must be one of {', '.join(STACKED_ORDERS)}")
     problems += _selection_problems(config)
     init = config.get("init_lora_weights", True)
     if init is not None and not isinstance(init, bool):

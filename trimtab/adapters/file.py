@@ -104,14 +104,14 @@ def for_peft(path: str | Path, config: Mapping[str, Any]) -> Path:
 
 
 @reading(adapter_refusal)
-def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str] = (), log_name: str | None = None) -> AdapterFile:
+def read_adapter(path: str | Path, *, values: bool = True, log_name: str | None = None) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
     path: the folder, or a name of the demo's. values: also search its values for NaN and infinity; none is kept in memory.
-    takes: fields of the configuration that the caller computes itself. log_name: the name in the log of an adapter with unused
-    weights in its folder (None: the caller logs `notes`). Errors: AdapterError with every reason: missing or foreign files,
-    other weights in the folder that change the output, bad JSON, another method than LoRA, configuration fields that change the
-    output in a way not supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
+    log_name: the name in the log of an adapter with unused weights in its folder (None: the caller logs `notes`). Errors:
+    AdapterError with every reason: missing or foreign files, other weights in the folder that change the output, bad JSON, another
+    method than LoRA, configuration fields that change the output in a way not supported, tensors with values that are not finite.
+    CheckpointError if the safetensors header is invalid.
     """
     given = Path(without_demo_name(path))
     stamps = stamps_of(given)
@@ -119,7 +119,7 @@ def read_adapter(path: str | Path, *, values: bool = True, takes: Collection[str
     check_is_adapter(folder)
     config = _read_config(folder / CONFIG_NAME)
     beside, notes = _beside(folder)
-    problems = config_problems({name: value for name, value in config.items() if name not in takes}) + beside
+    problems = config_problems(config) + beside
     if problems:
         raise AdapterError(folder, problems)
     header = read_header(folder / TENSORS_NAME)

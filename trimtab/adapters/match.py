@@ -1,7 +1,7 @@
 """Matches an adapter with a model: every tensor gets its module, or a reason why it has none.
 
 All problems of a file are gathered and raised once; nothing is dropped, guessed or half applied. Not covered and
-refused by name: LoRA on convolutions, attention modules and fused experts. Imports no torch.
+refused by name: LoRA on convolutions and attention modules. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from math import prod
 from typing import Any, Literal
 
 from trimtab.adapters.config import FIELDS
+from trimtab.adapters.experts import EXPERT_LINEARS, ExpertPlaces, StackBuilder
 from trimtab.adapters.file import AdapterFile
 from trimtab.adapters.keys import REWRITES, AdapterKey, Rewrite, own_path, parse_key, part_of_key
 from trimtab.adapters.rules import Rules
+from trimtab.adapters.stack_layout import Stack
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
@@ -27,8 +29,6 @@ _SHARED_KV = (
     "for a k/v projection of a KV-shared layer, which the model does not have: the layer reads the keys and values of "
     "an earlier one"
 )
-# The linear layers of one expert before transformers 5 stacked them. Source: its conversion_mapping.py, MergeModulelist.
-_EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _SECOND_COPY = "second copies of saved modules, which PEFT writes with a resized vocabulary and does not read"
 _UNTRAINED = "the base's own weights of saved modules, which PEFT writes with a resized vocabulary"
 _NEAR_LIMIT = 20  # near names are searched only for the problems that are printed, not for thousands of wrong keys
@@ -39,10 +39,11 @@ class AdapterTarget:
     """The adapter's change of one module.
 
     kind: "linear" and "embedding" add scale x B A (with rank, scale, use_dora, has_bias); "router" is the same for a
-    router of experts; "saved" replaces parameters (rank 0); "experts" is a pair on a fused stack, which only a merge
-    applies. One module can have a LoRA target and a saved one. wrapped: the module is the inner linear of a wrapper
+    router of experts, "experts" for the matrices of a stack (`stack`, one target for each rank and scale); "saved" replaces
+    parameters (rank 0). One module can have a LoRA target and a saved one. wrapped: the module is the inner linear of a wrapper
     such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B" [D_out, R], "B_bias"
-    [D_out], "magnitude" [D_out]; for "saved" by parameter name. adapter_path: the module as the adapter spells it.
+    [D_out], "magnitude" [D_out]; for "saved" by parameter name, for "experts" as `adapters/experts.py` has them.
+    adapter_path: the module as the adapter spells it. fan_in_fan_out: the weight is [D_in, D_out], of a Conv1D.
     """
 
     module_path: str
@@ -55,6 +56,8 @@ class AdapterTarget:
     wrapped: bool
     tensors: dict[str, TensorEntry]
     adapter_path: str = ""
+    stack: Stack | None = None
+    fan_in_fan_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class AdapterSpec:
         """Return the number of tensors in the file per part, and the number of changed modules per kind."""
         kinds = Counter("wrapped" if t.wrapped and t.kind == "linear" else t.kind for t in self.targets)
         targets = {name: kinds[name] for name in ("wrapped", "linear")}
-        targets |= {name: kinds[name] for name in ("embedding", "router", "saved") if kinds[name]}
+        targets |= {name: kinds[name] for name in ("embedding", "router", "experts", "saved") if kinds[name]}
         return {
             "tensors": len(self.file.tensors),
             "parts": parts_of(self.file.tensors),
@@ -108,9 +111,12 @@ class _Places:
         self.inner = {row.wraps for row in anatomy.rows if row.wraps}
         self.missing = frozenset(anatomy.missing_projections)
         self.renames = anatomy.renames
+        self.experts = ExpertPlaces(anatomy) if any(row.kind == "experts" for row in anatomy.rows) else None
 
     def find(self, path: str, key: AdapterKey) -> str | None:
         """Return the path of the module that the key changes, or None. It may be in `missing`."""
+        if self.is_experts(path, key):
+            return path
         row = self.rows.get(path)
         if key.role in ("saved", "base_copy", "original"):
             if row is not None and any(t.tensor_path == f"{path}.{key.parameter}" for t in row.tensors):
@@ -118,6 +124,11 @@ class _Places:
         elif row is not None:
             return row.wraps if row.wraps in self.rows else path
         return path if path in self.missing else None
+
+    def is_experts(self, path: str, key: AdapterKey) -> bool:
+        """Whether a path names stacked experts or one of them, and the key is of a LoRA."""
+        is_lora = key.role in ("A", "B", "B_bias", "magnitude")
+        return is_lora and self.experts is not None and self.experts.place(path) is not None
 
     def near(self, path: str) -> str:
         # A typo keeps the layer number, and comparing with every module of a large model would take seconds.
@@ -177,11 +188,12 @@ def _explained(
     return paths
 
 
-def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
+def match_adapter(file: AdapterFile, anatomy: Anatomy, *, computes: bool = True) -> AdapterSpec:
     """Return which module every tensor of the adapter changes.
 
-    Errors: AdapterError with every problem of the file: keys that name nothing (with near names and shapes), wrong
-    shapes or ranks, half of a pair, tensors that the configuration does not declare, modules that do not support LoRA.
+    computes: whether the adapter is to be computed with; a merge needs no forward of the experts. Errors: AdapterError with every
+    problem of the file: keys that name nothing (with near names and shapes), wrong shapes or ranks, half of a pair, tensors that
+    the configuration does not declare, modules that do not support LoRA.
     """
     problems = []
     if file.made_for and anatomy.model_type not in file.made_for:
@@ -202,10 +214,13 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     lost: list[AdapterKey] = []
     originals: dict[str, AdapterKey] = {}
     saved = Rules(file.folder, file.config, ())
+    stacks = None if places.experts is None else StackBuilder(file, places.experts)
     for key in keys:
         path = paths[key.adapter_key]
         if path is None:
             lost.append(key)
+        elif stacks is not None and places.is_experts(path, key):
+            stacks.add(path, key, problems)
         elif _is_second_copy(key, file):
             no_effect.append((key.adapter_key, _SECOND_COPY))
         elif key.role == "original" and not saved.is_saved(own_path(key.path)):
@@ -224,6 +239,7 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     rules = Rules(file.folder, file.config, (*spelled, *places.rows, *anatomy.missing_projections))
     builder = _Builder(file, anatomy, places, rules, problems)
     targets = [builder.target(path, group, roles) for (path, group), roles in matched.items()]
+    targets += builder.stacked(stacks, computes=computes)
     builder.check_promises(matched)
     builder.check_tying(targets)
     if not problems and not targets:
@@ -231,7 +247,7 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     if problems:
         raise AdapterError(file.folder, problems, about=_made_for(file) if lost or builder.is_other_shape else "")
     idle = rules.idle(lambda: _other_names(anatomy, rewrite), former_words(anatomy.renames, places.rows))
-    notes = [*builder.notes(), *rules.idle_notes(idle)]
+    notes = [*builder.notes(), *([] if stacks is None else stacks.notes), *rules.idle_notes(idle)]
     targets += builder.tied_copies(targets)
     targets += builder.tied_originals(targets, originals)
     targets.sort(key=lambda target: places.order[target.module_path])
@@ -264,7 +280,7 @@ def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
             for tensor in row.tensors:
                 yield tensor.tensor_path
             for expert in range(max((tensor.shape[0] for tensor in row.tensors), default=0)):
-                yield from (f"{row.module_path}.{expert}.{name}" for name in _EXPERT_LINEARS)
+                yield from (f"{row.module_path}.{expert}.{name}" for name in EXPERT_LINEARS)
 
 
 def _is_second_copy(key: AdapterKey, file: AdapterFile) -> bool:
@@ -289,7 +305,9 @@ def _lost_words(key: AdapterKey, file: AdapterFile, rewrite: Rewrite, places: _P
     path = rewrite.apply(key.path) or key.path
     parents = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
     if any(parent in places.rows and places.rows[parent].kind == "experts" for parent in parents):
-        return f"{key.adapter_key} {shape}: LoRA on fused experts is not supported"
+        return (
+            f"{key.adapter_key} {shape}: names no part of the stacked experts that is known; names are {', '.join(EXPERT_LINEARS)}"
+        )
     near = places.near(path) if search else ""
     what = f"{path}.{key.parameter}" if key.parameter else path
     return f"{key.adapter_key} {shape}: the model has no {what}" + (f"; similar names: {near}" if near else "")
@@ -300,6 +318,10 @@ def _resized_words(rows: int) -> str:
         f"; the vocabulary was resized: call resize_token_embeddings({rows}) on the base, save it with its tokenizer, and "
         "name that folder as the model"
     )
+
+
+def _is_turned(row: ModuleRow) -> bool:
+    return row.class_name == "Conv1D"
 
 
 class _Builder:
@@ -324,6 +346,8 @@ class _Builder:
             self._check_saved(row, roles, entries)
             return AdapterTarget(path, row.part, "saved", 0, 1.0, False, False, wrapped, entries, spelled)
         spellings = tuple(dict.fromkeys((own_path(spelled), path)))
+        if self.is_parameter(own_path(spelled)):
+            spellings = tuple(f"{spelling}.weight" for spelling in spellings)
         rank, scale, words = self.rules.rank_and_scale(spellings)
         self.problems += [f"{spelled}: {problem}" for problem in words]
         embedding = row.kind == "embedding"
@@ -333,16 +357,38 @@ class _Builder:
         named = {role.removeprefix("embedding_"): entry for role, entry in entries.items()}
         return AdapterTarget(
             path, row.part, "embedding" if embedding else "router" if row.is_router else "linear", rank, scale,
-            "magnitude" in named, "B_bias" in named, wrapped, named, spelled,
+            "magnitude" in named, "B_bias" in named, wrapped, named, spelled, fan_in_fan_out=_is_turned(row),
         )  # fmt: skip
+
+    def is_parameter(self, path: str) -> bool:
+        """Whether the adapter names the weight of a module, spelled so, in target_parameters instead of the module."""
+        names = self.config.get("target_parameters") or ()
+        return any(f".{path}.weight".endswith(f".{name}") for name in names) and path not in self.rules.targeted
+
+    def stacked(self, stacks: StackBuilder | None, *, computes: bool) -> list[AdapterTarget]:
+        """Return the targets on stacks of experts."""
+        found = []
+        for one in () if stacks is None else stacks.targets(self.places.rows, self.problems):
+            row, path = one.row, one.adapter_path
+            if computes and not row.takes_lora:
+                self.problems.append(f"{path}: how {row.class_name} ({row.module_path}) computes is not known")
+            if any(entry.dtype not in _FLOATS for entry in one.tensors.values()):
+                self.problems.append(f"{path}: expected floating point values")
+            options = (False, False, False, one.tensors, path, one.stack)
+            found.append(AdapterTarget(row.module_path, row.part, "experts", one.rank, one.scale, *options))
+        if self.config.get("target_parameters") and not found and not self.problems:
+            names = ", ".join(self.config["target_parameters"])
+            if not any(self.is_parameter(own_path(key.path)) for key in map(parse_key, self.file.tensors)):
+                self.problems.append(f"target_parameters names {names}, for which the file has no key")
+        return found
 
     def _supports_lora(self, row: ModuleRow, roles: dict[str, AdapterKey]) -> bool:
         first = next(iter(roles.values())).adapter_key
-        if row.kind in ("linear", "embedding") and row.weight is not None and len(row.weight.shape) == 2:
+        if (row.kind in ("linear", "embedding") or _is_turned(row)) and row.weight is not None and len(row.weight.shape) == 2:
             return True
         if row.is_router and not {"magnitude", "B_bias"} & roles.keys():
             return True
-        kind = "fused experts" if row.kind == "experts" else row.class_name
+        kind = row.class_name
         kind += " with DoRA or a bias" if row.is_router else ""
         self.problems.append(f"{first}: LoRA on {kind} ({row.module_path}) is not supported")
         return False
@@ -373,7 +419,7 @@ class _Builder:
     def _check_shapes(self, row: ModuleRow, entries: Mapping[str, TensorEntry], rank: int, embedding: bool) -> None:
         assert row.weight is not None
         out_size, in_size = row.weight.shape
-        if embedding:
+        if embedding or _is_turned(row):
             in_size, out_size = row.weight.shape
         expected = {
             "A": (rank, in_size), "embedding_A": (rank, in_size), "B": (out_size, rank),
@@ -482,7 +528,7 @@ class _Builder:
     def notes(self) -> list[str]:
         """Return remarks about an adapter that has no error."""
         notes = list(self.file.notes)
-        if self.config.get("fan_in_fan_out"):
+        if self.config.get("fan_in_fan_out") and not any(map(_is_turned, self.places.rows.values())):
             notes.append("fan_in_fan_out is true; it has no effect on Linear modules (PEFT ignores it too)")
         if self.config.get("bias", "none") != "none":
             notes.append(f"bias is {self.config['bias']!r} but the file holds no bias of the base")

@@ -42,6 +42,8 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
         raise RequestError("exists already", field="patched", value=str(folder), hint="Name a new folder")
     file = read_adapter(adapter)
     spec = match_adapter(file, anatomy)
+    if any(target.kind == "experts" for target in spec.targets):
+        raise AdapterError(file.folder, ["changes stacks of experts, which a pattern of modules cannot name"])
     paths = sorted({target.module_path for target in spec.targets if target.kind != "saved"})
     if not paths:
         raise AdapterError(file.folder, ["has no LoRA weights that a target could name"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 Layout = Literal["last", "before"]  # the dimension of a stack that corresponds to lora_A's columns
@@ -27,6 +28,24 @@ _NOW: tuple[Layout, Layout] = ("last", "before")
 # Development versions between these can be from before or after either change.
 _UNSURE = ((0, 18, 1), (0, 19, 1))
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?(\S*)")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where an adapter's pairs change a stack.
+
+    parameter: its name in the module; shape: [E, a, b]. experts: those with a pair, in the order of the pairs. outputs: (start,
+    stop, step) of the matrices' outputs that a pair changes. is_transposed: the stack is [E, D_in, D_out]. is_swapped: lora_A runs
+    along the outputs and lora_B along the inputs. is_expert_first: lora_B's columns are expert after expert, not rank after rank.
+    """
+
+    parameter: str
+    experts: tuple[int, ...]
+    shape: tuple[int, ...]
+    outputs: tuple[int, int, int]
+    is_transposed: bool = False
+    is_swapped: bool = False
+    is_expert_first: bool = False
 
 
 def layout_of_release(version: object, *, is_transposed: bool) -> Layout | None:

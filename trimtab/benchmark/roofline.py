@@ -152,7 +152,7 @@ def _reads(
             nbytes = saved.get(tensor.tensor_path, packed.get(tensor.tensor_path, tensor.nbytes))
             share = _share(row, tensor, experts_per_token)
             add(_what(row), _ways(tier, home, on_cpu) if moves else ("device",), nbytes * share)
-    add("adapter", ("device",), sum(_target_bytes(target) for target in targets))
+    add("adapter", ("device",), sum(_target_bytes(target, experts_per_token) for target in targets))
     cached = sum(_cache_bytes(layer, context_tokens, anatomy.dtype, kv) for layer in anatomy.kv_layers)
     add("keys and values", ("device",), cached)
     return tuple(Read(what=what, way=way, nbytes=nbytes) for (what, way), nbytes in by_kind.items() if nbytes)
@@ -192,15 +192,16 @@ def _saved(targets: list[AdapterTarget], dtype: str) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _target_bytes(target: AdapterTarget) -> float:
+def _target_bytes(target: AdapterTarget, experts_per_token: int | None) -> float:
     if target.kind == "saved":
         return 0
     total: float = 0
+    share = min(1.0, (experts_per_token or target.stack.shape[0]) / target.stack.shape[0]) if target.stack is not None else 1.0
     for role, entry in target.tensors.items():
         nbytes = packed_bytes(entry.shape, "none", ADAPTER_DTYPE)
         # A of an embedding is [R, V]: one column is read, like one row of the table.
         total += nbytes / entry.shape[-1] if target.kind == "embedding" and role == "A" else nbytes
-    return total
+    return total * share
 
 
 def _cache_bytes(layer: KVLayer, tokens: float, dtype: str, kv: str) -> float:

@@ -60,6 +60,11 @@ def peft_config(spec: AdapterSpec, paths: Iterable[str], *, has_experts: bool, i
     if routers := [target.module_path for target in spec.targets if target.kind == "router"]:
         problem = f"PEFT has no LoRA for routers ({routers[0]} and {len(routers) - 1} more); `trimtab.load` applies it"
         raise AdapterError(spec.file.folder, [problem])
+    if stacks := [target.adapter_path for target in spec.targets if target.kind == "experts"]:
+        problem = (
+            f"LoRA on stacks of experts ({stacks[0]} and {len(stacks) - 1} more) is not loaded into PEFT; `trimtab.load` applies it"
+        )
+        raise AdapterError(spec.file.folder, [problem])
     try:
         config = peft.LoraConfig.from_pretrained(str(spec.file.peft_folder))
     except (TypeError, ValueError) as exc:

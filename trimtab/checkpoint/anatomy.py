@@ -30,7 +30,8 @@ class TensorRow:
 
     tensor_path: full path in the model. sources: the file tensors it is made of, empty when it is computed at load.
     tied_to: path of the tensor whose storage it shares, None for an owner. copy_of: path of the tensor that it would
-    share if it had the same format (an 8-bit head).
+    share if it had the same format (an 8-bit head). halves: 1 if `sources` are one matrix of each expert, in order; n if n
+    such lists follow each other, joined along the outputs; else 0.
     """
 
     tensor_path: str
@@ -40,6 +41,7 @@ class TensorRow:
     sources: tuple[str, ...]
     tied_to: str | None = None
     copy_of: str | None = None
+    halves: int = 0
 
     @property
     def numel(self) -> int:
@@ -64,7 +66,8 @@ class ModuleRow:
     whose table is only indexed, so rows can be fetched on demand. is_head8: the output head in 8 bits (`--head int8`). is_router: a
     router of experts that multiplies with its weight like a Linear; before transformers 5 it was one. stored: the format in which
     the checkpoint's files hold its quantized weight, or its quantized table (`formats/record.py`); None if the files hold it
-    unquantized.
+    unquantized. Of experts: is_transposed: the stacks are [E, D_in, D_out]; is_interleaved: gate and up take turns in the outputs;
+    takes_lora: their forward is known (`engine/lora/experts.py`).
     """
 
     module_path: str
@@ -80,6 +83,9 @@ class ModuleRow:
     is_head8: bool = False
     is_router: bool = False
     stored: str | None = None
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    takes_lora: bool = False
 
     @cached_property
     def weight(self) -> TensorRow | None:

@@ -154,7 +154,7 @@ def _adapter_bytes(model: LoadedModel) -> int:
         leaves = [one.leaf for one in holders.fitting.plain[:1]]
         for module in (*leaves, *(module for _, module in holders.rest)):
             adapter = module.__dict__["adapters"][name]
-            values = adapter.values() if isinstance(adapter, dict) else vars(adapter).values()
+            values = adapter.values() if hasattr(adapter, "values") else vars(adapter).values()
             tensors += [one for one in values if isinstance(one, Tensor)]
     return _held(tensors, model.device)
 

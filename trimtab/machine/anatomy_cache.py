@@ -34,7 +34,7 @@ MAKERS = (
     "checkpoint/anatomy.py", "formats/record.py", "formats/packed.py", "formats/bitsandbytes.py", "formats/compressed_tensors.py",
     "formats/float8.py", "formats/transposed.py", "formats/gguf.py", "engine/loader/anatomy_builder.py",
     "engine/loader/transformers_model.py", "engine/loader/tracing.py", "engine/families/step.py", "engine/kv/kv_cache.py",
-    "engine/passes/chunk_forward.py",
+    "engine/passes/chunk_forward.py", "engine/lora/experts.py", "engine/lora/routers.py",
 )  # fmt: skip
 
 

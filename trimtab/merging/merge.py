@@ -424,14 +424,11 @@ def _report(
     changed = tuple(out.tensor_name for out in outs if any(edit.asks for edit in out.edits))
     added = tuple(out.tensor_name for out in outs if out.tensor_name not in checkpoint.tensors)
     adapters = []
-    for part, spec, pairs, hashes in zip(
-        request.adapters, work.sources.adapters.specs, work.sources.adapters.stacks, work.adapter_hashes, strict=True
-    ):
+    for part, spec, hashes in zip(request.adapters, work.sources.adapters.specs, work.adapter_hashes, strict=True):
         scales = Counter(f"{target.scale:g}" for target in spec.targets if target.kind != "saved")
-        scales += Counter(f"{pair.scale:g}" for pair in pairs.values())
         adapters.append(
             MergedAdapter(
-                part.name, Path(os.path.realpath(part.path)).name, part.weight, len(spec.targets) + len(pairs),
+                part.name, Path(os.path.realpath(part.path)).name, part.weight, len(spec.targets),
                 len(spec.no_effect), dict(sorted(scales.items())), hashes,
             )
         )  # fmt: skip

@@ -64,7 +64,7 @@ def model_with(kind, dtype=torch.bfloat16):
     model = nn.Module()
     model.it = it
     tensors = {role: torch.randn(shape) for role, shape in shapes.items()}
-    lora = SimpleNamespace(tensors={name: name for name in (*tensors, "magnitude")}, scale=0.5)
+    lora = SimpleNamespace(tensors={name: name for name in (*tensors, "magnitude")}, scale=0.5, fan_in_fan_out=False)
     return model, {"it": {"lora": lora}}, tensors
 
 

@@ -22,7 +22,7 @@ from trimtab.engine.loader.transformers_model import read_anatomy
 from trimtab.engine.lora.layers import LinearAdapter
 from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
 from trimtab.engine.lora.store import AdapterStore, Selection
-from trimtab.errors import AdapterError, DeviceError, RequestError
+from trimtab.errors import AdapterError, DeviceError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 IDS = [2, 30, 41, 7, 91, 12, 38, 51, 64, 11, 70, 23]
@@ -63,16 +63,16 @@ def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return base, router_adapter(request.param, base, tmp_path_factory.mktemp("adapter") / "router")
 
 
-def _logprobs(answer: Any) -> dict[int, float]:
+def logprobs(answer: Any) -> dict[int, float]:
     return {int(token): float(value) for token, value in answer.logprobs[0].top}
 
 
-def _of_model(model: Any) -> torch.Tensor:
+def of_model(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([IDS])).logits[0, -1].float().log_softmax(-1)
 
 
-def _gap(found: dict[int, float], expected: torch.Tensor) -> float:
+def gap(found: dict[int, float], expected: torch.Tensor) -> float:
     return max(abs(value - float(expected[token])) for token, value in found.items())
 
 
@@ -82,21 +82,21 @@ def test_a_router_with_lora_answers_as_in_peft(work: tuple[Path, Path]) -> None:
     base, adapter = work
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected, plain = _of_model(PeftModel.from_pretrained(load(base), str(adapter)).eval()), _of_model(load(base))
+        expected, plain = of_model(PeftModel.from_pretrained(load(base), str(adapter)).eval()), of_model(load(base))
     plan = trimtab.plan(base, adapters={"a": str(adapter)}, quant="none", dtype="float32", context=64, device="cpu")
     with trimtab.load(plan) as model:
-        own = _logprobs(model.answer(IDS, adapter="a", max_new_tokens=1, logprobs=8))
-        bare = _logprobs(model.answer(IDS, adapter=None, max_new_tokens=1, logprobs=8))
+        own = logprobs(model.answer(IDS, adapter="a", max_new_tokens=1, logprobs=8))
+        bare = logprobs(model.answer(IDS, adapter=None, max_new_tokens=1, logprobs=8))
         requests = [{"prompt": IDS, "adapter": name} for name in ("a", None, "a")]
-        mixed = [_logprobs(one) for one in model.batch(requests, rows=3, max_new_tokens=3, logprobs=8)]
+        mixed = [logprobs(one) for one in model.batch(requests, rows=3, max_new_tokens=3, logprobs=8)]
         model.unload_adapter("a")
-        after = _logprobs(model.answer(IDS, max_new_tokens=1, logprobs=8))
+        after = logprobs(model.answer(IDS, max_new_tokens=1, logprobs=8))
     # PEFT adds the change to the router's weight, here it is added to its output: float32 sums in another order.
-    assert _gap(own, expected) < 2e-5
-    assert _gap(own, plain) > 1e-2
-    assert _gap(bare, plain) < 2e-5
+    assert gap(own, expected) < 2e-5
+    assert gap(own, plain) > 1e-2
+    assert gap(bare, plain) < 2e-5
     assert after == bare
-    assert [_gap(found, expected if place != 1 else plain) < 2e-5 for place, found in enumerate(mixed)] == [True] * 3
+    assert [gap(found, expected if place != 1 else plain) < 2e-5 for place, found in enumerate(mixed)] == [True] * 3
 
 
 def test_a_merged_router_answers_as_in_peft(work: tuple[Path, Path], tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_a_merged_router_answers_as_in_peft(work: tuple[Path, Path], tmp_path: P
     trimtab.merge(base, tmp_path / "merged", adapters={"a": adapter}, check=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = _of_model(PeftModel.from_pretrained(load(base), str(adapter)).eval())
-    assert float((_of_model(load(tmp_path / "merged")) - expected).abs().max()) < 2e-5
+        expected = of_model(PeftModel.from_pretrained(load(base), str(adapter)).eval())
+    assert float((of_model(load(tmp_path / "merged")) - expected).abs().max()) < 2e-5
 
 
 def test_a_plan_counts_the_routers_tensors(work: tuple[Path, Path]) -> None:
@@ -136,15 +136,23 @@ def test_dora_on_a_router_is_refused_by_name(tmp_path: Path) -> None:
         match_adapter(read_adapter(adapter), read_anatomy(read_checkpoint(base), quant="none", dtype="float32"))
 
 
-def test_load_peft_and_mixes_refuse_a_router_by_name(work: tuple[Path, Path]) -> None:
+def test_load_peft_refuses_a_router_by_name(work: tuple[Path, Path]) -> None:
     from trimtab.bridge import load_peft
 
-    base, adapter = work
     with pytest.raises(AdapterError, match="PEFT has no LoRA for routers"):
-        load_peft(load(base), adapter)
-    plan = trimtab.plan(base, adapters={"a": str(adapter)}, quant="none", dtype="float32", context=64, device="cpu")
-    with trimtab.load(plan) as model, pytest.raises(RequestError, match="changes the router"):
-        model.answer(IDS, adapter={"a": 0.5}, max_new_tokens=1)
+        load_peft(load(work[0]), work[1])
+
+
+def test_a_mix_adds_the_changes_of_a_router(work: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = work
+    half = router_adapter(json.loads((base / "config.json").read_text())["model_type"], base, tmp_path / "half", lora_alpha=3)
+    given = {"a": str(adapter), "half": str(half)}
+    plan = trimtab.plan(base, adapters=given, quant="none", dtype="float32", context=64, device="cpu")
+    with trimtab.load(plan) as model:
+        whole, mix = (
+            logprobs(model.answer(IDS, adapter=one, max_new_tokens=1, logprobs=8)) for one in ("a", {"a": 0.5, "half": 1})
+        )
+    assert max(abs(value - whole[token]) for token, value in mix.items()) < 2e-5
 
 
 # Every former Linear ---------------------------------------------------------------------------------------------------

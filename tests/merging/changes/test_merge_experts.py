@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -67,29 +66,6 @@ def test_stacked_experts_equal_pefts_merge(family: str, adapted: str, tmp_path: 
 def ulps_of_terms(a: Tensor, b: Tensor, base: Tensor) -> float:
     size = torch.maximum(torch.maximum(a.abs(), base.abs()), torch.tensor(2.0**-6))
     return float(((a - b).abs() / (size * 2.0**-23)).max())
-
-
-def test_an_adapter_of_single_experts_reaches_their_file_tensors(tmp_path: Path) -> None:
-    # As PEFT wrote them before transformers 5 stacked the experts.
-    base = pico.build("mixtral", tmp_path / "base", dtype="float32")
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    old, tensors, changes = tensors_of(base), {}, {}
-    for name, tensor in old.items():
-        if ".experts." in name:
-            A, B = torch.randn(2, tensor.shape[1]) * 0.1, torch.randn(tensor.shape[0], 2) * 0.1
-            path = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"] = A, B
-            changes[name] = 2.0 * (B @ A)
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w1", "w2", "w3"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None
-    assert report.check.passed
-    assert set(report.changed) == set(changes)
-    new = tensors_of(tmp_path / "out")
-    assert all(torch.equal(new[name], old[name] + changes.get(name, 0)) for name in old)
 
 
 def test_pairs_of_another_stack_are_refused_all_at_once(tmp_path: Path) -> None:

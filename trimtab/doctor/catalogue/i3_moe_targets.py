@@ -22,7 +22,7 @@ BUG = Bug(
     way_round="target attention alone, or plain LoRA on experts",
     owner=("peft",),
     trackers=("huggingface/peft#2638 (adapters on parameters, merged)", "huggingface/peft#3112 (closed)"),
-    trimtab="adapters on fused experts are refused with the reason before anything is loaded",
+    trimtab="pairs of single experts are applied to their part of the stack, at the rank and scale of the file",
     evidence="run",
 )  # fmt: skip
 

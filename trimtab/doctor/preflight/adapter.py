@@ -65,7 +65,7 @@ def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> Adapter
             path=str(file.folder), spec=None, problems=exc.problems, wrappers=wrappers, dropped=(), unfilled=(),
             no_effect=(), renamed=False, plain_targets="",
         )  # fmt: skip
-    lora = [target for target in spec.targets if target.kind != "saved"]
+    lora = [target for target in spec.targets if target.kind not in ("saved", "experts")]
     have = {target.module_path for target in lora}
     named = {
         row.module_path for row in rows

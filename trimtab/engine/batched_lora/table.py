@@ -124,7 +124,7 @@ class AdapterSlots:
             part = getattr(adapter, "part", None) or module.__dict__.get("part")
             if part in TOWERS:
                 continue
-            if not isinstance(adapter, lora.LinearAdapter):
+            if not isinstance(adapter, lora.LinearAdapter) or not isinstance(module, Leaf):
                 return f"adapter {name} changes {path}, which is no linear layer"
             if adapter.A is None or adapter.B is None or adapter.weight is not None or adapter.bias is not None:
                 return f"adapter {name} replaces the weights of {path}"

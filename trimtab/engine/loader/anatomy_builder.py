@@ -17,6 +17,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, Modu
 from trimtab.checkpoint.names import is_under, matches, near_names
 from trimtab.engine.loader.renames import read_renames
 from trimtab.engine.loader.tracing import Expression
+from trimtab.engine.lora.experts import why_no_lora
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import format_names
@@ -151,6 +152,9 @@ def _rows(
             module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,
             block=places.block(path), tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps,
             gather_only=path in places.tables, is_head8=is_head8, is_router=takes_lora(module), stored=stored,
+            is_transposed=bool(getattr(module, "is_transposed", False)),
+            is_interleaved=getattr(module, "is_concatenated", True) is False,
+            takes_lora=kind == "experts" and why_no_lora(module) is None,
         )  # fmt: skip
 
 
@@ -167,8 +171,21 @@ def _tensors(
         yield TensorRow(
             tensor_path=tensor_path, shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."),
             is_buffer=is_buffer, sources=() if expression is None else expression.leaves, tied_to=ties.get(tensor_path),
-            copy_of=copies.get(tensor_path),
+            copy_of=copies.get(tensor_path), halves=0 if expression is None or value.dim() != 3 else _halves(expression),
         )  # fmt: skip
+
+
+def _halves(expression: Expression) -> int:
+    """Return `TensorRow.halves` of a parameter that the loader makes so."""
+    name = getattr(expression.func, "__name__", "")
+    if name in ("to", "contiguous"):
+        return _halves(expression.args[0])
+    dim = expression.kwargs.get("dim", expression.args[1] if len(expression.args) > 1 else 0)
+    pieces = expression.args[0] if expression.args and isinstance(expression.args[0], (list, tuple)) else ()
+    if name == "stack" and dim == 0:
+        return int(all(piece.is_leaf for piece in pieces))
+    is_joined = name in ("cat", "concat", "concatenate") and dim == 1
+    return len(pieces) if is_joined and pieces and all(_halves(piece) == 1 for piece in pieces) else 0
 
 
 def _narrowed(

@@ -101,9 +101,10 @@ def base_values(
     for path, of_module in targets.items():
         module: Any = model.get_submodule(path)
         is_linear = hasattr(module, "dense_weight")
-        if not is_linear and not hasattr(module, "rows"):
-            continue
         lora, saved = of_module.get("lora"), of_module.get("saved")
+        is_turned = lora is not None and lora.fan_in_fan_out
+        if not is_linear and not hasattr(module, "rows") and not is_turned:
+            continue
         replaced = {} if saved is None else {name: read(entry) for name, entry in saved.tensors.items()}
         equals = _equals_linear if is_linear else _equals_embedding
         if saved is not None and (yield from equals(module, replaced, device)):
@@ -112,7 +113,10 @@ def base_values(
             continue
         weight = None if path in same or "weight" not in replaced else replaced["weight"]
         A, B = (read(lora.tensors[role]) for role in ("A", "B"))
-        if is_linear:
+        if is_turned:
+            turned = _rows_of(module.weight.detach().T, device, module.weight.dtype)
+            norm = yield from _row_norms(turned, A.to(device=device, dtype=dtype), B, lora.scale)
+        elif is_linear:
             own = module.dense_rows if weight is None else _rows_of(weight, device, module.weight.dtype)
             norm = yield from _row_norms(own, A.to(device=device, dtype=dtype), B, lora.scale)
         else:

@@ -45,9 +45,10 @@ class HeldAdapter:
         Errors: AdapterError for values that are not finite, of tensors without effect too; CheckpointError if the file is short.
         """
         entries = {(one.file, one.start): one for target in spec.targets for one in target.tensors.values()}
-        # A saved whole module often equals the model's and is then dropped: its neighbours must not keep its memory.
+        # A saved whole module often equals the model's and is then dropped: its neighbours must not keep its memory. Pairs of
+        # experts are sorted by expert on the device: the copies of the piece do not hold them a second time.
         saved = {
-            (entry.file, entry.start) for target in spec.targets if target.kind == "saved"
+            (entry.file, entry.start) for target in spec.targets if target.kind in ("saved", "experts")
             for entry in target.tensors.values()
         }  # fmt: skip
         places: dict[tuple[Path, int], Part] = {}
@@ -111,7 +112,7 @@ def content_of(spec: AdapterSpec, tensors: Mapping[tuple[Path, int], Tensor]) ->
     digest = hashlib.sha256(repr(spec.model_dtype).encode())
     for target in spec.targets:
         entries = sorted(target.tensors.items())
-        how = (target.kind, target.rank, target.scale, target.use_dora, target.has_bias, len(entries))
+        how = (target.kind, target.rank, target.scale, target.use_dora, target.has_bias, len(entries), target.stack)
         digest.update(repr((target.module_path, *how)).encode())
         for role, entry in entries:
             tensor = tensors[entry.file, entry.start]

@@ -8,10 +8,10 @@ Unlike PEFT's mixed batches, which round once more, a row here equals the row ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora.attached import AttachedAdapter
 from trimtab.engine.lora.base_values import BaseValues, LinearLayer, TableLayer, base_values, finished
+from trimtab.engine.lora.experts import ExpertsAdapter, StackChange, cover, matrices, uncover, why_no_lora
 from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
-from trimtab.engine.lora.store import TOWERS, AdapterStore
+from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore
 from trimtab.errors import AdapterError, RequestError
 from trimtab.formats.record import rounds_change
 
@@ -182,6 +183,17 @@ class _Builder:
             adapter.magnitude = (magnitude / self.base.norms[path].to(self.device)).view(1, -1)
         return adapter
 
+    def experts(self, targets: Iterable[AdapterTarget]) -> ExpertsAdapter:
+        changes, part = [], ""
+        for one in targets:
+            assert one.stack is not None
+            part, own = one.part, one.stack
+            read = {role: self.read(entry) for role, entry in one.tensors.items()}
+            A, B = (matrix.to(device=self.device, dtype=self.dtype).contiguous() for matrix in matrices(own, read))
+            pairs = {expert: number for number, expert in enumerate(own.experts)}
+            changes.append(StackChange(own.parameter, A, B, one.scale, slice(*own.outputs), pairs))
+        return ExpertsAdapter(part, changes)
+
     def embedding(
         self, path: str, table: TableLayer, lora: AdapterTarget | None, saved: AdapterTarget | None
     ) -> EmbeddingAdapter | None:
@@ -247,6 +259,11 @@ class Holders:
     about: AttachedAdapter | None = None
     serial: int = 0
 
+    @property
+    def reads_on_host(self) -> bool:
+        """Whether a pass with it reads on the host which experts were chosen, so that it cannot be captured."""
+        return any(hasattr(module, "has_gate") for _, module in self.rest)
+
 
 def kind_of(module_path: str) -> str:
     """Return the common name of modules at the same place of different layers: the path without its numbers."""
@@ -260,19 +277,21 @@ def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], i
     read separately. Errors: AdapterError for modules that the model does not have or that cannot be adapted.
     """
     by_module: dict[str, dict[str, AdapterTarget]] = {}
-    for target in spec.targets:
-        by_module.setdefault(target.module_path, {})["saved" if target.kind == "saved" else "lora"] = target
+    for number, target in enumerate(spec.targets):
+        role = target.kind if target.kind == "saved" else "lora" if target.stack is None else f"stack {number}"
+        by_module.setdefault(target.module_path, {})[role] = target
     modules = dict(model.named_modules())
     _check_modules(spec, by_module, modules)
     starts = starts or {}
     fitting = Fitting(model, [], {}, frozenset(), 0)
     kinds = set()
     for path, targets in by_module.items():
-        target = targets["lora"] if "lora" in targets else targets["saved"]
+        target = targets["lora"] if "lora" in targets else next(iter(targets.values()))
         if target.kind == "linear" and target.part not in TOWERS:
             kinds.add(kind_of(path))
             fitting.largest_rank = max(fitting.largest_rank, target.rank)
-        is_plain = target.kind == "linear" and set(targets) == {"lora"} and set(target.tensors) == {"A", "B"}
+        is_plain = target.kind == "linear" and not target.fan_in_fan_out and set(targets) == {"lora"}
+        is_plain = is_plain and set(target.tensors) == {"A", "B"}
         if not is_plain or any((entry.file, entry.start) not in starts for entry in target.tensors.values()):
             fitting.rest[path] = targets
             continue
@@ -317,7 +336,7 @@ def attach_fitted(
         builder = _Builder(read, to, of, base)
         for path, targets in fitting.rest.items():
             module = model.get_submodule(path)
-            attached.append((path, module, _make(builder, path, module, targets.get("lora"), targets.get("saved"))))
+            attached.append((path, module, _make(builder, path, module, targets)))
         if fitting.plain:
             assert piece is not None and piece.dtype == builder.dtype and piece.is_contiguous()
             for one in fitting.plain:
@@ -344,7 +363,7 @@ def _check_modules(
             problems.append(f"the model holds no module {path} (similar names: {near})")
             continue
         kind = _kind_of(module)
-        wanted = targets["lora"].kind if "lora" in targets else kind
+        wanted = next((target.kind for target in targets.values() if target.kind != "saved"), kind)
         if kind != wanted:
             problems.append(f"{path} is a {type(module).__name__}, which takes no LoRA for a module of kind {wanted}")
         if isinstance(module, RouterModule) and "saved" in targets:
@@ -362,15 +381,35 @@ def _check_modules(
 def _kind_of(module: nn.Module) -> str:
     if isinstance(module, RouterModule) or takes_lora(module):
         return "router"
-    return "linear" if hasattr(module, "dense_weight") else "embedding" if hasattr(module, "rows") else "other"
+    if hasattr(module, "dense_weight") or hasattr(module, "rows"):
+        return "linear" if hasattr(module, "dense_weight") else "embedding"
+    if _is_conv1d(module):
+        return "linear"
+    return "experts" if why_no_lora(module) is None else "other"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer with a weight [D_in, D_out]. Source: transformers 5.23.0, pytorch_utils.py."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _cover_conv1d(module: nn.Module, store: AdapterStore, path: str, part: str) -> None:
+    """Let a Conv1D add the adapters of the selected rows to what transformers computes."""
+    plain, own, layer = type(module).forward, module.__dict__, cast(AdaptedLayer, module)
+    if "adapters" not in own:
+        own.update(adapters={}, adapter_store=store, module_path=path, part=part, quant_kind="none")
+        own["forward"] = lambda x: store.applier.apply(layer, x, plain(module, x))
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
-def _make(builder: _Builder, path: str, module: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> object:
-    if hasattr(module, "dense_weight"):
+def _make(builder: _Builder, path: str, module: Any, targets: Mapping[str, AdapterTarget]) -> object:
+    if any(target.stack is not None for target in targets.values()):
+        return builder.experts(targets.values())
+    lora, saved = targets.get("lora"), targets.get("saved")
+    if hasattr(module, "dense_weight") or (lora is not None and lora.fan_in_fan_out):
         return builder.linear(path, module, lora, saved)
     if hasattr(module, "rows"):
         return builder.embedding(path, module, lora, saved)
@@ -386,6 +425,10 @@ def _install(
     model: nn.Module, module: nn.Module, path: str, name: str, adapter: object, targets: Mapping[str, AdapterTarget],
     store: AdapterStore,
 ) -> nn.Module:  # fmt: skip
+    if _is_conv1d(module) and "lora" in targets:
+        _cover_conv1d(module, store, path, targets["lora"].part)
+    if isinstance(adapter, ExpertsAdapter):
+        cover(module, store, path, adapter.part)
     if isinstance(adapter, RouterAdapter) and not isinstance(module, RouterModule):
         module = RouterModule(module, store, path, targets["lora"].part)
         _replace(model, path, module, store)
@@ -415,9 +458,11 @@ def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) ->
     for one in holders.fitting.plain:
         one.leaf.adapters.pop(name, None)
     for path, module in holders.rest:
-        module.__dict__["adapters"].pop(name, None)
+        last = module.__dict__["adapters"].pop(name, None)
         if isinstance(module, (SavedModule, RouterModule)) and not module.__dict__["adapters"]:
             _replace(model, path, module.__dict__["original"], store)
+        elif not module.__dict__["adapters"] and (isinstance(last, ExpertsAdapter) or _is_conv1d(module)):
+            uncover(module)
     store.detached(name)
 
 

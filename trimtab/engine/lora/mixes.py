@@ -27,6 +27,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.attached import AttachedAdapter
 from trimtab.engine.lora.base_values import LinearLayer, TableLayer
+from trimtab.engine.lora.experts import ExpertsAdapter
 from trimtab.engine.lora.host_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.engine.lora.layers import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
 from trimtab.engine.lora.routers import RouterAdapter
@@ -264,19 +265,16 @@ def _parts_of(store: AdapterStore, weights: Mapping[str, float]) -> dict[nn.Modu
         held = [(place.leaf.module_path, place.leaf) for place in holders.fitting.plain]
         for path, module in [*held, *holders.rest]:
             adapter = module.__dict__["adapters"][name]
-            if isinstance(adapter, RouterAdapter):
-                raise _no_sum(name, path, "changes the router")
             if isinstance(adapter, dict) or adapter.weight is not None or getattr(adapter, "bias", None) is not None:
                 raise _no_sum(name, path)
             parts.setdefault(module, (path, []))[1].append((weight, adapter))
     return parts
 
 
-def _no_sum(name: str, path: str, what: str = "replaces the weights of") -> RequestError:
+def _no_sum(name: str, path: str) -> RequestError:
     return RequestError(
-        f"adapter {name} {what} {path}, which cannot be mixed", field="adapter", value=name,
-        hint="Use it alone",
-    )  # fmt: skip
+        f"adapter {name} replaces the weights of {path}, which cannot be mixed", field="adapter", value=name, hint="Use it alone"
+    )
 
 
 def _is_plain(module: nn.Module, parts: _Parts) -> bool:
@@ -318,9 +316,15 @@ def _fill(place: PlainPlace, piece: Tensor, parts: _Parts) -> None:
         start = end
 
 
-def _rest(path: str, parts: Sequence[tuple[float, Any]]) -> LinearAdapter | EmbeddingAdapter:
+def _rest(path: str, parts: Sequence[tuple[float, Any]]) -> LinearAdapter | EmbeddingAdapter | RouterAdapter | ExpertsAdapter:
     """Return one change equal to all parts in their order, for a module where one of them is more than A and B."""
     kinds = {type(one) for _, one in parts}
+    if kinds <= {ExpertsAdapter}:
+        return ExpertsAdapter(parts[0][1].part, [change for weight, one in parts for change in one.times(weight)])
+    if kinds <= {RouterAdapter}:
+        linears = [(weight, one.linear) for weight, one in parts]
+        first = linears[0][1]
+        return RouterAdapter(SummedLinear(first.part, 1.0, first.A, first.B, parts=linears))
     if kinds <= {EmbeddingAdapter}:
         first = parts[0][1]
         return SummedEmbedding(first.part, 1.0, first.A, first.B, first.magnitude, parts=list(parts))

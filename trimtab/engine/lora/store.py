@@ -193,6 +193,11 @@ class AdapterStore:
         holders = self.holders.get(name)
         return None if holders is None else holders.serial
 
+    def reads_on_host(self, names: Sequence[str | None] | None = None) -> bool:
+        """Whether one of these adapters (None: those in use) makes a pass read results on the host: it cannot be captured."""
+        names = self.selection.active() if names is None else names
+        return any(self.holders[name].reads_on_host for name in names if name in self.holders)
+
     @property
     def last_serial(self) -> int:
         """The number of the adapter that was attached last, whether or not it still is."""

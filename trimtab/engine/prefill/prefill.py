@@ -376,7 +376,7 @@ class PrefillRunner:
         return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
-        if not self.captures:
+        if not self.captures or self.model.adapter_store.reads_on_host():
             return False
         if self.model.plan.request.batch_invariant:
             return True

@@ -1,34 +1,23 @@
-"""Adapters on stacked experts, which only a merge can apply: PEFT's target_parameters, and older per-expert keys.
+"""The change of stacked experts by an adapter as two factors: of a whole stack, or of the part that one file tensor holds.
 
-A stack is one parameter [E, out, in] of the model, and one tensor or many in the files. PEFT keeps one pair for a whole
-stack: A [R E, in] in expert order, B [out, R E] with the expert as the fastest index; which dimension of the stack is
-`in` depends on the release (adapters/stack_layout.py). If several parameters of a module are adapted, the first one's
-keys are deepest under `base_layer`. Adapters made before transformers 5 name one linear layer per expert, as the files
-still do.
-Source: PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (update_layer, get_delta_weight); tuners/tuners_utils.py,
-_inject_parameters.
+A stack is one parameter [E, a, b] of the model, and one tensor or many in the files. `adapters/experts.py` says which pairs change
+which experts and outputs of it; gate and up of one stack have an A each, so their factors are joined along the ranks.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from trimtab.adapters.adapter import AdapterFile, read_adapter
-from trimtab.adapters.keys import REWRITES, own_path
-from trimtab.adapters.rules import Rules
-from trimtab.adapters.stack_layout import VERSION, Layout, decided, shapes_of, unsure_words
+from trimtab.adapters.adapter import AdapterTarget
+from trimtab.adapters.stack_layout import Stack
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.loader.tracing import Expression
-from trimtab.engine.loader.transformers_model import Probe
-from trimtab.errors import AdapterError
+from trimtab.engine.lora.experts import matrices
 from trimtab.merging.changes.inverse import name_of
-
-_KEY = re.compile(r"(?P<path>.+?)(?<!\.base_layer)(?P<wraps>(\.base_layer)*)\.lora_(?P<role>[AB])(\.[^.]+)?\.weight")
 
 
 @dataclass(frozen=True)
@@ -41,222 +30,58 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class StackPair:
-    """The pair of one stack [E, a, b], or of one matrix. is_swapped: lora_A runs along the stack's dimension before the last."""
+class StackPairs:
+    """The targets of one adapter on one stack."""
 
-    A: TensorEntry
-    B: TensorEntry
-    experts: int
-    scale: float
-    is_swapped: bool = False
-    is_matrix: bool = False
+    targets: tuple[AdapterTarget, ...]
 
-    def factors(self, read: Callable[[TensorEntry], Tensor], part: Slice | None = None) -> tuple[Tensor, Tensor]:
-        """Return (left, right) whose product is the change before the scale: of the stack, or of a part of it."""
-        A, B = read(self.A), read(self.B)
-        if self.is_matrix:
-            return B, A
-        A = A.reshape(self.experts, -1, A.shape[-1])
-        B = B.reshape(B.shape[0], -1, self.experts).permute(2, 0, 1)
-        left, right = (A.transpose(1, 2), B.transpose(1, 2)) if self.is_swapped else (B, A)
-        if part is None:
-            return left, right
-        return left[part.expert][slice(*part.rows)], right[part.expert][:, slice(*part.columns)]
+    def in_part(self, part: Slice) -> StackPairs:
+        """Return the targets that change a part of the stack."""
+        return StackPairs(tuple(target for target in self.targets if _reaches(_stack_of(target), part)))
 
-
-@dataclass(frozen=True)
-class Stacks:
-    """The changes of experts by an adapter: pairs by the stack's tensor_path, and pairs by the file tensor of one expert."""
-
-    by_parameter: Mapping[str, StackPair]
-    by_leaf: Mapping[str, StackPair]
-    notes: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.by_parameter) + len(self.by_leaf)
-
-    def values(self) -> Iterator[StackPair]:
-        yield from self.by_parameter.values()
-        yield from self.by_leaf.values()
+    def factors(self, read: Callable[[TensorEntry], Tensor], part: Slice | None = None) -> tuple[Tensor, Tensor, float]:
+        """Return (left, right, scale), whose product is the change: of the stack, or of a part of it."""
+        targets = self.targets if part is None else self.in_part(part).targets
+        scales = {target.scale for target in targets}
+        lefts, rights = [], []
+        for target in targets:
+            left, right = _factors(_stack_of(target), {role: read(entry) for role, entry in target.tensors.items()}, part)
+            lefts.append(left if len(scales) == 1 else left * target.scale)
+            rights.append(right)
+        left, right = (lefts[0], rights[0]) if len(lefts) == 1 else (torch.cat(lefts, dim=-1), torch.cat(rights, dim=-2))
+        return left, right, scales.pop() if len(scales) == 1 else 1.0
 
 
-def read_with_stacks(path: str, probe: Probe, tensors: Mapping[str, TensorEntry]) -> tuple[AdapterFile, Stacks]:
-    """Return the adapter without its keys for experts, and the changes of these keys.
-
-    tensors: of the base's files. Errors: AdapterError, also for every key of a stack that does not fit.
-    """
-    file = read_adapter(path, takes=("target_parameters",))
-    names = file.config.get("target_parameters") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise AdapterError(file.folder, [f"target_parameters={str(names)[:60]!r}: must be a list of names"])
-    names = tuple(names)
-    if file.config.get("target_modules") is None and not names:
-        return file, Stacks({}, {})
-    stacked, rest, notes = _take_stacks(file, names, probe) if names else ({}, file.tensors, ())
-    by_leaf, rest = _take_experts(file, rest, probe, tensors)
-    config = {key: value for key, value in file.config.items() if key != "target_parameters"}
-    return replace(file, config=config, tensors=rest), Stacks(stacked, by_leaf, notes)
+def _stack_of(target: AdapterTarget) -> Stack:
+    assert target.stack is not None
+    return target.stack
 
 
-# One pair per stack ---------------------------------------------------------------------------------------------------
+def _reaches(stack: Stack, part: Slice) -> bool:
+    own = range(*(part.columns if stack.is_transposed else part.rows))
+    return part.expert in stack.experts and any(output in own for output in range(*stack.outputs))
 
 
-def _take_stacks(
-    file: AdapterFile, names: tuple[str, ...], probe: Probe
-) -> tuple[dict[str, StackPair], dict[str, TensorEntry], tuple[str, ...]]:
-    rest = dict(file.tensors)
-    modules: dict[str, dict[tuple[int, str], TensorEntry]] = {}
-    for key, entry in file.tensors.items():
-        match = _KEY.fullmatch(key)
-        if match is not None and any(_is_named(f"{own_path(match['path'])}.", names)):
-            depth = match["wraps"].count(".base_layer")
-            modules.setdefault(match["path"], {})[depth, match["role"]] = entry
-            del rest[key]
-    found: list[_Found] = []
-    problems: list[str] = []
-    parameters = {name.rpartition(".")[2] for name in names}
-    rules = Rules(file.folder, file.config, (f"{own_path(path)}.{name}" for path in modules for name in parameters))
-    for path, entries in modules.items():
-        found += _pair_up(rules, path, entries, names, probe, problems)
-    if not modules:
-        problems.append(f"target_parameters={list(names)}, for which the file has no key")
-    pairs = _in_layouts(found, file.config.get(VERSION), problems)
-    if problems:
-        raise AdapterError(file.folder, problems)
-    old = [one.tensor_path for one in found if pairs[one.tensor_path].is_swapped and not one.is_transposed]
-    notes = (f"{len(old)} stacks of experts (first: {old[0]}) are in the layout of PEFT 0.18 and older",) if old else ()
-    return pairs, rest, notes
+def _factors(stack: Stack, tensors: Mapping[str, Tensor], part: Slice | None) -> tuple[Tensor, Tensor]:
+    """Return the factors of one target, [E, a, R] and [E, R, b], or of one expert's part."""
+    A, B = matrices(stack, tensors)
+    high = stack.shape[2] if stack.is_transposed else stack.shape[1]
+    if part is not None:
+        number = stack.experts.index(part.expert)
+        A, B = A[number], B[number]
+    elif stack.experts != tuple(range(stack.shape[0])):
+        A, B = (_spread(matrix, (stack.shape[0], *matrix.shape[1:]), list(stack.experts)) for matrix in (A, B))
+    if len(range(*stack.outputs)) != high:
+        outputs = list(range(*stack.outputs))
+        B = _spread(B.transpose(0, -2), (high, *B.transpose(0, -2).shape[1:]), outputs).transpose(0, -2)
+    left, right = (A.mT, B.mT) if stack.is_transposed else (B, A)
+    return (left, right) if part is None else (left[slice(*part.rows)], right[:, slice(*part.columns)])
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A pair whose shapes fit its stack in one layout, or in both if it is square. path: of the module as the adapter
-    spells it.
-    """
-
-    path: str
-    tensor_path: str
-    pair: StackPair
-    layouts: tuple[Layout, ...]
-    is_transposed: bool
-
-
-def _in_layouts(found: list[_Found], version: object, problems: list[str]) -> dict[str, StackPair]:
-    """Return the pairs by the stack's tensor_path, each in the layout in which its release wrote it."""
-    pairs = {}
-    for one in found:
-        seen = (other.layouts[0] for other in found if len(other.layouts) == 1 and _is_alike(one, other))
-        layout = decided(one.layouts, seen, version, is_transposed=one.is_transposed)
-        if layout is None:
-            problems.append(f"{one.path}: {one.tensor_path}: {unsure_words(version)}")
-        else:
-            pairs[one.tensor_path] = replace(one.pair, is_swapped=layout == "before")
-    return pairs
-
-
-def _is_alike(one: _Found, other: _Found) -> bool:
-    return other.pair.experts > 1 and one.is_transposed == other.is_transposed
-
-
-def _is_named(stem: str, names: tuple[str, ...]) -> Iterator[bool]:
-    """Yield, for each name, whether it names a parameter of the module whose path with a dot is `stem`."""
-    for name in names:
-        module = name.rpartition(".")[0]
-        yield not module or f".{stem}".endswith(f".{module}.")
-
-
-def _pair_up(
-    rules: Rules, path: str, entries: Mapping[tuple[int, str], TensorEntry], names: tuple[str, ...], probe: Probe,
-    problems: list[str],
-) -> Iterator[_Found]:  # fmt: skip
-    own = own_path(path)
-    modules = dict(probe.model.named_modules())
-    spelled = next((new for rule in REWRITES if (new := rule.apply(path)) in modules), None)
-    if spelled is None:
-        problems.append(f"{path}: the model has no module of this name for target_parameters")
-        return
-    module = modules[spelled]
-    parameters = [name for name, _ in module.named_parameters(recurse=False)]
-    targeted = [name for name in parameters if any(f".{own}.{name}".endswith(f".{wanted}") for wanted in names)]
-    depths = sorted({depth for depth, _ in entries}, reverse=True)
-    if depths != list(range(len(targeted) - 1, -1, -1)):
-        problems.append(f"{path}: keys for {len(depths)} parameters, target_parameters names {', '.join(targeted)}")
-        return
-    for depth, name in zip(depths, targeted, strict=True):
-        if not all((depth, role) in entries for role in "AB"):
-            problems.append(f"{path}: lora_A or lora_B of {name} is missing")
-            continue
-        shape = tuple(module.get_parameter(name).shape)
-        found = _stack_pair(rules, path, (own, spelled, name), shape, entries[depth, "A"], entries[depth, "B"], module)
-        if isinstance(found, str):
-            problems.append(f"{path}: {found}")
-        else:
-            yield found
-
-
-def _stack_pair(
-    rules: Rules, path: str, names: tuple[str, str, str], shape: tuple[int, ...], A: TensorEntry, B: TensorEntry, module: Any
-) -> _Found | str:
-    """Return the pair of a parameter, or the reason why it has none. names: the module in the adapter and in the model,
-    the parameter.
-    """
-    own, spelled, name = names
-    key = f"{own}.{name}"
-    rank, scale, words = rules.rank_and_scale((key,))
-    if words or len(shape) not in (2, 3):
-        return "; ".join(words) or f"{key} is {list(shape)}, only 2 and 3 dimensions are known"
-    experts = shape[0] if len(shape) == 3 else 1
-    is_transposed = len(shape) == 3 and bool(getattr(module, "is_transposed", False))
-    # For a single matrix, PEFT adds B A without a transposition in every release.
-    layouts: tuple[Layout, ...] = ("last",)
-    if experts > 1:
-        layouts = ("before", "last") if is_transposed else ("last", "before")
-    shapes = [shapes_of(layout, (experts, *shape[-2:]), rank) for layout in layouts]
-    fitting = tuple(layout for layout, wanted in zip(layouts, shapes, strict=True) if (A.shape, B.shape) == wanted)
-    if not fitting:
-        (first, second), *_ = shapes
-        return (
-            f"{key} has pairs of {list(A.shape)} and {list(B.shape)}, expected {list(first)} and {list(second)} "
-            f"(rank {rank}, the model's is {list(shape)})"
-        )
-    pair = StackPair(A, B, experts, scale, is_matrix=len(shape) == 2)
-    return _Found(path, f"{spelled}.{name}", pair, fitting, is_transposed)
-
-
-# One pair per expert --------------------------------------------------------------------------------------------------
-
-
-def _take_experts(
-    file: AdapterFile, keys: Mapping[str, TensorEntry], probe: Probe, tensors: Mapping[str, TensorEntry]
-) -> tuple[dict[str, StackPair], dict[str, TensorEntry]]:
-    """Take the pairs that name one expert's linear layer as the files do. The other rules handle all other keys."""
-    leaves = {leaf for path, expression in probe.sources.items() if not expression.is_leaf for leaf in expression.leaves}
-    rest, pairs = dict(keys), {}
-    matches = {key: _KEY.fullmatch(key) for key in keys}
-    rules = Rules(file.folder, file.config, (own_path(match["path"]) for match in matches.values() if match is not None))
-    for key, A in keys.items():
-        match = matches[key]
-        if match is None or match["role"] != "A" or match["wraps"]:
-            continue
-        leaf = next(
-            (name for rule in REWRITES if (name := f"{rule.apply(match['path'])}.weight") in leaves), None
-        )  # fmt: skip
-        other = key.replace(".lora_A.", ".lora_B.")
-        B = keys.get(other)
-        if leaf is None or B is None or file.config.get("use_dora") or file.config.get("lora_bias"):
-            continue
-        rank, scale, words = rules.rank_and_scale((own_path(match["path"]),))
-        shape = tensors[leaf].shape
-        if words or len(shape) != 2 or (A.shape, B.shape) != ((rank, shape[1]), (shape[0], rank)):
-            raise AdapterError(
-                file.folder, [f"{key}: shapes {list(A.shape)} and {list(B.shape)}, rank {rank}, {leaf} is {list(shape)}"]
-            )
-        pairs[leaf] = StackPair(A, B, 1, scale, is_matrix=True)
-        del rest[key], rest[other]
-    return pairs, rest
-
-
-# The part of a stack in a file tensor ---------------------------------------------------------------------------------
+def _spread(matrix: Tensor, shape: tuple[int, ...], places: list[int]) -> Tensor:
+    whole = matrix.new_zeros(shape)
+    whole[places] = matrix
+    return whole
 
 
 def slices(expression: Expression, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice] | None:

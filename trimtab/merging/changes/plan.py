@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.adapters.adapter import AdapterSpec, AdapterTarget, match_adapter
+from trimtab.adapters.adapter import AdapterSpec, AdapterTarget, match_adapter, read_adapter
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint
@@ -40,7 +40,7 @@ class Ask:
     place: int
     lora: AdapterTarget | None = None
     saved: TensorEntry | None = None
-    stack: experts.StackPair | None = None
+    stack: experts.StackPairs | None = None
     part: experts.Slice | None = None
     is_bias: bool = False
 
@@ -79,7 +79,6 @@ class Adapters:
 
     parts: tuple[Part, ...]
     specs: tuple[AdapterSpec, ...]
-    stacks: tuple[experts.Stacks, ...]
     files: tuple[PositionedFile, ...]
 
     def rows(self, place: int, entry: TensorEntry) -> EntryRows:
@@ -95,8 +94,8 @@ class Adapters:
         if ask.saved is not None:
             change.saved = self.rows(ask.place, ask.saved)
         if ask.stack is not None:
-            change.scale = ask.stack.scale
-            change.left, change.right = ask.stack.factors(lambda entry: self.tensor(ask.place, entry), ask.part)
+            read = lambda entry: self.tensor(ask.place, entry)  # noqa: E731
+            change.left, change.right, change.scale = ask.stack.factors(read, ask.part)
         if ask.lora is None:
             return change
         change.scale = ask.lora.scale
@@ -105,8 +104,8 @@ class Adapters:
             change.add = self.tensor(ask.place, tensors["B_bias"])
             return change
         A, B = (self.tensor(ask.place, tensors[role]) for role in ("A", "B"))
-        change.is_table = ask.lora.kind == "embedding"
-        # PEFT adds (B A)^T to a table: its rows are A's columns.
+        # PEFT adds (B A)^T to a table, and to a Conv1D: the rows are A's columns.
+        change.is_table = ask.lora.kind == "embedding" or ask.lora.fan_in_fan_out
         change.left, change.right = (A.T, B.T) if change.is_table else (B, A)
         if "magnitude" in tensors:
             change.magnitude = self.tensor(ask.place, tensors["magnitude"])
@@ -118,29 +117,26 @@ def open_adapters(parts: Sequence[Part], checkpoint: Checkpoint, anatomy: Anatom
 
     Errors: AdapterError with every problem of every adapter: mismatches, and values that are not finite.
     """
-    specs, stacks, files = [], [], []
+    specs, files = [], []
     problems: list[tuple[Path, str]] = []
     for part in parts:
         try:
-            file, pairs = experts.read_with_stacks(part.path, probe, checkpoint.tensors)
+            file = read_adapter(part.path)
             check_vocabulary(part.path, checkpoint.folder)
-            # An adapter with only experts has no keys for the other rules.
-            spec = match_adapter(file, anatomy) if file.tensors else AdapterSpec(file, (), (), "")
-            spec = replace(spec, notes=(*spec.notes, *pairs.notes))
+            spec = match_adapter(file, anatomy, computes=False)
             opened = PositionedFile(spec.file.file)
             stack.callback(opened.close)
         except AdapterError as exc:
             problems += [(Path(part.path), problem) for problem in exc.problems]
             continue
         specs.append(spec)
-        stacks.append(pairs)
         files.append(opened)
         problems += [(file.folder, problem) for problem in _without_bias(spec, probe)]
     if problems:
         folders = list(dict.fromkeys(folder for folder, _ in problems))
         lines = [text if len(folders) == 1 else f"{folder}: {text}" for folder, text in problems]
         raise AdapterError(folders[0], lines)
-    return Adapters(tuple(parts), tuple(specs), tuple(stacks), tuple(files))
+    return Adapters(tuple(parts), tuple(specs), tuple(files))
 
 
 def _without_bias(spec: AdapterSpec, probe: Probe) -> Iterator[str]:
@@ -183,9 +179,6 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: 
             _place(member, owner, member in leave, asks.get(member, ()), recipe, probe, checkpoint, problems)
         untied += leave
         _check_shared(owner, group, asks, probe, users, problems)
-    for place, stacks in enumerate(adapters.stacks):
-        for leaf, pair in stacks.by_leaf.items():
-            _add(recipe, leaf, Ask(place, stack=pair))
     recipe.untied = tuple(untied)
     _check_shapes(recipe, checkpoint, problems)
     if problems:
@@ -227,7 +220,8 @@ def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, probe: Probe, c
         return False
     for leaf, part in parts.items():
         for ask in asks:
-            _add(recipe, leaf, replace(ask, part=part))
+            if ask.stack is not None and ask.stack.in_part(part).targets:
+                _add(recipe, leaf, replace(ask, part=part))
     return True
 
 
@@ -244,16 +238,20 @@ def _asks(adapters: Adapters) -> dict[str, tuple[Ask, ...]]:
     asks: dict[str, list[Ask]] = {}
     for place, spec in enumerate(adapters.specs):
         own: dict[str, dict[str, Any]] = {}
+        stacks: dict[str, list[AdapterTarget]] = {}
         for target in spec.targets:
             if target.kind == "saved":
                 for name, entry in target.tensors.items():
                     own.setdefault(f"{target.module_path}.{name}", {})["saved"] = entry
                 continue
+            if target.stack is not None:
+                stacks.setdefault(f"{target.module_path}.{target.stack.parameter}", []).append(target)
+                continue
             own.setdefault(f"{target.module_path}.weight", {})["lora"] = target
             if target.has_bias:
                 own.setdefault(f"{target.module_path}.bias", {}).update(lora=target, is_bias=True)
-        for path, pair in adapters.stacks[place].by_parameter.items():
-            own.setdefault(path, {})["stack"] = pair
+        for path, targets in stacks.items():
+            own.setdefault(path, {})["stack"] = experts.StackPairs(tuple(targets))
         for path, options in own.items():
             asks.setdefault(path, []).append(Ask(place, **options))
     return {path: tuple(wanted) for path, wanted in asks.items()}

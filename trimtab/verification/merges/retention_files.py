@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import UNREAD_PARTS
+from trimtab.merging.changes.experts import StackPairs
 from trimtab.process import phases
 from trimtab.verification.merges.packed_grid import Grid, read_grid
 from trimtab.verification.merges.retention import Survival, lora_delta, survival
@@ -83,7 +84,11 @@ def read_merge(base: Path, merged: Path, adapter: Path) -> tuple[tuple[Survival,
     ours, theirs = _Weights(base), _Weights(merged)
     spec = match_adapter(read_adapter(adapter), ours.anatomy)
     saved = {target.module_path: _read(target) for target in spec.targets if target.kind == "saved"}
-    changes = [target for target in spec.targets if target.kind != "saved"]
+    changes = [target for target in spec.targets if target.kind not in ("saved", "experts")]
+    stacks: dict[str, list[AdapterTarget]] = {}
+    for target in spec.targets:
+        if target.stack is not None:
+            stacks.setdefault(f"{target.module_path}.{target.stack.parameter}", []).append(target)
     changed = {f"{target.module_path}.weight" for target in changes}
     rows, tests = [], []
     count = phases.counting("reading the merged weights, module")
@@ -99,6 +104,11 @@ def read_merge(base: Path, merged: Path, adapter: Path) -> tuple[tuple[Survival,
         form = theirs.form(path)
         tests.append(module_weight(target.module_path, weight, values, delta, form, terms=terms, grid=grid))
         count(done, len(changes))
+    for path, targets in stacks.items():
+        delta, terms = _stack_delta(targets)
+        weight, merged_weight = (one.weight(path).float().flatten(0, 1) for one in (ours, theirs))
+        rows.append(survival(path, weight, merged_weight, delta))
+        tests.append(module_weight(path, weight, merged_weight, delta, theirs.form(path), terms=terms))
     for module_path, tensors in saved.items():
         for name, tensor in tensors.items():
             path = f"{module_path}.{name}"
@@ -120,17 +130,25 @@ def _read(target: AdapterTarget) -> dict[str, Tensor]:
     return read_small(dict(target.tensors))
 
 
+def _stack_delta(targets: Sequence[AdapterTarget]) -> tuple[Tensor, Tensor]:
+    """Return the change of a stack of experts, and the size of its terms, with the experts below each other."""
+    from trimtab.engine.tiers.reader import read_small
+
+    left, right, scale = StackPairs(tuple(targets)).factors(lambda entry: read_small({"": entry})[""].float())
+    return ((left @ right) * scale).flatten(0, 1), ((left.abs() @ right.abs()) * abs(scale)).flatten(0, 1)
+
+
 def _terms(target: AdapterTarget, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the size of a change's terms: scale x |B| |A|."""
     A, B = tensors["A"].float().abs(), tensors["B"].float().abs()
-    product = (A.T @ B.T) if target.kind == "embedding" else B @ A
+    product = (A.T @ B.T) if target.kind == "embedding" or target.fan_in_fan_out else B @ A
     return product.mul_(abs(target.scale))
 
 
 def target_delta(target: AdapterTarget, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the change of one LoRA target in float32, in the shape of its weight: [D_out, D_in], [V, D] for a table."""
     A, B, magnitude = tensors["A"], tensors["B"], tensors.get("magnitude")
-    if target.kind == "embedding":
-        # A table's rows are tokens: PEFT keeps A as [R, V] and B as [D, R] and transposes their product.
+    if target.kind == "embedding" or target.fan_in_fan_out:
+        # A table's rows are tokens: PEFT keeps A as [R, V] and B as [D, R] and transposes their product; so for a Conv1D.
         return lora_delta(weight, B.T, A.T, target.scale, magnitude, dora_dim=0)
     return lora_delta(weight, A, B, target.scale, magnitude)

@@ -89,7 +89,7 @@ def merged_in_memory(model: Any, adapter: str, seed: int | None, packed: Mapping
 def _rounded(module: Any, adapter: Any, form: str | None, generator: torch.Generator | None) -> Any:
     if adapter is None:
         adapter = LinearAdapter("language")
-    if isinstance(adapter, LinearAdapter):
+    if isinstance(adapter, LinearAdapter) and isinstance(module, Leaf):
         if form is not None and module.quant_kind == "none":
             return _packed_linear(module, adapter, form, generator)
         return _rounded_linear(module, adapter, generator)

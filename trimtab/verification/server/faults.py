@@ -113,8 +113,9 @@ class _Writer:
         rank = int(self.config.get("r", 8))
         power = 0.5 if self.config.get("use_rslora") else 1.0
         alphas = {
-            re.escape(own_path(target.adapter_path)): target.scale * target.rank**power * (target.rank / rank) ** power
+            re.escape(own_path(path)): target.scale * target.rank**power * (target.rank / rank) ** power
             for target in self.lora
+            for path in _paths_of(target)
         }
         return {**self.config, "alpha_pattern": {**alphas, **(self.config.get("alpha_pattern") or {})}}, self.tensors
 
@@ -157,13 +158,18 @@ class _Writer:
         return self._dropped(lambda target: target.part in parts)
 
     def _without_experts(self) -> tuple[Config, Tensors] | None:
-        return self._dropped(lambda target: ".experts." in f".{target.module_path}.")
+        return self._dropped(lambda target: target.kind == "experts" or ".experts." in f".{target.module_path}.")
 
     def _without_largest(self) -> tuple[Config, Tensors] | None:
         return self._dropped(lambda target: target.module_path == self._largest())
 
     def _other_values(self) -> tuple[Config, Tensors] | None:
-        names = [target.tensors["B"].tensor_name for target in self.lora]
+        names = [
+            entry.tensor_name
+            for target in self.lora
+            for role, entry in target.tensors.items()
+            if role == "B" or role.startswith("B.")
+        ]
         return (self.config, other_values(self.tensors, names, SEED)) if names else None
 
     def _largest(self) -> str:
@@ -193,6 +199,13 @@ class _Writer:
             a, b = (self.tensors[name] for name in names)
             tensors[names[0]], tensors[names[1]] = b.T.contiguous(), a.T.contiguous()
         return self.config, tensors
+
+
+def _paths_of(target: AdapterTarget) -> list[str]:
+    """Return the paths of a target in rank_pattern and alpha_pattern: of each expert's own layer where its file has these."""
+    if target.stack is None or "A" in target.tensors:
+        return [target.adapter_path]
+    return [entry.tensor_name.partition(".lora_")[0] for role, entry in target.tensors.items() if role.startswith("A.")]
 
 
 def other_values(tensors: Tensors, names: Sequence[str], seed: int) -> Tensors:

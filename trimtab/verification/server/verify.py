@@ -42,7 +42,6 @@ from trimtab.verification.server.client import DEADLINE_S, Client, read_key
 from trimtab.verification.server.faults import Fault, write_faults
 from trimtab.verification.server.local import Reference, Row, open_reference
 from trimtab.verification.server.measure import Measured, between, is_identical
-from trimtab.verification.server.merged import open_merged, spec_with_experts
 from trimtab.verification.server.report import Answered, RemoteReport
 from trimtab.verification.server.tokens import TokenTable
 from trimtab.verification.server.verdict import RIGHT, Asked, Verdict, judge, nothing_to_tell
@@ -106,7 +105,6 @@ def verify_remote(
     others = {other: Path(folder) for other, folder in adapters.items() if other != name}
     client = Client(url, key=read_key(api_key_env), deadline_s=deadline_s, transport=transport)
     checkpoint = read_checkpoint(model)
-    stacked = spec_with_experts(checkpoint.folder, adapters[name])
     precisions = _precisions(checkpoint, quant)
     work = _Work(client, remote_model, remote_base, speak)
     own = replace(
@@ -119,8 +117,6 @@ def verify_remote(
 
         def opened(precision: str) -> Any:
             speak(f"loading {checkpoint.folder.name} ({precision})")
-            if stacked is not None:
-                return open_merged(own, precision, name, stacked, folder)
             return open_reference(own, precision, name, adapters[name], others=others)
 
         verdict, precision = _examine(work, opened, precisions, checkpoint, own_prompts, others, folder, new_tokens, is_ollama)

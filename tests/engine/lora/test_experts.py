@@ -1,0 +1,239 @@
+"""Adapters on stacked experts answer as PEFT's, or as a model whose weights have the change: alone, mixed and in one batch."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import trimtab
+from tests import pico
+from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
+from tests.merged_models import load
+from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from trimtab.errors import AdapterError
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+# Sums of float32 in another order: PEFT adds B A to the weight, here it is added to the product.
+NEAR = 2e-5
+
+
+def build(family: str, folder: Path) -> Path:
+    """Write a checkpoint in float32. gpt_oss: transposed stacks, gate and up in turns, and biases."""
+    if family != "gpt_oss":
+        return pico.build(family, folder, dtype="float32")
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=128, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, max_position_embeddings=128,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = GptOssForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def loaded(base: Path, adapters: Mapping[str, Path], **options: Any) -> Any:
+    given = {name: str(path) for name, path in adapters.items()}
+    plan = trimtab.plan(base, adapters=given, **{"quant": "none", "dtype": "float32", "context": 64, "device": "cpu"} | options)
+    return trimtab.load(plan)
+
+
+def answered(model: Any, adapter: Any) -> dict[int, float]:
+    return logprobs(model.answer(IDS, adapter=adapter, max_new_tokens=1, logprobs=8))
+
+
+def with_changes(base: Path, changes: Mapping[str, Tensor]) -> Tensor:
+    """Return the logprobs of the stock model whose parameters have these changes, added in float64."""
+    model = load(base)
+    with torch.no_grad():
+        for name, change in changes.items():
+            parameter = model.get_parameter(name)
+            parameter.copy_(parameter.double() + change)
+    return of_model(model)
+
+
+def of_peft(base: Path, adapter: Path) -> Tensor:
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return of_model(PeftModel.from_pretrained(load(base), str(adapter)).eval())
+
+
+def rewritten(source: Path, folder: Path, change: Any = None, **config: Any) -> Path:
+    """Write a copy of an adapter with other tensors and fields."""
+    folder.mkdir()
+    tensors = load_file(source / "adapter_model.safetensors")
+    save_file(tensors if change is None else change(tensors), folder / "adapter_model.safetensors", {"format": "pt"})
+    stored = json.loads((source / "adapter_config.json").read_text()) | config
+    (folder / "adapter_config.json").write_text(json.dumps(stored))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", pytest.param("gemma4_moe", marks=pytest.mark.slow)])
+def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    base = build(request.param, folder / "base")
+    names = {"a": (BOTH, {"use_rslora": True}), "b": (BOTH[1:], {"alpha_pattern": {"experts.down_proj": 3}})}
+    return base, *(stack_adapter(base, folder / name, list(given), **how) for name, (given, how) in names.items())
+
+
+def test_target_parameters_answer_as_in_peft_in_one_batch(work: tuple[Path, Path, Path]) -> None:
+    base, a, b = work
+    expected = {"a": of_peft(base, a), "b": of_peft(base, b), None: of_model(load(base))}
+    with loaded(base, {"a": a, "b": b}) as model:
+        names = ("a", None, "b", "a")
+        requests = [{"prompt": IDS, "adapter": name} for name in names]
+        found = [logprobs(one) for one in model.batch(requests, rows=4, max_new_tokens=3, logprobs=8)]
+        shares = {share.name: share for share in model.memory_shares()}
+        # Tensors of plain layers begin at multiples of 256 bytes.
+        assert shares["adapters"].measured_bytes <= 1.05 * shares["adapters"].planned_bytes
+        alone = answered(model, "b")
+        for name in ("a", "b"):
+            model.unload_adapter(name)
+        after = answered(model, None)
+    assert max(gap(one, expected[name]) for one, name in zip(found, names, strict=True)) < NEAR
+    assert max(gap(alone, expected["b"]), gap(after, expected[None])) < NEAR
+    assert min(gap(found[0], expected[None]), gap(found[2], expected[None]), gap(found[0], expected["b"])) > 1e-2
+
+
+def test_a_mix_adds_the_weighted_changes(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base, a, b = work
+    plain, changes = load(base).state_dict(), {}
+    for weight, adapter in ((0.5, a), (-1.5, b)):
+        trimtab.merge(base, tmp_path / adapter.name, adapters={"x": adapter}, dtype="float32")
+        for name, value in load(tmp_path / adapter.name).state_dict().items():
+            changes[name] = changes.get(name, 0) + weight * (value.double() - plain[name].double())
+    with loaded(base, {"a": a, "b": b}) as model:
+        found = answered(model, {"a": 0.5, "b": -1.5})
+    assert gap(found, with_changes(base, changes)) < 5 * NEAR  # each merge rounds its weights once
+
+
+@pytest.mark.parametrize("tier", ["stream", "host", pytest.param("disk", marks=pytest.mark.slow)])
+def test_every_tier_answers_as_the_resident_one(tier: str, work: tuple[Path, Path, Path]) -> None:
+    base, a, _ = work
+    with loaded(base, {"a": a}) as model:
+        expected = answered(model, "a")
+    with loaded(base, {"a": a}, place={"model*layers.0": tier}) as model:
+        assert tier in {row.tier for row in model.plan.placements}
+        found = answered(model, "a")
+    assert max(abs(found[token] - value) for token, value in expected.items()) < NEAR
+
+
+# Other layouts --------------------------------------------------------------------------------------------------------
+
+
+def by_rank_to_by_expert(tensors: dict[str, Tensor], experts: int = 4) -> dict[str, Tensor]:
+    return {
+        name: value.reshape(value.shape[0], -1, experts).transpose(1, 2).reshape(value.shape).contiguous()
+        if ".experts" in name and "lora_B" in name else value for name, value in tensors.items()
+    }  # fmt: skip
+
+
+def test_an_unsloth_adapter_has_lora_b_expert_by_expert(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base, a, _ = work
+    marked = {"auto_mapping": {"unsloth_fixed": True}}
+    with pytest.raises(AdapterError) as caught:
+        loaded(base, {"a": rewritten(a, tmp_path / "marked", **marked)})
+    assert all('stacked_lora_B in adapter_config.json to "unsloth" or "peft"' in problem for problem in caught.value.problems)
+    assert len(caught.value.problems) >= 2
+    unsloth = rewritten(a, tmp_path / "unsloth", by_rank_to_by_expert, stacked_lora_B="unsloth", **marked)
+    with loaded(base, {"a": unsloth, "peft": rewritten(a, tmp_path / "peft", stacked_lora_B="peft", **marked)}) as model:
+        expected = of_peft(base, a)
+        assert max(gap(answered(model, "a"), expected), gap(answered(model, "peft"), expected)) < NEAR
+
+
+LAYERS = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+
+
+def single_adapter(base: Path, folder: Path, alias: int, *, spelled: str = "experts", ranks: bool = True) -> dict[str, Tensor]:
+    """Write one pair for each linear layer of three experts; return the change of each stack in float64."""
+    generator, tensors, changes = torch.Generator().manual_seed(alias), {}, {}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": [names[alias] for names in LAYERS.values()]}
+    for path, module in load(base).named_modules():
+        if not path.endswith(".experts"):
+            continue
+        is_transposed = module.is_transposed
+        for name, roles in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            stack = module.get_parameter(name)
+            high, wide = (stack.shape[2], stack.shape[1]) if is_transposed else (stack.shape[1], stack.shape[2])
+            change = torch.zeros(stack.shape[0], high, wide, dtype=torch.float64)
+            for number, role in enumerate(roles):
+                size = high // len(roles)
+                turns = slice(number, None, 2) if len(roles) == 2 and not module.is_concatenated else slice(
+                    number * size, (number + 1) * size
+                )  # fmt: skip
+                for expert in (0, 1, 3):
+                    rank = 3 if ranks and expert == 3 and role == "down" else 2
+                    A, B = (0.2 * torch.randn(shape, generator=generator) for shape in ((rank, wide), (size, rank)))
+                    own = f"{path.removesuffix('experts')}{spelled}.{expert}.{LAYERS[role][alias]}"
+                    own = own.replace("mlp.block_sparse_moe", "block_sparse_moe")
+                    tensors |= {f"base_model.model.{own}.lora_A.weight": A, f"base_model.model.{own}.lora_B.weight": B}
+                    change[expert, turns] = 3 / rank * B.double() @ A.double()
+            changes[f"{path}.{name}"] = change.mT if is_transposed else change
+    if ranks:
+        config["rank_pattern"] = {rf"experts\.3\.{LAYERS['down'][alias]}": 3}
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return changes
+
+
+@pytest.mark.parametrize("alias", [0, 1])
+def test_pairs_of_single_experts_reach_their_part_of_the_stack(alias: int, work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base = work[0]
+    expected = with_changes(base, single_adapter(base, tmp_path / "one", alias))
+    with loaded(base, {"one": tmp_path / "one", "b": work[2]}) as model:
+        requests = [{"prompt": IDS, "adapter": name} for name in ("one", "b", None)]
+        found = [logprobs(one) for one in model.batch(requests, rows=3, max_new_tokens=2, logprobs=8)]
+    plain = of_model(load(base))
+    assert max(gap(found[0], expected), gap(found[1], of_peft(base, work[2])), gap(found[2], plain)) < NEAR
+    assert gap(found[0], plain) > 1e-2
+    trimtab.merge(base, tmp_path / "merged", adapters={"one": tmp_path / "one"}, check=True)
+    assert float((of_model(load(tmp_path / "merged")) - expected).abs().max()) < NEAR
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_that_fits_no_stack_is_refused_before_loading(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base, a, _ = work
+
+    def problems(name: str, change: Any, **config: Any) -> str:
+        with pytest.raises(AdapterError) as caught:
+            trimtab.plan(base, adapters={"x": str(rewritten(a, tmp_path / name, change, **config))}, quant="none", device="cpu")
+        assert caught.value.path == str(tmp_path / name)
+        return " ".join(caught.value.problems)
+
+    def each(change: Any, *, renames: str = "", but: str = " ") -> Any:
+        def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            stem = f"experts.{renames}" if renames else "experts.base_layer"
+            kept = {key.replace("experts.base_layer", stem): value for key, value in tensors.items() if but not in key}
+            return {key: change(key, value) if ".experts" in key else value for key, value in kept.items()}
+
+        return changed
+
+    def same(_: str, value: Tensor) -> Tensor:
+        return value
+
+    more = each(lambda key, value: torch.cat([value, value], int("lora_B" in key)))
+    assert "it was made for 8 experts, the model has 4" in problems("more", more)
+    named = each(same, renames="gate_up_proj", but="experts.lora")
+    assert "the order of lora_B's columns is ambiguous" in problems("named", named, target_parameters=None)
+    assert "use_dora: PEFT has no such adapter on stacks" in problems("dora", None, use_dora=True)
+    assert "expert 7, but model.layers.0.mlp.experts has 4 experts" in problems("seventh", each(same, renames="7.w1"))
+    assert "names no part of the stacked experts" in problems("other", each(same, renames="0.x"))
+    assert "values are NaN" in problems("nan", each(lambda _, value: value * torch.nan))

@@ -1,0 +1,188 @@
+"""Adapters on stacked experts at run time: each token's chosen experts, with the adapter of its row.
+
+    why_no_lora(module)     None where transformers' experts interface says how the module computes
+    cover(module, ...)      its forward, for passes in which a selected adapter changes it; other passes run as before
+
+The products of the base are stock's; an adapter adds scale B A x to them, so the stacks stay as they are, in every tier. PEFT adds
+B A to the weight and rounds there. Which experts are chosen is read on the host: such a step cannot be captured.
+Source: transformers 5.23.0, integrations/moe.py, use_experts_implementation, grouped_mm_experts_forward; PEFT 0.21.2,
+lora/layer.py, ParamWrapper.get_delta_weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.adapters.stack_layout import Stack
+from trimtab.engine.lora.store import AdapterStore
+from trimtab.errors import DeviceError
+
+DOWN = "down_proj"
+_GATE, _ACTIVATION, _NORM, _COUNT = "_apply_gate", "act_fn", "post_expert_norm", "num_experts"
+
+
+def why_no_lora(module: nn.Module) -> str | None:
+    """Return why this package does not know how a module of stacked experts computes, None if it does."""
+    if not all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts")):
+        return f"{type(module).__name__} does not follow transformers' experts interface"
+    # A streamed stack is a property: reading it here would bring its block in.
+    known = all(name in module._parameters or hasattr(type(module), name) for name in (DOWN, _first(module)))
+    return None if known else f"the stacks of {type(module).__name__} have other names"
+
+
+def _first(module: nn.Module) -> str:
+    return "gate_up_proj" if bool(module.has_gate) else "up_proj"
+
+
+def matrices(stack: Stack, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return A [n, R, D_in] and B [n, D_out, R] of the stack's experts that have a pair. tensors: by role, as in the file."""
+    if "A" not in tensors:
+        A, B = (torch.stack([tensors[f"{role}.{expert}"] for expert in stack.experts]) for role in "AB")
+        return A, B
+    A, B, count = tensors["A"], tensors["B"], len(stack.experts)
+    if A.dim() == 2:
+        A = A.reshape(count, -1, A.shape[-1])
+        if stack.is_expert_first:
+            B = B.reshape(B.shape[0], count, -1).permute(1, 0, 2)
+        else:
+            B = B.reshape(B.shape[0], -1, count).permute(2, 0, 1)
+    return (B.transpose(1, 2), A.transpose(1, 2)) if stack.is_swapped else (A, B)
+
+
+@dataclass(eq=False)
+class StackChange:
+    """scale B A on some outputs of some experts of one stack: A [n, R, D_in], B [n, D_out, R]; pairs: expert -> its place there."""
+
+    parameter: str
+    A: Tensor
+    B: Tensor
+    scale: float
+    outputs: slice
+    pairs: Mapping[int, int]
+
+    def add(self, expert: int, x: Tensor, y: Tensor) -> None:
+        """Add to the product y [N, D_out] of one expert for x [N, D_in]."""
+        pair = self.pairs.get(expert)
+        if pair is not None:
+            low = nn.functional.linear(x.to(self.A.dtype), self.A[pair])
+            part = y[:, self.outputs]
+            part.copy_(part + nn.functional.linear(low, self.B[pair]).mul_(self.scale))
+
+
+class ExpertsAdapter:
+    """One adapter's changes of the stacks of one module."""
+
+    weight = None
+
+    def __init__(self, part: str, changes: Sequence[StackChange]) -> None:
+        self.part, self.changes = part, tuple(changes)
+
+    def values(self) -> Iterator[Tensor]:
+        """Return its tensors."""
+        return (tensor for change in self.changes for tensor in (change.A, change.B))
+
+    def times(self, weight: float) -> Iterator[StackChange]:
+        """Return its changes, each multiplied by a weight."""
+        return (replace(change, scale=weight * change.scale) for change in self.changes)
+
+
+class _Forward:
+    """The forward of one module of experts that has adapters."""
+
+    def __init__(self, module: nn.Module, store: AdapterStore, plain: Callable[..., Tensor] | None) -> None:
+        self.module, self.store, self.plain = module, store, plain
+        gate = _GATE if bool(module.has_gate) else _ACTIVATION
+        self.activation: Callable[[Tensor], Tensor] = getattr(module, gate)
+        self.count: int = getattr(module, _COUNT)
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        adapters: dict[str, ExpertsAdapter] = self.module.__dict__["adapters"]
+        selection = self.store.selection
+        used = {name: adapters[name] for name in selection.active() if name is not None and name in adapters}
+        if not used:
+            return (self.plain or type(self.module).forward.__get__(self.module))(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        if len(given) != 3 or given[0].dim() != 2 or given[1].dim() != 2:
+            shapes = [list(one.shape) for one in given if isinstance(one, Tensor)]
+            raise DeviceError(
+                f"the experts got inputs {shapes}, known are tokens, indices and weights, [N, D], [N, K], [N, K]",
+                device=str(given[0].device), block=self.module.__dict__["module_path"],
+            )  # fmt: skip
+        x, index, weights = given
+        if selection.rows is None:
+            return self._run(x, index, weights, list(used.values()), None)
+        rows = len(selection.rows)
+        count = rows if x.shape[0] % rows == 0 else x.shape[0]
+        groups = selection.groups(self.module.__dict__["part"], count, x.device)
+        numbers = torch.full((count,), -1, device=x.device)
+        for name, places in groups:
+            if name in used:
+                numbers[places] = list(used).index(name)
+        return self._run(x, index, weights, list(used.values()), numbers.repeat_interleave(x.shape[0] // count))
+
+    def _run(
+        self, x: Tensor, index: Tensor, weights: Tensor, adapters: Sequence[ExpertsAdapter], numbers: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """Return the output [N, D]. numbers: of each token's adapter [N], -1 for the base; None: all have the only one."""
+        most = index.shape[1]
+        norm: Callable[[Tensor], Tensor] | None = getattr(self.module, _NORM, None)
+        flat = index.reshape(-1)
+        order = flat.argsort(stable=True)
+        tokens, results, start = order // most, [], 0
+        for expert, count in enumerate(torch.bincount(flat, minlength=self.count).tolist()[: self.count]):
+            if not count:
+                continue
+            of = tokens[start : start + count]
+            start += count
+            places = [(adapter, None if numbers is None else (numbers[of] == number).nonzero()[:, 0])
+                      for number, adapter in enumerate(adapters)]  # fmt: skip
+            y = self.activation(self._product(_first(self.module), expert, x[of], places))
+            y = self._product(DOWN, expert, y, places)
+            results.append(y if norm is None else norm(y))
+        sums = x.new_zeros(flat.numel(), x.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype))
+        if results:
+            order = order[:start]
+            sums[order] = (torch.cat(results) * weights.reshape(-1)[order, None]).to(sums.dtype)
+        return sums.view(*index.shape, -1).sum(dim=1).to(x.dtype)
+
+    def _product(
+        self, name: str, expert: int, x: Tensor, places: Sequence[tuple[ExpertsAdapter, Tensor | None]]
+    ) -> Tensor:  # fmt: skip
+        stack: Tensor = getattr(self.module, name)
+        weight = stack[expert].T if self.module.is_transposed else stack[expert]
+        bias = getattr(self.module, f"{name}_bias")[expert] if getattr(self.module, "has_bias", False) else None
+        y = nn.functional.linear(x.to(device=weight.device, dtype=weight.dtype), weight)
+        y = (y if bias is None else y + bias).to(x.device)
+        for adapter, own in places:
+            for change in adapter.changes:
+                if change.parameter != name or (own is not None and not own.numel()):
+                    continue
+                if own is None:
+                    change.add(expert, x, y)
+                else:
+                    part = y[own]
+                    change.add(expert, x[own], part)
+                    y[own] = part
+        return y
+
+
+def cover(module: nn.Module, store: AdapterStore, module_path: str, part: str) -> None:
+    """Let a module of experts look at the selected adapters from now on; `uncover` undoes it."""
+    own = module.__dict__
+    if "adapters" not in own:
+        own.update(adapters={}, adapter_store=store, module_path=module_path, part=part)
+        own["forward"] = _Forward(module, store, own.get("forward"))
+
+
+def uncover(module: nn.Module) -> None:
+    """Let the module run as before its first adapter."""
+    own = module.__dict__
+    plain = getattr(own.pop("forward"), "plain", None)
+    if plain is not None:
+        own["forward"] = plain
+    for name in ("adapters", "adapter_store", "module_path", "part", "quant_kind"):
+        own.pop(name, None)
