@@ -34,7 +34,7 @@ planning/request (plan): card_machine dtypes max_memory overrides<placing
 planning/plan (plan): chart<picture module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory
     prompts<prompt_memory towers<tower_memory unpacked
-planning (plan): __init__ options options<head_cost planner reasons search step_work
+planning (plan): __init__ candidates<head_cost options planner reasons search step_work
 machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
     environment_child</environment_inside gpus gpus<gpu_process installed machine_cache<known memory preload
     rates_cache<rates_file
@@ -77,8 +77,8 @@ verification/routes (proof): alarm_rate<criterion child<isolated compare inputs 
     runner<routes stock_run<stock_route teacher_forcing<forced trimtab_run<own_route
 verification/merges (proof): merge_lane packed_grid retention<survival retention_files<survival_files runs<lane_runs
     stock_merge<stock_lane variants<lanes variants_text<lane_words weights
-report (proof): cells
-verification/render (proof): html<page plots report text<words
+report (proof): document<cells
+verification/render (proof): plots report text<page text<words
 verification (proof): __init__ comparisons verify verify<stock_faults
 verification/server (proof/remote): __init__ answers channels choosing client faults local measure report tokens
     verdict verify<verify_remote

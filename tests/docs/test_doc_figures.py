@@ -12,7 +12,7 @@ import pytest
 from tests import ROOT
 from tests.rules import each
 from trimtab.demo.demo import ADAPTERS
-from trimtab.planning.options import HEAD8_KL
+from trimtab.planning.candidates import HEAD8_KL
 from trimtab.planning.values.kv_bytes import KV8_KL
 
 RESULTS = ROOT / "bench" / "results"

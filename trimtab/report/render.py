@@ -44,7 +44,7 @@ class Form(Protocol):
 
 
 class Lines:
-    """Text of at most so many columns, unless one word is longer. has_color: whether kinds are set off."""
+    """Text of at most `width` columns, unless one word is longer. has_color: whether kinds are set off."""
 
     def __init__(self, width: int = WIDEST, *, has_color: bool = False) -> None:
         self.width, self.has_color = min(max(width, NARROWEST), WIDEST), has_color

@@ -93,7 +93,7 @@ def test_a_plan_says_how_much_of_a_prompt_a_small_cache_holds(tmp_path):
     least = int(caught.value.reason.split("at least ")[1].split()[0])
     small = trimtab.plan(base, **OPTIONS, prefix_cache=least)
     assert f"hold {BLOCK_TOKENS} tokens of one prompt; a prompt that fills the context of 160" in small.prefix_reason
-    assert f"prefix cache: {small.prefix_reason}" in str(small)
+    assert f"prefix cache  {small.prefix_reason}" in str(small)
     assert "prefix cache  " in Lines(WIDTH).show(small.document())
     assert Plan.from_json(json.loads(json.dumps(small.to_json()))) == small
     assert small.to_json()["prefix_reason"] == small.prefix_reason

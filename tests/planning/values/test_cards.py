@@ -508,7 +508,7 @@ def test_the_narrow_form_of_an_estimate_has_80_columns_and_the_options_have_mark
         verdict, about, rest = capsys.readouterr().out.split("\n\n", 2)
         table, options = rest.split("\noption", 1)
         assert verdict.startswith("Fits: ~") and about.startswith("ESTIMATE for") and max(map(len, table.splitlines())) <= WIDTH
-        rows = [re.split(r"  +", line) for line in options.splitlines()[1:-1]]
+        rows = [re.split(r"  +", line) for line in options.splitlines()[1:-2]]
         assert len(rows) > 8 and all(row[1].startswith("~") and row[2].startswith("~") for row in rows)
         assert "nothing was measured" in options.splitlines()[-1]
 

@@ -1,0 +1,481 @@
+"""In which tier is each block if the model computes one way, and what bytes and seconds does that take?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.formats.record import CODE_BYTES, stored_format
+from trimtab.planning.memory.activations import Use, needs_of, use_of
+from trimtab.planning.memory.adapters import copies_bytes
+from trimtab.planning.memory.media import MediaMemory
+from trimtab.planning.memory.prefix_cache import prefix_bytes
+from trimtab.planning.memory.prompts import BESIDE_ROOM_BYTES, ROOM_SLACK_BYTES, has_room, prompt_bytes, uncaptured_bytes
+from trimtab.planning.plan.plan import Plan
+from trimtab.planning.reasons import Reasons, refusal
+from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
+from trimtab.planning.search import Search
+from trimtab.planning.step_work import prompt_linears, step_work, works_of
+from trimtab.planning.values.blocks import Block, blocks_of, places_of, quant_of, stored_of, unquantized_of
+from trimtab.planning.values.budget import Choice, Item, Limits, Totals, slots_of, totals_of
+from trimtab.planning.values.byte_sizes import Rates, Weights, allocated_bytes, allocator_reserve_bytes, seconds, unhidden_s
+from trimtab.planning.values.execution import (
+    CAPTURED,
+    FRAGMENT_BYTES,
+    Execution,
+    Phase,
+    check_bytes,
+    prompt_launch_s,
+    reads_packed,
+    step_bytes,
+    step_s,
+)
+from trimtab.planning.values.kv_bytes import added_step_s
+from trimtab.planning.values.machine import Machine
+from trimtab.planning.values.pipeline import evened
+from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
+from trimtab.request import LoadRequest
+
+# A ring of page-locked buffers for file tensors, tensors that are read before they are used, and packed weights of a
+# block that wait on the device until the block is complete (engine/tiers/reader.py, engine/tiers/streaming.py).
+READ_BUFFER_BYTES = 128 * 2**20
+HELD_BYTES = 128 * 2**20
+UNLIMITED_BYTES = 2**62
+
+
+class ModeRefusedError(Exception):
+    """The user's placement excludes a decode mode. The message names the mode."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Cached values of plans for one machine. blocks: of the anatomies, by their identity and format. items: the
+    choices, also by use and by whether steps are captured."""
+
+    blocks: dict[tuple[int, str], tuple[Block, ...]] = field(default_factory=dict)
+    items: dict[tuple[int, str, Use, bool], list[Item]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What all candidates for one request have in common. Fields are arguments of `make_plan`.
+
+    is_explained: whether an error names the sufficient budget, which needs a further search.
+    """
+
+    request: LoadRequest
+    anatomy: Anatomy
+    adapters: Mapping[str, int]
+    machine: Machine
+    rates: Rates
+    disk_free_bytes: int | None
+    chunk_tokens: int
+    head8: Anatomy | None
+    head_refused: str
+    held_bytes: int
+    media: MediaMemory
+    known: Known = field(default_factory=Known)
+    is_explained: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to compute: the head (anatomy: with it), the mode of steps and why, and the chunks of prompts.
+
+    only_whole: whether only a placement with the whole decoder on the device is useful. is_explained: as in `Given`.
+    """
+
+    anatomy: Anatomy
+    head: str
+    mode: str
+    reason: str
+    chunks: tuple[int, ...] = ()
+    captures_prompts: bool = False
+    only_whole: bool = False
+    is_explained: bool = True
+
+
+def place(given: Given, way: Way) -> Plan:
+    """Return the cheapest placement of one way within every budget. Errors: as `make_plan`, and ModeRefusedError."""
+    return _Planner(given, way).plan()
+
+
+class _Planner:
+    """One placement in the making."""
+
+    def __init__(self, given: Given, way: Way) -> None:
+        self.given, self.way, self.machine, self.rates = given, way, given.machine, given.rates
+        self.mode, self.captures_prompts, self.adapter_sizes = way.mode, way.captures_prompts, dict(given.adapters)
+        self.media, self.held_bytes = given.media, given.held_bytes
+        self.anatomy = anatomy = way.anatomy
+        self.request = request = replace(given.request, head=way.head, quant=quant_of(anatomy, given.request.quant))
+        machine, known, mode, chunks = given.machine, given.known, way.mode, way.chunks
+        adapters, chunk_tokens, captures_prompts = given.adapters, given.chunk_tokens, way.captures_prompts
+        key = id(anatomy), request.quant
+        if key not in known.blocks:
+            known.blocks[key] = blocks_of(anatomy, request.quant)
+        self.blocks = known.blocks[key]
+        self.asked = _asked(request, anatomy, self.blocks, machine)
+        self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
+        self.is_captured = mode in CAPTURED and not machine.on_cpu
+        self.reads_packed = self.is_captured and reads_packed(mode, anatomy, request.quant)
+        in_place = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
+        self.has_room = captures_prompts and in_place
+        most = min(self.use.prefill_tokens, self.use.context_tokens)
+        self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
+        self.needs = needs_of(
+            anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
+            chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room, in_place=in_place,
+            is_unpacked_elsewhere=bool(self.chunks) and (self.has_room or not captures_prompts),
+        )  # fmt: skip
+        self.prompt_bytes = self._prompt_bytes()
+        self.adapter_bytes = sum(adapters.values())
+        self.execution_bytes = self._execution_bytes()
+        self.prefix_bytes = prefix_bytes(
+            anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens,
+            is_kept=bool(request.prefix_cache_bytes) and not machine.on_cpu,
+        )  # fmt: skip
+        self.works = works_of(self.use)
+        kept = id(anatomy), request.quant, self.use, self.is_captured
+        self.items = (not self.asked and known.items.get(kept)) or [self._item(block) for block in self.blocks]
+        if not self.asked:
+            known.items[kept] = self.items
+        self.limits = self._limits()
+
+    def plan(self) -> Plan:
+        disk_bytes = self.limits.disk_budget_bytes
+        if disk_bytes is not None and self._spilled_bytes() > disk_bytes:
+            raise self._disk_error()
+        search = Search(self.items, self.limits)
+        best = search.best() if search.may_fit() else None
+        if best is None and self.is_captured:  # perhaps one staging buffer fits; an error counts one too
+            self.limits = replace(self.limits, slots=1)
+            search = Search(self.items, self.limits)
+            best = search.best() if search.may_fit() else None
+        if best is None:
+            raise self._does_not_fit(search) if self.given.is_explained and self.way.is_explained else self._unexplained()
+        return self._with_best_buffers(*best) if self.is_captured and self._copies(best[0]) else self._plan(*best)
+
+    def _unexplained(self) -> DoesNotFitError:
+        return DoesNotFitError(
+            "no placement", block=None, device=self.machine.execution_device, needed_bytes=0,
+            budget_bytes=self.limits.device_budget_bytes,
+        )  # fmt: skip
+
+    def _copies(self, chosen: Sequence[Choice]) -> bool:
+        """Whether a step copies blocks of the decoder."""
+        pairs = zip(self.blocks, chosen, strict=True)
+        return any(block.part in ("language", "head") and choice.tier == "stream" for block, choice in pairs)
+
+    def _with_best_buffers(self, chosen: list[Choice], totals: Totals) -> Plan:
+        """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one
+        hides more of the copies, and takes the memory of a block."""
+        given, one = self.limits, replace(self.limits, slots=1)
+        alone = (chosen, totals) if given == one else Search(self.items, one).best()
+        if self.way.only_whole and (alone is None or self._copies(alone[0])):
+            raise self._unexplained()  # evenly spread layers are copied as well
+        candidates = [self._evened(chosen, totals)]
+        self.limits = one
+        candidates += [] if alone is None or given == one else [self._evened(*alone)]
+        best = min(candidates, key=lambda one: self._seconds_of(one[0], one[1].slots))
+        if best is candidates[0]:
+            self.limits = given
+        return self._plan(*best)
+
+    def _seconds_of(self, chosen: Sequence[Choice], slots: int) -> float:
+        prompt_s = sum(choice.request_s for choice in chosen) + self._waits_s(chosen, slots)
+        return prompt_s + self.use.answer_tokens * self._step_s(chosen, slots)
+
+    def _waits_s(self, chosen: Sequence[Choice], slots: int) -> float:
+        """Return the seconds that one staging buffer adds to the passes of a prompt, because it alternates between
+        copying and computing. Captured passes through blocks of several pieces add none: the copies continue."""
+        staged = [block for block, choice in zip(self.blocks, chosen, strict=True) if choice.staged_bytes]
+        if slots != 1 or len(staged) < 2:
+            return 0.0
+        cut = self.captures_prompts
+        in_turn = [block for block in staged if not (cut and block.paid == "token" and len(block.pieces) > 1)]
+        weighed = ((self._weights(block), self.works[block.paid]) for block in in_turn)
+        return sum(unhidden_s(*pair, self.rates, pinned=self.machine.has_pinned) for pair in weighed)
+
+    def _evened(self, chosen: list[Choice], totals: Totals) -> tuple[list[Choice], Totals]:
+        """Return the placement with the layers that a captured step copies spread over the decoder, and its totals."""
+
+        def totals_with(choices: Sequence[Choice]) -> Totals:
+            return totals_of([(choice, item, 1) for choice, item in zip(choices, self.items, strict=True)], self.limits)
+
+        even = evened(
+            self.blocks, self.items, chosen, is_free=lambda block: block.block_path not in self.asked,
+            is_allowed=lambda choices: self.limits.allows(totals_with(choices)),
+            seconds_of=lambda choices: self._seconds_of(choices, slots_of(choices, self.limits)),
+        )  # fmt: skip
+        return even, totals if even == chosen else totals_with(even)
+
+    # Choices ----------------------------------------------------------------------------------------------------------
+
+    def _item(self, block: Block) -> Item:
+        requested = self.asked.get(block.block_path)
+        choices = [
+            self._choice(block, tier, home)
+            for tier, home in places_of(block)
+            if (requested is None and self._runs_in_mode(block, tier))
+            or (requested is not None and requested.tier == tier and requested.home in (None, home))
+        ]
+        if requested is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
+            why = f"{block.block_path} is placed in tier {requested.tier}: the CPU takes part in every step"
+            raise ModeRefusedError(why)
+        if requested is not None and not choices:
+            raise RequestError(
+                f"{block.block_path} is not one tensor of the checkpoint, so its rows cannot be read from there",
+                field="device_map", value=requested.asked, allowed=("cpu", self.machine.execution_device),
+            )  # fmt: skip
+        return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
+
+    def _choice(self, block: Block, tier: str, home: str) -> Choice:
+        on_cpu, is_moved = self.machine.on_cpu, tier != "resident"
+        movable = block.movable_bytes if on_cpu else block.movable_allocated_bytes
+        staged = block.buffer_bytes if tier in ("stream", "disk") else 0
+        device = (block.row_bytes if on_cpu else allocated_bytes(block.row_bytes)) if tier == "gather" else 0
+        host = block.movable_bytes if tier in ("host", "gather") else staged
+        request_s, step_s = self._seconds(block, tier, home)
+        return Choice(
+            tier, home, device if is_moved else movable, host if is_moved and home == "host" else 0,
+            staged if home == "disk" else 0, staged, request_s, step_s, request_s + self.use.answer_tokens * step_s,
+        )  # fmt: skip
+
+    def _seconds(self, block: Block, tier: str, home: str) -> tuple[float, float]:
+        pinned, on_cpu = self.machine.has_pinned, self.machine.on_cpu
+        # A captured step launches its kernels all at once.
+        launch_s = 0.0 if self.is_captured and block.paid == "token" else None
+        return seconds(
+            tier, home, self._weights(block), self.works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu,
+            step_launch_s=launch_s,
+        )  # fmt: skip
+
+    def _weights(self, block: Block) -> Weights:
+        return Weights(
+            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes,
+            widened_bytes=0 if self.reads_packed else block.widened_bytes,
+        )  # fmt: skip
+
+    def _runs_in_mode(self, block: Block, tier: str) -> bool:
+        """Return whether a captured step can run with the block in this tier: the CPU computes nothing at a token."""
+        return not (self.is_captured and block.part in ("language", "head") and tier in ("host", "disk"))
+
+    def _execution_bytes(self) -> dict[str, int]:
+        """Return the bytes of prompts and steps without weights and caches, by item."""
+        if self.machine.on_cpu:
+            return {}
+        counted = step_bytes(
+            self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
+            has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
+        )  # fmt: skip
+        if self.has_room:
+            counted |= {"fragments": ROOM_SLACK_BYTES + BESIDE_ROOM_BYTES}
+        elif self.is_captured and not self.captures_prompts:
+            counted |= {"fragments": FRAGMENT_BYTES}
+        if self.mode == "fused":
+            # Kernels are checked while no request runs: in the memory of a prompt's activations, and beyond it.
+            more = check_bytes(self.anatomy) - self.needs.activation_bytes - counted.get("logits", 0)
+            counted |= {"checks": more} if more > 0 else {}
+        return counted
+
+    def _prompt_bytes(self) -> dict[str, int]:
+        """Return the bytes of chunked prompts without weights and caches, by item. Graphs read a single adapter in
+        place.
+        """
+        if not self.captures_prompts:
+            return uncaptured_bytes(self.anatomy, self.chunks, quant=self.request.quant, has_adapters=bool(self.adapter_sizes))
+        sizes = self.adapter_sizes.values()
+        is_switched = len(sizes) > 1 or self.use.batch > 1
+        return prompt_bytes(
+            self.anatomy, self.use, self.chunks, quant=self.request.quant,
+            has_adapters=bool(sizes), adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0, has_room=self.has_room,
+        )  # fmt: skip
+
+    def _fixed_bytes(self) -> int:
+        """Return the bytes that stay on the execution device in every plan, including look-up tables of 4-bit formats."""
+        quant, on_cpu = self.request.quant, self.machine.on_cpu
+        tables = stored_format(quant).tables
+        codes = sum(CODE_BYTES[name] if on_cpu else allocated_bytes(CODE_BYTES[name]) for name in tables)
+        return codes + sum(block.fixed_bytes if on_cpu else block.fixed_allocated_bytes for block in self.blocks)
+
+    def _limits(self) -> Limits:
+        machine, request, fixed = self.machine, self.request, self._fixed_bytes()
+        on_cpu, available = machine.on_cpu, machine.host_available_bytes + machine.process_bytes
+        counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
+        outside = sum(count for name, count in counted.items() if name in OUTSIDE_PEAK)
+        inside = sum(counted.values()) - outside
+        return Limits(
+            device_budget_bytes=machine.budget_bytes(request.gpu_memory_bytes),
+            host_budget_bytes=request.host_memory_bytes or available,
+            disk_budget_bytes=self.given.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
+            run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,
+            load_bytes=fixed,
+            host_bytes=machine.process_bytes + request.prefix_cache_bytes + self.held_bytes + self.media.nbytes,
+            host_load_bytes=READ_BUFFER_BYTES,
+            context_bytes=0 if on_cpu else machine.context_bytes + outside,
+            reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
+            held_bytes=HELD_BYTES,
+        )  # fmt: skip
+
+    # The result -------------------------------------------------------------------------------------------------------
+
+    def _plan(self, chosen: list[Choice], totals: Totals) -> Plan:
+        limits, request = self.limits, self.request
+        resident = sum(choice.device_bytes for choice in chosen)
+        host_weights = {
+            f"{tier}_weights": sum(c.host_bytes for c in chosen if c.tier == tier) for tier in ("gather", "stream", "host")
+        }  # fmt: skip
+        gpu = {
+            "weights": resident, "fixed": limits.load_bytes, "adapters": self.adapter_bytes,
+            "kv_cache": self.needs.kv_cache_bytes, "activations": self.needs.activation_bytes,
+            "staging": totals.slots * totals.staged_bytes, **self.execution_bytes, **self.prompt_bytes,
+            **self.prefix_bytes,
+            "cuda_context": 0 if self.machine.on_cpu else self.machine.context_bytes,
+            "allocator_reserve": limits.reserve(totals.peak_bytes),
+        }  # fmt: skip
+        host = {
+            "process": self.machine.process_bytes, **host_weights,
+            "buffers": max(totals.buffer_bytes, totals.read_buffer_bytes),
+        }  # fmt: skip
+        if request.prefix_cache_bytes:
+            host["prefix_cache"] = request.prefix_cache_bytes
+        if self.held_bytes:
+            host["held_adapters"] = self.held_bytes
+        host |= self.media.by_item
+        reasons = Reasons(self.blocks, self.items, chosen, self.asked, limits, self.machine.execution_device)
+        return Plan(
+            request=request, model_class=self.anatomy.model_class, execution_device=self.machine.execution_device,
+            placements=tuple(
+                self._placement(block, choice, reasons.of(block, choice))
+                for block, choice in zip(self.blocks, chosen, strict=True)
+            ),
+            gpu=gpu, host=host, gpu_peak_bytes=totals.run_bytes, gpu_load_peak_bytes=totals.load_bytes,
+            gpu_budget_bytes=limits.device_budget_bytes, host_peak_bytes=totals.host_bytes,
+            host_budget_bytes=limits.host_budget_bytes, disk_bytes=totals.disk_bytes, staging_slots=totals.slots,
+            prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
+            unquantized=unquantized_of(self.anatomy, request.quant), checkpoint_stamps=(), rates=self.rates,
+            execution=self._execution(chosen, totals.slots), adapter_bytes=self.adapter_sizes, media_reason=self.media.reason,
+            stored=stored_of(self.anatomy),
+        )  # fmt: skip
+
+    def _execution(self, chosen: Sequence[Choice], slots: int) -> Execution:
+        """Return how prompts and steps run on this placement, with predicted seconds."""
+        use, rates, has_adapters = self.use, self.rates, bool(self.adapter_sizes)
+        prompt_s = sum(choice.request_s for choice in chosen)
+        if self.machine.on_cpu:
+            one_s = sum(choice.step_s for choice in chosen)
+            counted: Mapping[str, int] = {}
+        else:
+            passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
+            counts = prompt_linears(self.anatomy, self.blocks, use, is_cut=bool(self.chunks))
+            options = {"is_captured": self.captures_prompts, "has_adapters": has_adapters}
+            launch_s = prompt_launch_s(*counts, passes=passes, launch_s=rates.launch_s, **options)
+            prompt_s += self._waits_s(chosen, slots)
+            prompt_s = prompt_s + launch_s if self.captures_prompts else max(prompt_s, launch_s)
+            one_s = self._step_s(chosen, slots)
+            counted = self.execution_bytes
+        estimated_s = 0.0
+        if use.kv == "int8":
+            estimated_s = added_step_s(
+                self.anatomy.kv_layers, self.anatomy.dtype, rates, mode=self.mode, on_cpu=self.machine.on_cpu, rows=use.batch,
+                context_tokens=use.context_tokens,
+            )  # fmt: skip
+        step = Phase(
+            mode=self.mode, bytes=counted, reason=self.way.reason, seconds=one_s + estimated_s,
+            is_asked=self.request.decode != "auto", estimated_s=estimated_s,
+        )  # fmt: skip
+        prompt = Phase(
+            mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
+            seconds=prompt_s, chunks=self.chunks,
+        )  # fmt: skip
+        return Execution(
+            prompt=prompt, step=step, head=self.request.head, head_reason="", is_head_asked=self.given.request.head != "auto"
+        )
+
+    def _prompt_reason(self) -> str:
+        sizes = f"chunks of {', '.join(map(str, self.chunks))} tokens"
+        if self.captures_prompts:
+            return f"captured in {sizes}"
+        if self.machine.on_cpu:
+            return "the CPU computes"
+        if not self.is_captured:
+            why = "steps are not captured"
+        else:
+            why = self.anatomy.prompts_unsupported or "captured prompts would take memory from the decoder"
+        if self.chunks:
+            return f"{why}, in static {sizes}"
+        return f"{why}, in chunks of {self.use.prefill_tokens} tokens"
+
+    def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
+        link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
+        work = step_work(self.anatomy, self.blocks, chosen, rows=self.use.batch, slots=slots, reads_packed=self.reads_packed)
+        return step_s(self.mode, work, self.rates, link_Bps=link_Bps, has_adapters=bool(self.adapter_sizes))
+
+    def _placement(self, block: Block, choice: Choice, reason: str) -> Placement:
+        fixed = block.fixed_bytes if self.machine.on_cpu else block.fixed_allocated_bytes
+        return Placement(
+            block_path=block.block_path, part=block.part, tier=choice.tier, home=choice.home,
+            gpu_bytes=choice.device_bytes + fixed, host_bytes=choice.host_bytes, disk_bytes=choice.disk_bytes,
+            request_s=choice.request_s, token_s=choice.step_s, reason=reason,
+        )  # fmt: skip
+
+    # Sufficient budgets -----------------------------------------------------------------------------------------------
+
+    def _does_not_fit(self, search: Search) -> DoesNotFitError:
+        limits = self.limits
+        if limits.total_budget_bytes is not None:
+            alone = Search(self.items, self._asked_limits())
+            total_bytes = alone.smallest_total_bytes() if alone.best() is not None else None
+            if total_bytes is not None:
+                return refusal("memory", total_bytes, limits.total_budget_bytes)
+            search = alone
+        device_bytes, host_bytes = search.smallest_device_bytes(), search.smallest_host_bytes()
+        if device_bytes is not None:
+            return self._device_error(device_bytes, host_bytes)
+        if host_bytes is not None:
+            return refusal("host", host_bytes, limits.host_budget_bytes)
+        return self._neither_fits()
+
+    def _asked_limits(self) -> Limits:
+        """Return the budgets that the user set, without the limit of a memory that both devices share."""
+        request = self.request
+        return replace(
+            self.limits,
+            device_budget_bytes=request.gpu_memory_bytes or UNLIMITED_BYTES,
+            host_budget_bytes=request.host_memory_bytes or UNLIMITED_BYTES,
+            total_budget_bytes=None,
+        )
+
+    def _neither_fits(self) -> DoesNotFitError:
+        """Return the error for a request that needs more than one larger budget."""
+        limits = self.limits
+        open_host = replace(limits, host_budget_bytes=UNLIMITED_BYTES, total_budget_bytes=None)
+        device_bytes = Search(self.items, open_host).smallest_device_bytes()
+        if device_bytes is None:
+            return self._disk_error()
+        on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
+        host_bytes = Search(self.items, on_device).smallest_host_bytes()
+        return self._device_error(device_bytes, host_bytes, needs_both=True)
+
+    def _device_error(self, device_bytes: int, host_bytes: int | None, *, needs_both: bool = False) -> DoesNotFitError:
+        return refusal(
+            self.machine.execution_device, device_bytes, self.limits.device_budget_bytes, host_bytes=host_bytes,
+            needs_both=needs_both, total_bytes=self.machine.gpu_total_bytes,
+        )  # fmt: skip
+
+    def _disk_error(self) -> DoesNotFitError:
+        return refusal("disk", self._spilled_bytes(), self.limits.disk_budget_bytes or 0)
+
+    def _spilled_bytes(self) -> int:
+        """Return the bytes of the blocks that the request puts on disk."""
+        on_disk = {path for path, requested in self.asked.items() if requested.tier == "disk"}
+        return sum(block.buffer_bytes for block in self.blocks if block.block_path in on_disk)
+
+
+def _asked(request: LoadRequest, anatomy: Anatomy, blocks: Sequence[Block], machine: Machine) -> dict[str, Asked]:
+    if request.device_map is not None:
+        return resolve_device_map(request.device_map, blocks, anatomy, execution_device=machine.execution_device)
+    return resolve_place(request.place, blocks, anatomy)
