@@ -245,9 +245,13 @@ _OTHERS = {
         ),
     ),
     "ministral3": ("Ministral3ForCausalLM", partial(_text, "Ministral3", rope_parameters=_GROWING)),
-    "phi3": ("Phi3ForCausalLM", partial(_text, "Phi3", sliding_window=12, head_dim=HEAD // 2, rope_parameters=_LONG)),
+    "phi3": (
+        "Phi3ForCausalLM",
+        partial(_text, "Phi3", sliding_window=12, original_max_position_embeddings=256, head_dim=HEAD // 2, rope_parameters=_LONG),
+    ),
     "olmo2": ("Olmo2ForCausalLM", partial(_text, "Olmo2")),
     "olmo3": ("Olmo3ForCausalLM", partial(_text, "Olmo3", layer_types=[_SLIDING, _FULL], sliding_window=8)),
+    "glm": ("GlmForCausalLM", partial(_text, "Glm", attention_bias=True)),
     "glm4": ("Glm4ForCausalLM", partial(_text, "Glm4", attention_bias=True)),
     "granite": (
         "GraniteForCausalLM",

@@ -107,6 +107,20 @@ def test_several_prompts_of_one_pass_go_through_them_too(model, names, monkeypat
         assert differ(found, answered(expected, model.prepare(ids(count)), adapter=name)) < TOLERANCE, count
 
 
+def test_a_chunk_before_the_end_of_a_rotation_keeps_its_angles(tmp_path):
+    """Phi-3 turns by other angles from 256 tokens on: padding is not counted, and a longer context is refused."""
+    for context, beyond in ((256, False), (300, True)):
+        with load("phi3", tmp_path / str(context), context=context) as model:
+            expected, batch = eager(model), batch_of(model)
+            assert batch.prompts.is_on is not beyond
+            if beyond:
+                assert any("its rotation changes behind 256 tokens" in one.why for one in batch.steps.fallbacks)
+            else:
+                batch.prompts.sizes = (48,)
+                found = answered(batch, model.prepare(ids(250)))
+                assert differ(found, answered(expected, model.prepare(ids(250)))) < TOLERANCE
+
+
 FAULTS = {
     "the input of the layer before": ("_input", lambda made: made.flip(-1)),
     "attention": ("_attend", lambda made: made.flip(-1)),

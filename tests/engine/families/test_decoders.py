@@ -19,14 +19,17 @@ from tests import pico
 from tests.cuda_on_cpu import run
 from tests.engine.decode.test_graphs import joined, replayed, through  # noqa: F401 - replayed is a fixture
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
+from tests.engine.prefill.test_prefill import through
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families import check, families
 from trimtab.engine.families.decoder import Decoder, UndescribedError
 from trimtab.engine.kernels import delta_rule
+from trimtab.engine.kv import kv_cache
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
 
-NEW = ["gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm4", "granite", "gpt_oss", "llava", "internvl"]
+NEW = ["gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4", "granite", "gpt_oss", "llava", "internvl"]
 DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5", *NEW]
 ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]
 # bfloat16 logits: sums in another order, and adapters rounded once instead of twice.
@@ -53,7 +56,7 @@ def loaded(family: str, folder: Any, **options: Any) -> Any:
     base = pico.build(family, folder / "base")
     kinds: dict[str, dict[str, Any]] = {"a": {"rank": 4}, "b": {"rank": 20, "rslora": True, "seed": 1}}
     adapters = {name: pico.adapter(base, folder / name, **given) for name, given in kinds.items()}
-    return trimtab.load(trimtab.plan(base, adapters=adapters, context=96, device="cpu", **{"quant": "nf4-dq"} | options))
+    return trimtab.load(trimtab.plan(base, adapters=adapters, device="cpu", **{"quant": "nf4-dq", "context": 96} | options))
 
 
 def compare(expected: Any, batch: Any, steps: int, tolerance: float) -> None:
@@ -72,13 +75,13 @@ def compare(expected: Any, batch: Any, steps: int, tolerance: float) -> None:
 @pytest.mark.parametrize("family", DESCRIBED)
 def test_a_description_is_right(family):
     model = hf(family)
-    assert check.wrong(families.describe(model), model, torch.device("cpu"), torch.bfloat16, 512) is None
+    assert check.wrong(families.describe(model), model, torch.device("cpu"), torch.bfloat16, 256) is None
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "SmolLM3"])
 def test_descriptions_of_other_classes_are_right(name):
     model = other(name, **{"use_sliding_window": True} if name == "Qwen2" else {})
-    assert check.wrong(families.describe(model), model, torch.device("cpu"), torch.bfloat16, 512) is None
+    assert check.wrong(families.describe(model), model, torch.device("cpu"), torch.bfloat16, 256) is None
 
 
 @pytest.mark.parametrize("family", DESCRIBED)
@@ -195,6 +198,20 @@ def test_a_fork_takes_a_state_of_the_prompt_alone(tmp_path):
         assert len(set(answers)) == 1
 
 
+@pytest.mark.parametrize("forgets", [True, False])
+def test_a_row_begins_without_the_state_of_the_one_that_left(tmp_path, monkeypatch, forgets):
+    """False is the planted fault: a state that is not cleared changes the next row's scores."""
+    if not forgets:
+        monkeypatch.setattr(kv_cache.BatchedKVCache, "clear", lambda self, row: None)
+    with loaded("qwen3_5", tmp_path) as model:
+        batch, fresh = (Batch(model, rows=1, decode="fused") for _ in range(2))
+        for one in (batch, fresh):
+            one.prompts = PrefillRunner(one, "static", (16,))
+        batch.leave(batch.join(through(batch, model.prepare(ASKED[0][1]))).row)
+        found = [through(one, model.prepare(ASKED[2][1])).logits for one in (batch, fresh)]
+        assert torch.equal(*found) is forgets
+
+
 # Planted faults ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +247,7 @@ FAULTS = {
 
 def wrong(family: str, make: Any, dtype: torch.dtype = torch.float32) -> str:
     model = hf(family, dtype)
-    return str(check.wrong(make(families.describe(model)), model, torch.device("cpu"), dtype, 512))
+    return str(check.wrong(make(families.describe(model)), model, torch.device("cpu"), dtype, 256))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -322,6 +339,21 @@ def test_a_wrong_description_leaves_the_steps_to_the_modules(tmp_path, monkeypat
         batch.steps.mode = "auto"
         assert batch.steps.fused_step() is None
         assert any("norm before the MLP" in one.why for one in batch.steps.fallbacks)
+
+
+def test_an_adapter_on_a_layer_that_is_not_described_is_named(tmp_path, monkeypatch):
+    with loaded("qwen3", tmp_path) as model:
+        layer, groups = families.describe(model.hf_model).layers[1].down, Decoder.groups
+        monkeypatch.setattr(Decoder, "groups", lambda self: [[g for g in same if g != [layer]] for same in groups(self)])
+        with pytest.raises(DeviceError, match=r"changes model\.layers\.1\.mlp\.down_proj, which its desc"):
+            joined(model, "fused", ASKED).step()
+
+
+def test_a_context_beyond_a_rotation_is_named(tmp_path):
+    """Phi-3's angles change with a text of more than 256 tokens."""
+    words = "its rotation changes behind 256 tokens, and its context has 300"
+    with loaded("phi3", tmp_path, context=300) as model, pytest.raises(DeviceError, match=words):
+        joined(model, "fused", ASKED).step()
 
 
 @pytest.mark.parametrize("family", ["gemma4_moe", "mixtral", "gemma3n"])

@@ -605,3 +605,27 @@ def test_more_rows_than_were_planned_keep_the_planned_chunks(given, batch, mode)
     assert prompts._fitting(None) == (planned.execution.prompt.chunks, 2**30, 2**20) and not prompts.captures
     prompts.captures, prompts.extra_bytes = True, lambda sizes: 2**10 * len(sizes)
     assert prompts._fitting(None)[0] and prompts.captures  # where graphs have room there are graphs
+
+
+def test_positions_and_values_of_images_that_do_not_fit_are_named(monkeypatch):
+    """A model that gives positions of fewer tokens, and one whose tower gives more values than places."""
+
+    class Model(torch.nn.Module):
+        def __init__(self, **given):
+            super().__init__()
+            self.decoder, self.given = torch.nn.Identity(), given
+
+        def get_decoder(self):
+            return self.decoder
+
+        def forward(self, **_):
+            return self.decoder(inputs_embeds=torch.zeros(1, 4, 8), **self.given)
+
+    monkeypatch.setattr(hf_prompt_media.hf_slots, "prompt_cache", lambda model: None)
+    where = torch.tensor([[False, True, False, False]])
+    for given, words in (
+        ({"position_ids": torch.zeros(3, 1, 3)}, r"positions of shape \[3, 3\] for 4 tokens"),
+        ({"deepstack_visual_embeds": [torch.zeros(2, 8)], "visual_pos_masks": where}, "layer 0 adds 2 values at 1 places"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            hf_prompt_media.media_of(Model(**given), {})

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm
 from trimtab.engine.kernels import delta_rule
-from trimtab.engine.kernels.attention_and_norms import attention_torch, norm_torch, turned_torch
 from trimtab.engine.kernels.embed_and_logits import argmax_logits
+from trimtab.engine.kernels.plain_attention import attention_torch, norm_torch, turned_torch
 from trimtab.engine.layers.linear import staged_in
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from trimtab.engine.families.step import FusedStep, gated_heads
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
+from trimtab.engine.kernels.plain_attention import attention_torch
 from trimtab.engine.layers.linear import Leaf
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ChunkLayers:
 
         def forward(
             hidden_states: Tensor, per_layer_input: Tensor | None = None, shared_kv_states: Any = None,
-            position_embeddings: Any = None, past_key_values: Any = None, position_ids: Any = None, **kwargs: object,
+            position_embeddings: Any = None, past_key_values: Any = None, position_ids: Tensor | None = None, **kwargs: object,
         ) -> Tensor:  # fmt: skip
             rows, width = hidden_states.shape[0], hidden_states.shape[-1]
             h = hidden_states.reshape(-1, width)
@@ -113,7 +114,7 @@ class ChunkLayers:
 
     def _attend(
         self, own: Attention, x: Tensor, rows: int, mask: Tensor | None, shared: Any, turn: tuple[Tensor, Tensor], cache: Any,
-        positions: Any,
+        positions: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Return attention's input of its last product, [n, Hq * D], for x [n, D] of that many rows of as many tokens; keys and
         values are in the cache then."""
@@ -137,9 +138,10 @@ class ChunkLayers:
             shared[module.layer_type] = shared[module.layer_idx] = seen
         by_head, scores = queries.view(rows, tokens, -1, dim).transpose(1, 2), own.scores
         if scores.growth is not None:
+            assert positions is not None
             by_head = by_head * scores.growth.of(positions, x.dtype).view(-1, 1, tokens, 1)
         if scores.softcap is not None or scores.sinks is not None:
-            attended = fused.attention_torch(by_head, seen[0], seen[1], mask, scores).transpose(1, 2)
+            attended = attention_torch(by_head, seen[0], seen[1], mask, scores).transpose(1, 2)
         else:
             attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
                 module, by_head, *seen, mask, dropout=0.0, scaling=own.scale, sliding_window=own.window

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.kernels.attention_and_norms import AttentionShape, Growth, HeadNorms, Scores
+from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.gemv4 import NormForm
+from trimtab.engine.kernels.plain_attention import Growth, Scores
 
 if TYPE_CHECKING:
     from trimtab.engine.lora.store import AdapterStore

@@ -14,12 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm, PerLayerInput, Rope, UndescribedError
-from trimtab.engine.kernels.attention_and_norms import AttentionShape, Growth
+from trimtab.engine.kernels.attention_and_norms import AttentionShape
 from trimtab.engine.kernels.delta_rule import DeltaShape
+from trimtab.engine.kernels.plain_attention import Growth
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
 
+# transformers' own module: an attribute that a release does not have is named by `describe`.
+Module = Any
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 # Kinds of rotation whose angles depend on the length of the text: a captured step has one set of them.
 _GROWING_ROPES = ("dynamic",)
@@ -49,7 +52,7 @@ def why_not(hf_model: HFModel) -> str | None:
 # What families have in common -----------------------------------------------------------------------------------------
 
 
-def _kinds(text: Any, *more: str) -> list[str]:
+def _kinds(text: Module, *more: str) -> list[str]:
     config = text.config
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -65,7 +68,7 @@ def _activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _ropes(text: Any, kinds: list[str], *, by_kind: bool = False) -> dict[str, Rope]:
+def _ropes(text: Module, kinds: list[str], *, by_kind: bool = False) -> dict[str, Rope]:
     types = text.rotary_emb.rope_type
     for name in types.values() if isinstance(types, Mapping) else (types,):
         if name in _GROWING_ROPES:
@@ -77,7 +80,7 @@ def _ropes(text: Any, kinds: list[str], *, by_kind: bool = False) -> dict[str, R
 
 
 def _attention(
-    module: Any, kind: str, config: Any, *, form: str | None, norms_values: bool = False, turn: str = "write", **more: Any
+    module: Module, kind: str, config: Any, *, form: str | None, norms_values: bool = False, turn: str = "write", **more: Any
 ) -> Attention:  # fmt: skip
     """Return a layer's attention. form: of the norms of queries and keys, None without; turn: of `AttentionShape`."""
     dim, heads = module.head_dim, module.o_proj.in_features // module.head_dim
@@ -89,7 +92,7 @@ def _attention(
             "k_norm": None if more.get("source") is not None else Norm(module.k_norm, form),
         }
     has_rope, has_sinks = getattr(module, "use_rope", True), hasattr(module, "sinks")
-    factor = config.rope_parameters.get("partial_rotary_factor", 1.0)  # one of each kind of layers is in a rope of its own
+    factor = config.rope_parameters.get("partial_rotary_factor", 1.0)  # that of one kind of layers is in another place
     rotary = 0 if not has_rope else None if factor == 1.0 else int(dim * factor)
     shape = AttentionShape(
         heads, heads // module.num_key_value_groups, dim, None if more.get("is_wide") else form, norms_values, rotary,
@@ -109,7 +112,7 @@ _BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
-def _layer(module: Any, mixer: Attention | DeltaNet, form: str, names: Sequence[str | None] = _FRONT, **more: Any) -> Layer:
+def _layer(module: Module, mixer: Attention | DeltaNet, form: str, names: Sequence[str | None] = _FRONT, **more: Any) -> Layer:
     """Return a layer. names: of its norms."""
     mlp = module.mlp
     norms = [None if name is None else Norm(getattr(module, name), form) for name in names]
@@ -125,7 +128,7 @@ def _layer(module: Any, mixer: Attention | DeltaNet, form: str, names: Sequence[
 
 
 def _llama(
-    text: Any, *, qk_norms: bool = False, form: str = "after", names: Sequence[str | None] = _FRONT, layer: Any = None,
+    text: Module, *, qk_norms: bool = False, form: str = "after", names: Sequence[str | None] = _FRONT, layer: Any = None,
     attention: Any = None, **more: Any,
 ) -> Decoder:  # fmt: skip
     """Llama, Mistral, Qwen and what is built like them: norms in front of attention and MLP, which round before their weight. form:
@@ -140,26 +143,26 @@ def _llama(
     return Decoder(text, text.embed_tokens, tuple(layers), Norm(text.norm, form), activation=act, **more)
 
 
-def _ministral3(text: Any) -> Decoder:
+def _ministral3(text: Module) -> Decoder:
     """Ministral 3: Llama with queries that grow with their positions."""
     rope = text.config.rope_parameters
     growth = Growth(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
     return _llama(text, attention={"growth": growth})
 
 
-def _gemma2(text: Any) -> Decoder:
+def _gemma2(text: Module) -> Decoder:
     """Gemma 2: Gemma 3 with one rotation, without norms of heads; attention caps scores."""
     return _llama(text, form="plus_one", names=_SANDWICH, softcap=text.config.final_logit_softcapping)
 
 
-def _gemma3n(text: Any) -> Decoder:
+def _gemma3n(text: Module) -> Decoder:
     """Gemma 3n is not described: its layers carry several predictions of the residual from one to the next."""
     raise UndescribedError(
         "its layers keep several residuals (AltUp) and a low-rank branch (Laurel), for which there are no fields"
     )
 
 
-def _olmo(text: Any, *, by_kind: bool = False) -> Decoder:
+def _olmo(text: Module, *, by_kind: bool = False) -> Decoder:
     """OLMo 2 and 3: norms behind attention and MLP alone, and of all heads together; rotations round once."""
     return _llama(
         text, qk_norms=True, form="inside", names=_BEHIND, attention={"is_wide": True, "turn": "wide"},
@@ -167,20 +170,20 @@ def _olmo(text: Any, *, by_kind: bool = False) -> Decoder:
     )  # fmt: skip
 
 
-def _granite(text: Any) -> Decoder:
+def _granite(text: Module) -> Decoder:
     """Granite: Llama with factors of embeddings, of what is added to the residual, and of scores."""
     config, added = text.config, text.layers[0].residual_multiplier
     return _llama(text, layer={"added": added}, embedding_scale=text.embedding_multiplier, divisor=config.logits_scaling)
 
 
-def _gpt_oss(text: Any) -> Decoder:
+def _gpt_oss(text: Module) -> Decoder:
     """gpt-oss: a score without a value in each head; its experts stay a module."""
     decoder = _llama(text, form="inside", layer={"mlp": True})
     layers = tuple(replace(layer, mlp=layer.module.mlp) for layer in decoder.layers)
     return replace(decoder, layers=layers)
 
 
-def _qwen3_5(text: Any) -> Decoder:
+def _qwen3_5(text: Module) -> Decoder:
     """Qwen3.5: gated delta layers next to attention, whose queries have a gate each; norms as Gemma 3's, in front alone."""
     config, kinds = text.config, _kinds(text, _LINEAR)
     layers = []
@@ -200,7 +203,7 @@ def _qwen3_5(text: Any) -> Decoder:
     )
 
 
-def _gemma3(text: Any) -> Decoder:
+def _gemma3(text: Module) -> Decoder:
     """Gemma 3: norms around attention and MLP, whose weights say how much more than 1 they are; one rotation a kind of layer."""
     if getattr(text.config, "use_bidirectional_attention", None):
         raise UndescribedError("its attention is not causal")
@@ -208,7 +211,7 @@ def _gemma3(text: Any) -> Decoder:
     return _llama(text, qk_norms=True, form="plus_one", names=_SANDWICH, softcap=softcap, ropes=ropes)
 
 
-def _gemma4(text: Any) -> Decoder:
+def _gemma4(text: Module) -> Decoder:
     """Gemma 4: as Gemma 3 with other roundings, keys and values of earlier layers, an input of each layer's own, and a scale."""
     config, kinds = text.config, _kinds(text)
     if getattr(config, "enable_moe_block", False):
@@ -237,11 +240,12 @@ def _gemma4(text: Any) -> Decoder:
     )  # fmt: skip
 
 
-DESCRIBE: Mapping[str, Callable[[Any], Decoder]] = {
+DESCRIBE: Mapping[str, Callable[[Module], Decoder]] = {
     "Gemma4TextModel": _gemma4, "Gemma3nTextModel": _gemma3n, "Gemma3TextModel": _gemma3, "Gemma2Model": _gemma2,
     "LlamaModel": _llama, "MistralModel": _llama, "Ministral3Model": _ministral3, "Qwen2Model": _llama, "SmolLM3Model": _llama,
     "Phi3Model": _llama, "Qwen2_5_VLTextModel": _llama, "Qwen3Model": partial(_llama, qk_norms=True),
     "Qwen3VLTextModel": partial(_llama, qk_norms=True), "Qwen3_5TextModel": _qwen3_5, "Olmo2Model": _olmo,
     "Olmo3Model": partial(_olmo, by_kind=True), "Glm4Model": partial(_llama, names=_GLM, attention={"turn": "pairs"}),
+    "GlmModel": partial(_llama, attention={"turn": "pairs"}),
     "GraniteModel": _granite, "GptOssModel": _gpt_oss,
 }  # fmt: skip

@@ -125,6 +125,10 @@ class FusedStep:
         self._staged = [next(iter(staged_in(layer.module)), None) for layer in self.layers]
         self._make_states()
         self._why_no_pages = self._wrong_pages()
+        # Linears of the decoder that a step does not compute.
+        inside = {leaf for layer in self.layers if layer.mlp is not None for leaf in layer.mlp.modules()}
+        inside |= {leaf for same in self.decoder.groups() for group in same for leaf in group}
+        self._outside = [one for one in self.text.modules() if isinstance(one, Leaf) and one not in inside]
         self._difference: str | None = None
         self._is_checked = False
         self._zeros = torch.zeros_like(cache.positions)
@@ -218,6 +222,8 @@ class FusedStep:
             return f"its layers have windows of {len(self.cache.ring_places)} lengths"
         if any(isinstance(module, SavedModule) for module in self.text.modules()):
             return "an adapter replaces the weights of a norm"
+        if (name := next((leaf.module_path for leaf in self._outside if leaf.adapters), None)) is not None:
+            return f"an adapter changes {name}, which its description does not have"
         return self._differs()
 
     # The step ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
     AttentionShape,
-    Growth,
     HeadNorms,
     add_norm,
     attend,
@@ -27,6 +26,7 @@ from trimtab.engine.kernels.attention_and_norms import (
     scratch_values,
     turn,
 )
+from trimtab.engine.kernels.plain_attention import Growth
 from trimtab.engine.kv.pages import PagePool
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
 

@@ -476,18 +476,17 @@ def step_masks(
     config = hf_model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        mask: Tensor = _as_taken(cache.mask(count, is_ring=cache.has_rings), config, dtype)
-        return mask
+        return _as_taken(cache.mask(count, is_ring=cache.has_rings), config, dtype)
     masks = {kind: None if kind == "linear_attention" else cache.mask(count, is_ring=False) for kind in set(kinds)}
     if "sliding_attention" in masks and cache.has_rings:
         masks["sliding_attention"] = cache.mask(count, is_ring=True)
     elif "sliding_attention" in masks:  # transformers 5.6.2 gives Gemma 4 without shared layers no sliding cache
         masks["sliding_attention"] = cache.window_mask(count, int(config.sliding_window))
-    return {kind: _as_taken(mask, config, dtype) for kind, mask in masks.items()}
+    return {kind: None if mask is None else _as_taken(mask, config, dtype) for kind, mask in masks.items()}
 
 
-def _as_taken(mask: Any, config: Any, dtype: torch.dtype) -> Any:
-    if mask is None or getattr(config, "_attn_implementation", "sdpa") == "sdpa":
+def _as_taken(mask: Tensor, config: object, dtype: torch.dtype) -> Tensor:
+    if getattr(config, "_attn_implementation", "sdpa") == "sdpa":
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 

@@ -111,8 +111,8 @@ def _chunk(start: int, end: int, sizes: Sequence[int], *, is_last: bool) -> Chun
     return Chunk(start, end - start, min(size for size in sizes if size >= end - start), is_last)
 
 
-def why_not(hf_model: HFModel) -> str | None:
-    """Return why this family's prompts cannot be computed in such chunks, None if they can."""
+def why_not(hf_model: HFModel, context_tokens: int = 0) -> str | None:
+    """Return why this family's prompts cannot be computed in such chunks, None if they can, up to this many tokens."""
     if (state := hf_slots.why_not(hf_model)) is not None:
         return state
     config = hf_model.config.get_text_config()
@@ -129,7 +129,15 @@ def why_not(hf_model: HFModel) -> str | None:
         return f"the layers of {type(hf_model).__name__} were not recognized"
     if getattr(config, "use_bidirectional_attention", None) == "all":
         return "its attention is not causal"
-    return None
+    return _why_not_long(hf_model, context_tokens)
+
+
+def _why_not_long(hf_model: HFModel, context_tokens: int) -> str | None:
+    config, rotary = hf_model.config.get_text_config(), getattr(hf_model.get_decoder(), "rotary_emb", None)
+    if (kind := getattr(rotary, "rope_type", None)) not in ("dynamic", "longrope"):
+        return None
+    limit = config.max_position_embeddings if kind == "dynamic" else config.rope_parameters["original_max_position_embeddings"]
+    return f"its rotation changes behind {limit} tokens, and its context has {context_tokens}" if context_tokens > limit else None
 
 
 def _is_shared(layer: object) -> bool:
@@ -252,7 +260,7 @@ class Buffers:
         values = torch.zeros_like(self._held, device="cpu", pin_memory=self.device.type == "cuda")
         values[: chunk.count] = torch.tensor(ids, dtype=torch.long)
         own = values[self.size : (1 + self.axes) * self.size].view(self.axes, self.size)
-        own.copy_(torch.arange(chunk.start, chunk.start + self.size))
+        own.copy_(torch.arange(chunk.start, chunk.start + self.size).clamp_(max=self.context_tokens - 1))  # padding too
         if positions is not None:
             own[:, : chunk.count] = positions
         values[-2], values[-1] = chunk.start, chunk.count

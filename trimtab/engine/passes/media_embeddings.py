@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
 
 # Families whose masks are causal for images too, unless their config says otherwise (transformers 5.23.0). Gemma 3 is not one.
-CAUSAL_IMAGES = ("gemma3n", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
+CAUSAL_IMAGES = ("gemma3n", "gemma4", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
 
 
 def images_look_ahead(config: Any) -> bool:
@@ -81,6 +81,9 @@ def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor]) -> Media:
     positions = inputs.get("position_ids")
     if positions is not None and positions.dim() == 3:
         positions = positions[-3:, 0].cpu()
+        if positions.shape != (3, embeddings.shape[1]):
+            name, shape = type(hf_model).__name__, list(positions.shape)
+            raise RuntimeError(f"{name} gives positions of shape {shape} for {embeddings.shape[1]} tokens along three axes")
     else:
         positions = None
     masks, reach = looking_ahead(inputs.get("attention_mask"))
@@ -93,7 +96,9 @@ def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
     if deep is None or where is None:
         return ()
     arguments = []
-    for part in deep:
+    for number, part in enumerate(deep):
+        if part.shape[0] != int(where.sum()):
+            raise RuntimeError(f"layer {number} adds {part.shape[0]} values at {int(where.sum())} places of images")
         whole = torch.zeros_like(embeddings)
         whole[where] = part.to(whole.dtype)
         arguments.append(whole)

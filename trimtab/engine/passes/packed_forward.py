@@ -79,7 +79,7 @@ class PackBuffers:
             ids[at, : piece.count] = torch.tensor(piece.token_ids[piece.start :], dtype=torch.long)
             numbers[:, at] = torch.tensor((piece.start, piece.count, piece.row))
         positions = values[tokens : (1 + self.axes) * tokens].view(self.axes, self.rows, self.size)
-        positions.copy_(numbers[0][:, None] + torch.arange(self.size))
+        positions.copy_((numbers[0][:, None] + torch.arange(self.size)).clamp_(max=self.context_tokens - 1))
         self._held.copy_(values, non_blocking=True)
 
     @property
