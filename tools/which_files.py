@@ -21,10 +21,12 @@ from trimtab.planning.values.rows import StoredWeights  # noqa: E402
 PAGE = ROOT / "docs" / "which-files.md"
 SLOT = re.compile(r"(<!-- formats -->\n).*?(<!-- /formats -->)", re.DOTALL)
 NAMES = {"llama": "Llama", "qwen3_vl": "Qwen3-VL", "gemma4": "Gemma 4", "qwen3_moe": "Qwen3 MoE", "gemma3n": "Gemma 3n"}
-# Formats that other tests load in every tier: tests/engine/loader, tests/engine/formats/test_mobile.py. Format -> families.
+# Formats that other tests load in every tier (tests/engine/loader, tests/engine/formats/test_mobile.py, test_gguf_models.py):
+# format -> families.
 ELSEWHERE = {
     **dict.fromkeys(("nf4", "nf4-dq", "fp4", "int8"), FAMILIES),
     **dict.fromkeys(("mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8", "mobile2-row", "mobile4-g256"), ("gemma4",)),
+    **dict.fromkeys(("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"), ("llama", "gemma4")),
 }
 # Sides of a large weight, for the bits per value.
 SHAPE = (4096, 4096)
