@@ -97,7 +97,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str, int, int, int], Tensors], 
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, _gptq, 128, "float16"),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, _fp8, 128, "bfloat16"),
 }  # fmt: skip
-CASES = {"e4b": ("nf4-dq", "ct-g32", "ct-g128", "fp8"), "qwen3-8b": ("nf4-dq", "ct-g128", "awq", "gptq", "fp8")}
+CASES = {"e4b": ("nf4-dq", "ct-g32", "ct-g128", "fp8"), "qwen3-8b": ("nf4-dq", "ct-g128", "awq", "gptq", "fp8", "q4_k_m")}
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -131,7 +131,13 @@ def write(size: str, form: str, folder: Path, layers: int | None) -> Path:
     if (folder / "done").exists():
         return folder
     config = config_of(size, layers)
-    if form == "nf4-dq":
+    if form == "q4_k_m":
+        from bench import gguf
+
+        gguf.write(config, folder / "model.gguf", device=DEVICE)
+        config.architectures = [checkpoints.CLASSES[size]]
+        config.save_pretrained(folder / "config")
+    elif form == "nf4-dq":
         checkpoints.write_checkpoint(size, folder, config=config, device=DEVICE, packed=True)
     else:
         settings, make, group, dtype = FORMS[form]
@@ -145,7 +151,7 @@ def write(size: str, form: str, folder: Path, layers: int | None) -> Path:
         file = folder / "config.json"
         whole = json.loads(file.read_text(encoding="utf-8")) | {"quantization_config": settings, "dtype": dtype}
         file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
-    checkpoints.write_adapter(folder, folder / "r8", 8, size=size)
+    checkpoints.write_adapter(folder / "config" if form == "q4_k_m" else folder, folder / "r8", 8, size=size)
     (folder / "done").touch()
     return folder
 
@@ -162,7 +168,8 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
     folder = write(size, form, folder_of(size, form, work, layers), layers)
     torch.cuda.empty_cache()
     start = time.perf_counter()
-    plan = trimtab.plan(folder, adapters={"r8": folder / "r8"}, context=CONTEXT, place={"*": "resident"})
+    model_path = folder / "model.gguf" if form == "q4_k_m" else folder
+    plan = trimtab.plan(model_path, adapters={"r8": folder / "r8"}, context=CONTEXT, place={"*": "resident"})
     row: dict[str, Any] = {"model": size, "form": form, "layers": layers, "quant": plan.request.quant}
     row |= {
         "mode": plan.execution.step.mode,

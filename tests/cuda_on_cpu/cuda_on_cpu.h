@@ -487,6 +487,8 @@ static inline uint4 streamed_8_8(const unsigned char* p) {
   const uint2 a = cpu_load((const uint2*)p), b = cpu_load((const uint2*)(p + 32));
   return {a.x, a.y, b.x, b.y};
 }
+static inline uint2 streamed_8(const unsigned char* p) { return cpu_load((const uint2*)p); }
+static inline unsigned streamed_4(const unsigned char* p) { return cpu_load((const unsigned*)p); }
 static inline unsigned count_up(unsigned* p, unsigned last) { return atomicInc(p, last); }
 // A copy is done when it is asked for; a barrier counts how many phases are complete. Threads that wait let others go on.
 #define FILLERS 1

@@ -44,12 +44,16 @@ def golden():
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_blocks_of_any_bits_are_what_gguf_and_transformers_make_of_them(golden, kind, monkeypatch):
     stored, expected = golden[f"{kind}/weight"], golden[f"{kind}/expected"]
-    packed = Packed(kind.lower(), tuple(expected.shape), torch.float32, {"weight": stored}, {})
-    assert torch.equal(weights.dequantize(packed), expected)
-    assert torch.equal(weights.dequantize_rows(packed, 2, 5, CPU), expected[2:5])
-    assert packed_parts(packed.shape, packed.kind, "bfloat16") == {"weight": stored.numel()}
+    of_file = Packed(kind.lower(), tuple(expected.shape), torch.float32, {"weight": stored}, {})
+    entry = PackedEntry("x.weight", kind.lower(), of_file.shape, "bfloat16", None, False, {}, {})
+    packed = weights.prequantized(entry, {"weight": stored}, torch.float32)
     monkeypatch.setattr(ggml, "DEQUANTIZED_VALUES", 100)  # a row at a time
-    half = packed.with_parts(packed.parts, {})
+    half = weights.prequantized(entry, {"weight": stored}, torch.float32)
+    for one in (of_file, packed, half):
+        assert torch.equal(weights.dequantize(one), expected)
+        assert torch.equal(weights.dequantize_rows(one, 2, 5, CPU), expected[2:5])
+    sizes = {name: part.nbytes for name, part in packed.parts.items()}
+    assert packed_parts(packed.shape, packed.kind, "bfloat16") == sizes and sum(sizes.values()) == stored.numel()
     assert torch.equal(ggml.dequantize(half, torch.bfloat16), expected.to(torch.bfloat16))
     x = torch.randn(3, expected.shape[1])
     assert torch.equal(weights.shell(packed, None, torch.float32)(x), torch.nn.functional.linear(x, expected))
@@ -82,7 +86,7 @@ def test_rows_are_put_in_order_in_the_memory_that_a_plan_counts(offset):
 def test_scales_that_are_not_finite_are_refused(golden, kind):
     stored = golden[f"{kind}/weight"].clone()
     entry = PackedEntry("x.weight", kind.lower(), tuple(golden[f"{kind}/expected"].shape), "bfloat16", None, False, {}, {})
-    assert torch.equal(weights.prequantized(entry, {"weight": stored}, torch.float32).parts["weight"], stored)
+    assert weights.prequantized(entry, {"weight": stored}, torch.float32).nbytes == stored.numel()
     blocks = stored.view(-1, GGML_BLOCKS[kind.lower()][1])
     at = 208 if kind == "Q6_K" else 0
     blocks[3, at : at + 2] = torch.tensor([float("inf")], dtype=torch.float16).view(torch.uint8)

@@ -23,6 +23,7 @@ BF16, HALF = torch.bfloat16, torch.float16
 FORMS = [
     ("int4-g32", BF16), ("int4-g128", BF16), ("int4-g128-zp", HALF), ("int4-g32-zp", BF16), ("int4-row", BF16),
     ("int4-g64-f32", torch.float32), ("fp8-128x128", BF16), ("fp8-row", BF16), ("fp8-tensor", BF16),
+    *((form, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k")),
 ]  # fmt: skip
 
 
@@ -46,7 +47,14 @@ def test_products_agree_with_float64(products, form, scales):
     assert tuning.check(weights_of(form, scales, (96,), 1536), products, dtype=HALF, rows=(1, 4, 7)) is None
 
 
-@pytest.mark.parametrize("form, scales, n", [(*form, n) for form in FORMS[:4] + FORMS[6:7] for n in (1, 2, 4, 8)])
+def test_a_group_of_several_formats_agrees_with_float64(products):
+    """A file in Q4_K_M has values in Q6_K next to queries and keys in Q4_K."""
+    group = [weights_of(form, BF16, (rows,), 4096)[0] for form, rows in (("q4_k", 4096), ("q4_k", 1024), ("q6_k", 1024))]
+    assert tuning.check(group, products, rows=(1, 3, 8)) is None
+    assert many_rows.wrong(group, many_rows.load(DEVICE), BF16) is None
+
+
+@pytest.mark.parametrize("form, scales, n", [(*form, n) for form in FORMS[:4] + FORMS[6:7] + FORMS[9:] for n in (1, 2, 4, 8)])
 def test_every_likely_cut_is_right(products, form, scales, n):
     group = weights_of(form, scales, (10240,), 2560)
     for cut in cuts.unlike(matvec.ways(group, n, products), 6):
@@ -56,7 +64,7 @@ def test_every_likely_cut_is_right(products, form, scales, n):
 @pytest.mark.parametrize("form, scales", FORMS)
 def test_unpacked_weights_have_the_bits_of_the_format(form, scales):
     module = prompt_kernels.load(DEVICE)
-    for shape in ((10240, 2560), (96, 512), (40, 128)):
+    for shape in ((10240, 2560), (96, 512), (40, 256 if form.endswith("_k") else 128)):
         (packed,) = weights_of(form, scales, shape[:1], shape[1])
         assert prompt_kernels.wrong_unpack(packed, module, BF16) is None
     room = torch.empty(shape[0] * (shape[1] + ADAPTER_COLUMNS), dtype=BF16, device=DEVICE)

@@ -59,6 +59,11 @@ GGML_BLOCKS: dict[str, tuple[int, int]] = {
     "f16": (1, 2), "bf16": (1, 2), "f32": (1, 4),
 }  # fmt: skip
 GGML_FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+# Of the types that kernels read: part -> bytes of it in a block (engine/formats/ggml.py), together those of the file.
+GGML_PARTS: dict[str, dict[str, int]] = {
+    "q4_0": {"weight": 16, "scale": 2}, "q4_1": {"weight": 16, "scale": 4}, "q8_0": {"weight": 32, "scale": 2},
+    "q4_k": {"weight": 128, "scale": 16}, "q5_k": {"weight": 160, "scale": 16}, "q6_k": {"weight": 192, "scale": 16, "outer": 2},
+}  # fmt: skip
 INDEXED = "-idx"
 _MOBILE = re.compile(r"mobile([248])-(?:g([1-9]\d{0,5})|row)(-a8)?\Z", re.ASCII)
 _FLOAT8 = re.compile(r"fp8-(?:([1-9]\d{0,5})x([1-9]\d{0,5})|row|tensor)\Z", re.ASCII)
@@ -119,6 +124,8 @@ class StoredFormat:
             return "nf4"
         if self.family == "float8":
             return "fp8" if self.block[1] in (0, 64, 128) or self.block[1] % 256 == 0 else None
+        if self.family == "ggml":
+            return self.name if self.name in GGML_PARTS else None
         is_known = self.group in (32, 64, 128) or self.group % 256 == 0
         if self.family != "grouped" or self.bits != 4 or self.has_index or not is_known:
             return None
@@ -128,7 +135,7 @@ class StoredFormat:
 
     def reading_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""
-        if self.family == "ggml":  # rows in another order
+        if self.family == "ggml":  # the parts, while the file's blocks are there
             return sum(self.parts(shape, "").values())
         if self.family != "grouped":
             return 0
@@ -162,8 +169,10 @@ class StoredFormat:
             scales = (ceil(rows / high) if high else 1) * (ceil(shape[-1] / wide) if wide else 1)
             return {"weight": numel, "scale": 4 * scales}
         if self.family == "ggml":
-            values, nbytes = GGML_BLOCKS[self.name.removesuffix(INDEXED)]
-            return {"weight": numel // values * nbytes} | ({"index": 4 * shape[-1]} if self.has_index else {})
+            kind = self.name.removesuffix(INDEXED)
+            values, nbytes = GGML_BLOCKS[kind]
+            found = {name: numel // values * count for name, count in GGML_PARTS.get(kind, {"weight": nbytes}).items()}
+            return found | ({"index": 4 * shape[-1]} if self.has_index else {})
         if self.family == "float4":
             whole = {"global": 8} if self.group == 16 else {}
             return {"weight": rows * ceil(shape[-1] / 2), "scale": rows * self.groups(shape[-1])} | whole

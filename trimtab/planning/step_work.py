@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.formats.record import stored_format
 from trimtab.planning.memory.activations import Use
 from trimtab.planning.memory.towers import PARTS
 from trimtab.planning.values.blocks import Block, Paid, widened_bytes
@@ -53,7 +54,8 @@ def step_work(
         (first if block.part == "language" and not is_layer else after).append(one)
     head = head_bytes(anatomy)
     tied = {path for row in head_rows(anatomy) for path in [row.weight and row.weight.tied_to] if path}
-    head += sum(widened_bytes(row, anatomy.dtype) for row in head_rows(anatomy))
+    read = {row.stored for row in head_rows(anatomy) if row.stored and stored_format(row.stored).layout} if reads_packed else set()
+    head += sum(widened_bytes(row, anatomy.dtype) for row in head_rows(anatomy) if row.stored not in read)
     device += head if tied else 0  # a weight that the head shares with a table is no separate block
     return StepWork(
         device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears, rows=rows,

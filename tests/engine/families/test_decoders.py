@@ -17,7 +17,8 @@ import torch
 import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
-from tests.engine.decode.test_graphs import joined, replayed, through  # noqa: F401 - replayed is a fixture
+from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
+from tests.engine.decode.test_graphs import through as row_of
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import through
 from trimtab.engine.batch.batch import Batch
@@ -139,7 +140,7 @@ def story(model: Any, changes: dict[int, Change], steps: int, *, look_ahead: boo
 
 def arrives(batch: Batch, rows: list[Any]) -> None:
     model = batch.model
-    rows.append(through(batch, model.prepare(ASKED[2][1], **ASKED[2][2]), GenerateRequest(max_new_tokens=40), adapter=ASKED[2][0]))
+    rows.append(row_of(batch, model.prepare(ASKED[2][1], **ASKED[2][2]), GenerateRequest(max_new_tokens=40), adapter=ASKED[2][0]))
 
 
 def leaves(number: int) -> Callable[[Batch, list[Any]], None]:

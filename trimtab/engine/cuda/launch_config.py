@@ -32,9 +32,9 @@ CutKey = tuple[str, tuple[int, ...], int, int, bool]
 class Layout:
     """What the kernels' shared memory and registers depend on in a format (cuda/nf4.cuh and the other headers of formats).
 
-    block_bytes: of 64 values of a row. scales: of 64 values. has_zero: whether groups have zero points. first_bytes: of a table of
-    codes, or of room for A x. pads: behind each row of a stage, up to few_rows rows of x and beyond. value_bytes: of one value with
-    its scale, about. whole: values of which rows must be a multiple.
+    block_bytes: of 64 values of a row. scales: of 64 values, 4 bytes each (`Format::QUADS`). has_zero: whether groups have zero
+    points. first_bytes: of a table of codes, or of room for A x. pads: behind each row of a stage, up to few_rows rows of x and
+    beyond. value_bytes: of one value with its scale, about. whole: values of which rows must be a multiple.
     """
 
     block_bytes: int = 32
@@ -59,6 +59,11 @@ LAYOUTS = {
     "int4-2": Layout(scales=2, first_bytes=32768, value_bytes=0.5625),
     "int4-2-zp": Layout(scales=2, has_zero=True, first_bytes=32768, value_bytes=0.594),
     "fp8": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, whole=256, value_bytes=1.0),
+    "q4_0": Layout(first_bytes=32768, value_bytes=0.5625), "q4_1": Layout(scales=2, first_bytes=32768, value_bytes=0.625),
+    "q8_0": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, value_bytes=1.0625),
+    "q4_k": Layout(first_bytes=32768, whole=256, value_bytes=0.5625),
+    "q5_k": Layout(block_bytes=40, first_bytes=32768, whole=256, value_bytes=0.6875),
+    "q6_k": Layout(block_bytes=48, scales=2, first_bytes=32768, whole=256, value_bytes=0.82),
 }  # fmt: skip
 
 

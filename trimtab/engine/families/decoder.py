@@ -20,6 +20,7 @@ from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
 
 if TYPE_CHECKING:
+    from trimtab.engine.layers.linear import Leaf
     from trimtab.engine.lora.store import AdapterStore
 
 
@@ -222,6 +223,7 @@ class Decoder:
     per_layer: int = 0
     embedding_scale: float | None = None
     divisor: float | None = None
+    head: Leaf | None = None  # where kernels read its packed weight
 
     @property
     def norm(self) -> NormForm:
@@ -268,13 +270,14 @@ class Decoder:
         return list(dict.fromkeys(one.shape for one in kinds if not (full_only and one.window is not None)))
 
     def groups(self) -> list[list[list[Any]]]:
-        """Return for every shape of product the groups of linears that have it; a group reads one input."""
-        groups: dict[tuple[int, ...], list[list[Any]]] = {}
+        """Return for every shape and formats of a product the groups of linears that have them; a group reads one input."""
+        groups: dict[tuple[object, ...], list[list[Any]]] = {}
         for group in [
             *(group for layer in self.layers for group in layer.products),
-            *([[self.front]] if self.front is not None else []),
+            *([one] for one in (self.front, self.head) if one is not None),
         ]:
-            groups.setdefault((group[0].in_features, *(linear.out_features for linear in group)), []).append(group)
+            form = [(linear.out_features, getattr(linear, "quant_kind", "none")) for linear in group]
+            groups.setdefault((group[0].in_features, *form), []).append(group)
         return list(groups.values())
 
     def sizes(self) -> Sizes:

@@ -17,6 +17,8 @@ from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer,
 from trimtab.engine.kernels.attention_and_norms import AttentionShape
 from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.plain_attention import Growth
+from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.formats.record import stored_format
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -34,10 +36,18 @@ def describe(hf_model: HFModel) -> Decoder:
     for module in hf_model.modules():
         if (make := DESCRIBE.get(type(module).__name__)) is not None:
             try:
-                return make(module)
+                return replace(make(module), head=_packed_head(getattr(hf_model, "lm_head", None)))
             except AttributeError as exc:
                 raise UndescribedError(f"its {type(exc.obj).__name__} has no {exc.name}") from exc
     raise UndescribedError(f"there is no description of {type(hf_model).__name__}")
+
+
+def _packed_head(head: object) -> ResidentLeaf | None:
+    """Return a model's head where a file's own format is its weight's and kernels read it."""
+    if not isinstance(head, ResidentLeaf):
+        return None
+    form = stored_format(head.quant_kind)
+    return head if form.is_own and form.layout is not None else None
 
 
 def why_not(hf_model: HFModel) -> str | None:

@@ -569,9 +569,9 @@ class FusedStep:
         return extra[:, 0]
 
     def _head(self, x: Tensor, next_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        return ends.argmax_logits(
-            self.decoder.scored(self.hf_model.lm_head(x)), self.decoder.softcap, next_tokens, self.kernels.ends
-        )
+        head = self.decoder.head
+        scores = self.hf_model.lm_head(x) if head is None else self._products([head], x)
+        return ends.argmax_logits(self.decoder.scored(scores), self.decoder.softcap, next_tokens, self.kernels.ends)
 
     # Buffers -----------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
+from trimtab.engine.formats import ggml
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import shell
@@ -26,7 +27,7 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
-from trimtab.formats.record import NESTED_BLOCK, StoredFormat, stored_format
+from trimtab.formats.record import GGML_BLOCKS, NESTED_BLOCK, StoredFormat, stored_format
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "graph_us", "keep_tuned", "relative_error",
@@ -122,6 +123,13 @@ class RandomWeights:
             values = torch.randn(rows, columns, device=self.device, generator=self.generator) * 100
             scale = torch.rand(count, device=self.device, generator=self.generator) * 0.001
             return {"weight": values.clamp(-448, 448).to(torch.float8_e4m3fn), "scale": scale}
+        if form.family == "ggml":
+            size, nbytes = GGML_BLOCKS[form.name]
+            blocks = self._bytes(rows * columns // size * nbytes).view(-1, nbytes)
+            for at in ggml.SCALES[form.name]:
+                step = torch.rand(len(blocks), 1, device=self.device, generator=self.generator) * (0.01 if size == 32 else 0.0003)
+                blocks[:, at : at + 2] = step.half().view(torch.uint8)
+            return ggml.arranged(form.name, blocks.view(rows, -1))
         groups = form.groups(columns)
         scale = torch.rand(rows, groups, device=self.device, generator=self.generator) * 0.01
         parts = {"weight": self._bytes(rows * columns * form.bits // 8).view(rows, -1), "scale": scale.to(self.scale_dtype)}

@@ -51,15 +51,15 @@ def jobs(
     for group, pair in weights:
         if any(matvec.why_not(packed, dtype, module.device) for packed in group):
             continue
-        count = len(group)
-        for n in counts:
-            config = matvec.config_of(group, n, module, pair=pair)
-            for normed in () if config is None else (False, True) if config[0].normed else (False,):
-                cut = None if config is None else config[0]
-                variants[matvec.options(group[0], dtype, cut, members=count, pair=pair, normed=normed)] = None
-        for n in checked:
-            plain = matvec.choose(group, n, module)
-            variants[matvec.options(group[0], dtype, plain, members=count)] = None
+        for one in (group[part] for part in layouts.runs(group)):
+            for n in counts:
+                config = matvec.config_of(one, n, module, pair=pair)
+                for normed in () if config is None else (False, True) if config[0].normed else (False,):
+                    cut = None if config is None else config[0]
+                    variants[matvec.options(one[0], dtype, cut, members=len(one), pair=pair, normed=normed)] = None
+            for n in checked:
+                plain = matvec.choose(one, n, module)
+                variants[matvec.options(one[0], dtype, plain, members=len(one))] = None
     return wanted + [Job(matvec.source(), (*options, *module.common), "matvec4.cu") for options in variants]
 
 

@@ -79,7 +79,7 @@ def can_unpack(packed: Packed) -> bool:
         return False
     if "scale" in packed.parts:
         form = stored_format(packed.kind)
-        if form.family == "float8":
+        if form.family in ("float8", "ggml"):
             return packed.shape[1] % 8 == 0
         group = form.group
         return packed.shape[1] % 8 == 0 and packed.shape[1] % (group or 1) == 0
@@ -286,7 +286,7 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
     try:
         module = load(device)
         leaves = four_bit(hf_model)
-        leaf = tried_leaf(leaves)
+        leaf, kinds = tried_leaf(leaves), sorted({one.quant_kind for one in leaves})
         width = hf_model.config.get_text_config().hidden_size
         form = (
             None
@@ -296,6 +296,7 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
                 leaf.out_features,
                 leaf.in_features,
                 sorted(leaf.packed().parts),
+                kinds,
                 *layouts.scale_type(leaf.packed()),
             )
         )
@@ -310,7 +311,10 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
             return chosen
         with torch.no_grad():
             if leaves:
-                why = "no layer is in a form that it reads" if leaf is None else wrong_unpack(leaf.packed(), module, dtype)
+                why = "no layer is in a form that it reads" if leaf is None else None
+                for kind in kinds:  # one layer of each format
+                    tried = tried_leaf([other for other in leaves if other.quant_kind == kind])
+                    why = why or (None if tried is None else wrong_unpack(tried.packed(), module, dtype))
                 chosen.unpacks = _passed(chosen, "unpacked 4-bit weights", why)
             why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
             chosen.adds = _passed(chosen, "adapters of a prompt", why)

@@ -35,6 +35,7 @@ from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
+from trimtab.formats.record import stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class DeviceKernels:
         progress: called with (done, of) while they are measured.
         """
         leaf = groups[0][0][0]
-        shapes = [(one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups]
+        shapes = [(one[0][0].in_features, *((leaf.out_features, leaf.quant_kind) for leaf in one[0])) for one in groups]
         known = of_this_process().for_layers
         key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, tuple(deltas))
         if key not in known:
@@ -168,8 +169,9 @@ class DeviceKernels:
             # A streamed layer's weight is there until the next is requested.
             resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
             packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
-            if not matvec.why_not(packed[0][0], dtype, self.matvec.device):
-                products += [Product(packed, n, pair_kind(one[0])) for n in counts]
+            for part in layouts.runs(packed[0]):
+                if not matvec.why_not(packed[0][part][0], dtype, self.matvec.device):
+                    products += [Product([group[part] for group in packed], n, pair_kind(one[0])) for n in counts]
         return products
 
     def prepare(
@@ -303,14 +305,14 @@ class DeviceKernels:
             return 0.0, 0.0  # the group stays with its own layers
         x = torch.randn(1, packed[0].shape[1], device=self.matvec.device).to(dtype)
         kind = pair_kind(group)
-        cut = matvec.choose(packed, 1, self.matvec, pair=kind is not None)
+        cut = [matvec.choose(packed[part], 1, self.matvec, pair=kind is not None) for part in layouts.runs(packed)]
         key = (
             "time of a product",
             _form_of(packed),
             str(dtype),
             kind,
             [isinstance(leaf, ResidentLeaf) for leaf in group],
-            str(cut),
+            ", ".join(map(str, cut)),
         )
         before = self.checks.find(*key)
         if before is not None:
@@ -344,7 +346,9 @@ def check_bytes(attention: Sequence[fused.AttentionShape], dtype: torch.dtype) -
 
 def pair_kind(group: Sequence[Leaf]) -> str | None:
     """Return the activation that a timing of this group ends with: two layers of one size are gate and up."""
-    return "gelu_tanh" if len(group) == 2 and group[0].out_features == group[1].out_features else None
+    gate, up = group[0], group[-1]
+    is_pair = len(group) == 2 and gate.out_features == up.out_features and gate.quant_kind == up.quant_kind
+    return "gelu_tanh" if is_pair else None
 
 
 def instead_of(cut: LaunchConfig, ways: Sequence[LaunchConfig]) -> list[LaunchConfig]:
@@ -360,7 +364,9 @@ def instead_of(cut: LaunchConfig, ways: Sequence[LaunchConfig]) -> list[LaunchCo
 
 def shape_of(group: Sequence[Leaf]) -> str:
     """Return the name of a product: its layers' outputs and their input."""
-    return f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features}"
+    kinds = list(dict.fromkeys(leaf.quant_kind for leaf in group))
+    formats = f" ({', '.join(kinds)})" if stored_format(kinds[-1]).family == "ggml" else ""  # a file has several
+    return f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features}{formats}"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/rows.cu.
 _CHUNK, _UNIT, _THREADS, _UP, _RANKS = 256, 128, 256, 256, 8
 _TILES, _STAGES, _SCALE_BYTES = (16, 32, 64), 2, 16
+# Of ggml's types `Many::ROW_BYTES`: with the bits above 4 of each value.
+_GGML_BYTES = {"q4_0": 16, "q4_1": 32, "q8_0": 8, "q4_k": 16, "q5_k": 48, "q6_k": 82}
 # Blocks that one multiprocessor runs at once.
 _BLOCKS = 2
 # Shared memory in front of the stages: codes of each lane's own, codes of scales, sums of 8 rows; and to a multiple of 2048.
@@ -76,13 +78,15 @@ def why_not(packed: Packed, dtype: torch.dtype) -> str | None:
 
 
 def chunk_of(packed: Packed) -> int:
-    """Return the columns that a block has at a time: 128 bytes of a row."""
-    return 1024 // stored_format(packed.kind).bits
+    """Return the columns that a block has at a time (`Many::COLUMNS`)."""
+    return 128 if stored_format(packed.kind).bits == 8 else 256
 
 
 def scale_bytes(packed: Packed) -> int:
     """Return the bytes of the scales and zero points of a row in a stage (`Many::ROW_BYTES`)."""
     form = stored_format(packed.kind)
+    if form.family == "ggml":
+        return _GGML_BYTES[packed.kind]
     if form.family == "codebook":
         return _SCALE_BYTES
     if form.family == "float8":
@@ -155,7 +159,12 @@ def linear(
         return
     n, columns = x.shape
     rows = [packed.shape[0] for packed in weights]
-    assert len({layouts.options(packed) for packed in weights}) == 1
+    if unpacked is None and len(parts_of := layouts.runs(weights)) > 1:
+        for run in parts_of:
+            one = None if lora is None else lora.members(run)
+            to = out[:, sum(rows[: run.start]) : sum(rows[: run.stop])]
+            linear(x, weights[run], to, bias=biases[run], lora=one, module=module, round_change=round_change, beside=beside)
+        return
     assert n <= MOST_TOKENS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     assert out.shape == (n, sum(rows)) and out.stride(1) == 1 and out.dtype == x.dtype and len(weights) <= matvec.MAX_MEMBERS
     fork = None if lora is None else beside

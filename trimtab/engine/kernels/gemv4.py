@@ -130,7 +130,10 @@ class LoraArgs:
 
     def member(self, index: int) -> LoraArgs:
         """Return the adapters of one layer of the group; `low` is that layer's part, still strided over the group."""
-        part = slice(index, index + 1)
+        return self.members(slice(index, index + 1))
+
+    def members(self, part: slice) -> LoraArgs:
+        """Return the adapters of some layers of the group, as `member`."""
         adapters = None if self.adapters is None else self.adapters[part]
         return LoraArgs(
             self.A_ptr[part], self.B_ptr[part], self.rank[part], self.scale[part], self.row_slots, self.low[:, part],
@@ -313,6 +316,8 @@ def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n
         return f"{n} rows, not 1 to {MAX_ROWS}"
     if "code" in packed.codes and float(packed.codes["code"].abs().max()) > 2:
         return "codes beyond 2"
+    if packed.kind in ("q4_0", "q4_1", "q8_0") and float(packed.parts["scale"].abs().max()) > layouts.MOST_SCALE:
+        return f"scales beyond {layouts.MOST_SCALE:g}"
     return layouts.why_not(packed) or nvrtc.why_not(device)
 
 
@@ -454,11 +459,11 @@ def matvec4(
         assert norm is None
         parts = torch.empty(x.shape[0], wide, dtype=x.dtype, device=x.device) if pair else out
         start = 0
-        for m, packed in enumerate(weights):
-            part = parts[:, start : start + packed.shape[0]]
-            one = None if lora is None else lora.member(m)
-            matvec4(x, [packed], part, bias=bias[m : m + 1], lora=one, module=module, dependent=dependent)
-            start += packed.shape[0]
+        for part in layouts.runs(weights):
+            stop = start + sum(packed.shape[0] for packed in weights[part])
+            own = None if lora is None else lora.members(part)
+            matvec4(x, weights[part], parts[:, start:stop], bias=bias[part], lora=own, module=module, dependent=dependent)
+            start = stop
         if gate is not None:
             _apply_gate(parts, gate, out)
         return

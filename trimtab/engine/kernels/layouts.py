@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats import ggml
 from trimtab.engine.formats.packed import Packed
 from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, stored_format
 
 TYPES = (torch.bfloat16, torch.float16)
 # One header a family of formats, each compiled where FORMAT names it.
-HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh")
-_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2}
+HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh", "ggml.cuh")
+_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2, "ggml": 3}
+# As TYPE in ggml.cuh.
+_GGML = {"q4_0": 40, "q4_1": 41, "q8_0": 80, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+# The largest scale with which a product of few rows has its weights in float16.
+MOST_SCALE = 256.0
 
 
 def source(name: str) -> str:
@@ -37,7 +42,9 @@ def options(packed: Packed) -> tuple[str, ...]:
     if form.family == "codebook":
         return (f"-DNESTED={'nested_absmax' in packed.parts:d}",)
     facts: dict[str, int] = {"FORMAT": number}
-    if form.family == "float8":
+    if form.family == "ggml":
+        facts |= {"TYPE": _GGML[packed.kind], "SCALE_HALF": packed.dtype == torch.float16}
+    elif form.family == "float8":
         facts |= {"HIGH": form.block[0], "GROUP": form.block[1], "SCALE_HALF": packed.dtype == torch.float16}
     else:
         scale = packed.parts["scale"].dtype
@@ -56,7 +63,7 @@ def tensors(packed: Packed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | Non
     parts: Mapping[str, Tensor] = packed.parts
     if "absmax" in parts:
         return parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset")
-    return parts["weight"], parts["scale"], parts.get("zero"), None
+    return parts["weight"], parts["scale"], parts.get("zero", parts.get("outer")), None
 
 
 def is_same(weights: Sequence[Packed]) -> bool:
@@ -65,6 +72,12 @@ def is_same(weights: Sequence[Packed]) -> bool:
         return False
     names = ("code", "nested_code")
     return all(len({one.codes[name].data_ptr() if name in one.codes else None for one in weights}) == 1 for name in names)
+
+
+def runs(weights: Sequence[Packed]) -> list[slice]:
+    """Return the neighbours among these weights that one launch can read together, in order."""
+    starts = [i for i in range(len(weights)) if i == 0 or not is_same(weights[i - 1 : i + 1])]
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(weights)], strict=True)]
 
 
 def why_not(packed: Packed) -> str | None:
@@ -89,6 +102,8 @@ def decoded(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
         return _codes(packed, rows, dtype)
     parts, form, columns = packed.parts, stored_format(packed.kind), packed.shape[1]
     part = slice(rows.start, rows.stop)
+    if form.family == "ggml":
+        return ggml.values(packed.kind, {name: one[part] for name, one in parts.items()}).to(dtype)
     if form.family == "float8":
         high, wide = form.block
         of_row = torch.arange(rows.start, rows.stop, device=parts["scale"].device) // (high or packed.shape[0])

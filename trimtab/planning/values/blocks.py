@@ -138,14 +138,12 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
     own = row.stored or quant
     kind = HEAD8 if row.is_head8 else own if row.quantized or (row.stored and row.kind == "embedding") else "none"
     form = stored_format(kind)
-    # No row of a table or a head is moved while it is read (GGUF).
-    stays = row.kind == "embedding" or (row.part == "head" and form.family == "ggml")
     return tuple(
         Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
             packs=kind == HEAD8 or (kind != "none" and not prequantized),
-            reading_bytes=form.reading_bytes(tensor.shape) if row.stored and not stays else 0,
+            reading_bytes=form.reading_bytes(tensor.shape) if row.stored else 0,
         )
         for tensor in tensors
         if tensor.tensor_path not in tied

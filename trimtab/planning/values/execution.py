@@ -171,7 +171,10 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
 
 def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
     """Whether kernels multiply with the weights of a mode as they are stored; else each product dequantizes them."""
-    return mode == "fused" and anatomy.dtype in FUSED_DTYPES and stored_format(quant).layout is not None
+    if mode != "fused" or anatomy.dtype not in FUSED_DTYPES:
+        return False
+    layers = (row.stored or quant for row in anatomy.rows if row.part == "language" and row.kind == "linear" and row.quantized)
+    return all(stored_format(name).layout is not None for name in {quant, *layers})
 
 
 def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool, dtype: str = "bfloat16") -> str:

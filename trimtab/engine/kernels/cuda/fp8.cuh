@@ -25,22 +25,25 @@ __device__ __forceinline__ u32 scale_row(u32 row, int blocks) {
 }
 #ifdef WHOLE
 struct Format {
-  static constexpr int BYTES = 64, PAD_FEW = 64, PAD = 64, SCALES = 1, FEW_ROWS = 0, FIRST_BYTES = 32768;
-  static constexpr bool HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = false, ROUNDS_CHANGE = false;
+  static constexpr int BYTES = 64, LANE_BYTES = 64, PAD_FEW = 64, PAD = 64, SCALES = 1, QUADS = 1, FEW_ROWS = 0, FIRST_BYTES = 32768;
+  static constexpr bool HAS_GROUPS = false, HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = false, ROUNDS_CHANGE = false;
   static constexpr int FOUR = GROUP == 64 ? 4 : GROUP == 128 ? 2 : 1;  // scales of four blocks of 64
   // 16 neighbours of each block.
   struct Lane {
     uint4 a, b;
   };
   template <bool FEW>
-  static __device__ __forceinline__ Lane streamed(const u8* p) { return {streamed_16(p), streamed_16(p + 64)}; }
+  static __device__ __forceinline__ Lane streamed(const u8* p, int) { return {streamed_16(p), streamed_16(p + 64)}; }
   template <bool FEW>
-  static __device__ __forceinline__ Lane near(const u8* p) { return {*(const uint4*)p, *(const uint4*)(p + 64)}; }
+  static __device__ __forceinline__ Lane near(const u8* p, int) { return {*(const uint4*)p, *(const uint4*)(p + 64)}; }
   static __device__ __forceinline__ uint2 word(const Lane& v, int i) {
     const uint4 own = i < 2 ? v.a : v.b;
     return i & 1 ? make_uint2(own.z, own.w) : make_uint2(own.x, own.y);
   }
-  static __device__ __forceinline__ u32 pair(uint2 word, int k, u32) { return two_float8(k < 2 ? word.x : word.y, k & 1); }
+  template <bool FEW>
+  using Groups = NoGroups<FEW>;
+  template <typename Z>
+  static __device__ __forceinline__ u32 pair(uint2 word, int k, u32, const Z&, int) { return two_float8(k < 2 ? word.x : word.y, k & 1); }
   static __device__ __forceinline__ float scale_of(float scale) { return scale; }
   static __device__ __forceinline__ float zero_of(float) { return 0.f; }
   struct Near {
@@ -68,6 +71,7 @@ struct Format {
 template <bool>
 struct Unpacked {
   typedef uint2 Word;
+  static __device__ __forceinline__ Word word_at(const u8* packed, i64 at) { return __ldcg((const uint2*)packed + at / 8); }
   const float* scales;
   int width;
   __device__ __forceinline__ Unpacked(const void* scale, const void*, const float*, const float*, const float*, int width, int)
@@ -91,13 +95,14 @@ struct Unpacked {
 };
 // As in nf4.cuh, of 128 columns. Scales of a block are few: they are read as they are needed.
 struct Many {
-  static constexpr int COLUMNS = 128, FRONT = 16 * 32 + 256, ROW_BYTES = 0;
+  static constexpr int COLUMNS = 128, FRONT = 16 * 32 + 256, ROW_BYTES = 0, CHUNK_BYTES = 128;
   typedef uint2 Word;
   typedef float Scale;
   __device__ __forceinline__ Many(const Member&, float*) {}
   __device__ __forceinline__ void prepare(const float*, const float*) const {}
   __device__ __forceinline__ void begin(Member) const {}
-  static __device__ __forceinline__ void words(Word* to, uint4 v, int high) {
+  static __device__ __forceinline__ int place(int piece) { return piece * 16; }
+  static __device__ __forceinline__ void words(Word* to, uint4 v, int high, const u8*, int, int) {
     to[0] = high ? make_uint2(v.z, v.w) : make_uint2(v.x, v.y), to[1] = high ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
   }
   __device__ __forceinline__ void copy_scales(u8*, int, Member, int, int, int) const {}

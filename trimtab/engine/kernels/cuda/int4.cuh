@@ -15,7 +15,7 @@ __device__ __forceinline__ float scale_value(u32 bits) { return WIDE_SCALE ? __u
 __device__ __forceinline__ float as_weight(float v, int half) { return WIDE_SCALE || SCALE_HALF == half ? v : rounded(v, SCALE_HALF); }
 #ifdef WHOLE
 struct Format : FourBits {
-  static constexpr int SCALES = GROUP == 32 ? 2 : 1;
+  static constexpr int SCALES = GROUP == 32 ? 2 : 1, QUADS = SCALES;
   static constexpr bool HAS_TABLE = false, HAS_ZERO = ZERO, IS_CROSSED = true, ROUNDS_CHANGE = false;
   static constexpr int FIRST_BYTES = 32768;  // of shared memory in front: A x, where there is no other room
   static constexpr int FOUR = GROUP == 32 || GROUP == 64 ? 4 : GROUP == 128 ? 2 : 1;  // scales of four (32: two) blocks of 64
@@ -23,7 +23,8 @@ struct Format : FourBits {
     return GROUP == 0 ? 1 : GROUP == 32 ? blocks * 2 : (blocks * 64 + GROUP - 1) / (GROUP ? GROUP : 1);
   }
   // Values 0 and 4, 1 and 5, 2 and 6, 3 and 7, as fp16: 1024 + q or 1024 + 16 q is an exponent and these bits.
-  static __device__ __forceinline__ u32 pair(u32 word, int k, u32) {
+  template <typename Z>
+  static __device__ __forceinline__ u32 pair(u32 word, int k, u32, const Z&, int) {
     const u32 w = k < 2 ? word : word >> 8;
     return k & 1 ? halves_add((w & 0x000f000fu) | 0x64006400u, 0xe408e408u)
                  : halves_fma((w & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u);
@@ -91,6 +92,7 @@ struct Format : FourBits {
 template <bool>
 struct Unpacked {
   typedef u32 Word;
+  static __device__ __forceinline__ Word word_at(const u8* packed, i64 at) { return __ldcg((const u32*)packed + at / 8); }
   const void* scale;
   const u8* zero;
   u32 each;

@@ -1,7 +1,7 @@
 // 4-bit matrix-vector products for 1 to 8 rows, with LoRA and what follows a product at once. Read engine/kernels/gemv4.py first: it
 // says what is computed, in which shapes, and how the launch is cut. values.cuh and the header of each format stand in front of this.
 //
-// How a weight is decoded. `Format` (nf4.cuh, int4.cuh) makes eight neighbours of a row fp16, as four pairs. Codes are looked up: a byte
+// How a weight is decoded. `Format` (nf4.cuh and the other headers) makes eight neighbours of a row fp16, as four pairs. Codes are looked up: a byte
 // holds two weights; a table of 256 entries in shared memory gives both as fp16 at once.
 // The table is there once for every lane (32 x 4 bytes an entry), so that no two lanes ask the same bank. An entry takes
 // 256 bytes, half of them empty: byte b and lane l are at offset b * 256 + l * 4, which one PRMT puts together.
@@ -281,7 +281,7 @@ __device__ __forceinline__ void normed(const Matvec& a, float* sums, uint4* weig
 template <int SPREAD>
 __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   constexpr bool FEW = SPREAD > 1;
-  constexpr int SCALES = Format::SCALES, BYTES = Format::BYTES, PASSES = SCALES == 2 && SPREAD < 4 ? 2 : 1;
+  constexpr int SCALES = Format::SCALES, QUADS = Format::QUADS, BYTES = Format::BYTES, LANE = Format::LANE_BYTES, PASSES = SCALES == 2 && SPREAD < 4 ? 2 : 1;
 #if HELD
   const int threads = THREADS;
 #else
@@ -294,7 +294,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   const int first_block = split * a.chunk_blocks, blocks = min(a.chunk_blocks, a.blocks - first_block);
   const int units = min(a.units, a.all_units - own * a.units), chunks = (blocks + a.piece_blocks - 1) / a.piece_blocks;
   const int x_bytes = a.chunk_blocks / 2 * PAIR_BYTES + 16;  // 16: two rows of x side by side fall on different banks
-  const int quads = a.chunk_blocks / UB * SCALES, scale_stride = (quads | 1) * UB;  // 16-byte reads of 8 rows touch every bank once
+  const int quads = a.chunk_blocks / UB * QUADS, scale_stride = (quads | 1) * UB;  // 16-byte reads of 8 rows touch every bank once
   const int group = a.groups > 1 ? warp / a.k_warps : 0, kw = warp - group * a.k_warps;
   // Rows of a stage: 8 of them are read at once, 16 bytes (FEW) or 8 bytes of each lane.
   const int stage_stride = (a.piece_blocks * BYTES + 127) / 128 * 128 + (FEW ? Format::PAD_FEW : Format::PAD), stage_bytes = 16 * stage_stride;
@@ -316,13 +316,13 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   Format::Lane held0[BUFFERS][HELD], held1[BUFFERS][HELD];
   const Unit own_unit = locate(a, own * a.units + group);
   const int last_row = of(a.rows, max(own_unit.member, 0)) - 1;  // past the end: not stored
-  const u8* weight = of(a.weight, max(own_unit.member, 0)) + (size_t)first_block * BYTES + kw * STEPS * 2 * BYTES + t * (FEW ? BYTES / 2 : BYTES / 4);
+  const u8* weight = of(a.weight, max(own_unit.member, 0)) + (size_t)first_block * BYTES + kw * STEPS * 2 * BYTES + t * (FEW ? LANE / 2 : LANE / 4);
   const u8* from0 = weight + (size_t)min(own_unit.row + g, last_row) * a.blocks * BYTES;
   const u8* from1 = weight + (size_t)min(own_unit.row + g + 8, last_row) * a.blocks * BYTES;
   const auto ask = [&](int batch, int i) {
     const int at = (batch * HELD + i) * 2 * BYTES;
-    held0[batch % BUFFERS][i] = Format::streamed<FEW>(from0 + at);
-    held1[batch % BUFFERS][i] = Format::streamed<FEW>(from1 + at);
+    held0[batch % BUFFERS][i] = Format::streamed<FEW>(from0 + at, t);
+    held1[batch % BUFFERS][i] = Format::streamed<FEW>(from1 + at, t);
   };
 #pragma unroll
   for (int batch = 0; batch < BUFFERS; batch++)
@@ -382,9 +382,9 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       const int e = from + k * threads, r = quotient(e, quads_inverse), q = (e - r * quads) * UB;
       found[k].none();
       const Unit unit = locate(a, own * a.units + (r >> 4));
-      if (e >= all_quads || q >= blocks * SCALES || unit.member < 0) continue;
+      if (e >= all_quads || q >= blocks * QUADS || unit.member < 0) continue;
       const int row = min(unit.row + (r & 15), of(a.rows, unit.member) - 1);
-      found[k].ask(a.stored, unit.member, row, a.blocks, first_block * SCALES + q, (first_block + blocks) * SCALES);
+      found[k].ask(a.stored, unit.member, row, a.blocks, first_block * QUADS + q, (first_block + blocks) * QUADS);
     }
   };
   const auto keep_scales = [&](int from) {
@@ -630,7 +630,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
   }
 
-#define TWO(w, k) Format::pair(w, k, lane4)
+#define TWO(w, k, z, q) Format::pair(w, k, lane4, z.groups, q)
   const u32 lane4 = lane * 4;
 #if !HELD
   if (warp == asks) {
@@ -673,10 +673,13 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     // A pair of blocks of two rows: pair `pair` of the chunk, the rows' scales (PairScales), their weights.
     struct PairScales {
       float of[SPREAD == 4 ? 2 : 2 * SCALES];
+      Format::Groups<FEW> groups;  // of the lane's own values, where weights are scaled as they are decoded
     };
-    const auto scales_of = [&](const float* from) {
+    const auto scales_of = [&](const float* from, int odd) {
       PairScales z;
-      if constexpr (SCALES == 1 || SPREAD == 4) {
+      if constexpr (Format::HAS_GROUPS) {
+        z.of[0] = z.of[1] = z.groups.read(from, odd, t);
+      } else if constexpr (SCALES == 1 || SPREAD == 4) {
         const float2 v = *(const float2*)(from + own_block * 2);
         z.of[0] = v.x, z.of[1] = v.y;
       } else {
@@ -698,8 +701,8 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #pragma unroll
           for (int p = 0; p < PASSES; p++) {
             if (has_x[p]) xa[p] = *(const uint4*)(x + q * 16);
-            mma_m16n8k16(c[p], TWO(w0, 0), TWO(w1, 0), TWO(w0, 1), TWO(w1, 1), xa[p].x, xa[p].y);
-            mma_m16n8k16(d[p], TWO(w0, 2), TWO(w1, 2), TWO(w0, 3), TWO(w1, 3), xa[p].z, xa[p].w);
+            mma_m16n8k16(c[p], TWO(w0, 0, z0, q), TWO(w1, 0, z1, q), TWO(w0, 1, z0, q), TWO(w1, 1, z1, q), xa[p].x, xa[p].y);
+            mma_m16n8k16(d[p], TWO(w0, 2, z0, q), TWO(w1, 2, z1, q), TWO(w0, 3, z0, q), TWO(w1, 3, z1, q), xa[p].z, xa[p].w);
           }
         }
 #pragma unroll
@@ -721,11 +724,13 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
           float c[PASSES][4] = {};
 #pragma unroll
           for (int q = 0; q < 2; q++) {
-            const auto w0 = Format::word(v0, 2 * k + q), w1 = Format::word(v1, 2 * k + q);
+            const int own = 2 * k + q;
+            const auto w0 = Format::word(v0, own), w1 = Format::word(v1, own);
 #pragma unroll
             for (int p = 0; p < PASSES; p++) {
-              mma_m16n8k16(c[p], TWO(w0, 0), TWO(w1, 0), TWO(w0, 1), TWO(w1, 1), q ? xb[p].x : xa[p].x, q ? xb[p].y : xa[p].y);
-              mma_m16n8k16(c[p], TWO(w0, 2), TWO(w1, 2), TWO(w0, 3), TWO(w1, 3), q ? xb[p].z : xa[p].z, q ? xb[p].w : xa[p].w);
+              const uint4 v = q ? xb[p] : xa[p];
+              mma_m16n8k16(c[p], TWO(w0, 0, z0, own), TWO(w1, 0, z1, own), TWO(w0, 1, z0, own), TWO(w1, 1, z1, own), v.x, v.y);
+              mma_m16n8k16(c[p], TWO(w0, 2, z0, own), TWO(w1, 2, z1, own), TWO(w0, 3, z0, own), TWO(w1, 3, z1, own), v.z, v.w);
             }
           }
           const float2 f = *(const float2*)(factor_lane + (pair * 2 + k) * COLUMNS);
@@ -742,19 +747,20 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       }
     };
 #if HELD
-    const float* scale = scales + (group * 16 + g) * scale_stride + kw * STEPS * 2 * SCALES;
+    const float* scale = scales + (group * 16 + g) * scale_stride + (Format::HAS_GROUPS ? 0 : kw * STEPS * 2 * SCALES);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; batch++)
 #pragma unroll
       for (int i = 0; i < HELD; i++) {
-        const int step = batch * HELD + i;
-        const PairScales z0 = scales_of(scale + step * 2 * SCALES), z1 = scales_of(scale + 8 * scale_stride + step * 2 * SCALES);
-        multiply(kw * STEPS + step, z0, z1, held0[batch % BUFFERS][i], held1[batch % BUFFERS][i]);
+        const int step = batch * HELD + i, pair = kw * STEPS + step;
+        const float* own = scale + (Format::HAS_GROUPS ? (pair >> 1) * UB * QUADS : step * 2 * SCALES);
+        const PairScales z0 = scales_of(own, pair & 1), z1 = scales_of(own + 8 * scale_stride, pair & 1);
+        multiply(pair, z0, z1, held0[batch % BUFFERS][i], held1[batch % BUFFERS][i]);
         if (batch + BUFFERS < BATCHES) ask(batch + BUFFERS, i);
       }
     keep(group);
 #else
-    const u8* ring_lane = ring + g * stage_stride + t * (FEW ? BYTES / 2 : BYTES / 4);
+    const u8* ring_lane = ring + g * stage_stride + t * (FEW ? LANE / 2 : LANE / 4);
     const int batches = a.piece_blocks / UB;
     int u = group, chunk = 0, place = 0, phase = 0;
 #pragma unroll 1
@@ -766,11 +772,12 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
         const int batch = chunk * batches + own_batch;  // of the unit
         if (batch * UB >= blocks) break;  // what no copy has filled may be NaN
         const u8 *from0 = ring_lane + stage * stage_bytes + own_batch * UB * BYTES, *from1 = from0 + 8 * stage_stride;
-        const float* scale = scales + (u * 16 + g) * scale_stride + batch * UB * SCALES;
+        const float* scale = scales + (u * 16 + g) * scale_stride + batch * UB * QUADS;
 #pragma unroll
         for (int p = 0; p < 2; p++) {
-          const PairScales z0 = scales_of(scale + p * 2 * SCALES), z1 = scales_of(scale + 8 * scale_stride + p * 2 * SCALES);
-          multiply(batch * 2 + p, z0, z1, Format::near<FEW>(from0 + p * 2 * BYTES), Format::near<FEW>(from1 + p * 2 * BYTES));
+          const float* own = scale + (Format::HAS_GROUPS ? 0 : p * 2 * SCALES);
+          const PairScales z0 = scales_of(own, p), z1 = scales_of(own + 8 * scale_stride, p);
+          multiply(batch * 2 + p, z0, z1, Format::near<FEW>(from0 + p * 2 * BYTES, t), Format::near<FEW>(from1 + p * 2 * BYTES, t));
         }
       }
       __syncwarp();

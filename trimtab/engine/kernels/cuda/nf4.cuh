@@ -2,7 +2,7 @@
 // 4-bit codes (NF4, FP4), two in a byte, the first in the high half, with a scale for each 64 values in float32, or (NESTED) an 8-bit
 // code of it with a scale for each 256 of those and one offset.
 #ifndef FORMAT
-#define FORMAT 0  // 0: these codes, 1: integers in groups (int4.cuh), 2: float8 (fp8.cuh)
+#define FORMAT 0  // 0: these codes, 1: integers in groups (int4.cuh), 2: float8 (fp8.cuh), 3: ggml's blocks (ggml.cuh)
 #endif
 #ifndef NESTED
 #define NESTED 0
@@ -31,20 +31,31 @@ struct Member {
 struct FourBitWords {
   static constexpr int COLUMNS = 256, FRONT = 16 * 32 + 256;  // floats in front of the stages
   typedef u32 Word;                                           // of eight values
-  static __device__ __forceinline__ void words(Word* to, uint4 v, int high) {
+  static constexpr int CHUNK_BYTES = 128;                     // of a row
+  static __device__ __forceinline__ int place(int piece) { return piece * 16; }  // of 16 bytes in them
+  static __device__ __forceinline__ void words(Word* to, uint4 v, int high, const u8*, int, int) {
     to[0] = high ? v.y : v.x, to[1] = high ? v.x : v.y, to[2] = high ? v.w : v.z, to[3] = high ? v.z : v.w;
   }
 };
 // What a lane has of a pair of blocks of 64 values in a row, four times 8 values. FEW: 32 neighbours, lanes 0 and 1 of the even block; else
 // 16 of each block. From memory that is read once, or from shared memory.
+// Of formats whose scales multiply sums.
+template <bool>
+struct NoGroups {
+  __device__ __forceinline__ float read(const float*, int, int) { return 0.f; }
+};
 struct FourBits {
-  static constexpr int BYTES = 32, PAD_FEW = 64, PAD = 32;  // of 64 values; behind each row of a stage, against meeting in a bank
+  static constexpr int BYTES = 32, LANE_BYTES = 32;  // of 64 values, and those of them that lanes share evenly
+  static constexpr int PAD_FEW = 64, PAD = 32;       // behind each row of a stage, against meeting in a bank
   static constexpr int FEW_ROWS = 4;                        // of x, up to which a row of it has several columns
   typedef uint4 Lane;
+  static constexpr bool HAS_GROUPS = false;
   template <bool FEW>
-  static __device__ __forceinline__ Lane streamed(const u8* p) { return FEW ? streamed_16(p) : streamed_8_8(p); }
+  using Groups = NoGroups<FEW>;
   template <bool FEW>
-  static __device__ __forceinline__ Lane near(const u8* p) {
+  static __device__ __forceinline__ Lane streamed(const u8* p, int) { return FEW ? streamed_16(p) : streamed_8_8(p); }
+  template <bool FEW>
+  static __device__ __forceinline__ Lane near(const u8* p, int) {
     if constexpr (FEW) return *(const uint4*)p;
     const uint2 a = *(const uint2*)p, b = *(const uint2*)(p + 32);
     return make_uint4(a.x, a.y, b.x, b.y);
@@ -56,12 +67,13 @@ struct FourBits {
 };
 #if FORMAT == 0
 struct Format : FourBits {
-  static constexpr int SCALES = 1;  // of 64 values
+  static constexpr int SCALES = 1, QUADS = 1;  // of 64 values; of what is kept of scales, 16 bytes each, of 256
   static constexpr bool HAS_TABLE = true, HAS_ZERO = false, IS_CROSSED = false, ROUNDS_CHANGE = true;
   static constexpr int FIRST_BYTES = 65536;  // of shared memory in front: the two weights of each byte, for every lane
 #ifdef WHOLE
   // Two of eight values as fp16.
-  static __device__ __forceinline__ u32 pair(u32 w, int k, u32 lane4) { return shared_word(__byte_perm(w, lane4, 0x5504 + k * 16)); }
+  template <typename Z>
+  static __device__ __forceinline__ u32 pair(u32 w, int k, u32 lane4, const Z&, int) { return shared_word(__byte_perm(w, lane4, 0x5504 + k * 16)); }
   // Codes of scales: all of them are in L1 when they are looked up.
   struct Near {
 #if NESTED && WHOLE
@@ -127,6 +139,7 @@ struct Format : FourBits {
 template <bool SCALES_OF_SCALES>
 struct Unpacked {
   typedef u32 Word;  // of eight values
+  static __device__ __forceinline__ Word word_at(const u8* packed, i64 at) { return __ldcg((const u32*)packed + at / 8); }
   const void* scale;
   const float *outer, *offset, *code2;
   int shift, outer_shift;

@@ -17,7 +17,7 @@ __device__ __forceinline__ void unpack_values(
   for (int k = 0; k < 4; k++) {
     const i64 at = first + k * 2048;
     words[k] = {};
-    if (at < values) words[k] = __ldcg((const typename Own::Word*)packed + at / 8);
+    if (at < values) words[k] = Own::word_at(packed, at);
   }
 #pragma unroll
   for (int k = 0; k < 4; k++) {

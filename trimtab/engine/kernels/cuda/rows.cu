@@ -2,7 +2,7 @@
 // engine/kernels/gemm4.py first: it says what each kernel computes and in which shapes. values.cuh and the headers of the formats
 // stand in front of this.
 
-#define CHUNK Many::COLUMNS  // of x that a block holds at a time: 128 bytes of a row of weights
+#define CHUNK Many::COLUMNS  // of x that a block holds at a time: 128 bytes of a row of weights, and what `copy_scales` brings
 #define UNIT 128   // outputs of a block
 #define THREADS 256
 
@@ -57,7 +57,8 @@ __device__ __forceinline__ void rows_product(
 #pragma unroll
     for (int i = tid; i < UNIT * 8; i += THREADS) {
       const int r = i >> 3, piece = i & 7, row = min(unit.first + r, unit.own.rows - 1);
-      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), unit.own.weight + (size_t)row * (columns / CHUNK * 128) + next_chunk * 128 + piece * 16);
+      const u8* from = unit.own.weight + ((size_t)row * (columns / CHUNK) + next_chunk) * Many::CHUNK_BYTES;
+      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), from + Many::place(piece));
     }
     if (tid < UNIT) many.copy_scales(to + W_BYTES, tid, unit.own, min(unit.first + tid, unit.own.rows - 1), columns, next_chunk);
   };
@@ -113,7 +114,7 @@ __device__ __forceinline__ void rows_product(
 #pragma unroll
     for (int r = 0; r < 4; r++) {
       const uint4 a = *(const uint4*)(w + w_at + r * (8 * 128));
-      Many::words(words[r], a, high);
+      Many::words(words[r], a, high, scales, r0 + 8 * r, piece);
       scale[r] = many.scale(scales, r0 + 8 * r, piece, outer[r]);
     }
 #pragma unroll UNROLLED

@@ -1,0 +1,320 @@
+// ggml's blocks as engine/formats/ggml.py arranges them. TYPE: 40 and 41 Q4_0 and Q4_1, 80 Q8_0, 4, 5 and 6 Q4_K, Q5_K and Q6_K. Bytes of
+// 128 values: 64 of 4 bits, two in a byte, the first in the high half; then the bits above, 2 (Q6_K) or 1 (Q5_K) of a value, see `above`.
+// Q8_0: signed bytes. Scales: of 256 values 16 bytes; 32 in Q4_1; Q6_K has a scale more in `second`. SCALE_HALF: the weight's own type is
+// fp16, not bf16.
+#if FORMAT == 3
+#define IS_K (TYPE < 10)
+#define BITS_ABOVE (TYPE == 6 ? 2 : TYPE == 5 ? 1 : 0)
+#define PAIR_OF_BLOCKS (TYPE == 80 ? 128 : 64 + 16 * BITS_ABOVE)  // bytes of 128 values
+__device__ __forceinline__ float as_weight(float v, int half) { return SCALE_HALF == half ? v : rounded(v, SCALE_HALF); }
+// The scale and the minimum, 6 bits each, of group j of 8 of a Q4_K or Q5_K block: its bytes 4 to 15 as three words.
+__device__ __forceinline__ void six_bits(u32& scale, u32& minimum, u32 low, u32 middle, u32 high, int j) {
+  const int shift = 8 * (j & 3);
+  low >>= shift, middle >>= shift, high >>= shift;
+  scale = j < 4 ? low & 63 : (high & 15) | (low >> 2 & 48);
+  minimum = j < 4 ? middle & 63 : (high >> 4 & 15) | (middle >> 2 & 48);
+}
+// The bits above of values k and k + 4 of eight, from bit 4 of either half on. bits: of values 0 to 3 and 4 to 7, from the beginning of
+// either half on.
+__device__ __forceinline__ u32 above(u32 bits, int k) {
+  const int at = BITS_ABOVE * k;
+  return (at < 4 ? bits << (4 - at) : bits >> (at - 4)) & (BITS_ABOVE == 2 ? 0x00300030u : 0x00100010u);
+}
+__device__ __forceinline__ int above_one(u32 bits, int i) {
+  return (int)(bits >> (BITS_ABOVE * (i & 3) + (i & 4 ? 16 : 0)) & ((1 << BITS_ABOVE) - 1)) << 4;
+}
+// Of one value: q a - b in float32, where the products are exact.
+struct Group {
+  float a, b;
+};
+#if TYPE == 80
+#define LEAST 0.f
+#else
+#define LEAST (TYPE == 40 ? 8.f : TYPE == 6 ? 32.f : 0.f)
+#endif
+__device__ __forceinline__ float value_of(float q, Group group) { return fmaf(q - LEAST, group.a, -group.b); }
+// Group j of 32 values (Q6_K: of 16) in 256. scales: of the 256; second: their scale (Q6_K).
+__device__ __forceinline__ Group group_of(const u8* scales, u16 second, int j) {
+#if IS_K && TYPE != 6
+  const u32* words = (const u32*)scales;
+  u32 scale, minimum;
+  six_bits(scale, minimum, words[1], words[2], words[3], j);
+  return {from_half((u16)words[0]) * (float)scale, from_half((u16)(words[0] >> 16)) * (float)minimum};
+#elif TYPE == 6
+  return {from_half(second) * (float)(signed char)scales[j], 0.f};
+#elif TYPE == 41
+  const u32 both = *((const u32*)scales + j);
+  return {from_half((u16)both), -from_half((u16)(both >> 16))};
+#else
+  return {from_half(*((const u16*)scales + j)), 0.f};
+#endif
+}
+#ifdef WHOLE
+struct Format : FourBits {
+  static constexpr int BYTES = PAIR_OF_BLOCKS / 2, LANE_BYTES = TYPE == 80 ? 64 : 32, PAD = TYPE == 80 ? 64 : 32;
+  static constexpr int FEW_ROWS = TYPE == 80 ? 0 : 4, SCALES = 1, QUADS = TYPE == 6 || TYPE == 41 ? 2 : 1, FIRST_BYTES = 32768;
+  static constexpr bool HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = TYPE != 80, ROUNDS_CHANGE = false, HAS_GROUPS = true;
+  // What a lane has of a pair of blocks: four times 8 values, and the bits above of each.
+  struct Lane {
+    uint4 a, b;
+  };
+  struct Word {
+    u32 low, above;  // Q8_0: the first four values and the others
+  };
+  // The bits above are a word for 16 values (Q6_K) or 32 (Q5_K).
+  template <bool FEW, typename Read16, typename Read8, typename Read4>
+  static __device__ __forceinline__ Lane read(const u8* p, int t, Read16 read_16, Read8 read_8, Read4 read_4) {
+    Lane v;
+    v.b = make_uint4(0, 0, 0, 0);
+    if constexpr (TYPE == 80) {
+      v.a = read_16(p), v.b = read_16(p + 64);
+    } else if constexpr (FEW) {
+      v.a = read_16(p);
+      const u8* own = p - t * 16 + 64;
+      if constexpr (BITS_ABOVE == 2) {
+        const uint2 bits = read_8(own + t * 8);
+        v.b.x = bits.x, v.b.y = bits.y;
+      } else if constexpr (BITS_ABOVE == 1) {
+        const u32 bits = read_4(own + t * 4);
+        v.b.x = bits, v.b.y = bits >> 8;
+      }
+    } else {
+      const uint2 even = read_8(p), odd = read_8(p + 32);
+      v.a = make_uint4(even.x, even.y, odd.x, odd.y);
+      const u8* own = p - t * 8 + 64;
+      if constexpr (BITS_ABOVE == 2)
+        v.b.x = read_4(own + t * 4), v.b.y = read_4(own + 16 + t * 4);
+      else if constexpr (BITS_ABOVE == 1)
+        v.b.x = read_4(own + (t >> 1) * 4) >> (8 * (t & 1)), v.b.y = read_4(own + 8 + (t >> 1) * 4) >> (8 * (t & 1));
+    }
+    return v;
+  }
+  template <bool FEW>
+  static __device__ __forceinline__ Lane streamed(const u8* p, int t) {
+    return read<FEW>(p, t, [](const u8* q) { return streamed_16(q); }, [](const u8* q) { return streamed_8(q); },
+                     [](const u8* q) { return streamed_4(q); });
+  }
+  template <bool FEW>
+  static __device__ __forceinline__ Lane near(const u8* p, int t) {
+    return read<FEW>(p, t, [](const u8* q) { return *(const uint4*)q; }, [](const u8* q) { return *(const uint2*)q; },
+                     [](const u8* q) { return *(const u32*)q; });
+  }
+  static __device__ __forceinline__ Word word(const Lane& v, int i) {
+    if constexpr (TYPE == 80) {
+      const uint4 own = i < 2 ? v.a : v.b;
+      return i & 1 ? Word{own.z, own.w} : Word{own.x, own.y};
+    } else {
+      const u32 low = i == 0 ? v.a.x : i == 1 ? v.a.y : i == 2 ? v.a.z : v.a.w, bits = i < 2 ? v.b.x : v.b.y;
+      return {low, i & 1 ? bits >> (4 * BITS_ABOVE) : bits};
+    }
+  }
+  // Of a lane's values: each is (q - LEAST) a + b as fp16, rounded once, and then times `read`'s float32. Two groups where a lane has values
+  // of two. Q4_K and Q5_K: a is the scale of 6 bits, b the minimum of 6 bits in units of the block's scale; the other way round where that
+  // scale is almost nothing against the minima's.
+  template <bool FEW>
+  struct Groups {
+    u32 a[2], b[2];
+    // from: of the 256 values of a row, of which this is pair `odd`.
+    __device__ __forceinline__ float read(const float* from, int odd, int t) {
+      const uint4 own = *(const uint4*)from;
+#if IS_K && TYPE != 6
+      const float d = from_half((u16)own.x), least = from_half((u16)(own.x >> 16));
+      const bool is_usual = fabsf(least) <= 64.f * fabsf(d);
+      const float unit = is_usual ? d : least, ratio = unit == 0.f ? 0.f : __fdividef(is_usual ? least : d, unit);
+#pragma unroll
+      for (int k = 0; k < (FEW ? 1 : 2); k++) {
+        u32 scale, minimum;
+        six_bits(scale, minimum, own.y, own.z, own.w, odd * 4 + (FEW ? t : 2 * k + (t >> 1)));
+        const float one = (float)scale * (is_usual ? 1.f : ratio), other = -(float)minimum * (is_usual ? ratio : 1.f);
+        a[k] = two_halves(one, one), b[k] = two_halves(other, other);
+      }
+      if (FEW) a[1] = a[0], b[1] = b[0];
+      return unit;
+#elif TYPE == 6
+      // A lane's 32 neighbours are two groups, 2 t and the next; or 16 of each block, groups t and 4 + t.
+      const u32 low = odd ? own.z : own.x, high = odd ? own.w : own.y;
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const u32 bits = FEW ? (t & 2 ? high : low) >> (16 * (t & 1) + 8 * k) : (k ? high : low) >> (8 * t);
+        const float scale = (float)(signed char)(u8)bits;
+        a[k] = two_halves(scale, scale), b[k] = 0;
+      }
+      return from_half((u16)__float_as_uint(from[4]));
+#elif TYPE == 41
+      const uint4 mine = odd ? *(const uint4*)(from + 4) : own;
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const int j = FEW ? t : 2 * k + (t >> 1);
+        const u32 both = j == 0 ? mine.x : j == 1 ? mine.y : j == 2 ? mine.z : mine.w;
+        a[k] = __byte_perm(both, 0, 0x1010), b[k] = __byte_perm(both, 0, 0x3232);
+      }
+      return 1.f;
+#else
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const int j = FEW ? t : 2 * k + (t >> 1);
+        const u32 two = j < 2 ? (odd ? own.z : own.x) : (odd ? own.w : own.y);
+        a[k] = __byte_perm(two, 0, j & 1 ? 0x3232 : 0x1010), b[k] = 0;
+      }
+      return 1.f;
+#endif
+    }
+  };
+  // Values k and k + 4 of eight (Q8_0: 2 k and the next), q of four.
+  template <typename Z>
+  static __device__ __forceinline__ u32 pair(Word word, int k, u32, const Z& z, int q) {
+    u32 two;
+    if constexpr (TYPE == 80) {
+      two = halves_add(__byte_perm((k < 2 ? word.low : word.above) ^ 0x80808080u, 0x64646464u, k & 1 ? 0x4342 : 0x4140), 0xe480e480u);
+    } else {
+      const u32 w = k < 2 ? word.low : word.low >> 8;
+      u32 bits = ((k & 1 ? w : w >> 4) & 0x000f000fu) | 0x64006400u;  // 1024 + q
+      if constexpr (BITS_ABOVE > 0) bits |= above(word.above, k);
+      two = halves_add(bits, TYPE == 40 ? 0xe408e408u : TYPE == 6 ? 0xe420e420u : 0xe400e400u);
+    }
+    return halves_fma(two, z.a[q >> 1], z.b[q >> 1]);
+  }
+  struct Near {
+    __device__ __forceinline__ void ask(Stored) {}
+    __device__ __forceinline__ void keep() {}
+  };
+  // 16 bytes of scales as they are. first: 4 QUADS for each 256 values.
+  struct Four {
+    uint4 found;
+    __device__ __forceinline__ void none() { found = make_uint4(0, 0, 0, 0); }
+    __device__ __forceinline__ void ask(Stored from, int m, int row, int blocks, int first, int end) {
+      const u8* scale = (const u8*)of(from.scale, m);
+#if TYPE == 6
+      const size_t at = (size_t)row * (blocks / 4) + (first >> 3);
+      if (first & 4)
+        found.x = __ldg((const u16*)of(from.second, m) + at);
+      else
+        found = __ldg((const uint4*)scale + at);
+#elif WHOLE
+      found = __ldg((const uint4*)scale + (size_t)row * (blocks / 4) * QUADS + (first >> 2));
+#else
+      const u32* own = (const u32*)scale + (size_t)row * blocks * QUADS + first;
+      const int count = end - first;
+      found.x = __ldg(own), found.y = count > 1 ? __ldg(own + 1) : 0;
+      found.z = count > 2 ? __ldg(own + 2) : 0, found.w = count > 3 ? __ldg(own + 3) : 0;
+#endif
+    }
+    __device__ __forceinline__ float4 all(Stored) {
+      return make_float4(__uint_as_float(found.x), __uint_as_float(found.y), __uint_as_float(found.z), __uint_as_float(found.w));
+    }
+  };
+  static __device__ __forceinline__ float scale_of(float scale) { return scale; }
+  static __device__ __forceinline__ float zero_of(float) { return 0.f; }
+};
+#endif
+// As in nf4.cuh. width: of a row, whole groups.
+template <bool>
+struct Unpacked {
+  struct Word {
+    u32 low, above;
+  };
+  typedef Group Scale;
+  const u8* scale;
+  const u16* second;
+  __device__ __forceinline__ Unpacked(const void* scale, const void* second, const float*, const float*, const float*, int, int)
+      : scale((const u8*)scale), second((const u16*)second) {}
+  static __device__ __forceinline__ Word word_at(const u8* packed, i64 at) {
+    if constexpr (TYPE == 80) {
+      const uint2 v = __ldcg((const uint2*)(packed + at));
+      return {v.x, v.y};
+    } else if constexpr (BITS_ABOVE == 0) {
+      return {__ldcg((const u32*)(packed + at / 2)), 0};
+    } else {
+      const u8* own = packed + (at >> 7) * PAIR_OF_BLOCKS;
+      const int inside = (int)(at & 127);
+      const int place = inside >> 3, each = 4 / (BITS_ABOVE ? BITS_ABOVE : 1);  // eights of values that share a word of bits above
+      const u32 bits = __ldcg((const u32*)(own + 64) + place / each);
+      return {__ldcg((const u32*)(own + inside / 2)), bits >> (4 * BITS_ABOVE * (place % each))};
+    }
+  }
+  __device__ __forceinline__ Scale scale_at(i64 at) const {
+    const i64 block = at >> 8;
+#if TYPE == 6
+    return group_of(scale + block * 16, __ldg(second + block), (int)(at >> 4 & 15));
+#else
+    return group_of(scale + block * (TYPE == 41 ? 32 : 16), 0, (int)(at >> 5 & 7));
+#endif
+  }
+  __device__ __forceinline__ void values(float* v, Word word, Scale group, int half) const {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if constexpr (TYPE == 80)
+        v[i] = as_weight(value_of((float)(signed char)(u8)((i < 4 ? word.low : word.above) >> (8 * (i & 3))), group), half);
+      else
+        v[i] = as_weight(value_of((float)((int)(word.low >> (4 * (i ^ 1)) & 15) | above_one(word.above, i)), group), half);
+    }
+  }
+};
+// As in nf4.cuh: in a stage the scales of 128 rows, then their bits above, then (Q6_K) a scale more.
+struct Many {
+  static constexpr int COLUMNS = TYPE == 80 ? 128 : 256, FRONT = 16 * 32 + 256, HEAD = TYPE == 41 ? 32 : TYPE == 80 ? 8 : 16;
+  static constexpr int ABOVE = BITS_ABOVE * 32, ROW_BYTES = HEAD + ABOVE + (TYPE == 6 ? 2 : 0), CHUNK_BYTES = 128 + ABOVE;
+  struct Word {
+    u32 low, above;  // Q6_K: bit 15 says which of two groups it is of
+  };
+  struct Scale {
+    Group group[TYPE == 6 ? 2 : 1];
+  };
+  __device__ __forceinline__ Many(const Member&, float*) {}
+  __device__ __forceinline__ void prepare(const float*, const float*) const {}
+  __device__ __forceinline__ void begin(Member) const {}
+  __device__ __forceinline__ float outer(Member, int, int, int, int) const { return 0.f; }
+  static __device__ __forceinline__ int place(int piece) { return piece * 16 + (piece & 4 ? ABOVE / 2 : 0); }
+  static __device__ __forceinline__ void words(Word* to, uint4 v, int high, const u8* scales, int row, int piece) {
+    if constexpr (TYPE == 80) {
+      to[0] = high ? Word{v.z, v.w} : Word{v.x, v.y}, to[1] = high ? Word{v.x, v.y} : Word{v.z, v.w};
+    } else {
+      const u32 low[4] = {v.x, v.y, v.z, v.w};
+      const u8* own = scales + 128 * HEAD + row * ABOVE + piece * (ABOVE / 8);
+      u32 bits[2] = {0, 0};
+      if constexpr (BITS_ABOVE == 2) bits[0] = *(const u32*)own, bits[1] = *((const u32*)own + 1);
+      if constexpr (BITS_ABOVE == 1) bits[0] = *(const u32*)own, bits[1] = bits[0] >> 8;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int from = high ? i ^ 1 : i;
+        const u32 both = bits[i >> 1] >> (4 * BITS_ABOVE * (from & 1));
+        to[i].low = high ? low[i ^ 1] : low[i];
+        to[i].above = BITS_ABOVE == 2 ? (both & 0x00ff00ffu) | (u32)(i >> 1) << 15 : both;
+      }
+    }
+  }
+  __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int columns, int chunk) const {
+    const size_t block = (size_t)row * (columns / COLUMNS) + chunk;
+    copy_few<HEAD>(to + place * HEAD, (const u8*)own.scale + block * HEAD);
+    if constexpr (ABOVE > 0) {
+      const u8* from = own.weight + block * CHUNK_BYTES;
+      u8* above = to + 128 * HEAD + place * ABOVE;
+      copy_few<ABOVE / 2>(above, from + 64), copy_few<ABOVE / 2>(above + ABOVE / 2, from + 128 + ABOVE / 2);
+    }
+    if constexpr (TYPE == 6) copy_few<2>(to + 128 * (HEAD + ABOVE) + place * 2, (const u16*)own.second + block);
+  }
+  __device__ __forceinline__ Scale scale(const u8* scales, int place, int piece, float) const {
+    const u8* own = scales + place * HEAD;
+    Scale found;
+#if TYPE == 6
+    const u16 second = *((const u16*)(scales + 128 * (HEAD + ABOVE)) + place);
+    found.group[0] = group_of(own, second, 2 * piece), found.group[1] = group_of(own, second, 2 * piece + 1);
+#else
+    found.group[0] = group_of(own, 0, TYPE == 80 ? piece >> 1 : piece);
+#endif
+    return found;
+  }
+  __device__ __forceinline__ void values(float& v0, float& v1, Word word, int k, const Scale& scale, int half) const {
+    if constexpr (TYPE == 80) {
+      const u32 own = (k < 2 ? word.low : word.above) >> (16 * (k & 1));
+      v0 = as_weight(value_of((float)(signed char)(u8)own, scale.group[0]), half);
+      v1 = as_weight(value_of((float)(signed char)(u8)(own >> 8), scale.group[0]), half);
+    } else {
+      const u32 byte = word.low >> (8 * k);
+      const Group group = TYPE == 6 && word.above & 0x8000u ? scale.group[TYPE == 6 ? 1 : 0] : scale.group[0];
+      v0 = as_weight(value_of((float)((int)(byte >> 4 & 15) | above_one(word.above, 2 * k)), group), half);
+      v1 = as_weight(value_of((float)((int)(byte & 15) | above_one(word.above, 2 * k + 1)), group), half);
+    }
+  }
+};
+#endif
