@@ -161,7 +161,7 @@ FORMS: Mapping[str, Form] = {
 
 def kind_of(text: str) -> str:
     """Return the kind of a cell's text, "" if it has none."""
-    return KINDS.get(text) or (text if text in KINDS else "number" if text and _NUMBER.fullmatch(text) else "")
+    return KINDS.get(text) or (text if text in KINDS else "number" if text.strip("-") and _NUMBER.fullmatch(text) else "")
 
 
 @cache
