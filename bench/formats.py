@@ -81,6 +81,39 @@ def _fp8(stem: str, rows: int, columns: int, group: int) -> Tensors:
     }
 
 
+# As google/gemma-4-E2B-it-qat-mobile-transformers: bits of modules by patterns of their names, 4 elsewhere.
+MOBILE_BITS = {
+    "^lm_head$": 2, r"language_model\.embed_tokens$": 2, r"language_model\.embed_tokens_per_layer$": 4,
+    r"language_model\.layers\.(\d|1[0-4])\.mlp\.gate": 4, r"language_model\.layers\.\d+\.mlp\.": 2,
+    r"language_model\.layers\.\d+\.per_layer_": 8, r"language_model\.layers\.\d+\.self_attn\.": 4, "audio_tower": 8,
+}  # fmt: skip
+MOBILE_PLAIN = (
+    "per_layer_model_projection", "model.vision_tower", "model.embed_vision", "model.embed_audio", "relative_k_proj", "output_proj",
+)  # fmt: skip
+_MOBILE_LINEAR = re.compile(r"(_proj|linear|gate|projection|^lm_head)\.weight$")
+
+
+def _mobile(name: str, empty: Any, layers: int) -> Tensors:
+    """Return the tensors of a weight in the layout of Gemma 4's mobile files, none for one that stays in 16 bits."""
+    import torch
+
+    is_table = "embed_tokens" in name
+    if empty.dim() != 2 or any(word in name for word in MOBILE_PLAIN) or not (is_table or _MOBILE_LINEAR.search(name)):
+        return {}
+    stem, (rows, columns) = name.removesuffix(".weight"), empty.shape
+    bits = next((bits for pattern, bits in MOBILE_BITS.items() if re.search(pattern, stem)), 4)
+    groups = layers if stem.endswith("embed_tokens_per_layer") else 1
+    data = torch.randint(0, 256, (rows, columns * bits // 8), dtype=torch.uint8, device=DEVICE)
+    size, spread = 0.02 if is_table else 0.3 / columns**0.5, ((4**bits - 1) / 12) ** 0.5
+    scale = (torch.rand(rows, groups, device=DEVICE) * 0.2 + 0.9) * (size / spread)
+    if is_table:
+        return {f"{stem}.embedding_quantized": data, f"{stem}.embedding_scale": scale}
+    return {
+        name: data.view(torch.int8) if bits == 8 else data, f"{stem}.weight_scale": scale,
+        f"{stem}.input_activation_scale": torch.tensor(0.04), f"{stem}.output_activation_scale": torch.tensor(0.02),
+    }  # fmt: skip
+
+
 def _int4_scheme(group: int) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": True}
     return {
@@ -97,7 +130,12 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str, int, int, int], Tensors], 
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, _gptq, 128, "float16"),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, _fp8, 128, "bfloat16"),
 }  # fmt: skip
-CASES = {"e4b": ("nf4-dq", "ct-g32", "ct-g128", "fp8"), "qwen3-8b": ("nf4-dq", "ct-g128", "awq", "gptq", "fp8", "q4_k_m")}
+# Of a case that has less of the GPU than all of it; what is not resident there is chosen by the plan.
+BUDGETS = {"e2b:mobile": "2GiB", "e4b:mobile": "3.25GiB"}
+CASES = {
+    "e2b": ("mobile",), "e4b": ("nf4-dq", "ct-g32", "ct-g128", "fp8", "mobile"),
+    "qwen3-8b": ("nf4-dq", "ct-g128", "awq", "gptq", "fp8", "q4_k_m"),
+}  # fmt: skip
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -137,6 +175,19 @@ def write(size: str, form: str, folder: Path, layers: int | None) -> Path:
         gguf.write(config, folder / "model.gguf", device=DEVICE)
         config.architectures = [checkpoints.CLASSES[size]]
         config.save_pretrained(folder / "config")
+    elif form == "mobile":
+        text = config.get_text_config()
+        config.tie_word_embeddings = text.tie_word_embeddings = False
+        checkpoints.write_checkpoint(
+            size, folder, config=config, made_of=lambda name, empty: _mobile(name, empty, text.num_hidden_layers), device=DEVICE
+        )
+        settings = {
+            "quant_method": "gemma", "num_bits": 4, "quantize_embeddings": True, "modules_to_not_convert": list(MOBILE_PLAIN),
+            "module_quant_configs": {pattern: {"num_bits": bits} for pattern, bits in MOBILE_BITS.items()},
+        }  # fmt: skip
+        file = folder / "config.json"
+        whole = json.loads(file.read_text(encoding="utf-8")) | {"quantization_config": settings}
+        file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
     elif form == "nf4-dq":
         checkpoints.write_checkpoint(size, folder, config=config, device=DEVICE, packed=True)
     else:
@@ -169,7 +220,9 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
     torch.cuda.empty_cache()
     start = time.perf_counter()
     model_path = folder / "model.gguf" if form == "q4_k_m" else folder
-    plan = trimtab.plan(model_path, adapters={"r8": folder / "r8"}, context=CONTEXT, place={"*": "resident"})
+    budget = BUDGETS.get(f"{size}:{form}")
+    placed: dict[str, Any] = {"place": {"*": "resident"}} if budget is None else {"gpu_memory": budget}
+    plan = trimtab.plan(model_path, adapters={"r8": folder / "r8"}, context=CONTEXT, **placed)
     row: dict[str, Any] = {"model": size, "form": form, "layers": layers, "quant": plan.request.quant}
     row |= {
         "mode": plan.execution.step.mode,

@@ -47,6 +47,18 @@ def test_products_agree_with_float64(products, form, scales):
     assert tuning.check(weights_of(form, scales, (96,), 1536), products, dtype=HALF, rows=(1, 4, 7)) is None
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_products_that_round_their_inputs_agree_with_float64(products, bits):
+    """Gemma 4's mobile layers: steps of few rows."""
+    for rows, columns in (((2048, 512, 512), 1536), ((6144, 6144), 1536), ((1536,), 6144), ((48, 17), 768)):
+        group = weights_of(f"mobile{bits}-row-a8", BF16, rows, columns)
+        assert matvec.why_not(group[0], BF16, DEVICE, n=8) is None
+        assert tuning.check(group, products, rows=(1, 2, 3, 8)) is None
+        for n in (1, 8):
+            for cut in cuts.unlike(matvec.ways(group, n, products), 6):
+                assert tuning.check(group, products, rows=(n,), cut=cut) is None, cut
+
+
 def test_a_group_of_several_formats_agrees_with_float64(products):
     """A file in Q4_K_M has values in Q6_K next to queries and keys in Q4_K."""
     group = [weights_of(form, BF16, (rows,), 4096)[0] for form, rows in (("q4_k", 4096), ("q4_k", 1024), ("q6_k", 1024))]

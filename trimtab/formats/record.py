@@ -133,6 +133,11 @@ class StoredFormat:
             return None
         return "int4" + "-2" * (self.group == 32) + "-zp" * self.has_zero
 
+    @property
+    def step_layout(self) -> str | None:
+        """As `layout`, to products of few rows: those that also round their inputs and outputs."""
+        return f"mobile{self.bits}" if self.family == "mobile" and not self.group else self.layout
+
     def reading_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""
         if self.family == "ggml":  # the parts, while the file's blocks are there

@@ -47,7 +47,7 @@ def _packed_head(head: object) -> ResidentLeaf | None:
     if not isinstance(head, ResidentLeaf):
         return None
     form = stored_format(head.quant_kind)
-    return head if form.is_own and form.layout is not None else None
+    return head if form.is_own and form.step_layout is not None else None
 
 
 def why_not(hf_model: HFModel) -> str | None:

@@ -29,7 +29,8 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
         found["activation"] = torch.cat(given)
     if not all(bool(torch.isfinite(part).all()) for name, part in found.items() if name != "weight"):
         raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
-    return Packed(entry.kind, entry.shape, dtype, found, {})
+    input_scale = float(found["activation"][0]) if "activation" in found else 0.0
+    return Packed(entry.kind, entry.shape, dtype, found, {}, input_scale=input_scale)
 
 
 # Values ---------------------------------------------------------------------------------------------------------------

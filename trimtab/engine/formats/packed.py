@@ -24,7 +24,7 @@ class Packed:
     kind: its format's name (`trimtab/formats/record.py`; "nf4" with double quantization too). shape, dtype: of the unpacked
     weight, [D_out, D_in]. parts: "weight" always, and the other parts of its format. codes: the small look-up tables of a 4-bit
     weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel: of an 8-bit head, what
-    computes it.
+    computes it. input_scale: of a mobile layer, its inputs' static scale, as in its part "activation".
     """
 
     kind: str
@@ -35,6 +35,7 @@ class Packed:
     blocksize: int = WEIGHT_BLOCK
     nested_blocksize: int = NESTED_BLOCK
     kernel: head8.Kernel | None = None
+    input_scale: float = 0.0
 
     @property
     def nbytes(self) -> int:

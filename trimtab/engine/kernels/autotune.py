@@ -19,7 +19,7 @@ from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
-from trimtab.engine.formats import ggml
+from trimtab.engine.formats import ggml, mobile
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import shell
@@ -40,12 +40,13 @@ LARGEST_ERROR = 3e-3
 
 def _exact(x: Tensor, weights: Sequence[Packed]) -> Tensor:
     """Return x W^T in float64, decoding a million weights at a time."""
-    step = max(1, _PIECE // x.shape[1])
-    pieces = [
-        x.double() @ matvec.decoded(packed, torch.float64, rows=slice(start, start + step)).T
-        for packed in weights
-        for start in range(0, packed.shape[0], step)
-    ]
+    step, pieces = max(1, _PIECE // x.shape[1]), []
+    for packed in weights:
+        scales = packed.parts.get("activation")
+        own = (x if scales is None else mobile.rounded(x, scales[0])).double()
+        for start in range(0, packed.shape[0], step):
+            y = own @ matvec.decoded(packed, torch.float64, rows=slice(start, start + step)).T
+            pieces.append(y if scales is None else mobile.rounded(y.to(x.dtype), scales[1]).double())
     return torch.cat(pieces, dim=1)
 
 
@@ -106,7 +107,9 @@ class RandomWeights:
         """Return a weight [rows, columns] whose values are about 0.03."""
         blocks, form = rows * columns // BLOCK, stored_format(self.kind)
         if form.family != "codebook":
-            return Packed(self.kind, (rows, columns), dtype, self._grouped(rows, columns, form), {})
+            parts = self._grouped(rows, columns, form)
+            scale = float(parts["activation"][0]) if form.has_rounding else 0.0
+            return Packed(self.kind, (rows, columns), dtype, parts, {}, input_scale=scale)
         parts = {"weight": self._bytes(rows * columns // 2).view(-1, 1)}
         if self.nested:
             outer = torch.rand(-(-blocks // NESTED_BLOCK), device=self.device, generator=self.generator)
@@ -123,6 +126,12 @@ class RandomWeights:
             values = torch.randn(rows, columns, device=self.device, generator=self.generator) * 100
             scale = torch.rand(count, device=self.device, generator=self.generator) * 0.001
             return {"weight": values.clamp(-448, 448).to(torch.float8_e4m3fn), "scale": scale}
+        if form.family == "mobile":
+            data = self._bytes(rows * columns * form.bits // 8).view(rows, -1)
+            step = torch.rand(rows, 1, device=self.device, generator=self.generator) * 0.2 / 2**form.bits
+            given = {"weight": data.view(torch.int8) if form.bits == 8 else data, "scale": step}
+            scales = {"activation": torch.tensor([0.03, 0.1 * columns**0.5 / 16], device=self.device)}
+            return given | (scales if form.has_rounding else {})
         if form.family == "ggml":
             size, nbytes = GGML_BLOCKS[form.name]
             blocks = self._bytes(rows * columns // size * nbytes).view(-1, nbytes)

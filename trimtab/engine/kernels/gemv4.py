@@ -32,11 +32,12 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, CutKey, LaunchConfig
+from trimtab.engine.formats import mobile
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
 from trimtab.errors import DeviceError
-from trimtab.formats.record import rounds_change
+from trimtab.formats.record import rounds_change, stored_format
 
 MAX_MEMBERS = 3
 # As in the kernel for adapters of other layers: threads of a block, outputs of one.
@@ -202,11 +203,13 @@ def matvec4_torch(
         lora_shrink_torch(x, lora)
     start = 0
     for m, packed in enumerate(weights):
-        y = torch.nn.functional.linear(x.float(), decoded(packed))
+        scales = packed.parts.get("activation")
+        own = x if scales is None else mobile.rounded(x, scales[0])
+        y = torch.nn.functional.linear(own.float(), decoded(packed))
         if m < len(bias) and (added := bias[m]) is not None:
             y += added.float()
         part = out[:, start : start + packed.shape[0]]
-        part.copy_(y.to(out.dtype))
+        part.copy_(y.to(out.dtype) if scales is None else mobile.rounded(y.to(out.dtype), scales[1]))
         for i in range(x.shape[0]):
             if lora is not None and (change := _changes(lora, i, m)) is not None:
                 part[i] = part[i] + (change.to(out.dtype) if rounds_change(packed.kind) else change)
@@ -278,7 +281,8 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     other = configs.get(("cut", *key[1:]))
     like = None if other is None else next((one for one in ways(weights, n, module, pair=pair) if one.is_like(other)), None)
     if like is not None and other is not None:
-        return replace(like, normed=other.normed and like.may_be_normed), launch_configs.ESTIMATED
+        is_normed = other.normed and like.may_be_normed and not rounds_input(weights[0])
+        return replace(like, normed=is_normed), launch_configs.ESTIMATED
     best = next(iter(ways(weights, n, module, pair=pair)), None)
     return None if best is None else (best, launch_configs.ESTIMATED)
 
@@ -305,11 +309,11 @@ def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
 
 def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n: int = 1) -> str | None:
     """Return why the kernel cannot compute with this weight, or None. Reads one small table: not for the inner loop."""
-    if layouts.layout(packed) is None:
-        return layouts.why_not(packed)
+    if not layouts.step_layout(packed):
+        return layouts.unread(packed)
     if dtype not in layouts.TYPES:
         return f"the activation is {dtype}, not bfloat16 or float16"
-    size = cuts.LAYOUTS[layouts.layout(packed) or ""].whole
+    size = cuts.LAYOUTS[layouts.step_layout(packed)].whole
     if len(packed.shape) != 2 or packed.shape[1] % size:
         return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {size}"
     if not 1 <= n <= MAX_ROWS:
@@ -318,7 +322,14 @@ def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n
         return "codes beyond 2"
     if packed.kind in ("q4_0", "q4_1", "q8_0") and float(packed.parts["scale"].abs().max()) > layouts.MOST_SCALE:
         return f"scales beyond {layouts.MOST_SCALE:g}"
-    return layouts.why_not(packed) or nvrtc.why_not(device)
+    if rounds_input(packed) and dtype != packed.dtype:
+        return f"the activation is {dtype}, and rounded in {packed.dtype}"
+    return layouts.why_not_parts(packed) or nvrtc.why_not(device)
+
+
+def rounds_input(packed: Packed) -> bool:
+    """Whether a weight's layer rounds its inputs and outputs: an adapter reads them as they were."""
+    return stored_format(packed.kind).family == "mobile"
 
 
 def _lora_arguments(lora: LoraArgs | None, makers: int, low_room: int) -> list[nvrtc.Argument]:
@@ -387,7 +398,7 @@ def arguments(
 def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
     """Return under which name a module keeps the cut of a product."""
     return (
-        cuts.key_name(layouts.layout(weights[0]) or ""),
+        cuts.key_name(layouts.step_layout(weights[0])),
         tuple(packed.shape[0] for packed in weights),
         weights[0].shape[1],
         n,
@@ -402,7 +413,9 @@ def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: b
 
 def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
     """Whether the norm in front of this product is to be a part of it on this card."""
-    return module is not None and layouts.is_same(weights) and choose(weights, n, module, pair=pair).normed
+    if module is None or rounds_input(weights[0]) or not layouts.is_same(weights):
+        return False
+    return choose(weights, n, module, pair=pair).normed
 
 
 def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, LaunchConfig]:
@@ -415,7 +428,7 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
     """Return the cuts of this product that fit the module's device, the most likely to be fast first."""
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
     facts = {"multiprocessors": module.multiprocessors, "shared_bytes": module.shared_bytes}
-    return cuts.cuts(rows, columns, n, pair=pair, layout=layouts.layout(weights[0]) or "", **facts)
+    return cuts.cuts(rows, columns, n, pair=pair, layout=layouts.step_layout(weights[0]), **facts)
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> LaunchConfig:

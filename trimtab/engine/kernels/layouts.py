@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.formats import ggml
+from trimtab.engine.formats import ggml, mobile
 from trimtab.engine.formats.packed import Packed
 from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, stored_format
 
 TYPES = (torch.bfloat16, torch.float16)
 # One header a family of formats, each compiled where FORMAT names it.
-HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh", "ggml.cuh")
-_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2, "ggml": 3}
+HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh", "ggml.cuh", "mobile.cuh")
+_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2, "ggml": 3, "mobile": 4}
 # As TYPE in ggml.cuh.
 _GGML = {"q4_0": 40, "q4_1": 41, "q8_0": 80, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 # The largest scale with which a product of few rows has its weights in float16.
@@ -35,6 +35,11 @@ def layout(packed: Packed) -> str | None:
     return stored_format(packed.kind).layout
 
 
+def step_layout(packed: Packed) -> str:
+    """Return `StoredFormat.step_layout` of a weight, "" without."""
+    return stored_format(packed.kind).step_layout or ""
+
+
 def options(packed: Packed) -> tuple[str, ...]:
     """Return the compiler options that name a weight's layout."""
     form = stored_format(packed.kind)
@@ -42,7 +47,9 @@ def options(packed: Packed) -> tuple[str, ...]:
     if form.family == "codebook":
         return (f"-DNESTED={'nested_absmax' in packed.parts:d}",)
     facts: dict[str, int] = {"FORMAT": number}
-    if form.family == "ggml":
+    if form.family == "mobile":
+        facts |= {"BITS": form.bits}
+    elif form.family == "ggml":
         facts |= {"TYPE": _GGML[packed.kind], "SCALE_HALF": packed.dtype == torch.float16}
     elif form.family == "float8":
         facts |= {"HIGH": form.block[0], "GROUP": form.block[1], "SCALE_HALF": packed.dtype == torch.float16}
@@ -63,12 +70,12 @@ def tensors(packed: Packed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | Non
     parts: Mapping[str, Tensor] = packed.parts
     if "absmax" in parts:
         return parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset")
-    return parts["weight"], parts["scale"], parts.get("zero", parts.get("outer")), None
+    return parts["weight"], parts["scale"], parts.get("zero", parts.get("outer")), parts.get("activation")
 
 
 def is_same(weights: Sequence[Packed]) -> bool:
-    """Whether one launch can read all these weights: it is compiled for one layout, and has one table of codes."""
-    if len({options(packed) for packed in weights}) > 1:
+    """Whether one launch can read all these weights: for one layout, with one table of codes, and inputs rounded once."""
+    if len({(options(packed), packed.input_scale) for packed in weights}) > 1:
         return False
     names = ("code", "nested_code")
     return all(len({one.codes[name].data_ptr() if name in one.codes else None for one in weights}) == 1 for name in names)
@@ -82,8 +89,16 @@ def runs(weights: Sequence[Packed]) -> list[slice]:
 
 def why_not(packed: Packed) -> str | None:
     """Return why no kernel reads this weight, None if they do."""
-    if layout(packed) is None:
-        return f"the weight is {packed.kind}, which no kernel reads"
+    return unread(packed) if layout(packed) is None else why_not_parts(packed)
+
+
+def unread(packed: Packed) -> str:
+    """Return that no kernel reads a weight's format."""
+    return f"the weight is {packed.kind}, which no kernel reads"
+
+
+def why_not_parts(packed: Packed) -> str | None:
+    """Return why no kernel reads a weight's parts as they are, None if they do."""
     if "absmax" in packed.parts:
         if packed.blocksize != WEIGHT_BLOCK:
             return f"blocks of {packed.blocksize}, not {WEIGHT_BLOCK}"
@@ -102,6 +117,9 @@ def decoded(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
         return _codes(packed, rows, dtype)
     parts, form, columns = packed.parts, stored_format(packed.kind), packed.shape[1]
     part = slice(rows.start, rows.stop)
+    if form.family == "mobile":
+        own = {"weight": parts["weight"][part], "scale": parts["scale"][part].to(packed.dtype)}
+        return mobile.dequantize(Packed(packed.kind, (len(rows), columns), dtype, own, {}))
     if form.family == "ggml":
         return ggml.values(packed.kind, {name: one[part] for name, one in parts.items()}).to(dtype)
     if form.family == "float8":

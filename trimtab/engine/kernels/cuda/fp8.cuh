@@ -26,6 +26,9 @@ __device__ __forceinline__ u32 scale_row(u32 row, int blocks) {
 #ifdef WHOLE
 struct Format {
   static constexpr int BYTES = 64, LANE_BYTES = 64, PAD_FEW = 64, PAD = 64, SCALES = 1, QUADS = 1, FEW_ROWS = 0, FIRST_BYTES = 32768;
+  static constexpr bool IS_CROSSED_WIDE = false, ROUNDS_INPUT = false;
+  static __device__ __forceinline__ float rounded_to_8(float v, float) { return v; }
+  static __device__ __forceinline__ float static_scale(const float*, int) { return 0.f; }
   static constexpr bool HAS_GROUPS = false, HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = false, ROUNDS_CHANGE = false;
   static constexpr int FOUR = GROUP == 64 ? 4 : GROUP == 128 ? 2 : 1;  // scales of four blocks of 64
   // 16 neighbours of each block.

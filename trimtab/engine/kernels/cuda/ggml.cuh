@@ -53,7 +53,8 @@ __device__ __forceinline__ Group group_of(const u8* scales, u16 second, int j) {
 struct Format : FourBits {
   static constexpr int BYTES = PAIR_OF_BLOCKS / 2, LANE_BYTES = TYPE == 80 ? 64 : 32, PAD = TYPE == 80 ? 64 : 32;
   static constexpr int FEW_ROWS = TYPE == 80 ? 0 : 4, SCALES = 1, QUADS = TYPE == 6 || TYPE == 41 ? 2 : 1, FIRST_BYTES = 32768;
-  static constexpr bool HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = TYPE != 80, ROUNDS_CHANGE = false, HAS_GROUPS = true;
+  static constexpr bool HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = TYPE != 80, ROUNDS_CHANGE = false;
+  static constexpr bool HAS_GROUPS = true;
   // What a lane has of a pair of blocks: four times 8 values, and the bits above of each.
   struct Lane {
     uint4 a, b;

@@ -486,7 +486,13 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     const int exponent = min(max((int)(m >> 23), 15), 254);  // within what a power of two in float32 can undo
     const float up = __uint_as_float((u32)(268 - exponent) << 23);
     const int b = vector >> 3;
-    const uint4 halves = Format::IS_CROSSED  // as the pairs of weights are
+    float others[4];  // of the other eight of 16 values
+    const bool is_odd = vector & 1;
+#pragma unroll
+    for (int e = 0; e < 4; e++) others[e] = Format::IS_CROSSED_WIDE ? __shfl_xor_sync(ALL, is_odd ? v[e] : v[4 + e], 1) * up : 0.f;
+    const auto wide = [&](int e) { return is_odd ? two_halves(others[e], v[4 + e] * up) : two_halves(v[e] * up, others[e]); };
+    const uint4 halves = Format::IS_CROSSED_WIDE ? make_uint4(wide(0), wide(1), wide(2), wide(3))
+        : Format::IS_CROSSED  // as the pairs of weights are
         ? make_uint4(two_halves(v[0] * up, v[4] * up), two_halves(v[1] * up, v[5] * up), two_halves(v[2] * up, v[6] * up),
                      two_halves(v[3] * up, v[7] * up))
         : make_uint4(two_halves(v[0] * up, v[1] * up), two_halves(v[2] * up, v[3] * up), two_halves(v[4] * up, v[5] * up),
@@ -508,6 +514,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #if HELD && NORMED
   normed(a, sums, (uint4*)(dot_sums + 64), index == 0 && a.h, [&](int row, int at, const float* v) { put(row, at / 8, v); });
 #else
+  const float in_scale = Format::static_scale(a.stored.offset[0], 0);
   wait_for_previous();
   const int vectors = a.chunk_blocks * 8, count = n * vectors;  // a multiple of 32: a warp is within one row
   const float inverse = __fdividef(1.f, (float)vectors);
@@ -528,15 +535,17 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       if (from + k * threads >= count) break;
       float x[8];
       unpack_8(x, v[k], a.half);
+#pragma unroll
+      for (int e = 0; e < 8; e++) x[e] = Format::rounded_to_8(x[e], in_scale);
       put(r[k], c[k], x);
     }
   }
 #endif
   __syncthreads();
 
-  // Four values of row i of x: from shared memory, where it is whole, or as they came.
+  // Four values of row i of x: from shared memory, where it is whole and not rounded, or as they came.
   const auto x_4 = [&](int i, int four) {
-    if (a.splits > 1) {
+    if (Format::ROUNDS_INPUT || a.splits > 1) {
       const uint2 v = __ldcg((const uint2*)(a.x + (size_t)i * a.x_stride) + four);
       return make_float4(low_value(v.x, a.half), high_value(v.x, a.half), low_value(v.y, a.half), high_value(v.y, a.half));
     }
@@ -874,6 +883,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     float y = a.splits > 1 ? sums[(u * a.k_warps * n + i) * STRIDE + r] : own_sum(u, r, i);
     const u16* bias = of(a.bias, member);
     if (bias) y += value(__ldg(bias + at), a.half);
+    if (Format::ROUNDS_INPUT) y = Format::rounded_to_8(rounded(y, a.half), Format::static_scale(of(a.stored.offset, member), 1));
     const LoraEntry entry = lora[member * COLUMNS + i];
     if (entry.rank) {
       const float* low = lows + (i * a.members + member) * a.low_width;

@@ -2,7 +2,7 @@
 // 4-bit codes (NF4, FP4), two in a byte, the first in the high half, with a scale for each 64 values in float32, or (NESTED) an 8-bit
 // code of it with a scale for each 256 of those and one offset.
 #ifndef FORMAT
-#define FORMAT 0  // 0: these codes, 1: integers in groups (int4.cuh), 2: float8 (fp8.cuh), 3: ggml's blocks (ggml.cuh)
+#define FORMAT 0  // 0: these codes, 1: integers in groups (int4.cuh), 2: float8 (fp8.cuh), 3: ggml's blocks (ggml.cuh), 4: mobile.cuh
 #endif
 #ifndef NESTED
 #define NESTED 0
@@ -49,7 +49,9 @@ struct FourBits {
   static constexpr int PAD_FEW = 64, PAD = 32;       // behind each row of a stage, against meeting in a bank
   static constexpr int FEW_ROWS = 4;                        // of x, up to which a row of it has several columns
   typedef uint4 Lane;
-  static constexpr bool HAS_GROUPS = false;
+  static constexpr bool HAS_GROUPS = false, IS_CROSSED_WIDE = false, ROUNDS_INPUT = false;
+  static __device__ __forceinline__ float rounded_to_8(float v, float) { return v; }
+  static __device__ __forceinline__ float static_scale(const float*, int) { return 0.f; }
   template <bool FEW>
   using Groups = NoGroups<FEW>;
   template <bool FEW>
