@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trimtab.serve.adapters.watching import files_stamp
 
 import trimtab
 from tests import gguf_files, pico, stock
@@ -19,6 +18,7 @@ from trimtab.checkpoint.folder import find_folder
 from trimtab.errors import AdapterError
 from trimtab.gguf import adapter
 from trimtab.gguf.header import read_gguf
+from trimtab.serve.adapters.new_adapters import files_stamp
 
 
 @pytest.fixture(scope="module")

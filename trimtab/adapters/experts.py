@@ -19,7 +19,6 @@ stack), and its names of one expert's layers, lora/layers/fused_moe.py. Imports 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -37,7 +36,7 @@ _ROLES: Mapping[str, str] = {
     "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down",
 }  # fmt: skip
 EXPERT_LINEARS = tuple(_ROLES)
-_WRAPS = re.compile(r"(\.base_layer)*$")
+_WRAP = ".base_layer"
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,13 @@ class _Keys:
     roles: dict[str, AdapterKey] = field(default_factory=dict)
 
 
+def _unwrapped(path: str) -> str:
+    end = len(path)
+    while path.endswith(_WRAP, 0, end):
+        end -= len(_WRAP)
+    return path[:end]
+
+
 def _stacks_of(row: ModuleRow) -> dict[str, TensorRow]:
     found = {tensor.tensor_path.rpartition(".")[2]: tensor for tensor in row.tensors}
     return {name: tensor for name, tensor in found.items() if len(tensor.shape) == 3 and not tensor.is_buffer}
@@ -101,7 +107,7 @@ class ExpertPlaces:
         """Return what a path in the model's spelling, or the files', means; None for one that names no experts."""
         if path in self._leaves:
             return self._leaves[path]
-        base = _WRAPS.sub("", path)
+        base = _unwrapped(path)
         if base in self._rows:
             return _Place(self._rows[base], path.count(".base_layer", len(base)))
         module, _, name = path.rpartition(".")
@@ -159,7 +165,7 @@ class StackBuilder:
             what = "DoRA" if key.role == "magnitude" else "a LoRA bias"
             problems.append(f"{key.adapter_key}: {what} on fused experts ({place.row.module_path}) is not supported; PEFT has none")
             return
-        module, empty = place.row.module_path, _Keys(_WRAPS.sub("", key.path))
+        module, empty = place.row.module_path, _Keys(_unwrapped(key.path))
         if place.expert is not None:
             if place.expert >= place.row.tensors[0].shape[0]:
                 problems.append(

@@ -147,11 +147,10 @@ def leaves(number: int) -> Callable[[Batch, list[Any]], None]:
     return lambda batch, rows: batch.leave(rows[number])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {4: arrives}, {3: leaves(0)}, {3: leaves(0), 5: arrives, 6: leaves(1), 8: arrives}, {2: arrives, 3: arrives}],
-    ids=str,
-)
+CHANGES = [{}, {4: arrives}, {3: leaves(0)}, {3: leaves(0), 5: arrives, 6: leaves(1), 8: arrives}, {2: arrives, 3: arrives}]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=range(len(CHANGES)))
 def test_states_advance_once_whoever_comes_or_leaves_while_a_step_is_queued(tmp_path, replayed, changes):  # noqa: F811
     """A step that was queued counts for the rows that it has, and who came since has the next one."""
     with loaded("qwen3_5", tmp_path) as model:

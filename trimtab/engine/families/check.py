@@ -209,7 +209,7 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
     added = 1.0 if layer.added is None else layer.added
     h = h + _normed(attended, layer.after_attention) * added
     x = _normed(h, layer.before_mlp)
-    if layer.gate is None:
+    if layer.gate is None or layer.down is None:
         made = layer.through(x[0])[None]
     else:
         gate, up = layer.gate(x).chunk(2, dim=-1) if layer.up is None else (layer.gate(x), layer.up(x))

@@ -159,7 +159,7 @@ class ChunkLayers:
         return out
 
     def _mlp(self, layer: Layer, x: Tensor, rows: int) -> Tensor:
-        if layer.gate is None:
+        if layer.down is None:
             return layer.through(x)
         made = self._products(layer.gates, x, rows)
         gate, up = made if layer.up is not None else made[0].chunk(2, dim=1)

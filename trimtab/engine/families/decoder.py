@@ -88,10 +88,10 @@ class Attention:
     together. softcap, growth, has_sinks: as `Scores` has them. module: transformers' own."""
 
     module: Any
-    q: Any
-    k: Any
-    v: Any
-    o: Any
+    q: Leaf
+    k: Leaf | None
+    v: Leaf | None
+    o: Leaf
     shape: AttentionShape
     scale: float
     rope: str | None
@@ -127,7 +127,7 @@ class Attention:
         return [one for one in (self.q_norm, self.k_norm) if one is not None] if self.is_wide else []
 
     @property
-    def projections(self) -> list[Any]:
+    def projections(self) -> list[Leaf]:
         """The linears over the layer's input, in the order in which their products lie."""
         return [self.q] if self.source is not None else [one for one in (self.q, self.k, self.v) if one is not None]
 
@@ -146,11 +146,11 @@ class DeltaNet:
     of the output, and of each head how much it takes and forgets; o: the last one. module: transformers' own."""
 
     module: Any
-    qkv: Any
-    z: Any
-    b: Any
-    a: Any
-    o: Any
+    qkv: Leaf
+    z: Leaf
+    b: Leaf
+    a: Leaf
+    o: Leaf
     shape: DeltaShape
 
     def weights(self) -> DeltaWeights:
@@ -163,8 +163,8 @@ class DeltaNet:
 class PerLayerInput:
     """A layer's own input (Gemma 4), gated and added behind the MLP."""
 
-    gate: Any
-    projection: Any
+    gate: Leaf
+    projection: Leaf
     norm: Norm
 
 
@@ -179,9 +179,9 @@ class Layer:
     mixer: Attention | DeltaNet
     after_attention: Norm | None
     before_mlp: Norm | None
-    gate: Any
-    up: Any
-    down: Any
+    gate: Leaf | None
+    up: Leaf | None
+    down: Leaf | None
     after_mlp: Norm | None
     per_layer: PerLayerInput | None = None
     scale: Tensor | None = None
@@ -189,7 +189,7 @@ class Layer:
     mlp: Any = None
 
     @property
-    def gates(self) -> list[Any]:
+    def gates(self) -> list[Leaf]:
         """The linears over the MLP's input."""
         return [one for one in (self.gate, self.up) if one is not None]
 
@@ -199,11 +199,11 @@ class Layer:
         return (made if isinstance(made, Tensor) else made[0])[0]  # type: ignore[no-any-return]
 
     @property
-    def products(self) -> list[list[Any]]:
+    def products(self) -> list[list[Leaf]]:
         """The layer's linears, those that read one input together, in the order in which they run."""
         mixer = self.mixer
         inputs = [mixer.projections] if isinstance(mixer, Attention) else [[mixer.qkv, mixer.z], [mixer.b, mixer.a]]
-        groups = [*inputs, [mixer.o], *([] if self.gate is None else [self.gates, [self.down]])]
+        groups = [*inputs, [mixer.o], *([self.gates, [self.down]] if self.down is not None else [])]
         return groups + ([[self.per_layer.gate], [self.per_layer.projection]] if self.per_layer is not None else [])
 
 
@@ -231,7 +231,7 @@ class Decoder:
         return NormForm(self.final_norm.form, self.layers[0].after_attention is not None)
 
     @property
-    def front(self) -> Any:
+    def front(self) -> Leaf | None:
         """The linear that makes all layers' own inputs, None without."""
         return getattr(self.text, "per_layer_model_projection", None) if self.per_layer else None
 
@@ -269,9 +269,9 @@ class Decoder:
         kinds = self.attentions.values()
         return list(dict.fromkeys(one.shape for one in kinds if not (full_only and one.window is not None)))
 
-    def groups(self) -> list[list[list[Any]]]:
+    def groups(self) -> list[list[list[Leaf]]]:
         """Return for every shape and formats of a product the groups of linears that have them; a group reads one input."""
-        groups: dict[tuple[object, ...], list[list[Any]]] = {}
+        groups: dict[tuple[object, ...], list[list[Leaf]]] = {}
         for group in [
             *(group for layer in self.layers for group in layer.products),
             *([one] for one in (self.front, self.head) if one is not None),

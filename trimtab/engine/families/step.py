@@ -368,16 +368,16 @@ class FusedStep:
         y = self._added(layer, self._products([layer.mixer.o], attended))
         middle = self.buffer("middle", h.shape, h.dtype)
         norm = self.norm(h, layer.after_attention, layer.before_mlp, None, middle)
-        if layer.gate is None:
+        if layer.down is None:
             y = layer.through(self.normed(y, norm))
-        elif layer.up is None:
-            wide = self._products([layer.gate], y, None, norm, _ahead([layer.down]))
-            half = wide.shape[1] // 2
-            gated = self.buffer("gated", (len(wide), half), wide.dtype)
-            fused.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
         else:
-            gated = self._products([layer.gate, layer.up], y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
-        if layer.gate is not None:
+            if layer.up is None:
+                wide = self._products(layer.gates, y, None, norm, _ahead([layer.down]))
+                half = wide.shape[1] // 2
+                gated = self.buffer("gated", (len(wide), half), wide.dtype)
+                fused.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
+            else:
+                gated = self._products(layer.gates, y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
             y = self._products([layer.down], gated)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -402,33 +402,27 @@ class PrefillRunner:
 
     def _passed(self, form: Form) -> Tensor:
         with self._short_ops(form):
-            if form.rows > 1:
-                return self.packs.static(form)
-            assert self._forward is not None
-            return self._forward.run(form)
+            return self.packs.static(form) if form.rows > 1 else self.chunk_forward().run(form)
 
     @contextmanager
     def _short_ops(self, form: Form) -> Iterator[None]:
         if self.device.type != "cuda":  # on a CPU the operations themselves take the time
             yield
             return
-        kernels, products = self.kernels(), self.batch.steps.kernels.rows
+        kernels, unpacked, columns = self.kernels(), self.model.unpacked, self._columns
         assert self._short is not None
-        # Of several prompts a few tokens pass the last layers.
-        least = 2 if form.rows > 1 else LEAST_TOKENS
-        unpacked, columns = self.model.unpacked, self._columns
+        least = 2 if form.rows > 1 else LEAST_TOKENS  # of several prompts a few tokens pass the last layers
         table = MatmulTable(
-            None if columns is None else columns.matmul(),
-            None if unpacked is None else unpacked.matmul(),
-            many_rows.matmul(self.four_bit, products, least=least, most=many_rows.PAYING_ROWS),
+            None if columns is None else columns.matmul(), None if unpacked is None else unpacked.matmul(),
+            many_rows.matmul(self.four_bit, self.batch.steps.kernels.rows, least=least, most=many_rows.PAYING_ROWS),
             kernels.matmul(self.four_bit),
-        )
-        try:
-            with self._short.step(), self.model.adapter_store.multiplying(table):
-                yield
-        finally:
+        )  # fmt: skip
+        with ExitStack() as passing:
             if columns is not None:
-                columns.forget()
+                passing.callback(columns.forget)
+            passing.enter_context(self._short.step())
+            passing.enter_context(self.model.adapter_store.multiplying(table))
+            yield
 
     def kernels(self) -> prompt_kernels.PromptKernels:
         """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""
