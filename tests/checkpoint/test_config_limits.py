@@ -126,6 +126,12 @@ def test_more_layers_than_tensors_are_refused(tmp_path: Path, unbuilt: None):
     assert error.field == "num_hidden_layers" and "the weight files have 21 tensors" in str(error)
 
 
+@pytest.mark.parametrize(("family", "field"), [("mixtral", "num_experts_per_tok"), ("gemma4_moe", "text_config.top_k_experts")])
+def test_more_chosen_experts_than_there_are_are_refused(tmp_path: Path, unbuilt: None, family: str, field: str):
+    folder = changed(family, tmp_path / "m", field, 9, bare=True)
+    assert refusal(folder).field == field
+
+
 def test_more_patches_than_an_image_has_are_refused(tmp_path: Path, unbuilt: None):
     folder = changed("gemma3", tmp_path / "m", "vision_config.image_size", 60_000, bare=True)
     assert refusal(folder).field == "vision_config.image_size"

@@ -46,6 +46,9 @@ _READ = re.compile(
 )
 _NOT_EVERYWHERE = (OF_NO_SIZE, LARGEST, BY_NAME[2][1])
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
+# The number of a layer's experts, and of those that a token chooses.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k")
 # Image patches that a tower can have: its position ids are real numbers of 8 bytes.
 MOST_PATCHES = 2**22
 # Modules of a model beyond those that have file tensors: some seconds of building.
@@ -81,6 +84,9 @@ def check_declared(config: Mapping[str, Any], declared: Collection[str], path: P
             problems.append(
                 (f"{part}image_size", holder["image_size"], f"is {patches} x {patches} patches, at most {MOST_PATCHES} are read")
             )
+        experts = [one for name in _EXPERTS for one in _numbers_of(holder.get(name))]
+        chosen = [(f"{part}{name}", one) for name in _CHOSEN for one in _numbers_of(holder.get(name))]
+        problems += [(field, one, f"there are {min(experts)} experts") for field, one in chosen if experts and one > min(experts)]
     _refuse(problems, path)
 
 
