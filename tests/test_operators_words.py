@@ -74,7 +74,7 @@ def test_doctor_begins_with_trimtab_and_counts_bugs_as_those_of_others(one_bug, 
 
 def test_another_interpreter_gets_no_verdict_on_trimtab(one_bug, capsys):
     assert cli.main(["doctor", "--python", "other"]) == 0
-    assert capsys.readouterr().out.startswith("CPython 3.11.7 (another interpreter)")
+    assert capsys.readouterr().out.startswith("trimtab doctor\n\nCPython 3.11.7 (another interpreter)")
 
 
 # A merge --------------------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 import trimtab.demo as demo
+from tests.machine.test_environment import read_only_environment
 from trimtab.cli import main as cli
 from trimtab.doctor.issues.draft import _write_folder
-from trimtab.doctor.report import write_report
+from trimtab.doctor.report import document_of, write_report
 from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), f"style={demo.ADAPTERS['style']}"
 LEFT_BYTES = 4096  # a page: less than any file below needs
-ENVIRONMENT = {"versions": {"python": "3"}, "machine": {}}
 
 
 def mount(folder: Path, size: str) -> bool:
@@ -91,7 +91,7 @@ def wide(text: str) -> str:
 @pytest.mark.parametrize(
     ("write", "field"),
     [
-        (lambda folder: write_report(folder / "page.html", environment=ENVIRONMENT), "html"),
+        (lambda folder: write_report(folder / "page.html", document_of(read_only_environment(os=wide("a")))), "html"),
         (lambda folder: _write_folder(folder / "drafts", {"a.md": wide("a"), "b.md": wide("b")}, overwrite=False), "drafts"),
     ],
 )  # fmt: skip

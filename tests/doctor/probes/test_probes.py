@@ -109,7 +109,7 @@ def test_hang_and_crash_cost_only_their_own_verdict(tmp_path):
     verdicts = run_probes(catalogue=write_catalogue(tmp_path, bodies), timeout_s=1)
     assert [verdict.bug.id for verdict in verdicts] == ["X1", "X2", "X3", "X4", "X5"]
     assert [verdict.seen.state for verdict in verdicts] == ["present", UNKNOWN, "present", UNKNOWN, "present"]
-    assert verdicts[1].seen.evidence == "the probe hung and was ended in x2_hangs.py, line 11 in forever"
+    assert verdicts[1].seen.evidence == "the probe hung and was ended in x2_hangs.py, line 12 in forever"
     assert "'crashed'" in verdicts[3].seen.evidence
 
 

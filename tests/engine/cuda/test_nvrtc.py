@@ -180,7 +180,10 @@ def test_a_card_newer_than_the_compiler_gets_portable_code(compiler):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_kernels_of_the_package_compile(compiler, target):
     assert all(name.encode() in compiler.compile(matvec.source(), target) for name in matvec.NAMES)
-    for options in (("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024"), ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0")):
+    for options in (
+        ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024"),
+        ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0", "-DSHARED_BASE=1024"),
+    ):
         code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
         assert all(name.encode() in code for name in matvec.PRODUCT_NAMES)
 

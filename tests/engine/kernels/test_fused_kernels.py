@@ -189,7 +189,7 @@ def test_a_step_with_kernels_at_its_ends_alone_is_that_of_plain_torch(on_cpu, re
             for one, kernels_of_ends in ((expected, None), (batch, on_cpu.ends)):
                 one.steps._choice.kernels = kernels.DeviceKernels(ends=kernels_of_ends)
                 scores, greedy = one._forward()
-                one._advance()
+                one._advance(one.active)
                 tokens.append(one.tokens[:3, 0].tolist())
                 found.append(scores.clone())
                 assert greedy.tolist() == tokens[-1] == scores.argmax(-1).tolist()

@@ -159,4 +159,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "I18": ("fp8|finegrained|float8 block|128|tile scales?|dequanti wrong|incorrect|divisible|pad|mismatch|multiple|partial",),
     "I19": (f"gemma mobile|quantizedlinear|packed|gemmaquant {_MERGED}|{_LORA}|dora {_FAILED}|size|float",),
     "I20": (r"gguf\w* peft|lora|adapter gguflinear|target.?modules? not.support|unsupport|error", "gguflinear"),
+    "I21": (f"gemma|mobile embedding.?scale|per.?layer|scales {_FAILED}|mismatch|ignore_mismatched",),
+    "I22": (f"fp8|float8 promotion|promote {_MERGED}|{_LORA}|dora|add", "promotion for float8"),
+    "I23": (r"nvfp4\w* peft|lora|adapter|target.?modules? not.support|unsupport|error", "nvfp4linear"),
 }
