@@ -52,7 +52,7 @@ class StackTarget:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Target:
     """What a key's path means. depth: of `base_layer`, for a pair of a whole stack; parameter: where the path names it; expert,
     outputs: of a pair of one expert, whose parameter is known too."""
 
@@ -87,12 +87,12 @@ def _high(row: ModuleRow, tensor: TensorRow) -> int:
     return tensor.shape[2] if row.is_transposed else tensor.shape[1]
 
 
-class ExpertPlaces:
+class ExpertPaths:
     """The paths of a model with which an adapter can name its stacks."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self._rows = {row.module_path: row for row in anatomy.rows if row.kind == "experts"}
-        self._leaves: dict[str, _Place] = {}
+        self._leaves: dict[str, _Target] = {}
         for row in self._rows.values():
             for name, tensor in _stacks_of(row).items():
                 if not tensor.halves or row.is_transposed or len(tensor.sources) != tensor.halves * tensor.shape[0]:
@@ -101,24 +101,24 @@ class ExpertPlaces:
                 for number, leaf in enumerate(tensor.sources):
                     half, expert = divmod(number, tensor.shape[0])
                     outputs = (half * size, (half + 1) * size, 1)
-                    self._leaves[leaf.removesuffix(".weight")] = _Place(row, 0, name, expert, outputs)
+                    self._leaves[leaf.removesuffix(".weight")] = _Target(row, 0, name, expert, outputs)
 
-    def place(self, path: str) -> _Place | None:
+    def target(self, path: str) -> _Target | None:
         """Return what a path in the model's spelling, or the files', means; None for one that names no experts."""
         if path in self._leaves:
             return self._leaves[path]
         base = _unwrapped(path)
         if base in self._rows:
-            return _Place(self._rows[base], path.count(".base_layer", len(base)))
+            return _Target(self._rows[base], path.count(".base_layer", len(base)))
         module, _, name = path.rpartition(".")
         if module in self._rows:
-            return _Place(self._rows[module], 0, name) if name in _stacks_of(self._rows[module]) else None
+            return _Target(self._rows[module], 0, name) if name in _stacks_of(self._rows[module]) else None
         module, _, number = module.rpartition(".")
         row = self._rows.get(module)
         return None if row is None or not number.isdecimal() or len(number) > 6 else self._of_expert(row, int(number), name)
 
-    def _of_expert(self, row: ModuleRow, expert: int, name: str) -> _Place | None:
-        """Return the place of one expert's linear layer by its name, None where the files of this model use another meaning."""
+    def _of_expert(self, row: ModuleRow, expert: int, name: str) -> _Target | None:
+        """Return the target of one expert's linear layer by its name, None where the files of this model use another meaning."""
         role, stacks = _ROLES.get(name), _stacks_of(row)
         if role is None:
             return None
@@ -132,20 +132,20 @@ class ExpertPlaces:
                 leaf.split(".")[-2]: self._leaves[leaf.removesuffix(".weight")].outputs
                 for leaf in tensor.sources if leaf.split(".")[-2] in spelled
             }  # fmt: skip
-            return _Place(row, 0, parameter, expert, *known.values()) if len(known) == 1 else None
+            return _Target(row, 0, parameter, expert, *known.values()) if len(known) == 1 else None
         high = _high(row, tensor)
         if parameter != "gate_up_proj":
-            return _Place(row, 0, parameter, expert, (0, high, 1))
+            return _Target(row, 0, parameter, expert, (0, high, 1))
         second = role == "up"
         outputs = (int(second), high, 2) if row.is_interleaved else (high // 2 * second, high // 2 * (1 + second), 1)
-        return _Place(row, 0, parameter, expert, outputs)
+        return _Target(row, 0, parameter, expert, outputs)
 
 
 class StackBuilder:
     """Collects the keys of one adapter's experts, then checks them; problems are gathered, not raised."""
 
-    def __init__(self, file: AdapterFile, places: ExpertPlaces) -> None:
-        self.file, self.config, self._places = file, file.config, places
+    def __init__(self, file: AdapterFile, paths: ExpertPaths) -> None:
+        self.file, self.config, self._paths = file, file.config, paths
         names = file.config.get("target_parameters") or []
         self.names: tuple[str, ...] = tuple(names) if isinstance(names, list) else ()
         self._whole: dict[str, dict[int, _Keys]] = {}
@@ -158,25 +158,27 @@ class StackBuilder:
         return any(f".{path}.{parameter}".endswith(f".{name}") for name in self.names)
 
     def add(self, path: str, key: AdapterKey, problems: list[str]) -> None:
-        """Take a key whose path is one of `ExpertPlaces`."""
-        place = self._places.place(path)
-        assert place is not None
+        """Take a key whose path is one of `ExpertPaths`."""
+        target = self._paths.target(path)
+        assert target is not None
         if key.role not in ("A", "B"):
             what = "DoRA" if key.role == "magnitude" else "a LoRA bias"
-            problems.append(f"{key.adapter_key}: {what} on fused experts ({place.row.module_path}) is not supported; PEFT has none")
+            problems.append(
+                f"{key.adapter_key}: {what} on fused experts ({target.row.module_path}) is not supported; PEFT has none"
+            )
             return
-        module, empty = place.row.module_path, _Keys(_unwrapped(key.path))
-        if place.expert is not None:
-            if place.expert >= place.row.tensors[0].shape[0]:
+        module, empty = target.row.module_path, _Keys(_unwrapped(key.path))
+        if target.expert is not None:
+            if target.expert >= target.row.tensors[0].shape[0]:
                 problems.append(
-                    f"{key.adapter_key}: expert {place.expert}, but {module} has {place.row.tensors[0].shape[0]} experts"
+                    f"{key.adapter_key}: expert {target.expert}, but {module} has {target.row.tensors[0].shape[0]} experts"
                 )
                 return
-            keys = self._single.setdefault((module, place.parameter, place.outputs, place.expert), empty)
-        elif place.parameter:
-            keys = self._named.setdefault((module, place.parameter), _Keys(key.path.rpartition(".")[0]))
+            keys = self._single.setdefault((module, target.parameter, target.outputs, target.expert), empty)
+        elif target.parameter:
+            keys = self._named.setdefault((module, target.parameter), _Keys(key.path.rpartition(".")[0]))
         else:
-            keys = self._whole.setdefault(module, {}).setdefault(place.depth, empty)
+            keys = self._whole.setdefault(module, {}).setdefault(target.depth, empty)
         if key.role in keys.roles:
             problems.append(f"{key.adapter_key}: {keys.roles[key.role].adapter_key} is the same tensor of {path}")
         keys.roles[key.role] = key
@@ -184,7 +186,7 @@ class StackBuilder:
     def targets(self, rows: Mapping[str, ModuleRow], problems: list[str]) -> Iterator[StackTarget]:
         """Yield the targets in the order of the file. rows: of the model, by path."""
         for option in ("use_dora", "lora_bias", "fan_in_fan_out"):
-            if self.config.get(option) and (self._whole or self._named):
+            if self.config.get(option) and (self._whole or self._named or (self._single and option != "fan_in_fan_out")):
                 problems.append(f"{option}: PEFT has no such adapter on stacks of experts (target_parameters)")
         spelled = [f"{own_path(keys.path)}.{name}" for module, keys in self._all_whole() for name in _stacks_of(rows[module])]
         spelled += [own_path(keys.path) for keys in self._single.values()]

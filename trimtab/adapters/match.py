@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 from trimtab.adapters.config import FIELDS
-from trimtab.adapters.experts import EXPERT_LINEARS, ExpertPlaces, StackBuilder
+from trimtab.adapters.experts import EXPERT_LINEARS, ExpertPaths, StackBuilder
 from trimtab.adapters.file import AdapterFile
 from trimtab.adapters.keys import REWRITES, AdapterKey, Rewrite, own_path, parse_key, part_of_key
 from trimtab.adapters.rules import Rules
@@ -111,7 +111,7 @@ class _Places:
         self.inner = {row.wraps for row in anatomy.rows if row.wraps}
         self.missing = frozenset(anatomy.missing_projections)
         self.renames = anatomy.renames
-        self.experts = ExpertPlaces(anatomy) if any(row.kind == "experts" for row in anatomy.rows) else None
+        self.experts = ExpertPaths(anatomy) if any(row.kind == "experts" for row in anatomy.rows) else None
 
     def find(self, path: str, key: AdapterKey) -> str | None:
         """Return the path of the module that the key changes, or None. It may be in `missing`."""
@@ -128,7 +128,7 @@ class _Places:
     def is_experts(self, path: str, key: AdapterKey) -> bool:
         """Whether a path names stacked experts or one of them, and the key is of a LoRA."""
         is_lora = key.role in ("A", "B", "B_bias", "magnitude")
-        return is_lora and self.experts is not None and self.experts.place(path) is not None
+        return is_lora and self.experts is not None and self.experts.target(path) is not None
 
     def near(self, path: str) -> str:
         # A typo keeps the layer number, and comparing with every module of a large model would take seconds.
@@ -348,6 +348,8 @@ class _Builder:
         spellings = tuple(dict.fromkeys((own_path(spelled), path)))
         if self.is_parameter(own_path(spelled)):
             spellings = tuple(f"{spelling}.weight" for spelling in spellings)
+            if _is_turned(row):  # PEFT adds B A to the weight as it lies, and (B A)^T where the module is named
+                self.problems.append(f"{spelled}: target_parameters with the weight of a Conv1D is not supported; name the module")
         rank, scale, words = self.rules.rank_and_scale(spellings)
         self.problems += [f"{spelled}: {problem}" for problem in words]
         embedding = row.kind == "embedding"

@@ -175,6 +175,7 @@ def test_rows_of_a_queued_step_that_failed_end(tmp_path, replayed):  # noqa: F81
         batch.steps.run = fails
         assert len(batch.step()) == 2  # these tokens were computed before
         first = batch.active[0]
+        assert first.reuse is None and first.logits is None  # nothing of its states is kept or copied
         assert batch.step() == [] and first.finish == "error" and "behind some layers" in str(first.error)
 
 

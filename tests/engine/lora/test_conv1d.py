@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tests.engine.lora.test_experts import answered, loaded, of_peft
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.merged_models import load, peft_merged, state_of
 from trimtab.bridge import load_peft
+from trimtab.errors import AdapterError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 WAYS: dict[str, dict[str, Any]] = {
@@ -79,3 +82,14 @@ def test_a_merge_equals_pefts(name: str, base: Path, adapters: dict[str, Path], 
 @pytest.mark.parametrize("name", WAYS)
 def test_load_peft_fills_a_conv1d(name: str, base: Path, adapters: dict[str, Path]) -> None:
     assert float((of_model(load_peft(load(base), adapters[name]).eval()) - of_peft(base, adapters[name])).abs().max()) == 0
+
+
+def test_the_weight_of_a_conv1d_in_target_parameters_is_refused(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT adds B A to such a weight as it lies; where it is square both ways have the same shapes."""
+    folder = shutil.copytree(adapters["rslora"], tmp_path / "named")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"target_modules": ["c_attn", "c_fc"], "target_parameters": ["attn.c_proj.weight"]})
+    )
+    with pytest.raises(AdapterError, match="weight of a Conv1D is not supported; name the module"):
+        trimtab.plan(base, adapters={"a": folder}, quant="none", device="cpu", context=64)

@@ -536,6 +536,17 @@ def test_states_of_recurrent_layers_resume_at_the_end_of_a_prompt_and_of_an_answ
         assert reused and differ(found, scores(plain, model.prepare([*turns[32], 253]))[0]) > 1e-3
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a plan for a CPU")
+def test_the_layout_is_not_learned_before_every_layer_has_memory():
+    """Recurrent layers have it before the first prompt is computed, which an image's towers may ask of the cache."""
+    with lent("qwen3_5") as model:
+        cache, batch = keeping(model), recurrent(model, "chunks")
+        batch.prompts.chunk_forward()
+        assert batch.steps.fused_step() is not None and not cache.learn(batch.cache) and cache.layout is None
+        answer(batch, model.prepare(ids(9)))
+        assert cache.layout.blocks and cache.layout.rings
+
+
 def test_an_answer_that_ends_while_a_step_is_queued_is_kept_with_that_step(replayed, tmp_path):  # noqa: F811
     with load("qwen3_5", tmp_path) as model:
         cache = keeping(model)

@@ -374,16 +374,17 @@ class Batch:
         else:
             if ahead is not None:
                 self.write_last_tokens()  # it had the next step's tokens, which were not sampled
+                for row in self.active:  # states of finished rows have read one more
+                    row.written += self.cache.has_recurrent and row in ahead.places
             logits, greedy = self._forward()
-        # From here on the step counts as done: if memory ran out before, the same one can be done again.
+        # From here on the step counts as done: if memory ran out before, it can be done again.
         self._advance(places)
         self._keep_first_logits(going, places, logits)
         wrote_tokens = self.steps.wrote_tokens and not waits
         queued, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens and not has_moved)
         if has_moved and wrote_tokens:
             self._write_moved(queued, places)
-        look_ahead = not failed and not waits
-        tokens, has_tuned = self._read_tokens(queued, going, places, look_ahead=look_ahead, behind=behind)
+        tokens, has_tuned = self._read_tokens(queued, going, places, look_ahead=not failed and not waits, behind=behind)
         sampled = []
         for row in going:
             try:
@@ -396,6 +397,8 @@ class Batch:
                 row.error, row.finish = exc, "error"
         for one in sampled:
             self._commit(one)
+        for row in () if self._lost is None else self._lost[0]:  # nothing of them is kept or copied
+            row.reuse = row.logits = None
         if self._ahead is None and (has_tuned or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in sampled)):
             self.write_last_tokens()
         return sampled
@@ -487,6 +490,7 @@ class Batch:
 
         Errors: RequestError where a queued step has advanced the states of recurrent layers.
         """
+        self._end_lost()
         if self._ahead is not None:
             if self.cache.has_recurrent and self._counts(self._ahead):
                 raise RequestError("the next step of recurrent layers was queued by `step`", field="logits", value=len(self.active))

@@ -138,6 +138,8 @@ class PrefixCache:
     def learn(self, cache: BatchedKVCache) -> bool:
         """Set the layout from a family's first states. Returns whether it is known and a page fits."""
         if self.layout is None:
+            if not all(one.is_initialized for one in cache.layers if isinstance(one, LayerCache | RecurrentLayer)):
+                return False  # recurrent layers have memory before the first prompt is computed, others have not
             layout = Layout.of(cache, self.block_tokens)
             pages = self.capacity_bytes // layout.page_bytes
             if not (layout.blocks or layout.rings) or not pages:
