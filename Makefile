@@ -10,6 +10,8 @@ ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH
 NEWEST := .venv/made-from-$(shell cat locks/newest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 OLDEST := .venv-oldest/made-from-$(shell cat locks/oldest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 
+COMPILER := .venv/compiler-$(shell cksum < locks/compiler.txt | cut -d ' ' -f 1)
+
 PEERS := .venv-peers/made-from-$(shell cat locks/peers.txt | cksum | cut -d ' ' -f 1)
 
 CLIENTS := $(shell cat locks/clients.txt tests/clients/package-lock.json | cksum | cut -d ' ' -f 1)
@@ -21,8 +23,14 @@ AXE := axe-core-4.14.1
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
 
-test: $(NEWEST)
+test: $(NEWEST) $(COMPILER)
 	$(ENV) .venv/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
+
+# The CUDA compiler, which needs no GPU, so that the kernels are compiled by the tests. torch's builds for GPUs bring one.
+$(COMPILER): $(NEWEST)
+	.venv/bin/python -c "from trimtab.engine.cuda import nvrtc; raise SystemExit(not nvrtc.find_compiler())" \
+		|| .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r locks/compiler.txt
+	touch $@
 
 test-oldest: $(OLDEST)
 	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests

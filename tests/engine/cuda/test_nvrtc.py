@@ -8,7 +8,9 @@ import torch
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import dequantize, gemm4, layouts
 from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.autotune import RandomWeights
 from trimtab.errors import DeviceError
 from trimtab.process import user_cache as own_folder
 
@@ -198,3 +200,38 @@ def test_a_product_compiled_for_its_shape_keeps_what_it_asked_for_in_registers(c
     options = ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024", *cut.options(40, 2, pair=True, normed=normed))
     code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
     assert matvec.HELD_NAME.encode() in code and b"matvec_8" not in code
+
+
+FORMS = [
+    *("nf4", "int4-g32", "int4-g128-zp", "fp8-128x128", "fp8-row", "q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"),
+    *("mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8"),
+]
+QUICK = {"int4-g32", "fp8-128x128", "q4_k", "mobile4-row-a8"}
+
+
+@pytest.mark.parametrize("form", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in FORMS])
+def test_the_product_of_few_rows_compiles_for_every_form_of_a_weight(compiler, form):
+    weight = RandomWeights(torch.device("cpu"), quant=form).make(64, 512)
+    cut = next(
+        one for one in cuts.cuts(
+            (4096, 4096), 4096, 1, multiprocessors=132, shared_bytes=232448, pair=True, layout=layouts.step_layout(weight)
+        ) if one.held
+    )  # fmt: skip
+    options = (
+        "-DHALF=0",
+        "-DSHARED_BASE=1024",
+        "-DWHOLE=1",
+        *layouts.options(weight),
+        *cut.options(64, 2, pair=True, normed=False),
+    )
+    assert matvec.HELD_NAME.encode() in compiler.compile(matvec.source(), "sm_90", options, name="matvec4.cu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_products_of_many_rows_compile_for_every_form_of_a_weight(compiler, form):
+    weight = RandomWeights(torch.device("cpu"), quant=form).make(64, 512)
+    if not layouts.layout(weight):
+        pytest.skip("it is multiplied in few rows only")
+    for module in (gemm4, dequantize):
+        assert compiler.compile(module.source(), "sm_90", () if "absmax" in weight.parts else layouts.options(weight))
