@@ -22,12 +22,13 @@ from unittest.mock import patch
 
 import accelerate.utils.modeling as accelerate_modeling
 import torch
-from peft import PeftConfig, PeftModel, peft_model
+from peft import PeftConfig, peft_model
 
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.doctor.preflight.device_map import OFF
 from trimtab.doctor.preflight.shape import device_of
 from trimtab.engine.loader import transformers_model as hf
+from trimtab.stock.load import load_adapter
 
 LOGGER = "accelerate.utils.modeling"
 _REQUIRED = re.compile(r"- (\S+): (\d+(?:\.\d+)?) bytes required")
@@ -48,7 +49,7 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
 
     request: model (folder), dtype, adapter (folder), config (changes of its configuration), device_map (key -> device
     as text), devices (tensor_path -> device of the loaded base), main (the device that computes), quantized (module
-    paths), quant (format), free ([device, bytes] pairs beside the base, GPUs first). Returns {"runs": False, "why": text}
+    paths), quant (format), free ([device, bytes] pairs less the base, GPUs first). Returns {"runs": False, "why": text}
     if PEFT makes no plan, else map, budgets and required as [device or path, value] pairs, adapter ([device, bytes] of
     PEFT's layers), after (tensor_path -> device by the map), total_bytes, largest ([path, bytes] of the layer for which
     accelerate reserves memory), steps (accelerate's own lines).
@@ -69,7 +70,7 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
             config = PeftConfig.from_pretrained(request["adapter"])
             for name, value in request["config"].items():
                 setattr(config, name, value)
-            PeftModel.from_pretrained(base, request["adapter"], config=config, torch_device="cpu")
+            load_adapter(base, request["adapter"], config=config, torch_device="cpu")
         except _Planned:
             pass
         except Exception as exc:  # any exception of PEFT for this adapter

@@ -91,14 +91,14 @@ def second_plan(
     """
     if not reading.is_split:
         return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so PEFT keeps the map")
-    beside = {device: nbytes - reading.bytes_on.get(str(device), 0) for device, nbytes in free.items()}
+    left = {device: nbytes - reading.bytes_on.get(str(device), 0) for device, nbytes in free.items()}
     plan = run_peft(
         {
             "model": os.fspath(Path(model).absolute()) if os.path.isdir(model) else os.fspath(model), "dtype": dtype,
             "adapter": os.fspath(Path(adapter.path).absolute()), "config": config_changes(adapter),
             "device_map": reading.devices, "devices": reading.tensor_devices, "main": reading.main,
             "quantized": sorted(reading.quantized), "quant": shape.quant,
-            "free": [[device, nbytes] for device, nbytes in beside.items()],
+            "free": [[device, nbytes] for device, nbytes in left.items()],
         },
         python,
     )  # fmt: skip
