@@ -119,7 +119,7 @@ def first_tokens(load: Any, *, repeats: int, prompt_tokens: int, own_path: bool)
     from trimtab.engine.kv.sequence import Inputs
     from trimtab.planning.memory.unpacked import ITEM
     from trimtab.request import GenerateRequest
-    from trimtab.verification.routes import stock_run as stock_route
+    from trimtab.stock.unsplit import load_unsplit, with_adapters
 
     ids = 3 + torch.arange(prompt_tokens)[None] * 7 % 400
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -128,8 +128,8 @@ def first_tokens(load: Any, *, repeats: int, prompt_tokens: int, own_path: bool)
         answer_to_the_end(model.hf_model)
         model.adapter_store.set("adapter")
         folder = str(model.processor_folder)
-        stock = stock_route.load_base(folder, plan.request.quant, plan.request.dtype, "cpu")
-        stock, notes = stock_route.with_adapters(stock, dict(load.adapters), Path(work))
+        stock = load_unsplit(folder, plan.request.quant, plan.request.dtype, "cpu")
+        stock, notes = with_adapters(stock, dict(load.adapters), Path(work))
         notes += with_own_cpu_path(stock) if own_path else []
 
         prepared = Inputs(dict(inputs), prompt_tokens, tuple(ids[0].tolist()), False)

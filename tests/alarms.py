@@ -31,9 +31,9 @@ from trimtab.merging import merge
 from trimtab.merging.check import check_files
 from trimtab.merging.report import MergeCheck
 from trimtab.process.packages import stack_versions
+from trimtab.stock.unsplit import load_unsplit
 from trimtab.verification.render.report import ParityReport
 from trimtab.verification.routes import alarm_rate as criterion
-from trimtab.verification.routes.stock_run import load_base
 from trimtab.verification.verify import verify
 
 DEMO = Path(__file__).parent.parent / "trimtab" / "demo"
@@ -160,7 +160,7 @@ def merged_by(case: Right, base: Path, adapter: Path, out: Path) -> Path:
 def stock_packed(folder: Path, case: Right) -> Path:
     """Pack a merged folder with transformers and bitsandbytes, in place, and return it."""
     plain = folder.rename(folder.with_name(f"{folder.name}-plain"))
-    load_base(str(plain), str(case.requantize), case.base_dtype, "cpu").save_pretrained(folder)
+    load_unsplit(str(plain), str(case.requantize), case.base_dtype, "cpu").save_pretrained(folder)
     return folder
 
 

@@ -24,7 +24,7 @@ ORDER = tuple(
     engine/cuda engine/formats engine/tiers engine/memory engine/lora engine/layers engine/kv engine/kernels engine/batched_lora
     engine/passes engine/families engine/decode engine/towers engine/loader engine/templates engine/chat engine/prefill engine/batch
     engine/calls engine api
-    merging/changes merging/files merging bridge
+    merging/changes merging/files merging bridge stock
     verification/routes verification/merges verification/render verification verification/server benchmark
     doctor/facts doctor/catalogue doctor/probes doctor/servers doctor/traces doctor/cases doctor/issues doctor/preflight
     doctor/bisect doctor

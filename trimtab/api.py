@@ -26,7 +26,7 @@ from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import ServedMedia, media_memory
 from trimtab.planning.memory.prefix_cache import prefix_reason
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
-from trimtab.planning.plan.module_tree import ModuleTree
+from trimtab.planning.plan.files_read import FilesRead, Handover
 from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.request.dtypes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.request.max_memory import merged_budgets
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
+    from trimtab.engine.lora.host_adapter import HeldAdapter
     from trimtab.engine.model import LoadedModel
-    from trimtab.engine.planned_adapters import PlannedAdapters
     from trimtab.request import PlanOptions
 
 
@@ -138,7 +138,7 @@ class PlanInputs:
     process_bytes: host memory of this process before it began to load libraries; None: it has not begun, read now.
     sees_values: whether a plan searches the values of adapters for NaN and infinity. A server searches before it starts
     a worker, and the worker when it reads an adapter. is_to_load: whether a checkpoint without weights is refused.
-    adapters, specs: by folder, as long as its files do not change; a spec also by its anatomy's identity.
+    checkpoints, adapters, specs: by folder, as long as its files do not change; a spec also by its anatomy's identity.
     """
 
     probe: Any = None
@@ -147,8 +147,16 @@ class PlanInputs:
     machines: dict[tuple[str, str | None], tuple[Machine, Rates]] = field(default_factory=dict)
     sees_values: bool = True
     is_to_load: bool = False
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     adapters: dict[str, AdapterFile] = field(default_factory=dict)
     specs: dict[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
+
+    def checkpoint(self, model: str) -> Checkpoint:
+        """Return a model's config and headers. They are read once, and again after a change. Errors: as `read_checkpoint`."""
+        known = self.checkpoints.get(model)
+        if known is None or not known.is_unchanged():
+            known = self.checkpoints[model] = read_checkpoint(model)
+        return known
 
     def adapter(self, path: str) -> AdapterFile:
         """Return an adapter's files. They are read once, and again after a change. Errors: as `read_adapter`."""
@@ -200,7 +208,7 @@ def _planned(
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     phases.begin("reading the model")
-    checkpoint = read_checkpoint(request.model)
+    checkpoint = inputs.checkpoint(request.model)
     if inputs.is_to_load:
         check_has_weights(checkpoint)
     every = {**(later or {}), **request.adapters}
@@ -259,7 +267,7 @@ def _planned(
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
     # The probed module tree takes a second to make and holds no weights. Only the first load can use it.
-    return replace(made, module_tree=ModuleTree(inputs.probe, made.made_of))
+    return replace(made, files_read=Handover(FilesRead(checkpoint, inputs.specs, inputs.probe), made.made_of))
 
 
 def _capability(device: str) -> tuple[int, int] | None:
@@ -386,11 +394,9 @@ def load(
 
 def load_plan(
     made: Plan, *, progress: Callable[[int, int], None] | None = None, decode: str | None = None,
-    adapters: PlannedAdapters | None = None,
+    held: dict[str, HeldAdapter] | None = None,
 ) -> LoadedModel:  # fmt: skip
-    """Return the model of a plan, loaded, as `load` does. adapters: how the plan's adapters are read, and where they
-    are registered.
-    """
+    """Return the model of a plan, loaded, as `load` does. held: gets the plan's adapters in host memory by name."""
     phases.begin_imports()
     from trimtab.engine.memory import rates as devices
     from trimtab.engine.model import LoadedModel
@@ -407,7 +413,7 @@ def load_plan(
     for name, path in made.request.adapters.items():
         if Path(path).is_dir():  # else reading says what is wrong; what the plan has read is not read again
             check_beside(path, name)
-    return LoadedModel(made, progress=progress, probe=made.module_tree.take(made.made_of), decode=decode, adapters=adapters)
+    return LoadedModel(made, progress=progress, files=made.files_read.take(made.made_of), decode=decode, held=held)
 
 
 def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: str | None) -> Plan:

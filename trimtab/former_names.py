@@ -31,7 +31,7 @@ adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adap
 planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool machine
     pipeline reading rows
 planning/request (plan): card_machine dtypes max_memory overrides<placing
-planning/plan (plan): chart<picture module_tree plan table
+planning/plan (plan): chart<picture files_read<module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory
     prompts<prompt_memory towers<tower_memory unpacked
 planning (plan): __init__ candidates<head_cost options planner reasons search step_work

@@ -1,8 +1,9 @@
-"""Adapters of a start: each file is looked at, matched and read once, from the plan to the server's host memory."""
+"""What a plan read is not read again by its load: the checkpoint, its anatomy and each adapter, up to the server's host memory."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import Counter
 
 import pytest
@@ -12,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from trimtab import api
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine import planned_adapters
+from trimtab.engine.loader import load, transformers_model
 from trimtab.engine.lora.host_adapter import HeldAdapter
-from trimtab.engine.planned_adapters import PlannedAdapters
 from trimtab.errors import AdapterError
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters import adapter_cache as held_adapters
@@ -57,6 +58,9 @@ def counts(monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
+    count(api, "read_checkpoint", str)
+    count(load, "read_checkpoint", str)
+    count(transformers_model, "build_anatomy", lambda *_: str(DEMO / "base"))
     for module in (api, planned_adapters):
         count(module, "read_adapter", lambda path: str(path))
         count(module, "match_adapter", lambda file, anatomy: str(file.folder))
@@ -67,13 +71,35 @@ def counts(monkeypatch):
 def test_a_server_matches_and_reads_each_adapter_once_whatever_it_plans(folders, counts):
     inputs = api.PlanInputs(sees_values=False)
     plans = [api.plan_request(request(folders, batch=rows), inputs=inputs, later={}) for rows in PLANNED]
-    adapters = PlannedAdapters(inputs.specs, held={})
-    with api.load_plan(plans[-1], adapters=adapters) as model:
-        engine = LoadedEngine(model, rows=PLANNED[-1], held=adapters.held)
+    held: dict = {}
+    with api.load_plan(plans[-1], held=held) as model:
+        engine = LoadedEngine(model, rows=PLANNED[-1], held=held)
         assert model.adapters == tuple(folders) and engine.shelf.resident == tuple(folders)
-        assert [engine.shelf._held[name] for name in folders] == list(adapters.held.values())
+        assert [engine.shelf._held[name] for name in folders] == list(held.values())
     one_each = {(name, folder): 1 for name in ("read_adapter", "match_adapter", "read") for folder in folders.values()}
-    assert counts == one_each
+    assert counts == one_each | {(name, str(DEMO / "base")): 1 for name in ("read_checkpoint", "build_anatomy")}
+
+
+def test_a_program_opens_the_files_of_a_plan_once_for_what_it_needs(folders):
+    opened: Counter[str] = Counter()
+    is_counted = [True]
+
+    def hook(event: str, args: tuple) -> None:
+        if event == "open" and is_counted and isinstance(args[0], str):
+            opened[args[0]] += 1
+
+    sys.addaudithook(hook)
+    try:
+        with api.load_plan(api.plan_request(request(folders))) as model:
+            assert model.adapters == tuple(folders)
+    finally:
+        is_counted.clear()
+    # A shard: its header, its weights. An adapter: its header, the search for NaN, its values.
+    expected = {str(file): 2 for file in (DEMO / "base").glob("*.safetensors")}
+    expected |= {str(DEMO / "base/model.safetensors.index.json"): 1}
+    for folder in folders.values():
+        expected |= {f"{folder}/adapter_config.json": 1, f"{folder}/{FILE}": 3}
+    assert {name: opened[name] for name in expected} == expected
 
 
 def test_a_plan_reads_an_adapter_again_when_its_files_have_changed(folders, counts):
@@ -83,12 +109,6 @@ def test_a_plan_reads_an_adapter_again_when_its_files_have_changed(folders, coun
     with pytest.raises(AdapterError, match="NaN or infinite"):
         api.plan_request(request(folders), inputs=inputs)
     assert [counts["read_adapter", folder] for folder in folders.values()] == [1, 2, 1]
-
-
-def test_a_program_keeps_no_adapter_in_host_memory(folders):
-    adapters = PlannedAdapters()
-    with api.load_plan(api.plan_request(request(folders)), adapters=adapters) as model:
-        assert model.adapters == tuple(folders) and adapters.held is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, "mixed"])
@@ -121,7 +141,7 @@ def test_a_file_that_changes_after_it_was_matched_is_named(folders):
     with pytest.raises(AdapterError, match="changed after its header was read"):
         HeldAdapter.read(spec, pinned=False)
     with pytest.raises(AdapterError, match="changed since the plan was made"):
-        api.load_plan(plan, adapters=PlannedAdapters(inputs.specs))
+        api.load_plan(plan)
 
 
 def test_adapters_with_equal_ends_are_told_apart_and_copies_are_held_once(folders, tmp_path, monkeypatch):
@@ -131,8 +151,8 @@ def test_adapters_with_equal_ends_are_told_apart_and_copies_are_held_once(folder
     change(other, lambda tensors: tensors | {middle: tensors[middle] + 1})
     folders |= {"other": str(other), "copy": str(shutil.copytree(folders["a0"], tmp_path / "copy"))}
     assert held_adapters._ends(other) == held_adapters._ends(folders["a0"]) != held_adapters._ends(folders["a1"])
-    adapters = PlannedAdapters(held={})
-    with api.load_plan(api.plan_request(request(folders)), adapters=adapters) as model:
-        shelf = LoadedEngine(model, rows=1, held=adapters.held).shelf
-        assert shelf._held["a0"] is shelf._held["copy"] and shelf._held["other"] is adapters.held["other"]
+    held: dict = {}
+    with api.load_plan(api.plan_request(request(folders)), held=held) as model:
+        shelf = LoadedEngine(model, rows=1, held=held).shelf
+        assert shelf._held["a0"] is shelf._held["copy"] and shelf._held["other"] is held["other"]
         assert len(shelf.held) == 4

@@ -25,6 +25,7 @@ from trimtab.machine import rates_cache as rates_file
 from trimtab.machine.anatomy_cache import read_anatomy, write_anatomy
 from trimtab.machine.gpus import Gpu
 from trimtab.planning import Machine, Plan, Rates
+from trimtab.planning.plan.files_read import FilesRead
 from trimtab.process import user_cache as own_folder
 from trimtab.request import LoadRequest
 
@@ -329,13 +330,13 @@ def test_a_plan_in_a_fresh_process_imports_no_torch_and_is_the_same_plan(seen):
 def test_the_first_load_takes_the_module_tree_that_planning_made_and_a_plan_of_another_dtype_gets_none(folder):
     plan = trimtab.api.plan_request(LoadRequest(model=str(BASE), device="cpu"))
     saved, values = plan.to_json(), dict(vars(plan))
-    tree = plan.module_tree.look(plan.made_of)
-    assert tree is not None and plan == Plan.from_json(saved) and "module_tree" not in saved
+    tree = plan.files_read.look(plan.made_of).tree
+    assert tree is not None and plan == Plan.from_json(saved) and "files_read" not in saved
     other = replace(plan, request=replace(plan.request, dtype="float32"))
-    assert other.module_tree.take(other.made_of) is None
+    assert other.files_read.take(other.made_of) == FilesRead()
     with trimtab.load(plan) as model:
         assert model.hf_model is tree.model
-    assert plan.module_tree.take(plan.made_of) is None
+    assert plan.files_read.take(plan.made_of) == FilesRead()
     assert vars(plan) == values  # loading changes nothing of the plan
     with trimtab.load(plan) as model:
         assert model.hf_model is not tree.model
@@ -349,6 +350,6 @@ def test_a_plan_from_a_kept_anatomy_is_loaded_like_any_other(folder, monkeypatch
     monkeypatch.setattr(hf, "probe", lambda *args: pytest.fail("read again"))
     plan = trimtab.api.plan_request(request)
     monkeypatch.undo()
-    assert plan.module_tree.look(plan.made_of) is None
+    assert plan.files_read.look(plan.made_of).tree is None
     with trimtab.load(plan) as model:
         assert model.answer("What is this?", max_new_tokens=2).token_ids

@@ -143,7 +143,7 @@ def _reads(
 
 def _anatomy(plan: Plan, checkpoint: Checkpoint, head: str) -> Anatomy:
     request = plan.request
-    probe = plan.module_tree.look(plan.made_of)
+    probe = plan.files_read.look(plan.made_of).tree
     if probe is None:
         probe = hf.probe(checkpoint, request.dtype)
     return hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=head)

@@ -1,7 +1,7 @@
 """One run of the stock stack: transformers, bitsandbytes and PEFT load the same model and answer the same prompts.
 
 Runs in a separate process, everything on one device, as its users run it: also with bitsandbytes' fast path for CPUs
-with AVX512-BF16, which a comparison of answers disables because it loses bits (`verification/routes/stock_run.py`).
+with AVX512-BF16, which a comparison of answers disables because it loses bits (`stock/load.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from trimtab.benchmark import bandwidth
 from trimtab.benchmark.stopwatch import Clock, wait
+from trimtab.stock.unsplit import load_unsplit, with_adapters
 from trimtab.verification.routes import stock_run as stock_route
 from trimtab.verification.routes import teacher_forcing as forced
 
@@ -38,8 +39,8 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             torch.zeros(1, device=device)
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
-        model = stock_route.load_base(request["folder"], request["quant"], request["dtype"], request["device"])
-        model, notes = stock_route.with_adapters(model, request["adapters"], Path(request["out"]))
+        model = load_unsplit(request["folder"], request["quant"], request["dtype"], request["device"])
+        model, notes = with_adapters(model, request["adapters"], Path(request["out"]))
         wait(device)
         load_s = time.perf_counter() - started
         if device.type == "cpu" and request["own_cpu_path"]:

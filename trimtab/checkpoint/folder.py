@@ -58,6 +58,10 @@ class Checkpoint:
     stamps: tuple[Stamp, ...]
     orders: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)
 
+    def is_unchanged(self) -> bool:
+        """Whether its files are still those that were read."""
+        return all(stamp_of(self.folder, self.folder / stamp[0]) == stamp for stamp in self.stamps)
+
     @property
     def is_gguf(self) -> bool:
         """Whether its matrices are in GGUF files."""
@@ -85,14 +89,14 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     check_not_foreign(config, folder)
     if (quantization := _quantization(config_file, config)) and quantization.get("quant_method") == "gguf":
         return _of_gguf(folder, config, quantization)
-    files, index = _weight_files(folder, config)
+    files, index, weight_map = _weight_files(folder, config)
     # Stamped before it is read, so a change during reading is detected.
     stamps = tuple(stamp_of(folder, file) for file in (config_file, *([index] if index else []), *files))
     tensors = _read_tensors(files, most_tensors(config))
     if files:
         check_layers(config, len(tensors), config_file)
     if index is not None:
-        _check_index(folder, index, tensors)
+        _check_index(folder, index, weight_map, tensors)
     return Checkpoint(folder, config, files, tensors, bool(files), quantization, stamps)
 
 
@@ -304,27 +308,31 @@ def _snapshot(cached: Path) -> Path:
 # Which files ----------------------------------------------------------------------------------------------------------
 
 
-def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[Path, ...], Path | None]:
+# The weight files, the index that names them, if any, and its weight_map.
+_WeightFiles = tuple[tuple[Path, ...], Path | None, Mapping[str, str]]
+
+
+def _weight_files(folder: Path, config: Mapping[str, Any]) -> _WeightFiles:
     """Return the weight files, sorted, and the index that named them, if any."""
     named = config.get("transformers_weights")
     if named is not None:
         return _named_files(folder, named)
     if _is_file(folder / SINGLE):
-        return (folder / SINGLE,), None
+        return (folder / SINGLE,), None, {}
     if _is_file(folder / INDEX):
-        return _indexed(folder, folder / INDEX), folder / INDEX
+        return _indexed(folder, folder / INDEX)
     _refuse_other_weights(folder)
-    return (), None
+    return (), None, {}
 
 
-def _named_files(folder: Path, named: Any) -> tuple[tuple[Path, ...], Path | None]:
+def _named_files(folder: Path, named: Any) -> _WeightFiles:
     source = folder / CONFIG
     if not isinstance(named, str) or not named.endswith((".safetensors", INDEX_SUFFIX)):
         raise CheckpointError(f"transformers_weights is {named!r}, not a safetensors file or index", path=source)
     file = _inside(folder, named, source)
     if not _is_file(file):
         raise CheckpointError(f"transformers_weights names {named}, which is missing", path=source)
-    return (_indexed(folder, file), file) if named.endswith(INDEX_SUFFIX) else ((file,), None)
+    return _indexed(folder, file) if named.endswith(INDEX_SUFFIX) else ((file,), None, {})
 
 
 def _is_file(file: Path) -> bool:
@@ -352,8 +360,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
-    named = sorted(set(_weight_map(index).values()))
+def _indexed(folder: Path, index: Path) -> _WeightFiles:
+    weight_map = _weight_map(index)
+    named = sorted(set(weight_map.values()))
     files = [_inside(folder, name, index) for name in named]
     missing = [name for name, file in zip(named, files, strict=True) if not os.path.isfile(file)]
     if missing:
@@ -361,7 +370,7 @@ def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
             f"{len(missing)} of {len(files)} shards are missing: {', '.join(missing)}", path=folder,
             hint="Copy or download them again",
         )  # fmt: skip
-    return tuple(dict.fromkeys(files))
+    return tuple(dict.fromkeys(files)), index, weight_map
 
 
 def _read_tensors(files: tuple[Path, ...], most: int) -> dict[str, TensorEntry]:
@@ -378,10 +387,10 @@ def _read_tensors(files: tuple[Path, ...], most: int) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _check_index(folder: Path, index: Path, tensors: Mapping[str, TensorEntry]) -> None:
+def _check_index(folder: Path, index: Path, weight_map: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> None:
     """Raise CheckpointError unless every tensor of the index is in the file it names; files may hold more."""
     lost = [
-        f"{name} (in {file})" for name, file in _weight_map(index).items()
+        f"{name} (in {file})" for name, file in weight_map.items()
         if name not in tensors or tensors[name].file != _inside(folder, file, index)
     ]  # fmt: skip
     if lost:

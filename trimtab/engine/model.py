@@ -48,6 +48,7 @@ from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
+from trimtab.planning.plan.files_read import FilesRead
 from trimtab.planning.request.dtypes import was_chosen
 from trimtab.planning.values.execution import CAPTURED
 from trimtab.planning.values.kv_bytes import check_kv
@@ -76,13 +77,13 @@ class LoadedModel(Asking):
     plan, device, dtype, context_tokens: as planned. hf_model: transformers' module tree with trimtab's layers in place.
     decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel
     after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs. progress: called with (bytes
-    read, total bytes). adapters: how the plan's are read. Errors: CheckpointError and AdapterError for changed files; DeviceError
-    if memory runs out.
+    read, total bytes). files: what planning read. held: gets the plan's adapters in host memory by name. Errors: CheckpointError
+    and AdapterError for changed files; DeviceError if memory runs out.
     """
 
     def __init__(
-        self, plan: Plan, *, progress: Progress | None = None, probe: hf.Probe | None = None, decode: str | None = None,
-        adapters: planned_adapters.PlannedAdapters | None = None,
+        self, plan: Plan, *, progress: Progress | None = None, files: FilesRead[hf.Probe] | None = None, decode: str | None = None,
+        held: dict[str, HeldAdapter] | None = None,
     ) -> None:  # fmt: skip
         decode = plan.request.decode if decode is None else decode
         check_choice(decode, DECODE_MODES, field_name="decode")
@@ -121,7 +122,7 @@ class LoadedModel(Asking):
                 self._give_back_attention = cudnn.of_this_process().leave_out(self)
             self._attention_at_load = cudnn.why_without(plan, self.device)
             with self._out_of_memory_named("loading"):
-                self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, probe=probe)
+                self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 check_kv(plan.request.kv, self.anatomy)  # the plan may be an edited file
                 guard_towers(self._loaded.hf_model)
                 phases.begin("unpacking weights")
@@ -129,7 +130,7 @@ class LoadedModel(Asking):
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 phases.begin("attaching adapters")
-                for name, adapter in (adapters or planned_adapters.PlannedAdapters()).read(self):
+                for name, adapter in planned_adapters.read_planned(self, files, held):
                     self._attach_planned(name, adapter)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # memory of packing becomes available to others

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +16,7 @@ from trimtab.adapters.file import stamps_of
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.planning.plan.files_read import FilesRead
 
 if TYPE_CHECKING:
     from trimtab.engine.model import LoadedModel
@@ -48,42 +48,40 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-@dataclass
-class PlannedAdapters:
-    """The adapters of one plan. specs: those that planning has matched, by folder, each with the anatomy that it was matched with.
-    held: gets them by name as they were read, for a server, which keeps them in host memory; None: not kept."""
+def read_planned(
+    model: LoadedModel, files: FilesRead[Any] | None, held: dict[str, HeldAdapter] | None
+) -> Iterator[tuple[str, HeldAdapter]]:
+    """Yield name and adapter of a model's plan, in its order. files: what planning read. held: gets the adapters by name, for a
+    server, which keeps them in host memory; None: not kept. Errors: as `LoadedModel.read_adapter`."""
+    known = {} if files is None else _specs_of(files, model.anatomy)
+    threads = AHEAD if held is None else AHEAD_KEPT
+    pool = ThreadPoolExecutor(threads, "trimtab-adapter", initializer=partial(_use_device, model.device))
+    reading: deque[tuple[str, Future[HeldAdapter]]] = deque()
 
-    specs: Mapping[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
-    held: dict[str, HeldAdapter] | None = None
+    def first() -> tuple[str, HeldAdapter]:
+        name, future = reading.popleft()
+        adapter = future.result()
+        if held is not None:
+            held[name] = adapter
+        return name, adapter
 
-    def read(self, model: LoadedModel) -> Iterator[tuple[str, HeldAdapter]]:
-        """Yield name and adapter of a model's plan, in its order. Errors: as `LoadedModel.read_adapter`."""
-        known = self._specs_of(model.anatomy)
-        threads = AHEAD if self.held is None else AHEAD_KEPT
-        pool = ThreadPoolExecutor(threads, "trimtab-adapter", initializer=partial(_use_device, model.device))
-        reading: deque[tuple[str, Future[HeldAdapter]]] = deque()
-        try:
-            for name, path in model.plan.request.adapters.items():
-                spec = known.get(path)
-                is_same = spec is not None and spec.file.stamps == stamps_of(path)
-                reading.append((name, pool.submit(read, model, match(model, path, spec if is_same else None))))
-                if len(reading) > threads:
-                    yield self._done(*reading.popleft())
-            while reading:
-                yield self._done(*reading.popleft())
-        finally:
-            pool.shutdown(cancel_futures=True)
+    try:
+        for name, path in model.plan.request.adapters.items():
+            spec = known.get(path)
+            is_same = spec is not None and spec.file.stamps == stamps_of(path)
+            reading.append((name, pool.submit(read, model, match(model, path, spec if is_same else None))))
+            if len(reading) > threads:
+                yield first()
+        while reading:
+            yield first()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def _done(self, name: str, reading: Future[HeldAdapter]) -> tuple[str, HeldAdapter]:
-        held = reading.result()
-        if self.held is not None:
-            self.held[name] = held
-        return name, held
 
-    def _specs_of(self, anatomy: Anatomy) -> dict[str, AdapterSpec]:
-        """Return the specs by folder that were matched with an equal anatomy."""
-        equal: dict[int, bool] = {}  # by identity: comparing thousands of rows takes milliseconds
-        for _, one in self.specs.values():
-            if id(one) not in equal:
-                equal[id(one)] = one == anatomy
-        return {path: spec for (path, _), (spec, one) in self.specs.items() if equal[id(one)]}
+def _specs_of(files: FilesRead[Any], anatomy: Anatomy) -> dict[str, AdapterSpec]:
+    """Return the specs by folder that were matched with an equal anatomy."""
+    equal: dict[int, bool] = {}  # by identity: comparing thousands of rows takes milliseconds
+    for _, one in files.specs.values():
+        if id(one) not in equal:
+            equal[id(one)] = one is anatomy or one == anatomy
+    return {path: spec for (path, _), (spec, one) in files.specs.items() if equal[id(one)]}

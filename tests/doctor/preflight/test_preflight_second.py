@@ -69,8 +69,8 @@ def question(name: str, quant: str, free: dict) -> dict[str, Any]:
     reading = read_map(shape, SPLIT)
     return {
         "model": str(DEMO / "base"), "dtype": "bfloat16", "adapter": str(DEMO / "adapters" / name),
-        "config": config_changes(demo_adapter(name)), "device_map": reading.devices, "quantized": sorted(reading.quantized),
-        "quant": shape.quant, "free": [list(item) for item in free.items()],
+        "config": config_changes(demo_adapter(name)), "device_map": reading.devices, "devices": reading.tensor_devices, "main": "0",
+        "quantized": sorted(reading.quantized), "quant": shape.quant, "free": [list(item) for item in free.items()],
     }  # fmt: skip
 
 
@@ -127,9 +127,11 @@ def test_model_without_data_has_the_modules_and_sizes_of_the_real_peft_model(nam
     monkeypatch.setattr(
         accelerate_modeling, "compute_module_sizes", lambda *args, **options: planned.append(args[0]) or real(*args, **options)
     )
-    assert plan_of(question(name, quant, {0: 10_000_000, "cpu": 10_000_000}))["runs"]
+    found = plan_of(question(name, quant, {0: 10_000_000, "cpu": 10_000_000}))
     monkeypatch.undo()
     model, mine = real_model(name, quant), planned[-1]
+    added = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\.")
+    assert dict(found["adapter"]) == {"0": sum(value.nbytes for path, value in model.named_parameters() if added.search(path))}
     assert [path for path, _ in mine.named_modules()] == [path for path, _ in model.named_modules()]
     assert list(real(mine).items()) == list(real(model).items())
     found = accelerate_modeling.find_tied_parameters
@@ -143,8 +145,9 @@ def test_budgets_map_and_log_line_are_accelerates(name, monkeypatch, caplog):
     assert set(demo_shape("nf4-dq").no_split) == set(model._no_split_modules)
     splits = requirements = 0
     for free in memories(accelerate_modeling.compute_module_sizes(model)[""], 8):
-        budgets, device_map, required = real_plan(model, free, monkeypatch, caplog)
         found = plan_of(question(name, "nf4-dq", free))
+        left = {device: max(nbytes - dict(found["adapter"]).get(str(device), 0), 0) for device, nbytes in free.items()}
+        budgets, device_map, required = real_plan(model, left, monkeypatch, caplog)
         assert dict(found["budgets"]) == budgets
         assert dict(found["map"]) == device_map
         assert dict(found["required"]) == required

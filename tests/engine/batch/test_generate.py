@@ -14,6 +14,7 @@ import transformers
 
 import trimtab
 from tests import stock, talking
+from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import Detokenizer, Generation, hidden_ids
 from trimtab.engine.batch.sampling import AnswerPenalties, Sampler
@@ -308,6 +309,15 @@ def test_a_stop_text_is_cut_out_wherever_pieces_end(model):
     answer = model.answer("Hello", max_new_tokens=24, stop=(stop,))
     assert answer.text == whole[: whole.index(stop)] and answer.finish_reason == "stop"
     assert len(answer.token_ids) < 24
+
+
+def test_text_that_waits_for_the_rest_of_a_stop_text_is_given_out_at_the_end(model, monkeypatch):
+    whole = model.answer("Hello", max_new_tokens=8).text
+    assert model.answer("Hello", max_new_tokens=8, stop=(whole[-1] + "never",)).text == whole
+    with model.answering(None):
+        batch = kept_batch.take(model, 1)
+    monkeypatch.setattr(type(model), "rows", lambda self: batch)
+    assert model.answer("Hello", max_new_tokens=8, stop=(whole[-1] + "never",)).text == whole
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_work(model, monkeypatch):

@@ -17,7 +17,7 @@ from tests.long_runs import slow_on_cpu
 from tests.quantized_files import FAMILIES, FORMS, TIERS, write
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.verification.routes import stock_run
+from trimtab.stock import unsplit
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 VARIANTS = {"none": None, "lora": {}, "dora": {"dora": True}, "rslora": {"rslora": True}, "saved": {"modules_to_save": ["norm"]}}
@@ -98,7 +98,7 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(form, root, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_stock_route_of_verify_has_the_same_weights(form, root):
     small, dense = files("llama", form, root)
-    model = stock_run.load_base(str(small), "auto", "bfloat16", "cpu")
+    model = unsplit.load_unsplit(str(small), "auto", "bfloat16", "cpu")
     truth = load_file(dense / "model.safetensors")
     found = model.state_dict()
     assert set(truth) <= set(found) and all(torch.equal(found[name], truth[name]) for name in truth)

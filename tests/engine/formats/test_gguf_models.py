@@ -21,7 +21,7 @@ from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.plan.table import stored_rows
 from trimtab.planning.values.blocks import blocks_of
-from trimtab.verification.routes import stock_run
+from trimtab.stock import unsplit
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 TIERS = ("resident", "stream", "disk", "host")
@@ -87,7 +87,7 @@ def test_a_set_of_files_is_one_model(root, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_the_stock_route_of_verify_has_the_same_weights(family, root):
     file, dense = files(family, "q4_k", root)
-    model = stock_run.load_base(str(find_folder(file)), "auto", "bfloat16", "cpu")
+    model = unsplit.load_unsplit(str(find_folder(file)), "auto", "bfloat16", "cpu")
     truth, found = load_file(dense / "model.safetensors"), model.state_dict()
     assert set(truth) <= set(found)
     assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import mobile_files, pico, stock
 from trimtab.errors import CheckpointError
-from trimtab.verification.routes import stock_run
+from trimtab.stock import unsplit
 
 pytest.importorskip("transformers.integrations.gemma_quant")
 modeling_gemma4 = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
@@ -138,8 +138,8 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(folder, adapter, tmp_path):
 
 def test_the_stock_route_of_verify_is_transformers_own_model(folder, expected):
     given, truth = expected
-    model = stock_run.load_base(str(folder), "auto", "bfloat16", "cpu")
-    assert torch.equal(stock.logits(model, given), truth[None]) and stock_run.dense_note(str(folder)) == []
+    model = unsplit.load_unsplit(str(folder), "auto", "bfloat16", "cpu")
+    assert torch.equal(stock.logits(model, given), truth[None]) and unsplit.dense_note(str(folder)) == []
 
 
 def test_an_adapters_text_is_the_same_in_two_tiers(folder, adapter):

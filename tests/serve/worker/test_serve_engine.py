@@ -651,7 +651,7 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
             fail_later.prompt_tokens = answer.row.prompt_tokens
             answer.row.constraint = fail_later
         elif job.id == "bad":
-            answer.detokenizer.push = fail
+            answer.text.take = fail
         return answer
 
     monkeypatch.setattr(LoadedEngine, "_begin", begun)

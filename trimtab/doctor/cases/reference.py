@@ -12,6 +12,7 @@ from typing import Any
 
 from trimtab.doctor.cases.cases import Case
 from trimtab.process.redact import Cleaner
+from trimtab.stock.load import load_adapter, without_repacking
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
@@ -43,9 +44,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
         answers |= _answers(model, inputs, "base")
         if request["adapter"]:
             try:
-                from peft import PeftModel
-
-                model = case_model.steady(PeftModel.from_pretrained(model, request["adapter"]).eval())
+                model = without_repacking(load_adapter(model, request["adapter"]))
                 answers |= _answers(model, inputs, "adapter")
             except Exception as exc:
                 emit({"failed": exception_json(exc, Cleaner({}))})

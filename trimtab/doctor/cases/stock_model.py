@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.cases.cases import Case, Parts, device_map, find_parts, skip_modules
+from trimtab.stock import load
 
 ROOMY_BYTES = 64 * 2**30
 HOST_BYTES = 256 * 2**30
@@ -123,19 +124,11 @@ def _as_bytes(value: Any) -> int:
     return int(convert_file_size_to_int(value)) if isinstance(value, str) else int(value)
 
 
-def model_class(folder: Path) -> tuple[Any, Any]:
-    """Return a checkpoint's class and config."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    return getattr(transformers, config.architectures[0]), config
-
-
 def empty_model(folder: Path) -> Any:
     """Return the model without memory."""
     import torch
 
-    kind, config = model_class(folder)
+    kind, config = load.model_class(folder)
     with torch.device("meta"):
         return kind._from_config(config, dtype=torch.bfloat16)
 
@@ -143,24 +136,6 @@ def empty_model(folder: Path) -> Any:
 def parts_of(model: Any) -> Parts:
     """Return the parts that a map can name."""
     return find_parts([path for path, _ in model.named_modules()])
-
-
-def quantization(quant: str, skip: list[str]) -> Any:
-    """Return transformers' BitsAndBytesConfig of a case, None for "none"."""
-    import torch
-    from transformers import BitsAndBytesConfig
-
-    if quant == "none":
-        return None
-    options: dict[str, Any] = {"llm_int8_enable_fp32_cpu_offload": True}
-    if skip:
-        options["llm_int8_skip_modules"] = skip
-    if quant == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True, **options)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=quant == "nf4-dq",
-        bnb_4bit_compute_dtype=torch.bfloat16, **options,
-    )  # fmt: skip
 
 
 def load_arguments(case: Case, parts: Parts, empty: Any, work: Path) -> dict[str, Any]:
@@ -192,24 +167,12 @@ def _quantized_bytes(empty: Any, quant: str) -> int:
 def load_base(folder: Path, arguments: Mapping[str, Any], card: Card) -> Any:
     """Return the stock model of JSON arguments, in eval mode, bf16."""
     import torch
-    from transformers import BitsAndBytesConfig
 
     options = dict(arguments)
     options["device_map"] = card.place(options["device_map"])
     if "quantization_config" in options:
-        fields = dict(options["quantization_config"])
-        if "bnb_4bit_compute_dtype" in fields:
-            fields["bnb_4bit_compute_dtype"] = torch.bfloat16
-        options["quantization_config"] = BitsAndBytesConfig(**fields)
-    kind, _ = model_class(folder)
-    return steady(kind.from_pretrained(folder, dtype=torch.bfloat16, **options).eval())
-
-
-def steady(model: Any) -> Any:
-    """Return the model without bitsandbytes' AVX512 path, which repacks weights in place and then changes answers (A8)."""
-    from trimtab.doctor.facts.probe_kit import without_repacking
-
-    return without_repacking(model)
+        options["quantization_config"] = load.bitsandbytes(**options["quantization_config"])
+    return load.load_base(folder, dtype=torch.bfloat16, **options)
 
 
 def offloaded(model: Any, card: Card) -> dict[str, bool]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab.doctor.cases.cases import TARGETS, Case, device_map
 from trimtab.process.redact import Cleaner
+from trimtab.stock.load import load_adapter, without_repacking
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -112,8 +113,6 @@ class _Run:
 
     def adapt(self, model: Any) -> Any:
         """Return the model with the adapter attached by the case's call."""
-        from trimtab.doctor.cases.stock_model import steady
-
         call = self.case.call
         if call == "none":
             return model
@@ -128,16 +127,14 @@ class _Run:
         adapter = self.request["adapters"][self.case.adapter]
         if call == "native":
             model.load_adapter(adapter)
-            return steady(model)
+            return without_repacking(model)
         if call == "bridge":
             from trimtab.bridge import load_peft
 
-            return steady(load_peft(model, adapter))
+            return without_repacking(load_peft(model, adapter))
         if call == "dequantize, peft":
             model = model.dequantize()
-        from peft import PeftModel
-
-        return steady(PeftModel.from_pretrained(model, adapter, **arguments).eval())
+        return without_repacking(load_adapter(model, adapter, **arguments))
 
     def look(self, model: Any) -> None:
         """Report the current placement."""
@@ -157,11 +154,9 @@ class _Run:
 
     def merge(self, model: Any) -> Any:
         """Return the merged model."""
-        from trimtab.doctor.cases.stock_model import steady
-
         if self.case.then.startswith("dequantize"):
             model.dequantize()
-        model = steady(model.merge_and_unload())
+        model = without_repacking(model.merge_and_unload())
         self.facts(merged=True)
         return model
 

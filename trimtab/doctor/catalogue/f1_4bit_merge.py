@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, without_repacking
+from trimtab.doctor.facts.probe_kit import Kit
+from trimtab.stock.load import without_repacking
 
 BUG = Bug(
     id="F1",

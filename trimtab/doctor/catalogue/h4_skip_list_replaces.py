@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, failure, frames, quantization
+from trimtab.doctor.facts.probe_kit import OFFLOAD, Kit, failure, frames
+from trimtab.stock.load import quantization
 
 BUG = Bug(
     id="H4",
@@ -31,7 +32,7 @@ BUG = Bug(
 
 def probe(kit: Kit) -> Seen:
     """Load an untied and a tied model in 4-bit with a list that names one MLP."""
-    config = quantization("nf4")
+    config = quantization("nf4", **OFFLOAD)
     config.llm_int8_skip_modules = ["model.layers.0.mlp"]
     untied = kit.load(kit.checkpoint("llama"), quantization_config=config, device_map={"": 0})
     kind = type(untied.lm_head).__name__

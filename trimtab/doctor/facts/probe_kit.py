@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from trimtab.process.packages import version_of
+from trimtab.stock.load import load_adapter, load_base, quantization
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "safetensors", "torch", "transformers")
 PROJECTIONS = r"(q|k|v|o|gate|up|down)_proj"
@@ -37,6 +38,7 @@ LLAMA_SPLIT: Mapping[str, int | str] = {
     "model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0, "model.rotary_emb": 0,
     "lm_head": 0,
 }  # fmt: skip
+OFFLOAD: Mapping[str, Any] = {"llm_int8_enable_fp32_cpu_offload": True}
 
 
 class Kit:
@@ -70,19 +72,14 @@ class Kit:
         among kwargs replaces it. device_map: 0 is the imitated GPU, "cpu" and "disk" are offload, a string such as
         "auto" is passed unchanged. repack: keep bitsandbytes' AVX512 path, which repacks weights in place (A8).
         """
-        import transformers
-
         options: dict[str, Any] = {"dtype": "bfloat16"}
         if quant != "none":
-            options["quantization_config"] = quantization(quant)
+            options["quantization_config"] = quantization(quant, **OFFLOAD)
         if device_map is not None:
             options["device_map"] = on_cpu(device_map)
         if isinstance(device_map, Mapping) and "disk" in device_map.values():
             options["offload_folder"] = str(self.folder / "offload")
-        config = transformers.AutoConfig.from_pretrained(path)
-        model_class = getattr(transformers, config.architectures[0])
-        model = model_class.from_pretrained(path, **(options | kwargs)).eval()
-        return model if repack else without_repacking(model)
+        return load_base(path, repack=repack, **(options | kwargs))
 
     def adapter(self, path: Path, *, targets: str | Sequence[str] = LANGUAGE, rank: int = 4, **config: Any) -> Path:
         """Return the folder of a random LoRA adapter for a checkpoint, saved by stock PEFT on the unsplit model.
@@ -108,11 +105,9 @@ class Kit:
 
     def peft(self, model: Any, adapter: Path, **kwargs: Any) -> Any:
         """Return `PeftModel.from_pretrained(model, adapter, **kwargs)` in eval mode; 0 in a device_map as in `load`."""
-        from peft import PeftModel
-
         if "device_map" in kwargs:
             kwargs["device_map"] = on_cpu(kwargs["device_map"])
-        return PeftModel.from_pretrained(model, str(adapter), **kwargs).eval()
+        return load_adapter(model, adapter, **kwargs)
 
     def inputs(self, model_or_path: Any, kind: str = "text") -> dict[str, Any]:
         """Return forward arguments of one row. kind: "text", "image" or "audio"."""
@@ -133,18 +128,6 @@ class Kit:
             return model(**self.inputs(model, kind)).logits[0].float().cpu()
 
 
-def quantization(quant: str) -> Any:
-    """Return transformers' BitsAndBytesConfig of "nf4", "nf4-dq" or "int8", with offload to the CPU allowed."""
-    from transformers import BitsAndBytesConfig
-
-    if quant == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_enable_fp32_cpu_offload=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=quant == "nf4-dq",
-        bnb_4bit_compute_dtype="bfloat16", llm_int8_enable_fp32_cpu_offload=True,
-    )  # fmt: skip
-
-
 def on_cpu(device_map: Any) -> Any:
     """Return a device map with every number turned into the imitated GPU; other maps unchanged.
 
@@ -163,14 +146,6 @@ def on_cpu(device_map: Any) -> Any:
 def behind_peft(device_map: Mapping[str, Any]) -> dict[str, Any]:
     """Return a base's device map with the names that its modules have inside a PeftModel (B3)."""
     return {f"base_model.model.{module_path}": place for module_path, place in device_map.items()}
-
-
-def without_repacking(model: Any) -> Any:
-    """Return the model with bitsandbytes' AVX512 path off: it repacks weights in place at the first forward (A8)."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def unmark(model: Any) -> Any:

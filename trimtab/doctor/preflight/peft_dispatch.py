@@ -15,16 +15,20 @@ import logging
 import re
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
 import accelerate.utils.modeling as accelerate_modeling
 import torch
-from peft import PeftConfig, PeftModel, peft_model
+from peft import PeftConfig, peft_model
 
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.doctor.preflight.device_map import OFF
+from trimtab.doctor.preflight.shape import device_of
 from trimtab.engine.loader import transformers_model as hf
+from trimtab.stock.load import load_adapter
 
 LOGGER = "accelerate.utils.modeling"
 _REQUIRED = re.compile(r"- (\S+): (\d+(?:\.\d+)?) bytes required")
@@ -44,10 +48,11 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return PEFT's plan as JSON-ready values.
 
     request: model (folder), dtype, adapter (folder), config (changes of its configuration), device_map (key -> device
-    as text), quantized (module paths), quant (format), free ([device, bytes] pairs, GPUs first). Returns {"runs":
-    False, "why": text} if PEFT makes no plan, else map, budgets and required as [device or path, value] pairs,
-    total_bytes, largest ([path, bytes] of the layer for which accelerate reserves memory), steps (accelerate's own
-    lines).
+    as text), devices (tensor_path -> device of the loaded base), main (the device that computes), quantized (module
+    paths), quant (format), free ([device, bytes] pairs less the base, GPUs first). Returns {"runs": False, "why": text}
+    if PEFT makes no plan, else map, budgets and required as [device or path, value] pairs, adapter ([device, bytes] of
+    PEFT's layers), after (tensor_path -> device by the map), total_bytes, largest ([path, bytes] of the layer for which
+    accelerate reserves memory), steps (accelerate's own lines).
     """
     base = empty_base(request["model"], request["dtype"])
     for path in request["quantized"]:
@@ -58,13 +63,14 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
     base.hf_device_map = {key: int(text) if text.isdecimal() else text for key, text in request["device_map"].items()}
     plan: dict[str, Any] = {"runs": False, "why": "PEFT loads the adapter without a plan of its own"}
     free = dict(request["free"])
-    with _accelerate_sees(free), _peft_stops_at_its_map(plan), warnings.catch_warnings():
+    placed = _Placed(base, request["devices"], request["main"])
+    with _accelerate_sees(free), _peft_stops_at_its_map(plan, placed, free), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             config = PeftConfig.from_pretrained(request["adapter"])
             for name, value in request["config"].items():
                 setattr(config, name, value)
-            PeftModel.from_pretrained(base, request["adapter"], config=config, torch_device="cpu")
+            load_adapter(base, request["adapter"], config=config, torch_device="cpu")
         except _Planned:
             pass
         except Exception as exc:  # any exception of PEFT for this adapter
@@ -101,16 +107,49 @@ def _pack(model: Any) -> None:
             module.weight = torch.nn.Parameter(packed, requires_grad=False)
 
 
+class _Placed:
+    """The devices of a base's tensors, which PEFT's model holds under other names, and of PEFT's own layers."""
+
+    def __init__(self, base: Any, devices: Mapping[str, str], main: str) -> None:
+        self.paths = {id(module): path for path, module in base.named_modules()}
+        self.devices, self.main = devices, main
+
+    def adapter_bytes(self, model: Any) -> dict[str, int]:
+        """Return device -> bytes of the parameters that PEFT added: each is where the module is that it wraps."""
+        modules = dict(model.named_modules())
+        wrapped = {path.rpartition(".")[0]: self.paths[id(module)] for path, module in modules.items() if id(module) in self.paths}
+        nbytes: Counter[str] = Counter()
+        for path, module in modules.items():
+            if id(module) not in self.paths:
+                device = self.devices.get(f"{device_of(path, wrapped)}.weight", self.main)
+                nbytes["cpu" if device in OFF else device] += sum(value.nbytes for value in module.parameters(recurse=False))
+        return {device: count for device, count in nbytes.items() if count}
+
+    def after(self, model: Any, device_map: Mapping[str, Any]) -> dict[str, str]:
+        """Return tensor_path -> device by the map of PEFT's model; a tensor that it omits is not moved."""
+        found = dict(self.devices)
+        for path, module in model.named_modules():
+            for name in (*module._parameters, *module._buffers) if id(module) in self.paths else ():
+                tensor, device = f"{self.paths[id(module)]}.{name}".lstrip("."), device_of(f"{path}.{name}", device_map)
+                if device is not None and tensor in found:
+                    found[tensor] = str(device)
+        return found
+
+
 @contextlib.contextmanager
-def _peft_stops_at_its_map(plan: dict[str, Any]) -> Iterator[None]:
-    """Record PEFT's calls of accelerate in `plan`, and end the load at the second one."""
+def _peft_stops_at_its_map(plan: dict[str, Any], placed: _Placed, free: dict[int | str, int]) -> Iterator[None]:
+    """Record PEFT's calls of accelerate in `plan`, and end the load at the second one. free: less the adapter at the first."""
     if not hasattr(peft_model, "infer_auto_device_map") or not hasattr(peft_model, "get_balanced_memory"):
         plan["why"] = "this PEFT release does not call accelerate for a map"
         yield
         return
     balance, infer = peft_model.get_balanced_memory, peft_model.infer_auto_device_map
+    adapter: dict[str, int] = {}
 
     def balanced(model: Any, *args: Any, **options: Any) -> Any:
+        adapter.update(placed.adapter_bytes(model))
+        # The driver reports no negative value: the load would have failed before.
+        free.update({device: max(nbytes - adapter.get(str(device), 0), 0) for device, nbytes in free.items()})
         _pack(model)
         return balance(model, *args, **options)
 
@@ -123,6 +162,7 @@ def _peft_stops_at_its_map(plan: dict[str, Any]) -> Iterator[None]:
         plan.clear()
         plan.update(
             runs=True, map=[*map(list, device_map.items())], budgets=[*map(list, budgets.items())],
+            adapter=[*map(list, adapter.items())], after=placed.after(model, device_map),
             total_bytes=accelerate_modeling.compute_module_sizes(model)[""], largest=largest.first,
             required=[[device, float(nbytes)] for device, nbytes in _REQUIRED.findall("\n".join(logged.texts))],
             steps=[line for line in printed.getvalue().splitlines() if line],

@@ -1,7 +1,7 @@
 """PEFT's second plan for a map: whether it is made, the memory that it assumes, and its result.
 
-The map comes from the installed PEFT and accelerate (`peft_dispatch.py`, in a separate process). The free memory that
-they would see is calculated here, line by line: the present free memory minus the base and the adapter on the device.
+The map, the adapter's bytes and each tensor's new device come from a run of the installed PEFT and accelerate
+(`peft_dispatch.py`, in a separate process). The free memory that they would see is the present one minus base and adapter.
 It is an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other programs reduce it.
 Imports no torch.
 """
@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapters.adapter import AdapterSpec
 from trimtab.adapters.keys import PEFT_HEAD
 from trimtab.adapters.patch import patched_config
-from trimtab.checkpoint.anatomy import DTYPE_BYTES
 from trimtab.doctor.preflight.adapter import AdapterReading
 from trimtab.doctor.preflight.device_map import OFF, MapReading
-from trimtab.doctor.preflight.shape import ModelShape, device_of
+from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.doctor.preflight.unquantized import stock_bytes
 from trimtab.errors import gib
 from trimtab.process.runner import DONE, Outcome, run_inside
@@ -30,7 +28,6 @@ from trimtab.report.document import Block, Items, Table, Text, counted
 
 Device = int | str
 ROOT = PEFT_HEAD.rstrip(".")
-LORA_BYTES = 4  # PEFT keeps adapters in float32
 TIMEOUT_S = 300.0
 _PUT = re.compile(r"Putting .* on (\S+)\.")
 _NO_ROOM = re.compile(r"Not enough space on (\S+) to put (\S+) .* size (\d+)\)\.")
@@ -94,12 +91,13 @@ def second_plan(
     """
     if not reading.is_split:
         return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so PEFT keeps the map")
-    lines, left = _free_then(reading, adapter.spec, free)
+    left = {device: nbytes - reading.bytes_on.get(str(device), 0) for device, nbytes in free.items()}
     plan = run_peft(
         {
             "model": os.fspath(Path(model).absolute()) if os.path.isdir(model) else os.fspath(model), "dtype": dtype,
             "adapter": os.fspath(Path(adapter.path).absolute()), "config": config_changes(adapter),
-            "device_map": reading.devices, "quantized": sorted(reading.quantized), "quant": shape.quant,
+            "device_map": reading.devices, "devices": reading.tensor_devices, "main": reading.main,
+            "quantized": sorted(reading.quantized), "quant": shape.quant,
             "free": [[device, nbytes] for device, nbytes in left.items()],
         },
         python,
@@ -110,7 +108,8 @@ def second_plan(
         dict(plan["map"]), dict(plan["budgets"]), {_device(name): nbytes for name, nbytes in plan["required"]},
         plan["total_bytes"], tuple(plan["largest"]), tuple(plan["steps"]),
     )  # fmt: skip
-    after = _devices_after(reading, inferred, adapter.spec)
+    lines, left = _free_then(reading, dict(plan["adapter"]), free)
+    after: dict[str, str] = plan["after"]
     moved = _moved(shape, reading, after)
     gpus = [device for device in inferred.budgets if isinstance(device, int)]
     offloaded = tuple(sorted(path for path in reading.quantized if after.get(f"{path}.weight") in OFF))
@@ -157,28 +156,17 @@ def _device(text: str) -> Device:
     return int(text) if text.isdecimal() else text
 
 
-def _free_then(reading: MapReading, spec: AdapterSpec | None, free: Mapping[Device, int]) -> tuple[list[Line], dict[Device, int]]:
-    adapter = _adapter_bytes(reading, spec)
+def _free_then(reading: MapReading, adapter: Mapping[str, int], free: Mapping[Device, int]) -> tuple[list[Line], dict[Device, int]]:
     lines, left = [], {}
     for device, nbytes in free.items():
         name = "host memory available" if device == "cpu" else f"free on GPU {device}"
-        base, own = reading.bytes_on.get(str(device), 0), adapter[str(device)]
+        base, own = reading.bytes_on.get(str(device), 0), adapter.get(str(device), 0)
         left[device] = nbytes - base - own
         lines += [Line(f"{name} now", nbytes), Line("less the base that is loaded there", -base)]
         if own:
             lines.append(Line("less the adapter beside its layers, in float32", -own))
         lines.append(Line("= what PEFT finds free", left[device]))
-    # accelerate queries the driver, which reports no negative value: the load would have failed before.
     return lines, {device: max(nbytes, 0) for device, nbytes in left.items()}
-
-
-def _adapter_bytes(reading: MapReading, spec: AdapterSpec | None) -> Counter[str]:
-    nbytes: Counter[str] = Counter()
-    for target in spec.targets if spec is not None else ():
-        device = reading.tensor_devices.get(f"{target.module_path}.weight", reading.main)
-        numel = sum(entry.nbytes // DTYPE_BYTES[entry.dtype] for entry in target.tensors.values())
-        nbytes["cpu" if device in OFF else device] += LORA_BYTES * numel
-    return nbytes
 
 
 def _budget_lines(inferred: _Inferred, left: Mapping[Device, int], gpus: list[int]) -> list[Line]:
@@ -213,18 +201,6 @@ def _required(inferred: _Inferred, device: Device) -> str:
 
 def _own(path: str) -> str:
     return path.removeprefix(f"{ROOT}.")
-
-
-def _devices_after(reading: MapReading, inferred: _Inferred, spec: AdapterSpec | None) -> dict[str, str]:
-    """Return tensor_path -> device by the second plan; tensors that it omits are not moved."""
-    lora = {target.module_path for target in spec.targets if target.kind != "saved"} if spec is not None else set()
-    after = {}
-    for tensor in reading.tensor_devices:
-        module, _, name = tensor.rpartition(".")
-        inside = f"{module}.base_layer.{name}" if module in lora else tensor
-        device = device_of(f"{ROOT}.{inside}", inferred.device_map)
-        after[tensor] = reading.tensor_devices[tensor] if device is None else str(device)
-    return after
 
 
 def _moved(shape: ModelShape, reading: MapReading, after: Mapping[str, str]) -> dict[str, int]:

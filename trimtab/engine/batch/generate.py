@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -149,6 +149,63 @@ class Detokenizer:
         return rest
 
 
+class AnswerText:
+    """The text of one answer, token by token: what drives its detokenizer. is_over: an end token or a stop text was met."""
+
+    def __init__(self, detokenizer: Detokenizer | None, end_ids: Container[int]) -> None:
+        self._detokenizer, self._end_ids = detokenizer, end_ids
+        self.is_over = False
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop text that was met, if any."""
+        return None if self._detokenizer is None else self._detokenizer.stop_text
+
+    def take(self, token_id: int) -> str:
+        """Return the text that is now sure. An end token has none."""
+        if token_id in self._end_ids:
+            self.is_over = True
+            return ""
+        return self._watched(self._detokenizer.push(token_id)) if self._detokenizer is not None else ""
+
+    def end(self) -> str:
+        """Return the waiting text of an answer that has ended."""
+        return self._watched(self._detokenizer.finish()) if self._detokenizer is not None else ""
+
+    def _watched(self, text: str) -> str:
+        self.is_over = self.is_over or self.stop_text is not None
+        return text
+
+
+@dataclass(eq=False)
+class AnswerSoFar:
+    """The part of an answer that has come. start, first: when it began and had its first token, as `time.perf_counter`."""
+
+    prompt_tokens: int
+    start: float
+    first: float = 0.0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def take(self, piece: Piece) -> None:
+        if not self.token_ids:
+            self.first = time.perf_counter()
+        self.texts.append(piece.text)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+
+    def answer(self, finish: Finish, end: float, *, max_new_tokens: int, cached_tokens: int = 0) -> Answer:
+        """Return it as an answer that ended then."""
+        decode_s = end - self.first
+        rate = (len(self.token_ids) - 1) / decode_s if len(self.token_ids) > 1 and decode_s > 0 else 0.0
+        return Answer(
+            text="".join(self.texts), token_ids=tuple(self.token_ids), finish_reason=finish, prompt_tokens=self.prompt_tokens,
+            ttft_s=self.first - self.start, decode_s=decode_s, tokens_per_s=rate, logprobs=tuple(self.logprobs),
+            cached_tokens=cached_tokens, max_new_tokens=max_new_tokens,
+        )  # fmt: skip
+
+
 def hidden_ids(tokenizer: Tokenizer, shown: Collection[str]) -> frozenset[int]:
     """Return the ids of the tokenizer's control tokens that are not `shown`. Takes milliseconds for thousands of them."""
     added = tokenizer.added_tokens_decoder.items()
@@ -173,12 +230,10 @@ def _decoder(tokenizer: Tokenizer, *, hides_all: bool) -> Callable[[list[int]], 
 class _Stream:
     """The queue between the worker and the consumer: generation adds tokens (`put`), the consumer reads until None."""
 
-    detokenizer: Detokenizer | None
-    end_ids: frozenset[int]
+    text: AnswerText
     stop: threading.Event
     queue: SimpleQueue[Piece | BaseException | None] = field(default_factory=SimpleQueue)
     prompt_seen: bool = False
-    finish: Finish = "length"
     logprobs: hf_generate.Logprobs | None = None
 
     def put(self, value: Tensor) -> None:
@@ -186,28 +241,21 @@ class _Stream:
             self.prompt_seen = True
             return
         for token in value.reshape(-1).tolist():
-            if self.finish == "stop":  # transformers 5.23 has the next step under way before it hands a token out
+            if self.text.is_over:  # transformers 5.23 has the next step under way before it hands a token out
                 return
             logprobs = () if self.logprobs is None else (TokenLogprob(token, *self.logprobs.take(token)),)
             self.take(token, logprobs)
 
     def take(self, token: int, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         """Hand out one decided token."""
-        ended = token in self.end_ids
-        text = self.detokenizer.push(token) if self.detokenizer is not None and not ended else ""
-        if ended or (self.detokenizer is not None and self.detokenizer.stopped):
-            self.finish = "stop"
-        self.queue.put(Piece(text, (token,), logprobs))
+        self.queue.put(Piece(self.text.take(token), (token,), logprobs))
 
     def end(self) -> None:
-        rest = self.detokenizer.finish() if self.detokenizer is not None else ""
-        if self.detokenizer is not None and self.detokenizer.stopped:
-            self.finish = "stop"
-        if rest:
+        if rest := self.text.end():
             self.queue.put(Piece(rest, ()))
 
     def is_over(self) -> bool:
-        return self.stop.is_set() or self.finish == "stop"
+        return self.stop.is_set() or self.text.is_over
 
 
 class AnsweringModel(ChatModel, HasContext, Protocol):
@@ -225,13 +273,15 @@ class Generation:
         self._model, self._inputs = model, inputs
         self._stop = threading.Event()
         end_ids = {*end_token_ids(model.hf_model), *request.stop_token_ids}
-        self._stream = _Stream(detokenizer_of(model, request.stop), frozenset(end_ids), self._stop)
+        self._stream = _Stream(AnswerText(detokenizer_of(model, request.stop), end_ids), self._stop)
         self._thread: threading.Thread | None = None
         self.cached_tokens = 0
 
     @property
     def finish_reason(self) -> Finish:
-        return "cancelled" if self._stop.is_set() and self._stream.finish != "stop" else self._stream.finish
+        if self._stream.text.is_over:
+            return "stop"
+        return "cancelled" if self._stop.is_set() else "length"
 
     def __iter__(self) -> Iterator[Piece]:
         self._thread = threading.Thread(target=self._run, name="trimtab-generate", daemon=True)
@@ -287,6 +337,7 @@ class Generation:
                     self._stream.take(sampled.token_id, logprobs_of(sampled))
                 if first.row.error is not None:
                     raise first.row.error
+            self._stream.end()
         finally:
             batch.leave(first.row)
 
@@ -344,22 +395,14 @@ class Timed:
 
     def __init__(self, model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> None:
         self._generation = Generation(model, inputs, request)
-        self._prompt_tokens = inputs.prompt_tokens
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._start = self._first = self._end = 0.0
+        self._so_far, self._end = AnswerSoFar(inputs.prompt_tokens, 0.0), 0.0
 
     def __iter__(self) -> Iterator[Piece]:
-        self._start = self._first = self._end = time.perf_counter()
+        self._so_far.start = self._so_far.first = self._end = time.perf_counter()
         try:
             with closing(iter(self._generation)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:
-                    if not self._token_ids:
-                        self._first = time.perf_counter()
-                    self._texts.append(piece.text)
-                    self._token_ids += piece.token_ids
-                    self._logprobs += piece.logprobs
+                    self._so_far.take(piece)
                     yield piece
         finally:
             self._end = time.perf_counter()
@@ -367,13 +410,10 @@ class Timed:
     @property
     def answer(self) -> Answer:
         """The answer so far."""
-        decode_s = self._end - self._first
-        rate = (len(self._token_ids) - 1) / decode_s if len(self._token_ids) > 1 and decode_s > 0 else 0.0
-        return Answer(
-            text="".join(self._texts), token_ids=tuple(self._token_ids), finish_reason=self._generation.finish_reason,
-            prompt_tokens=self._prompt_tokens, ttft_s=self._first - self._start, decode_s=decode_s, tokens_per_s=rate,
-            logprobs=tuple(self._logprobs),
-            cached_tokens=self._generation.cached_tokens, max_new_tokens=self._generation.request.answer_tokens,
+        generation = self._generation
+        return self._so_far.answer(
+            generation.finish_reason, self._end, cached_tokens=generation.cached_tokens,
+            max_new_tokens=generation.request.answer_tokens,
         )  # fmt: skip
 
 

@@ -13,14 +13,14 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch import kept_batch
-from trimtab.engine.batch.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
+from trimtab.engine.batch.generate import Answer, AnswerSoFar, AnswerText, Finish, Piece, detokenizer_of, generate_text, logprobs_of
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
@@ -41,45 +41,23 @@ ON_ERROR = ("raise", "return")
 MOST_BEGUN = 16
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Flight:
-    """One prompt that has a row: the part of its answer so far."""
+    """One prompt that has a row."""
 
     index: int
-    detokenizer: Detokenizer | None
-    end_ids: frozenset[int]
-    prompt_tokens: int
-    start: float
+    text: AnswerText
+    so_far: AnswerSoFar
     max_new_tokens: int
-    first: float = 0.0
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, sampled: SampledToken) -> None:
-        if not self.token_ids:
-            self.first = time.perf_counter()
-        token = sampled.token_id
-        self.token_ids.append(token)
-        self.logprobs += logprobs_of(sampled)
-        if self.detokenizer is not None and token not in self.end_ids:
-            self.texts.append(self.detokenizer.push(token))
-
-    @property
-    def stopped(self) -> bool:
-        return self.detokenizer is not None and self.detokenizer.stopped
+        text = self.text.take(sampled.token_id)
+        self.so_far.take(Piece(text, (sampled.token_id,), logprobs_of(sampled)))
 
     def answer(self, finish: str | None) -> Answer:
-        if self.detokenizer is not None:
-            self.texts.append(self.detokenizer.finish())
-        decode_s = time.perf_counter() - self.first
-        rate = (len(self.token_ids) - 1) / decode_s if len(self.token_ids) > 1 and decode_s > 0 else 0.0
-        return Answer(
-            text="".join(self.texts), token_ids=tuple(self.token_ids),
-            finish_reason="stop" if finish == "stop" or self.stopped else "length", prompt_tokens=self.prompt_tokens,
-            ttft_s=self.first - self.start, decode_s=decode_s, tokens_per_s=rate, logprobs=tuple(self.logprobs),
-            max_new_tokens=self.max_new_tokens,
-        )  # fmt: skip
+        self.so_far.texts.append(self.text.end())
+        ended: Finish = "stop" if finish == "stop" or self.text.is_over else "length"
+        return self.so_far.answer(ended, time.perf_counter(), max_new_tokens=self.max_new_tokens)
 
 
 def answers(
@@ -172,7 +150,7 @@ def _together(
                         yield failed[0], on_error(failed[1])
                 for sampled in batch.step() if any(row.finish is None for row in flights) else ():
                     flights[sampled.row].take(sampled)
-                for row in [row for row, flight in flights.items() if row.finish is not None or flight.stopped]:
+                for row in [row for row, flight in flights.items() if row.finish is not None or flight.text.is_over]:
                     batch.leave(row)
                     flight = flights.pop(row)
                     if row.error is not None:
@@ -271,9 +249,8 @@ def _join(model: AskedModel, batch: Batch, one: _Begun, flights: dict[Row, _Flig
     request = one.prompt.row.request
     detokenizer = detokenizer_of(model, request.stop)
     sampled = batch.join(one.prompt)
-    end_ids = batch.ends | set(request.stop_token_ids)
-    tokens = one.prompt.inputs.prompt_tokens
-    flight = _Flight(one.index, detokenizer, end_ids, tokens, one.start, request.answer_tokens)
+    text = AnswerText(detokenizer, batch.ends | set(request.stop_token_ids))
+    flight = _Flight(one.index, text, AnswerSoFar(one.prompt.inputs.prompt_tokens, one.start), request.answer_tokens)
     flights[sampled.row] = flight
     flight.take(sampled)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
-from trimtab.checkpoint.folder import Checkpoint, read_loadable
+from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.bitsandbytes import quantize
@@ -40,6 +40,7 @@ from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import HEAD8, UNREAD_PARTS, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
+from trimtab.planning.plan.files_read import FilesRead
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES, buffer_bytes
@@ -85,15 +86,17 @@ def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
 
 
 def fill(
-    plan: Plan, store: AdapterStore, *, progress: Progress | None = None, probe: hf.Probe | None = None
+    plan: Plan, store: AdapterStore, *, progress: Progress | None = None, files: FilesRead[hf.Probe] | None = None
 ) -> tuple[Loaded, Anatomy]:
     """Return the model of the plan with every tensor in its tier, and its anatomy.
 
-    progress: called with (bytes read, bytes to read). probe: of this checkpoint and dtype, used up here; made if not
-    given. Errors: CheckpointError, DeviceError; nothing is left behind.
+    progress: called with (bytes read, bytes to read). files: what planning read, used up here; read if not given, or if it
+    changed since. Errors: CheckpointError, DeviceError; nothing is left behind.
     """
     request = plan.request
-    checkpoint = read_loadable(request.model)
+    known, probe = (None, None) if files is None else (files.checkpoint, files.tree)
+    checkpoint = known if known is not None and known.is_unchanged() else read_checkpoint(request.model)
+    check_has_weights(checkpoint)
     check_same_checkpoint(plan, checkpoint)
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
     anatomy = hf.anatomy_of(

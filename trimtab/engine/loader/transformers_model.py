@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,7 @@ class Probe:
     to make it. missing: persistent buffers that no file holds and that keep their initial value. unexpected: file
     tensors that the model does not use (after its own list of known ones). ties: tensor_path -> the tensor_path that
     owns the storage. dtype: the requested one. compares_values: whether the loader asked if stored tensors are equal.
+    anatomies: those that were made of it, by request.
     """
 
     model: HFModel
@@ -71,6 +72,7 @@ class Probe:
     ties: dict[str, str]
     dtype: str
     compares_values: bool = False
+    anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
 
 
 # Configs and classes --------------------------------------------------------------------------------------------------
@@ -382,7 +384,7 @@ def anatomy_of(
     probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full",
     keeps_16bit: bool = False,
 ) -> Anatomy:  # fmt: skip
-    """Return the anatomy of a probed checkpoint.
+    """Return the anatomy of a probed checkpoint, made once.
 
     keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). Errors:
     RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
@@ -392,6 +394,9 @@ def anatomy_of(
     from trimtab.engine.passes import chunk_forward as hf_prefill
     from trimtab.engine.passes import media_embeddings as hf_prompt_media
 
+    key = quant, tuple(keep_unquantized), head, keeps_16bit
+    if key in probed.anatomies:
+        return probed.anatomies[key]
     plain, packed = split_packed(checkpoint)
     try:
         built = build_anatomy(
@@ -405,13 +410,14 @@ def anatomy_of(
             f"has values that do not go together for {type(probed.model).__name__} ({type(exc).__name__}: {exc})",
             path=checkpoint.folder / CONFIG,
         ) from exc
-    return replace(
+    anatomy = probed.anatomies[key] = replace(
         built,
         capture_unsupported=hf_slots.why_not(probed.model),
         fused_unsupported=families.why_not(probed.model),
         prompts_unsupported=hf_prefill.why_not(probed.model),
         images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
     )
+    return anatomy
 
 
 def _file_dtype(checkpoint: Checkpoint, plain: Mapping[str, TensorEntry], tensor_name: str) -> str | None:

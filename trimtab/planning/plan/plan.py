@@ -15,7 +15,7 @@ from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.plan import chart as picture
-from trimtab.planning.plan.module_tree import ModuleTree
+from trimtab.planning.plan.files_read import Handover
 from trimtab.planning.plan.table import document_of
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import Card
@@ -53,7 +53,7 @@ class Plan:
     dtype_reason: why the dtype was chosen, or the cost of a requested one; "" for a usual one. media_reason: the limits
     behind the host memory of a server's images and audio; "" if none is counted. prefix_reason: the capacity in tokens
     of a prefix cache that is smaller than one prompt of the context; "" for others. version: of the file format.
-    stored: the formats of the checkpoint's files, for the table; module_tree: from planning to the first load. Neither is
+    stored: the formats of the checkpoint's files, for the table; files_read: from planning to the first load. Neither is
     part of the plan's value: not compared, not saved.
     """
 
@@ -85,7 +85,7 @@ class Plan:
     prefix_reason: str = ""
     version: int = PLAN_VERSION
     stored: tuple[StoredWeights, ...] = field(default=(), compare=False, repr=False)
-    module_tree: ModuleTree[Any] = field(default_factory=ModuleTree, compare=False, repr=False)
+    files_read: Handover[Any] = field(default_factory=Handover, compare=False, repr=False)
 
     def document(self) -> Document:
         """Return what the plan says to people."""
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def made_of(self) -> tuple[Any, ...]:
-        """The key of this plan's module tree: the checkpoint's files and the dtype."""
+        """The key of what planning read for this plan: the checkpoint's files and the dtype."""
         return self.request.model, self.checkpoint_stamps, self.request.dtype
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trimtab.engine.batch.generate import Detokenizer
+from trimtab.engine.batch.generate import AnswerText
 from trimtab.engine.batch.request import Constraint, Prompt, Row, SampledToken
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
@@ -45,7 +45,7 @@ class Answer:
     job: Job
     prompt: Prompt | None
     row: Row
-    detokenizer: Detokenizer | None
+    text: AnswerText | None
     began: float
     first_token: float | None = None
     is_over: bool = False
@@ -86,19 +86,18 @@ class Answer:
         return self.prompt is not None and self.prompt.done_tokens >= self.prompt.inputs.prompt_tokens
 
     def take(self, sampled: SampledToken, model: LoadedModel, ends: Container[int], tokenizer: Any) -> None:
-        """Turn a sampled token into events. ends: the ids that end an answer."""
+        """Turn a sampled token into events. ends: the ids of which no log-probability is reported."""
         if self.is_over:
             return
-        assert self.detokenizer is not None and self.reading is not None
-        is_end = sampled.token_id in ends
-        text = "" if is_end else self.detokenizer.push(sampled.token_id)
-        tokens = () if sampled.logprob is None or is_end else (_token(sampled, tokenizer.decode),)
-        finish = "stop" if self.detokenizer.stopped else self.row.finish
+        assert self.text is not None and self.reading is not None
+        text = self.text.take(sampled.token_id)
+        tokens = () if sampled.logprob is None or sampled.token_id in ends else (_token(sampled, tokenizer.decode),)
+        finish = "stop" if self.text.stop_text is not None else self.row.finish
         if finish is not None:
-            text += self.detokenizer.finish()
-            if self.detokenizer.stopped:
+            text += self.text.end()
+            if self.text.stop_text is not None:
                 finish = "stop"
-        is_cut = finish == "length" or self.detokenizer.stopped
+        is_cut = finish == "length" or self.text.stop_text is not None
         self.pending += self.reading.events(text, tokens, is_last=finish is not None, is_cut=is_cut)
         if finish == "stop" and self.reading.has_called:
             finish = "tool_calls"
@@ -113,7 +112,7 @@ class Answer:
             "prompt_tokens": row.prompt_tokens, "completion_tokens": len(row.answer_ids),
             "cached_tokens": row.cached_tokens, "shared_tokens": row.shared_tokens,
             **({"scored_tokens": self.scored_twice} if self.scored_twice else {}),
-            "stop_text": None if self.detokenizer is None else self.detokenizer.stop_text,
+            "stop_text": None if self.text is None else self.text.stop_text,
             "ttft_s": self.first_token - self.began, "decode_s": now - self.first_token,
             "output_head": model.plan.execution.head, "kv": model.plan.request.kv,
         }  # fmt: skip

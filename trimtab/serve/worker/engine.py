@@ -16,7 +16,7 @@ import torch
 
 from trimtab.adapter_names import parts_of
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.batch.generate import Detokenizer
+from trimtab.engine.batch.generate import AnswerText, Detokenizer
 from trimtab.engine.batch.request import Row, SampledToken
 from trimtab.engine.batch.sampling import Sampler
 from trimtab.engine.calls.embedding import Embedding
@@ -129,7 +129,8 @@ class LoadedEngine:
         before = inputs.token_ids if job.continues else ()
         hidden = self.inputs.hidden_ids(reading.shown)
         detokenizer = Detokenizer(self.inputs.tokenizer, job.request.stop, hidden=hidden, before=before)
-        return Answer(job, prompt, prompt.row, detokenizer, time.monotonic(), reading=reading, scores=scores)
+        text = AnswerText(detokenizer, self.batch.ends)
+        return Answer(job, prompt, prompt.row, text, time.monotonic(), reading=reading, scores=scores)
 
     def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:
         """Return the answer of a job that needs only the tokenizer: it ends without a row."""

@@ -43,6 +43,7 @@ from trimtab.serve.worker.row_count import plan_rows
 
 if TYPE_CHECKING:
     from trimtab.api import PlanInputs
+    from trimtab.engine.lora.host_adapter import HeldAdapter
     from trimtab.planning import Plan
     from trimtab.planning.memory.media import ServedMedia
 
@@ -144,12 +145,10 @@ class _Worker:
         )
         preload.make_context(self.plan.execution_device)  # while torch is imported
         self._told = 0.0
-        from trimtab.engine.planned_adapters import PlannedAdapters
-
         # Adapters that are read for the device stay in host memory, and are neither matched nor read again.
-        adapters = PlannedAdapters(inputs.specs, held={})
+        read: dict[str, HeldAdapter] = {}
         decode = settings.get("decode", "auto")
-        self.model = load_plan(self.plan, progress=self._loading, decode=decode, adapters=adapters)
+        self.model = load_plan(self.plan, progress=self._loading, decode=decode, held=read)
         self.going_on = _stop_at_turn_end(self.model, settings.get("stop_at_turn_end"))
         from trimtab.serve.worker.engine import LoadedEngine
 
@@ -157,7 +156,7 @@ class _Worker:
         self.engine = LoadedEngine(
             self.model, rows=self.plan.request.batch, kept=settings.get("kept", ()),
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
-            audio_s=(settings.get("media") or {}).get("request_audio_s"), held=adapters.held, lost=lost, pulse=self.pulse,
+            audio_s=(settings.get("media") or {}).get("request_audio_s"), held=read, lost=lost, pulse=self.pulse,
             is_unprepared=self._unprepared.has,
         )  # fmt: skip
         self.watcher = Watcher(self.engine.shelf.read)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from trimtab.process.packages import stack_versions
+from trimtab.stock.load import without_repacking
+from trimtab.stock.unsplit import load_unsplit, with_adapters
 from trimtab.verification.merges.retention import Survival, lora_delta, survival
 from trimtab.verification.routes import stock_run as stock_route
 from trimtab.verification.routes import teacher_forcing as forced
@@ -38,12 +40,12 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
 def _run(request: Mapping[str, Any], emit: Emit) -> None:
     stock_route.bound_attention()
     with stock_route.recorded_warnings() as loading:
-        model = stock_route.load_base(request["folder"], request["quant"], request["dtype"], request["device"])
+        model = load_unsplit(request["folder"], request["quant"], request["dtype"], request["device"])
         device = next(model.parameters()).device
         _stage(emit, "base", device, versions=stack_versions())
         if request["dequantize"] == "base":
             model = model.dequantize()
-        model, notes = stock_route.with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))
+        model, notes = with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))
     _stage(emit, "adapter", device, notes=notes, warnings=dict(loading))
     tokenizer = stock_route.read_tokenizer(request["folder"])
     answers = _answers(model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], emit)
@@ -52,7 +54,7 @@ def _run(request: Mapping[str, Any], emit: Emit) -> None:
     merged, counts, seconds = _merged(model, request["dequantize"] == "adapted", emit)
     emit({"event": "merge", "warnings": counts, "rounding_warnings": _rounding(counts), "seconds": seconds})
     _stage(emit, "merged", device)
-    _answers(stock_route.without_cpu_repacking(merged), tokenizer, "merged", None, request, answers, emit, plain=True)
+    _answers(without_repacking(merged), tokenizer, "merged", None, request, answers, emit, plain=True)
 
 
 def _stage(emit: Emit, stage: str, device: torch.device, **more: Any) -> None:

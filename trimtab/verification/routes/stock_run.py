@@ -1,16 +1,12 @@
 """The stock stack's answers to the same prompts: transformers' loader, bitsandbytes and PEFT, on one device.
 
-Runs in a separate process of any interpreter that has these packages (`--python`). It imports nothing else but torch,
-safetensors and files of this package with the same limits. A target list that names Gemma 4's wrapped projections,
-which PEFT refuses, is replaced in a copy of the adapter by the exact paths that the file has keys for.
+Runs in a separate process of any interpreter that has these packages (`--python`). A target list that names Gemma 4's
+wrapped projections, which PEFT refuses, is replaced in a copy of the adapter by the exact paths that the file has keys for.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
-import shutil
 import sys
 import time
 import traceback
@@ -24,22 +20,15 @@ from typing import Any
 
 import torch
 
-from trimtab.adapters.file import for_peft
-from trimtab.adapters.rules import Rules
 from trimtab.bridge.row_scales import wrong_scales
 from trimtab.process import phases
-from trimtab.process.json_file import read_object
 from trimtab.process.packages import stack_versions, version_of
+from trimtab.stock.unsplit import dense_note, load_unsplit, with_adapters
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.loaded_changes import sketch
 
 Emit = Callable[[dict[str, Any]], None]
-# quant_method -> the package that transformers needs to dequantize such weights while it loads (None: no other).
-DEQUANTIZED_BY_STOCK: dict[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
-# quant_method that transformers computes with as it is, which PEFT adapts too (I19 of the doctor's catalogue: it cannot merge).
-MOBILE = "gemma"
 LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
-_KEY = re.compile(r"^base_model\.model\.(.+?)\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(\..*)?$")
 
 
 def main(request: Mapping[str, Any], emit: Emit) -> None:
@@ -53,7 +42,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         bound_attention()
         phases.begin("loading")
         with recorded_warnings() as counts:
-            model = load_base(route["folder"], route["quant"], route["dtype"], route["device"])
+            model = load_unsplit(route["folder"], route["quant"], route["dtype"], route["device"])
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
             notes = dense_note(route["folder"]) + notes
         emit(
@@ -83,134 +72,6 @@ def bound_attention() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
-    """Return the stock model on one device, in eval mode, with bitsandbytes' quantization as trimtab names it.
-
-    Of other formats stock dequantizes the weights while it loads, where it can (`dense_note`), else our reader does.
-    """
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    options: dict[str, Any] = {"device_map": {"": device}}
-    method = _method(folder)
-    if method is None and quant != "none":
-        options["quantization_config"] = _quantization(transformers, quant, dtype)
-    name = (config.architectures or ["AutoModelForCausalLM"])[0]
-    model_class = getattr(transformers, name)
-    source: str | None = folder
-    if method == MOBILE:
-        return _mobile_model(model_class, config, Path(folder), dtype, device)
-    if method not in (None, "bitsandbytes"):
-        options["config"] = config
-        if not dense_note(folder):
-            config.quantization_config["dequantize"] = True
-        else:
-            for part in (config, config.get_text_config()):
-                if getattr(part, "quantization_config", None) is not None:
-                    del part.quantization_config
-            source, options["state_dict"] = None, _dense_state(Path(folder), getattr(torch, dtype))
-    model = model_class.from_pretrained(source, dtype=getattr(torch, dtype), **options)
-    return without_cpu_repacking(model.eval())
-
-
-def _mobile_model(model_class: Any, config: Any, folder: Path, dtype: str, device: str) -> Any:
-    """Return transformers' own model of Gemma's mobile files.
-
-    transformers 5.23 refuses a table with more than one scale a row, as official files have it, although its forward takes them:
-    they are set after it has loaded the first of each row.
-    """
-    from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.engine.tiers.reader import read_small
-
-    state: dict[str, torch.Tensor] = dict(read_small(read_checkpoint(folder).tensors))
-    wide = {name: scale for name, scale in state.items() if name.endswith(".embedding_scale") and scale.shape[-1] > 1}
-    state |= {name: scale[:, :1].contiguous() for name, scale in wide.items()}
-    options = {"device_map": {"": device}, "dtype": getattr(torch, dtype)}
-    model = model_class.from_pretrained(None, config=config, state_dict=state, **options)
-    for name, scale in wide.items():
-        stem = name.removesuffix(".embedding_scale")
-        table = next(module for path, module in model.named_modules() if path and f".{stem}".endswith(f".{path}"))
-        table.embedding_scale = torch.nn.Parameter(scale.to(device), requires_grad=False)
-    return model.eval()
-
-
-def _method(folder: str) -> str | None:
-    """Return the quant_method of a folder's config, at the top or in its text part; None for plain weights."""
-    config = read_object(Path(folder) / "config.json", "config.json")
-    text = config.get("text_config")
-    settings = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    return str(settings.get("quant_method", "bitsandbytes")) if isinstance(settings, dict) else None
-
-
-def _has(package: str | None) -> bool:
-    return package is None or importlib.util.find_spec(package) is not None
-
-
-def dense_note(folder: str) -> list[str]:
-    """Return a note where the stock stack cannot load a checkpoint's format here, and computes with what our reader made of it."""
-    method = _method(folder)
-    is_nested = "quantization_config" not in read_object(Path(folder) / "config.json", "config.json")
-    if method in (None, "bitsandbytes", MOBILE):
-        return []
-    if method in DEQUANTIZED_BY_STOCK and _has(DEQUANTIZED_BY_STOCK[method]) and not is_nested:
-        return []
-    return [f"the weights ({method}) were dequantized by trimtab's reader: the stock stack cannot here"]
-
-
-def _dense_state(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint with its packed weights dequantized."""
-    from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.engine.formats.weights import dequantize, prequantized
-    from trimtab.engine.tiers.reader import read_small
-    from trimtab.formats.packed import split_packed
-    from trimtab.formats.record import UNREAD_PARTS
-
-    plain, packed = split_packed(read_checkpoint(folder))
-    state: dict[str, torch.Tensor] = dict(read_small(plain))
-    for name, entry in packed.items():
-        parts = read_small({part: tensor for part, tensor in entry.parts.items() if part not in UNREAD_PARTS})
-        state[name] = dequantize(prequantized(entry, parts, dtype))
-    return state
-
-
-def _quantization(transformers: Any, quant: str, dtype: str) -> Any:
-    if quant == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=quant[:3], bnb_4bit_use_double_quant=quant.endswith("-dq"),
-        bnb_4bit_compute_dtype=getattr(torch, dtype),
-    )  # fmt: skip
-
-
-def without_cpu_repacking(model: Any) -> Any:
-    """Return the model with bitsandbytes' AVX512 path off: its first forward repacks weights in place and loses bits.
-
-    Source: bitsandbytes #2078; a merge or a comparison after that forward would use other weights.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return model
-
-
-def with_adapters(model: Any, adapters: Mapping[str, str], work: Path) -> tuple[Any, list[str]]:
-    """Return the PeftModel with every adapter loaded (the base itself for none), and notes on changes that this needed."""
-    if not adapters:
-        return model, []
-    import peft
-
-    notes = []
-    for place, (name, folder) in enumerate(adapters.items()):
-        base = model if place == 0 else model.get_base_model()
-        loadable, note = loadable_adapter(base, for_peft(folder, base.config.to_dict()), work / f"adapter-{place}")
-        notes += [f"{name}: {note}"] if note else []
-        if place == 0:
-            model = peft.PeftModel.from_pretrained(model, str(loadable), adapter_name=name)
-        else:
-            model.load_adapter(str(loadable), adapter_name=name)
-    return without_cpu_repacking(model.eval()), notes
-
-
 def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
     """Return adapter -> module path -> `sketch` of every LoRA change that PEFT has loaded, by the base's paths."""
     changes: dict[str, dict[str, list[float]]] = {}
@@ -228,34 +89,6 @@ def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
                     own_path = path.removeprefix("base_model.model.").removesuffix(".linear")
                     changes.setdefault(name, {})[own_path] = sketch(right, left, scale)
     return changes
-
-
-def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
-    """Return an adapter folder that PEFT can load, and a note if it is a changed copy."""
-    config = read_object(folder / "adapter_config.json", "adapter_config.json")
-    targets = config.get("target_modules")
-    paths = dict(model.named_modules())
-    named = Rules(folder, {"target_modules": targets}, paths).named
-    wrappers = [path for path in paths if f"{path}.linear" in paths and path in named]
-    if not wrappers:
-        return folder, ""
-    keys = _adapted_paths(folder / "adapter_model.safetensors")
-    exact = sorted(key for key in keys if key in paths)
-    shutil.copytree(folder, copy)
-    config["target_modules"] = "|".join(re.escape(path) for path in exact)
-    (copy / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return copy, (
-        f"target_modules names {len(wrappers)} wrapped projections, which PEFT refuses; a copy of the adapter names "
-        f"the {len(exact)} paths that it has keys for"
-    )
-
-
-def _adapted_paths(file: Path) -> set[str]:
-    from safetensors import safe_open
-
-    with safe_open(str(file), framework="pt") as opened:
-        matches = (_KEY.match(key) for key in opened.keys())  # noqa: SIM118 - it has no iterator
-        return {match.group(1) for match in matches if match}
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""How does the stock stack load a model: transformers, bitsandbytes and PEFT?"""
