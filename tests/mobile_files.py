@@ -66,8 +66,8 @@ def stock(folder: Path) -> Any:
     return model
 
 
-def write(source: Path, folder: Path) -> Path:
-    """Write a Gemma 4 checkpoint with a per-layer table as a mobile one, and return its folder."""
+def write(source: Path, folder: Path, *, rounds: bool = True) -> Path:
+    """Write a Gemma 4 checkpoint with a per-layer table as a mobile one, and return its folder. rounds: layers are calibrated."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (file,) = folder.glob("*.safetensors")
@@ -87,7 +87,7 @@ def write(source: Path, folder: Path) -> Path:
             out[f"{stem}.embedding_quantized"], out[f"{stem}.embedding_scale"] = packed(tensor, bits_of(stem), groups)
         elif linear.search(name):
             out[name], out[f"{stem}.weight_scale"] = packed(tensor, bits_of(stem))
-            scales = torch.rand(2, generator=generator) * 0.03 + 0.01
+            scales = (torch.rand(2, generator=generator) * 0.03 + 0.01) * rounds
             out[f"{stem}.input_activation_scale"] = scales[0] * (number % 5 > 0)
             out[f"{stem}.output_activation_scale"] = scales[1] * (number % 7 > 0)
         else:

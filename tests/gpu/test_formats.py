@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats.weights import dequantize_at
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -23,8 +24,9 @@ BF16, HALF = torch.bfloat16, torch.float16
 FORMS = [
     ("int4-g32", BF16), ("int4-g128", BF16), ("int4-g128-zp", HALF), ("int4-g32-zp", BF16), ("int4-row", BF16),
     ("int4-g64-f32", torch.float32), ("fp8-128x128", BF16), ("fp8-row", BF16), ("fp8-tensor", BF16),
-    *((form, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k")),
+    *((form, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "nvfp4-g16")),
 ]  # fmt: skip
+MOBILE = [(f"mobile{bits}-row-a8", BF16) for bits in (2, 4, 8)]
 
 
 def weights_of(form, scales, rows, columns, dtype=BF16):
@@ -73,7 +75,14 @@ def test_every_likely_cut_is_right(products, form, scales, n):
         assert tuning.check(group, products, rows=(n,), cut=cut) is None, cut
 
 
-@pytest.mark.parametrize("form, scales", FORMS)
+@pytest.mark.parametrize("form, columns", [("mobile2-row", 1536), ("mobile4-g256", 8960), ("q6_k", 4096)])
+def test_rows_of_packed_tables_have_the_bits_of_the_format(form, columns):
+    (packed,) = weights_of(form, BF16, [4096], columns)
+    ids = torch.randint(4096, (515,), device=DEVICE)
+    assert torch.equal(prompt_kernels.unpack_rows(packed, ids, prompt_kernels.load(DEVICE)), dequantize_at(packed, ids))
+
+
+@pytest.mark.parametrize("form, scales", FORMS + MOBILE)
 def test_unpacked_weights_have_the_bits_of_the_format(form, scales):
     module = prompt_kernels.load(DEVICE)
     for shape in ((10240, 2560), (96, 512), (40, 256 if form.endswith("_k") else 128)):
@@ -83,7 +92,7 @@ def test_unpacked_weights_have_the_bits_of_the_format(form, scales):
     assert adapter_columns.wrong(packed, room, module, tokens=(1, 64, 515)) is None
 
 
-@pytest.mark.parametrize("form, scales", FORMS)
+@pytest.mark.parametrize("form, scales", FORMS + MOBILE)
 def test_products_of_many_rows_agree_with_float64(form, scales):
     module = many_rows.load(DEVICE)
     for rows, columns in (((2048, 512, 512), 2560), ((2560,), 10240), ((130, 24), 512)):

@@ -126,17 +126,16 @@ class StoredFormat:
             return "fp8" if self.block[1] in (0, 64, 128) or self.block[1] % 256 == 0 else None
         if self.family == "ggml":
             return self.name if self.name in GGML_PARTS else None
+        if self.family == "float4":
+            return "nvfp4" if self.group == 16 else None
+        if self.family == "mobile":
+            return None if self.group else f"mobile{self.bits}"
         is_known = self.group in (32, 64, 128) or self.group % 256 == 0
         if self.family != "grouped" or self.bits != 4 or self.has_index or not is_known:
             return None
         if self.has_zero and self.scale_bytes == 4:  # a scale of 16 bits leaves room for its zero point
             return None
         return "int4" + "-2" * (self.group == 32) + "-zp" * self.has_zero
-
-    @property
-    def step_layout(self) -> str | None:
-        """As `layout`, to products of few rows: those that also round their inputs and outputs."""
-        return f"mobile{self.bits}" if self.family == "mobile" and not self.group else self.layout
 
     def reading_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""

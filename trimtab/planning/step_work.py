@@ -54,11 +54,7 @@ def step_work(
         (first if block.part == "language" and not is_layer else after).append(one)
     head = head_bytes(anatomy)
     tied = {path for row in head_rows(anatomy) for path in [row.weight and row.weight.tied_to] if path}
-    read = (
-        {row.stored for row in head_rows(anatomy) if row.stored and stored_format(row.stored).step_layout}
-        if reads_packed
-        else set()
-    )
+    read = {row.stored for row in head_rows(anatomy) if row.stored and stored_format(row.stored).layout} if reads_packed else set()
     head += sum(widened_bytes(row, anatomy.dtype) for row in head_rows(anatomy) if row.stored not in read)
     device += head if tied else 0  # a weight that the head shares with a table is no separate block
     return StepWork(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trimtab
-from tests import pico
+from tests import mobile_files, pico, quantized_files
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import rows as rows_module
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401
@@ -36,11 +36,23 @@ def wide(family, monkeypatch, folder):
     return base, adapters
 
 
-@pytest.mark.parametrize(("family", "decode"), [("gemma4", "fused"), ("llama", "graph")])
-def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(on_cpu, replayed, monkeypatch, tmp_path, family, decode):  # noqa: F811
+@pytest.mark.parametrize(
+    ("family", "decode", "form"),
+    [("gemma4", "fused", None), ("llama", "graph", None), ("gemma4", "fused", "mobile"), ("llama", "fused", "nvfp4-ct")],
+)
+def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(
+    on_cpu, replayed, monkeypatch, tmp_path, family, decode, form  # noqa: F811
+):  # fmt: skip
     base, adapters = wide(family, monkeypatch, tmp_path)
+    if form == "mobile":
+        base = mobile_files.write(base, tmp_path / "file", rounds=False)
+    elif form is not None:
+        base = quantized_files.write(base, tmp_path / "file", form)[0]
     on_cpu.rows = rows_module()
-    plan = trimtab.plan(base, quant="nf4-dq", adapters=adapters, context=64, device="cpu", images=0, audio_s=0.0)
+    if form is not None:
+        on_cpu.rows.variant_names = ("rows_product_16", "rows_product_32", "rows_product_64", *["round_to_8"] * (form == "mobile"))
+    quant = {} if form else {"quant": "nf4-dq"}
+    plan = trimtab.plan(base, adapters=adapters, context=64, device="cpu", images=0, audio_s=0.0, **quant)
     asked = [(("a", None, "b")[number % 3], [5 + number, 6, 7 + 2 * number], {}) for number in range(10)]
     with trimtab.load(plan) as model:
         eager = joined(model, "eager", asked, rows=10)

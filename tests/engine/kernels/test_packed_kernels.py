@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import gguf_files, mobile_files, pico, quantized_files
@@ -15,7 +14,7 @@ from tests.engine.kernels.test_fused_kernels import STEP_TOLERANCE, on_cpu  # no
 from trimtab.engine.batched_lora import columns as extended
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats import mobile
-from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.formats.weights import dequantize, dequantize_at, shell
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -36,6 +35,7 @@ FORMS = {
     "fp8-row": BF16,
     "fp8-tensor": BF16,
     **dict.fromkeys(("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8"), BF16),
+    "nvfp4-g16": BF16,
 }
 
 
@@ -51,13 +51,13 @@ def weights_of(form, rows, columns, dtype=BF16):
     return [made.make(one, columns, dtype) for one in rows]
 
 
-def exact(x, group):
+def exact(x, group, weight=lambda one: layouts.decoded(one, range(one.shape[0]), torch.float64)):
     """As the format's layer rounds its inputs and outputs, if it does."""
     parts = []
     for one in group:
         scales = one.parts.get("activation")
         own = (x if scales is None else mobile.rounded(x, scales[0])).double()
-        y = own @ layouts.decoded(one, range(one.shape[0]), torch.float64).T
+        y = own @ weight(one).T
         parts.append(y if scales is None else mobile.rounded(y.to(x.dtype), scales[1]).double())
     return torch.cat(parts, dim=1)
 
@@ -77,6 +77,7 @@ def test_exact_weights_round_to_those_of_the_format(form):
     *((form, columns, n) for form in ("q4_0", "q4_1", "q8_0") for columns, n in ((320, 1), (256, 7))),
     *((form, 512, n) for form in ("q4_k", "q5_k", "q6_k") for n in (1, 3, 8)),
     *((f"mobile{bits}-row-a8", columns, n) for bits in (2, 4, 8) for columns, n in ((320, 2), (256, 7))),
+    *(("nvfp4-g16", columns, n) for columns, n in ((320, 1), (256, 3), (512, 8))),
 ])  # fmt: skip
 def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, n):
     """x has a mean, which zero points of a group multiply; rows are no multiple of 16, groups end within a row."""
@@ -99,14 +100,14 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
 @pytest.mark.parametrize("form, n", [
     ("int4-g32", 1), ("int4-g32", 4), ("int4-g32-zp", 8), ("int4-g128", 1), ("fp8-128x128", 1),
     *((form, n) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k") for n in (2, 8)),
-    *((f"mobile{bits}-row-a8", n) for bits in (2, 4, 8) for n in (2, 8)),
+    *((f"mobile{bits}-row-a8", n) for bits in (2, 4, 8) for n in (2, 8)), ("nvfp4-g16", 1), ("nvfp4-g16", 8),
 ])  # fmt: skip
 def test_weights_held_in_registers_give_the_same_product(products, form, n):
     group, x = weights_of(form, [64], 512), torch.randn(n, 512).bfloat16()
     cut = next(one for one in matvec.ways(group, n, products) if one.held and one.splits == 2)
     out = torch.full((n, 64), math.nan, dtype=BF16)
     matvec.matvec4(x, group, out, module=products, cut=cut)
-    assert products.launches[-1] == "matvec_held" and cut.layout == layouts.step_layout(group[0]) != "nf4"
+    assert products.launches[-1] == "matvec_held" and cut.layout == layouts.layout(group[0]) != "nf4"
     assert tuning.relative_error(out, exact(x, group)) < tuning.LARGEST_ERROR
 
 
@@ -177,10 +178,22 @@ def prompts():
     return module
 
 
+@pytest.mark.parametrize("form", ["mobile2-row-a8", "nvfp4-g16"])
+def test_a_product_of_a_prompt_rounds_as_the_layer_does(form):
+    module = run.CpuModule(prompt_kernels.source(), prompt_kernels.NAMES, order=1)
+    module.variant_names = ("unpack_plain", *["round_to_8"] * form.startswith("mobile"))
+    (packed,) = weights_of(form, [40], 512)
+    kernels = prompt_kernels.PromptKernels(module, unpacks=True, _weights={BF16: torch.empty(40 * 512, dtype=BF16)})
+    x, bias = torch.randn(1, 9, 512).bfloat16(), torch.randn(40).bfloat16()
+    made = kernels.product(SimpleNamespace(packed=lambda: packed, bias=bias), x)
+    assert torch.equal(made, shell(packed, bias, BF16)(x)) and ("round_to_8" in module.launches) == form.startswith("mobile")
+
+
 @pytest.mark.parametrize("form, columns, dtype", [
     ("int4-g32", 320, BF16), ("int4-g128-zp", 256, BF16), ("int4-g32-zp", 96, BF16), ("int4-g32", 64, HALF), ("int4-row", 40, BF16),
     ("int4-g64-f32", 64, BF16), ("fp8-128x128", 200, BF16), ("fp8-row", 64, BF16), ("fp8-tensor", 64, BF16),
     ("q4_0", 320, BF16), ("q4_1", 96, BF16), ("q8_0", 320, HALF), ("q4_k", 512, BF16), ("q5_k", 512, BF16), ("q6_k", 512, HALF),
+    *((f"mobile{bits}-row-a8", 320, BF16) for bits in (2, 4, 8)), ("nvfp4-g16", 80, BF16), ("nvfp4-g16", 64, HALF),
 ])  # fmt: skip
 def test_unpacked_weights_have_the_bits_of_the_format(prompts, form, columns, dtype):
     (packed,) = weights_of(form, [50], columns, dtype if form.endswith("f32") else FORMS[form])
@@ -189,6 +202,18 @@ def test_unpacked_weights_have_the_bits_of_the_format(prompts, form, columns, dt
         B, wide = torch.randn(50, 4), columns + 64
         out = extended.unpack_extended(packed, B, 0, wide, torch.empty(50 * wide, dtype=BF16), prompts)
         assert torch.equal(out[:, :columns], dequantize(packed).to(BF16)) and torch.equal(out[:, columns], B[:, 0].bfloat16())
+
+
+@pytest.mark.parametrize("form, columns", [("mobile2-row", 320), ("mobile4-g256", 512), ("q6_k", 256), ("int4-g32", 64)])
+def test_rows_of_a_packed_table_have_the_bits_of_the_format(form, columns):
+    """An id that the table has no row for gives values that are not numbers."""
+    module = run.CpuModule(prompt_kernels.source(), prompt_kernels.NAMES, order=1)
+    module.variant_names = ("unpack_rows",)
+    packed = tuning.RandomWeights(CPU, quant=form).make(40, columns)
+    ids = torch.tensor([39, 0, 7])
+    assert prompt_kernels.can_unpack(packed)
+    assert torch.equal(prompt_kernels.unpack_rows(packed, ids, module), dequantize_at(packed, ids))
+    assert prompt_kernels.unpack_rows(packed, torch.tensor([40, -1]), module).isnan().all()
 
 
 def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
@@ -202,17 +227,17 @@ def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
 @pytest.mark.parametrize("form, n, dtype", [
     ("int4-g32", 9, BF16), ("int4-g128-zp", 33, BF16), ("int4-g32-zp", 17, BF16), ("int4-row", 9, BF16), ("int4-g64-f32", 9, HALF),
     ("fp8-128x128", 9, BF16), *((form, 9, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k")),
-    ("q6_k", 9, HALF),
+    ("q6_k", 9, HALF), *((f"mobile{bits}-row-a8", n, BF16) for bits, n in ((2, 9), (4, 33), (8, 17))), ("nvfp4-g16", 17, BF16),
 ])  # fmt: skip
 def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
     module = run.CpuModule(many_rows.source(), many_rows.NAMES, order=7)
-    module.variant_names = ("rows_product_16", "rows_product_32", "rows_product_64")
+    module.variant_names = ("rows_product_16", "rows_product_32", "rows_product_64", *["round_to_8"] * form.startswith("mobile"))
     own = dtype if form.endswith("f32") else FORMS[form]
     group = weights_of(form, [130, 24], 512, own)
     assert not any(many_rows.why_not(one, dtype) for one in group)
     x, out = torch.randn(n, 512).to(dtype), torch.full((n, 154), math.nan, dtype=dtype)
     many_rows.linear(x, group, out, module=module)
-    wanted = x.double() @ torch.cat([dequantize(one).to(dtype) for one in group]).double().T
+    wanted = exact(x, group, lambda one: dequantize(one).to(dtype).double())
     assert tuning.relative_error(out, wanted) < torch.finfo(dtype).eps / 2
 
 
@@ -227,11 +252,7 @@ def test_a_step_over_packed_weights_is_the_modules(on_cpu, replayed, tmp_path, f
         small, dense = gguf_files.model("llama", "q4_k", tmp_path / "file")
     elif form == "mobile":
         # Not calibrated: where a sum is rounded to 8 bits its last bit decides on a step. Products are compared with rounding.
-        small, dense = mobile_files.write(pico.built("gemma4"), tmp_path / "file"), pico.built("gemma4")
-        (file,) = small.glob("*.safetensors")
-        tensors = load_file(file)
-        tensors |= {name: tensor * 0 for name, tensor in tensors.items() if name.endswith("put_activation_scale")}
-        save_file(tensors, file, {"format": "pt"})
+        small, dense = mobile_files.write(pico.built("gemma4"), tmp_path / "file", rounds=False), pico.built("gemma4")
     else:
         small, dense = quantized_files.write(pico.built("llama"), tmp_path, form)[0], pico.built("llama")
     adapters = {"a": pico.adapter(dense, tmp_path / "a", seed=1, rank=6)}

@@ -38,6 +38,7 @@ from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
+from trimtab.formats.record import stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def fits(adapter: Any, leaf: Leaf) -> bool:
     A, B = adapter.A, adapter.B
     return bool(
         A.shape[0] <= MOST_RANK and B.dtype == torch.float32 and A.is_contiguous() and B.is_contiguous()
-        and A.data_ptr() % 16 == 0 and leaf.in_features % 16 == 0 and prompt_kernels.is_read(leaf)
+        and A.data_ptr() % 16 == 0 and leaf.in_features % 16 == 0
+        and prompt_kernels.is_read(leaf) and not stored_format(leaf.quant_kind).has_rounding  # an adapter reads x as it was
     )  # fmt: skip
 
 

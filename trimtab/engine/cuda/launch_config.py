@@ -52,7 +52,7 @@ class Layout:
         return self.first_bytes == 65536
 
 
-# By name: `StoredFormat.step_layout`.
+# By name: `StoredFormat.layout`.
 LAYOUTS = {
     "nf4": Layout(),
     "int4": Layout(first_bytes=32768, value_bytes=0.53), "int4-zp": Layout(has_zero=True, first_bytes=32768, value_bytes=0.54),
@@ -65,6 +65,7 @@ LAYOUTS = {
     "q5_k": Layout(block_bytes=40, first_bytes=32768, whole=256, value_bytes=0.6875),
     "mobile2": Layout(block_bytes=16, first_bytes=32768, value_bytes=0.25), "mobile4": Layout(first_bytes=32768, value_bytes=0.5),
     "mobile8": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, value_bytes=1.0),
+    "nvfp4": Layout(first_bytes=32768, value_bytes=0.5625),
     "q6_k": Layout(block_bytes=48, scales=2, first_bytes=32768, whole=256, value_bytes=0.82),
 }  # fmt: skip
 

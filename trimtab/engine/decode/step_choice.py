@@ -66,7 +66,8 @@ class StepChoice:
         elif self.is_captured:
             self._take_for_adapters()
         has_many = self.is_captured and self.rows > KERNEL_ROWS
-        self.four_bit = prompt_kernels.four_bit(self.model.hf_model) if has_many else []
+        hf_model = self.model.hf_model
+        self.four_bit = [*prompt_kernels.four_bit(hf_model), *prompt_kernels.packed_heads(hf_model)] if has_many else []
         if self.four_bit and self.device.type == "cuda":
             self._take(self.kernels.with_rows(self.four_bit, self.model.dtype))
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm, PerLayerInput, Rope, UndescribedError
 from trimtab.engine.kernels.attention_and_norms import AttentionShape
 from trimtab.engine.kernels.delta_rule import DeltaShape
+from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.plain_attention import Growth
-from trimtab.engine.layers.linear import ResidentLeaf
-from trimtab.formats.record import stored_format
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -36,18 +35,10 @@ def describe(hf_model: HFModel) -> Decoder:
     for module in hf_model.modules():
         if (make := DESCRIBE.get(type(module).__name__)) is not None:
             try:
-                return replace(make(module), head=_packed_head(getattr(hf_model, "lm_head", None)))
+                return replace(make(module), head=next(iter(packed_heads(hf_model)), None))
             except AttributeError as exc:
                 raise UndescribedError(f"its {type(exc.obj).__name__} has no {exc.name}") from exc
     raise UndescribedError(f"there is no description of {type(hf_model).__name__}")
-
-
-def _packed_head(head: object) -> ResidentLeaf | None:
-    """Return a model's head where a file's own format is its weight's and kernels read it."""
-    if not isinstance(head, ResidentLeaf):
-        return None
-    form = stored_format(head.quant_kind)
-    return head if form.is_own and form.step_layout is not None else None
 
 
 def why_not(hf_model: HFModel) -> str | None:

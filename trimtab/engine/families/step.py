@@ -29,7 +29,7 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.kv.recurrent import RecurrentLayer
-from trimtab.engine.layers.embedding import Table
+from trimtab.engine.layers.embedding import PackedTable, Table
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf, packed_together, staged_in
 from trimtab.engine.lora.layers import SavedModule
 from trimtab.engine.lora.store import EAGER
@@ -85,6 +85,8 @@ def gated_heads(own: Attention, joined: Tensor, attended: Tensor) -> Tensor:
 
 def _scale(table: Table) -> float:
     """Return the factor of a table's rows, in their own type. Reads the device."""
+    if table.exact_scale is not None:
+        return table.exact_scale
     return 1.0 if table.embed_scale is None else float(table.embed_scale.to(table.dtype))
 
 
@@ -253,7 +255,7 @@ class FusedStep:
         norm = self.layers[0].before_attention
         count = ids.shape[0]
         ring = self.buffer("ring", (count,), torch.long)
-        first = self._lookup("h", self.decoder.embedding, count)
+        first = self._lookup("h", self.decoder.embedding, ids)
         if first is None:
             torch.remainder(positions, self.ring, out=ring)
             hidden = self.decoder.embedded(ids)
@@ -262,7 +264,7 @@ class FusedStep:
             return h, self.first_input(h, norm), None
         second = None
         if self.decoder.per_layer:
-            second = self._lookup("own", self.text.embed_tokens_per_layer, count)
+            second = self._lookup("own", self.text.embed_tokens_per_layer, ids)
         lookups = [first] if second is None else [first, second]
         x = self.buffer("x", first.out.shape, first.out.dtype)
         # The first of a graph: no earlier kernel overlaps with it.
@@ -272,18 +274,21 @@ class FusedStep:
         )  # fmt: skip
         return first.out, first.out if norm is None else x, None if second is None else second.out
 
-    def _lookup(self, name: str, table: Any, count: int) -> ends.Lookup | None:
-        """Return the kernel's arguments for a table without adapters whose rows are on the device, None for other tables."""
+    def _lookup(self, name: str, table: Any, ids: Tensor) -> ends.Lookup | None:
+        """Return the kernel's arguments for a table without adapters whose rows are on the device, None for other tables.
+        ids: [n, 1]."""
         if self.kernels.ends is None or not isinstance(table, Table) or table.adapters:
             return None
         rows, scale = table.held(), self._scales.get(table)
+        if isinstance(table, PackedTable):
+            rows = table.rows(ids[:, 0]), True
         if scale is not None and table is self.decoder.embedding and self.decoder.embedding_scale is not None:
             if scale != 1.0:
                 return None
             scale = self.decoder.embedding_scale
         if rows is None or scale is None or rows[0].dtype != table.dtype:
             return None
-        out = self.buffer(name, (count, rows[0].shape[1]), rows[0].dtype)
+        out = self.buffer(name, (len(ids), rows[0].shape[1]), rows[0].dtype)
         return ends.Lookup(rows[0], scale, out, in_order=rows[1])
 
     def empty(self, count: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_format
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry
 
 # float16 has the bits of e2m1 in the same order, with an exponent that is larger by 14.
 FLOAT16_STEP = 2.0**14
@@ -54,17 +54,21 @@ def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
 
 def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return rows of the weight as `weights.dequantize_rows`, or then cast to another type."""
-    columns, size = packed.shape[1], stored_format(packed.kind).group
+    columns = packed.shape[1]
     out = torch.empty(stop - start, columns, dtype=dtype or packed.dtype, device=device)
     whole = {name: part.to(device) for name, part in packed.parts.items() if name == "global"}
     step = max(1, DEQUANTIZED_VALUES // columns)
     for first in range(start, stop, step):
         rows = slice(first, min(first + step, stop))
-        data, scale = (packed.parts[name][rows].to(device) for name in ("weight", "scale"))
-        values = _values(data).view(len(data), -1, size)
-        values *= factors({"scale": scale, **whole})[..., None]
-        out[first - start : rows.stop - start].copy_(values.view(len(data), columns).to(packed.dtype))
+        own = {name: packed.parts[name][rows].to(device) for name in ("weight", "scale")}
+        out[first - start : rows.stop - start].copy_(exact(own | whole, torch.float32).view(-1, columns).to(packed.dtype))
     return out
+
+
+def exact(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the values [D_out, groups, values of one] of parts that hold them, scaled in a type."""
+    scale = factors(parts).to(dtype)[..., None]
+    return _values(parts["weight"]).to(dtype).view(*scale.shape[:2], -1).mul_(scale)
 
 
 def _values(data: Tensor) -> Tensor:

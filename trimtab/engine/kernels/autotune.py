@@ -128,10 +128,14 @@ class RandomWeights:
             return {"weight": values.clamp(-448, 448).to(torch.float8_e4m3fn), "scale": scale}
         if form.family == "mobile":
             data = self._bytes(rows * columns * form.bits // 8).view(rows, -1)
-            step = torch.rand(rows, 1, device=self.device, generator=self.generator) * 0.2 / 2**form.bits
+            step = torch.rand(rows, form.groups(columns), device=self.device, generator=self.generator) * 0.2 / 2**form.bits
             given = {"weight": data.view(torch.int8) if form.bits == 8 else data, "scale": step}
             scales = {"activation": torch.tensor([0.03, 0.1 * columns**0.5 / 16], device=self.device)}
             return given | (scales if form.has_rounding else {})
+        if form.family == "float4":
+            scale = torch.rand(rows, form.groups(columns), device=self.device, generator=self.generator) * 200 + 1
+            whole = {"global": torch.tensor([7000.0, 1.0], device=self.device)}
+            return {"weight": self._bytes(rows * columns // 2).view(rows, -1), "scale": scale.to(torch.float8_e4m3fn)} | whole
         if form.family == "ggml":
             size, nbytes = GGML_BLOCKS[form.name]
             blocks = self._bytes(rows * columns // size * nbytes).view(-1, nbytes)

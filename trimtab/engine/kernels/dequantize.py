@@ -24,10 +24,11 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.embedding import PackedTable
+from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -75,7 +76,7 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 def can_unpack(packed: Packed) -> bool:
     """Whether the kernel knows this form of a weight."""
-    if layouts.layout(packed) is None or packed.dtype not in _TYPES:
+    if not (layouts.layout(packed) or layouts.is_mobile(packed)) or packed.dtype not in _TYPES:
         return False
     if "scale" in packed.parts:
         form = stored_format(packed.kind)
@@ -89,8 +90,8 @@ def can_unpack(packed: Packed) -> bool:
 
 
 def fits_type(packed: Packed, dtype: torch.dtype) -> bool:
-    """Whether a weight may be unpacked in this type: bitsandbytes' only in its own, others are cast afterwards."""
-    return packed.dtype == dtype or "scale" in packed.parts
+    """Whether a weight may be unpacked in this type: bitsandbytes' and mobile ones only in their own; others are then cast."""
+    return packed.dtype == dtype or ("scale" in packed.parts and not layouts.is_mobile(packed))
 
 
 def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> Tensor:
@@ -102,6 +103,30 @@ def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> T
     own, name = unpacking(packed, module)
     own.launch(f"unpack_{name}", (-(-values // _UNPACKED),), (_THREADS,), unpack_arguments(packed, weight))
     return weight
+
+
+def unpack_rows(packed: Packed, ids: Tensor, module: nvrtc.Module) -> Tensor:
+    """Return the rows [n, D] of a table by their ids [n] int64, in its own type: the bits of `weights.dequantize_at`."""
+    width = packed.shape[1]
+    out, ids = torch.empty(len(ids), width, dtype=packed.dtype, device=ids.device), ids.long().contiguous()
+    given = unpack_arguments(packed, out)
+    unpacking(packed, module)[0].launch("unpack_rows", (-(-width // 2048), len(ids)), (_THREADS,), [*given, ids, width])
+    return out
+
+
+def read_tables(hf_model: HFModel, kernels: PromptKernels) -> None:
+    """Let packed tables on the device read their rows by the kernel, where it is right on this card."""
+    module = kernels.module
+    for table in hf_model.modules():
+        if module is None or not isinstance(table, PackedTable) or not can_unpack(table.stored):
+            continue
+        count = len(table.stored.parts["weight"])
+        ids = torch.tensor([0, count - 1, count // 2], device=module.device)
+        with torch.no_grad():
+            if torch.equal(unpack_rows(table.stored, ids, module), dequantize_at(table.stored, ids)):
+                table.read = partial(unpack_rows, module=module)
+            else:
+                kernels.reasons.append((f"rows of {table.module_path}", "its kernel's values are not those of the format"))
 
 
 def unpacking(packed: Packed, module: nvrtc.Module) -> tuple[nvrtc.Module, str]:
@@ -245,7 +270,12 @@ class PromptKernels:
         packed = leaf.packed()
         if not fits_type(packed, x.dtype) or not can_unpack(packed):
             return None
-        return functional.linear(x, unpack(packed, self._weights[x.dtype], self.module), leaf.bias)
+        weight = unpack(packed, self._weights[x.dtype], self.module)
+        if not layouts.is_mobile(packed):
+            return functional.linear(x, weight, leaf.bias)
+        own = layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True)
+        y = layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)
+        return y.view(*x.shape[:-1], -1)
 
     def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
         """Make room for the largest weight with this many columns behind each row; a capture must find it there."""
@@ -268,6 +298,12 @@ def four_bit(hf_model: HFModel) -> list[Leaf]:
     """Return the decoder's layers over packed weights that kernels read."""
     decoder = hf_model.get_decoder()
     return [one for one in decoder.modules() if isinstance(one, Leaf) and is_read(one)]
+
+
+def packed_heads(hf_model: HFModel) -> list[Leaf]:
+    """Return a model's head, as a list, where a file's own format is its weight's and kernels read it; else an empty list."""
+    head = getattr(hf_model, "lm_head", None)
+    return [head] if isinstance(head, ResidentLeaf) and stored_format(head.quant_kind).is_own and is_read(head) else []
 
 
 def is_read(leaf: Leaf) -> bool:
@@ -364,6 +400,7 @@ def chosen_with_short_ops(
     if model.unpacked is None:
         is_planned = has_adapters(model) and model.dtype == torch.bfloat16
         kernels.reserve(four_bit(model.hf_model), columns=ADAPTER_COLUMNS if is_planned else 0)
+    read_tables(model.hf_model, kernels)
     for what, why in kernels.reasons:
         fall_back(why, what)
     short = short_ops.ShortOps(

@@ -25,9 +25,10 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats import mobile
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.formats.weights import dequantize, dequantize_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import fits_type
@@ -89,8 +90,10 @@ def scale_bytes(packed: Packed) -> int:
         return _GGML_BYTES[packed.kind]
     if form.family == "codebook":
         return _SCALE_BYTES
-    if form.family == "float8":
+    if form.family in ("float8", "mobile"):
         return 0
+    if form.family == "float4":
+        return _CHUNK // form.group
     return (_CHUNK // form.group if form.group in (32, 64, 128) else 1) * (packed.parts["scale"].element_size() + form.has_zero)
 
 
@@ -152,7 +155,7 @@ def linear(
             matvec.lora_shrink_torch(x, lora)
         for m, packed in enumerate(weights):
             part = out[:, start : start + packed.shape[0]]
-            part.copy_(functional.linear(x, dequantize(packed), biases[m]))
+            part.copy_(mobile.rounding(packed, partial(functional.linear, weight=dequantize(packed), bias=biases[m]))(x))
             if lora is not None:
                 matvec.lora_add_torch(part, lora.member(m), round_change=round_change)
             start += packed.shape[0]
@@ -179,7 +182,7 @@ def linear(
             _meet(x, lora, module, fork)
             _up(out, rows, lora, module, round_change=round_change, dependent=None if fork is None else False)
         return
-    scales = scale_bytes(weights[0])
+    own_x, scales = layouts.round_to_8(x, weights, module, is_input=True), scale_bytes(weights[0])
     tile = _tile(n, module, scales)
     pieces = -(-n // tile)
     each, items, shared = each_of(rows, columns, module.multiprocessors, pieces, chunk=chunk_of(weights[0]))
@@ -193,26 +196,21 @@ def linear(
     own_module(weights[0], module).launch(
         f"rows_product_{tile}", (-(-items // each), 1, pieces), (_THREADS,),
         [
-            x, x.stride(0), n, columns, *members, codes.get("code"), codes.get("nested_code"), out, out.stride(0), parts, sum(rows),
-            each, items, half,
+            own_x, own_x.stride(0), n, columns, *members, codes.get("code"), codes.get("nested_code"), out, out.stride(0), parts,
+            sum(rows), each, items, half,
         ],
         shared_bytes=shared_bytes(tile, scales),
     )  # fmt: skip
+    sums = partial(_up, out, rows, parts=parts, bias=biases, chunks=columns // chunk_of(weights[0]), each=each)
+    if rounds := layouts.is_mobile(weights[0]):
+        if parts is not None:
+            sums(None, module, round_change=False)
+        layouts.round_to_8(out, weights, module, is_input=False)
+        sums = partial(_up, out, rows)
     if lora is not None:
         _meet(x, lora, module, fork)
-    if lora is not None or parts is not None:
-        _up(
-            out,
-            rows,
-            lora,
-            module,
-            round_change=round_change,
-            parts=parts,
-            bias=biases,
-            chunks=columns // chunk_of(weights[0]),
-            each=each,
-            dependent=None if fork is None else False,
-        )
+    if lora is not None or (parts is not None and not rounds):
+        sums(lora, module, round_change=round_change, dependent=None if fork is None else False)
 
 
 def _meet(x: Tensor, lora: LoraArgs, module: nvrtc.Module, fork: torch.cuda.Stream | None) -> None:
@@ -315,7 +313,7 @@ def wrong(
             part = actual[:, start : start + packed.shape[0]].double()
             start += packed.shape[0]
             for rows in pieces_of(packed):
-                wanted = x.double() @ matvec.decoded(packed, torch.float64, rows=rows).T
+                wanted = _exact(x, packed, rows)
                 for slot, (A, B, scale) in enumerate(adapters[m]):
                     who = numbers == slot
                     wanted[who] += scale * (x[who].double() @ A.double().T @ B[rows].double().T)
@@ -325,6 +323,15 @@ def wrong(
         if not error < LARGEST_ERROR:
             return f"{n} rows over {[packed.shape[0] for packed in weights]} x {columns}: relative error {error:.1e}"
     return None
+
+
+def _exact(x: Tensor, packed: Packed, rows: slice) -> Tensor:
+    """Return some outputs of a layer in float64; one that rounds its outputs to 8 bits has weights in its own type."""
+    scales = packed.parts.get("activation")
+    if scales is None:
+        return x.double() @ matvec.decoded(packed, torch.float64, rows=rows).T
+    weight = dequantize_rows(packed, rows.start, rows.stop, x.device).double()
+    return mobile.rounded((mobile.rounded(x, scales[0]).double() @ weight.T).to(x.dtype), scales[1]).double()
 
 
 def pieces_of(packed: Packed) -> list[slice]:

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,11 +34,13 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, CutKey, LaunchConfig
 from trimtab.engine.formats import mobile
+from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
+from trimtab.engine.layers.linear import Leaf
 from trimtab.errors import DeviceError
-from trimtab.formats.record import rounds_change, stored_format
+from trimtab.formats.record import rounds_change
 
 MAX_MEMBERS = 3
 # As in the kernel for adapters of other layers: threads of a block, outputs of one.
@@ -281,7 +284,7 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     other = configs.get(("cut", *key[1:]))
     like = None if other is None else next((one for one in ways(weights, n, module, pair=pair) if one.is_like(other)), None)
     if like is not None and other is not None:
-        is_normed = other.normed and like.may_be_normed and not rounds_input(weights[0])
+        is_normed = other.normed and like.may_be_normed and not layouts.is_mobile(weights[0])
         return replace(like, normed=is_normed), launch_configs.ESTIMATED
     best = next(iter(ways(weights, n, module, pair=pair)), None)
     return None if best is None else (best, launch_configs.ESTIMATED)
@@ -309,11 +312,12 @@ def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
 
 def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n: int = 1) -> str | None:
     """Return why the kernel cannot compute with this weight, or None. Reads one small table: not for the inner loop."""
-    if not layouts.step_layout(packed):
+    layout = layouts.layout(packed)
+    if layout is None:
         return layouts.unread(packed)
     if dtype not in layouts.TYPES:
         return f"the activation is {dtype}, not bfloat16 or float16"
-    size = cuts.LAYOUTS[layouts.step_layout(packed)].whole
+    size = cuts.LAYOUTS[layout].whole
     if len(packed.shape) != 2 or packed.shape[1] % size:
         return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {size}"
     if not 1 <= n <= MAX_ROWS:
@@ -322,14 +326,9 @@ def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n
         return "codes beyond 2"
     if packed.kind in ("q4_0", "q4_1", "q8_0") and float(packed.parts["scale"].abs().max()) > layouts.MOST_SCALE:
         return f"scales beyond {layouts.MOST_SCALE:g}"
-    if rounds_input(packed) and dtype != packed.dtype:
+    if layouts.is_mobile(packed) and dtype != packed.dtype:
         return f"the activation is {dtype}, and rounded in {packed.dtype}"
     return layouts.why_not_parts(packed) or nvrtc.why_not(device)
-
-
-def rounds_input(packed: Packed) -> bool:
-    """Whether a weight's layer rounds its inputs and outputs: an adapter reads them as they were."""
-    return stored_format(packed.kind).family == "mobile"
 
 
 def _lora_arguments(lora: LoraArgs | None, makers: int, low_room: int) -> list[nvrtc.Argument]:
@@ -397,13 +396,7 @@ def arguments(
 
 def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
     """Return under which name a module keeps the cut of a product."""
-    return (
-        cuts.key_name(layouts.step_layout(weights[0])),
-        tuple(packed.shape[0] for packed in weights),
-        weights[0].shape[1],
-        n,
-        pair,
-    )
+    return (cuts.key_name(layouts.named(weights[0])), tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n, pair)
 
 
 def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
@@ -413,7 +406,7 @@ def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: b
 
 def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
     """Whether the norm in front of this product is to be a part of it on this card."""
-    if module is None or rounds_input(weights[0]) or not layouts.is_same(weights):
+    if module is None or layouts.is_mobile(weights[0]) or not layouts.is_same(weights):
         return False
     return choose(weights, n, module, pair=pair).normed
 
@@ -428,7 +421,7 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
     """Return the cuts of this product that fit the module's device, the most likely to be fast first."""
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
     facts = {"multiprocessors": module.multiprocessors, "shared_bytes": module.shared_bytes}
-    return cuts.cuts(rows, columns, n, pair=pair, layout=layouts.step_layout(weights[0]), **facts)
+    return cuts.cuts(rows, columns, n, pair=pair, layout=layouts.named(weights[0]), **facts)
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> LaunchConfig:
@@ -562,6 +555,21 @@ def lora_add(
         ],
         shared_bytes=-(-width // 4) * 16, dependent=dependent,
     )  # fmt: skip
+
+
+def matmul(leaves: Collection[Leaf], module: nvrtc.Module | None) -> Matmul[LayerProduct] | None:
+    """Return the way to multiply few rows by the kernel, None without one. Ask `why_not` about each layer first."""
+    return None if module is None else Matmul("gemv4", set(leaves), partial(product, module=module), most=MAX_ROWS)
+
+
+def product(leaf: Leaf, x: Tensor, module: nvrtc.Module) -> Tensor | None:
+    """Return a layer's product [..., D_out], None where x is not as the kernel reads it or its configuration was not chosen yet."""
+    flat, weights = x.reshape(-1, x.shape[-1]), [leaf.packed()]
+    if flat.data_ptr() % 16 or flat.stride(0) % 8 or cut_key(weights, len(flat)) not in module.products.chosen:
+        return None
+    out = torch.empty(len(flat), leaf.out_features, dtype=x.dtype, device=x.device)
+    matvec4(flat, weights, out, bias=[leaf.bias], module=module)
+    return out.view(*x.shape[:-1], leaf.out_features)
 
 
 # Tables ----------------------------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.formats import ggml, mobile
+from trimtab.engine.formats import float4, ggml, mobile
 from trimtab.engine.formats.packed import Packed
 from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, stored_format
 
 TYPES = (torch.bfloat16, torch.float16)
 # One header a family of formats, each compiled where FORMAT names it.
-HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh", "ggml.cuh", "mobile.cuh")
-_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2, "ggml": 3, "mobile": 4}
+HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh", "ggml.cuh", "mobile.cuh", "fp4.cuh")
+_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2, "ggml": 3, "mobile": 4, "float4": 5}
 # As TYPE in ggml.cuh.
 _GGML = {"q4_0": 40, "q4_1": 41, "q8_0": 80, "q4_k": 4, "q5_k": 5, "q6_k": 6}
 # The largest scale with which a product of few rows has its weights in float16.
@@ -35,9 +35,17 @@ def layout(packed: Packed) -> str | None:
     return stored_format(packed.kind).layout
 
 
-def step_layout(packed: Packed) -> str:
-    """Return `StoredFormat.step_layout` of a weight, "" without."""
-    return stored_format(packed.kind).step_layout or ""
+def named(packed: Packed) -> str:
+    """Return the layout of a weight that kernels read."""
+    name = layout(packed)
+    assert name is not None
+    return name
+
+
+def is_mobile(packed: Packed) -> bool:
+    """Whether a weight is one of Gemma 4's mobile files: its layer may round inputs and outputs, and an adapter reads them as they
+    were."""
+    return stored_format(packed.kind).family == "mobile"
 
 
 def options(packed: Packed) -> tuple[str, ...]:
@@ -48,15 +56,15 @@ def options(packed: Packed) -> tuple[str, ...]:
         return (f"-DNESTED={'nested_absmax' in packed.parts:d}",)
     facts: dict[str, int] = {"FORMAT": number}
     if form.family == "mobile":
-        facts |= {"BITS": form.bits}
+        facts |= {"BITS": form.bits, "GROUP": form.group}
     elif form.family == "ggml":
-        facts |= {"TYPE": _GGML[packed.kind], "SCALE_HALF": packed.dtype == torch.float16}
+        facts |= {"TYPE": _GGML[packed.kind]}
     elif form.family == "float8":
-        facts |= {"HIGH": form.block[0], "GROUP": form.block[1], "SCALE_HALF": packed.dtype == torch.float16}
-    else:
-        scale = packed.parts["scale"].dtype
-        facts |= {"GROUP": form.group, "SCALE_HALF": scale == torch.float16, "WIDE_SCALE": scale == torch.float32}
-        facts |= {"ZERO": form.has_zero}
+        facts |= {"HIGH": form.block[0], "GROUP": form.block[1]}
+    elif form.family == "grouped":
+        facts |= {"GROUP": form.group, "WIDE_SCALE": packed.parts["scale"].dtype == torch.float32, "ZERO": form.has_zero}
+    own = packed.parts["scale"].dtype if form.family == "grouped" else packed.dtype
+    facts |= {"SCALE_HALF": own == torch.float16}
     return tuple(f"-D{name}={value:d}" for name, value in facts.items())
 
 
@@ -70,7 +78,8 @@ def tensors(packed: Packed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | Non
     parts: Mapping[str, Tensor] = packed.parts
     if "absmax" in parts:
         return parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset")
-    return parts["weight"], parts["scale"], parts.get("zero", parts.get("outer")), parts.get("activation")
+    second = next((parts[name] for name in ("zero", "outer", "global") if name in parts), None)
+    return parts["weight"], parts["scale"], second, parts.get("activation")
 
 
 def is_same(weights: Sequence[Packed]) -> bool:
@@ -79,6 +88,29 @@ def is_same(weights: Sequence[Packed]) -> bool:
         return False
     names = ("code", "nested_code")
     return all(len({one.codes[name].data_ptr() if name in one.codes else None for one in weights}) == 1 for name in names)
+
+
+def round_to_8(x: Tensor, weights: Sequence[Packed], module: nvrtc.Module | None, *, is_input: bool) -> Tensor:
+    """Return the inputs [n, D_in] of layers over one, rounded as the first one's, elsewhere; or their outputs [n, all D_out], each
+    rounded as its own, in place. module: of products of many rows or of prompts; None: in torch."""
+    scales = [None if (found := one.parts.get("activation")) is None else found[1 - is_input :] for one in weights]
+    widths = [x.shape[1]] if is_input else [one.shape[0] for one in weights]
+    if not is_mobile(weights[0]) or all(one is None for one in scales):
+        return x
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_input else x
+    if module is None:
+        for part, given, scale in zip(out.split(widths, dim=1), x.split(widths, dim=1), scales, strict=False):
+            part.copy_(given if scale is None else mobile.rounded(given, scale[0]))
+        return out
+    assert x.stride(1) == 1
+    module.variant(options(weights[0])).launch(
+        "round_to_8", (-(-x.shape[1] // 2048), x.shape[0]), (256,),
+        [
+            x, x.stride(0), out, out.stride(0), *[*widths, 0, 0][:3], *[*scales[: len(widths)], None, None][:3],
+            int(x.dtype == torch.float16),
+        ],
+    )  # fmt: skip
+    return out
 
 
 def runs(weights: Sequence[Packed]) -> list[slice]:
@@ -122,6 +154,9 @@ def decoded(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
         return mobile.dequantize(Packed(packed.kind, (len(rows), columns), dtype, own, {}))
     if form.family == "ggml":
         return ggml.values(packed.kind, {name: one[part] for name, one in parts.items()}).to(dtype)
+    if form.family == "float4":
+        whole = {name: one[part] for name, one in parts.items() if name != "global"} | {"global": parts["global"]}
+        return float4.exact(whole, dtype).view(len(rows), columns)
     if form.family == "float8":
         high, wide = form.block
         of_row = torch.arange(rows.start, rows.stop, device=parts["scale"].device) // (high or packed.shape[0])

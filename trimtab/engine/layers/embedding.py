@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,16 +71,17 @@ class ResidentTable(Table):
 
 
 class PackedTable(Table):
-    """The whole table is on the execution device as its file stores it; the rows of the tokens are dequantized. `weight` is the
+    """The whole table is on the execution device as its file stores it; `read` dequantizes the rows of the tokens. `weight` is the
     first few rows, as in `GatheredTable`."""
 
     def __init__(self, module_path: str, packed: Packed, first_rows: int, **kwargs: Any) -> None:
         super().__init__(module_path, (packed.shape[0], packed.shape[1]), **kwargs)
         self.stored = packed
+        self.read: Callable[[Packed, Tensor], Tensor] = dequantize_at
         self.__dict__["weight"] = dequantize_rows(packed, 0, min(first_rows, packed.shape[0]), self.device).to(self.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return dequantize_at(self.stored, ids.reshape(-1)).to(self.dtype).view(*ids.shape, self.embedding_dim)
+        return self.read(self.stored, ids.reshape(-1)).to(self.dtype).view(*ids.shape, self.embedding_dim)
 
 
 class GatheredTable(Table):

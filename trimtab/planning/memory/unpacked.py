@@ -64,7 +64,7 @@ def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = No
     share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE
     # On a GPU only products that kernels compute otherwise read the copy.
     form = stored_format(plan.request.quant)
-    is_read = form.layout is not None if shared_bytes is None else form.is_dequantized
+    is_read = form.layout is not None and not form.has_rounding if shared_bytes is None else form.is_dequantized
     if (
         not share or not is_read
         or any(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)

@@ -164,7 +164,7 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"compute capability {capability[0]}.{capability[1]}; trimtab's kernels need {need} and more shared memory"
     if anatomy.dtype not in FUSED_DTYPES:
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
-    if stored_format(quant).step_layout is None:
+    if stored_format(quant).layout is None:
         return f"trimtab's kernels do not read weights in {quant}"
     return None
 
@@ -174,7 +174,7 @@ def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
     if mode != "fused" or anatomy.dtype not in FUSED_DTYPES:
         return False
     layers = (row.stored or quant for row in anatomy.rows if row.part == "language" and row.kind == "linear" and row.quantized)
-    return all(stored_format(name).step_layout is not None for name in {quant, *layers})
+    return all(stored_format(name).layout is not None for name in {quant, *layers})
 
 
 def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool, dtype: str = "bfloat16") -> str:
@@ -186,7 +186,7 @@ def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool, dtype:
         rounded = f"; its values rounded to {dtype}"
     if stored.are_tables:
         return "the rows of the tokens are dequantized" + rounded
-    if step_mode == "fused" and form.step_layout is not None:
+    if step_mode == "fused" and form.layout is not None:
         return "steps by trimtab's kernels, packed" + rounded
     rest = "dequantized for each product" if form.is_own else "by bitsandbytes' layers"
     return (f"the decoder's kept unpacked, others {rest}" if is_kept and form.is_dequantized else rest) + rounded

@@ -27,6 +27,7 @@ __device__ __forceinline__ u32 scale_row(u32 row, int blocks) {
 struct Format {
   static constexpr int BYTES = 64, LANE_BYTES = 64, PAD_FEW = 64, PAD = 64, SCALES = 1, QUADS = 1, FEW_ROWS = 0, FIRST_BYTES = 32768;
   static constexpr bool IS_CROSSED_WIDE = false, ROUNDS_INPUT = false;
+  static __device__ __forceinline__ float of_weight(float y, Stored, int) { return y; }
   static __device__ __forceinline__ float rounded_to_8(float v, float) { return v; }
   static __device__ __forceinline__ float static_scale(const float*, int) { return 0.f; }
   static constexpr bool HAS_GROUPS = false, HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = false, ROUNDS_CHANGE = false;
@@ -98,7 +99,7 @@ struct Unpacked {
 };
 // As in nf4.cuh, of 128 columns. Scales of a block are few: they are read as they are needed.
 struct Many {
-  static constexpr int COLUMNS = 128, FRONT = 16 * 32 + 256, ROW_BYTES = 0, CHUNK_BYTES = 128;
+  static constexpr int COLUMNS = 128, FRONT = 16 * 32 + 256, ROW_BYTES = 0, CHUNK_BYTES = 128, PIECE_BYTES = 16;
   typedef uint2 Word;
   typedef float Scale;
   __device__ __forceinline__ Many(const Member&, float*) {}

@@ -254,7 +254,7 @@ struct Unpacked {
 // As in nf4.cuh: in a stage the scales of 128 rows, then their bits above, then (Q6_K) a scale more.
 struct Many {
   static constexpr int COLUMNS = TYPE == 80 ? 128 : 256, FRONT = 16 * 32 + 256, HEAD = TYPE == 41 ? 32 : TYPE == 80 ? 8 : 16;
-  static constexpr int ABOVE = BITS_ABOVE * 32, ROW_BYTES = HEAD + ABOVE + (TYPE == 6 ? 2 : 0), CHUNK_BYTES = 128 + ABOVE;
+  static constexpr int ABOVE = BITS_ABOVE * 32, ROW_BYTES = HEAD + ABOVE + (TYPE == 6 ? 2 : 0), CHUNK_BYTES = 128 + ABOVE, PIECE_BYTES = 16;
   struct Word {
     u32 low, above;  // Q6_K: bit 15 says which of two groups it is of
   };

@@ -881,6 +881,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   }
   const auto finished = [&](int member, int u, int r, int at, int i, int early) {
     float y = a.splits > 1 ? sums[(u * a.k_warps * n + i) * STRIDE + r] : own_sum(u, r, i);
+    y = Format::of_weight(y, a.stored, member);
     const u16* bias = of(a.bias, member);
     if (bias) y += value(__ldg(bias + at), a.half);
     if (Format::ROUNDS_INPUT) y = Format::rounded_to_8(rounded(y, a.half), Format::static_scale(of(a.stored.offset, member), 1));

@@ -2,7 +2,7 @@
 // 4-bit codes (NF4, FP4), two in a byte, the first in the high half, with a scale for each 64 values in float32, or (NESTED) an 8-bit
 // code of it with a scale for each 256 of those and one offset.
 #ifndef FORMAT
-#define FORMAT 0  // 0: these codes, 1: integers in groups (int4.cuh), 2: float8 (fp8.cuh), 3: ggml's blocks (ggml.cuh), 4: mobile.cuh
+#define FORMAT 0  // 0: these codes, 1: int4.cuh, 2: fp8.cuh, 3: ggml.cuh, 4: mobile.cuh, 5: fp4.cuh
 #endif
 #ifndef NESTED
 #define NESTED 0
@@ -31,8 +31,8 @@ struct Member {
 struct FourBitWords {
   static constexpr int COLUMNS = 256, FRONT = 16 * 32 + 256;  // floats in front of the stages
   typedef u32 Word;                                           // of eight values
-  static constexpr int CHUNK_BYTES = 128;                     // of a row
-  static __device__ __forceinline__ int place(int piece) { return piece * 16; }  // of 16 bytes in them
+  static constexpr int CHUNK_BYTES = 128, PIECE_BYTES = 16;   // of a row, and of 32 neighbours
+  static __device__ __forceinline__ int place(int piece) { return piece * 16; }  // of a piece in them
   static __device__ __forceinline__ void words(Word* to, uint4 v, int high, const u8*, int, int) {
     to[0] = high ? v.y : v.x, to[1] = high ? v.x : v.y, to[2] = high ? v.w : v.z, to[3] = high ? v.z : v.w;
   }
@@ -50,6 +50,7 @@ struct FourBits {
   static constexpr int FEW_ROWS = 4;                        // of x, up to which a row of it has several columns
   typedef uint4 Lane;
   static constexpr bool HAS_GROUPS = false, IS_CROSSED_WIDE = false, ROUNDS_INPUT = false;
+  static __device__ __forceinline__ float of_weight(float y, Stored, int) { return y; }  // a sum, with a scale that a whole weight has
   static __device__ __forceinline__ float rounded_to_8(float v, float) { return v; }
   static __device__ __forceinline__ float static_scale(const float*, int) { return 0.f; }
   template <bool FEW>

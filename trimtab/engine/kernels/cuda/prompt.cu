@@ -48,6 +48,24 @@ extern "C" __global__ void __launch_bounds__(256) unpack_nested(UNPACK_PARAMETER
 #endif
 extern "C" __global__ void __launch_bounds__(256) unpack_plain(UNPACK_PARAMETERS) { unpack_values<false, false>(UNPACK_GIVEN); }
 
+#if FORMAT != 0
+// Rows of a packed table by their ids [n], [n, width]. An id without a row gives values that are not numbers. Grid: [width / 2048, n].
+extern "C" __global__ void __launch_bounds__(256) unpack_rows(UNPACK_PARAMETERS, const i64* ids, int width) {
+  typedef Unpacked<false> Own;
+  const Own own(scale, second, offset, code2, code, shift, outer_shift);
+  const int at = (blockIdx.x * 256 + threadIdx.x) * 8;
+  const i64 id = __ldcg(ids + blockIdx.y), from = id * width + at;
+  if (at >= width) return;
+  float v[8];
+  if (id >= 0 && from < values) {
+    own.values(v, Own::word_at(packed, from), own.scale_at(from), half);
+  } else {
+    for (int i = 0; i < 8; i++) v[i] = __uint_as_float(0x7fc00000);
+  }
+  store<8>(out + (size_t)blockIdx.y * width + at, v, half);
+}
+#endif
+
 // The same with columns behind each row of bfloat16, from `width` to `stride`: they multiply what extend_input puts behind x. Three for
 // each rank of the layer's B [rows, rank]: hi(b), hi(b), lo(b), where hi(b) is b rounded and lo(b) is b - hi(b) rounded. `before` ranks
 // of other layers and the columns behind the last, up to `end`, are zeros. A thread is 8 columns. Grid: [values / 8192 + columns / 2048].

@@ -58,7 +58,7 @@ __device__ __forceinline__ void rows_product(
     for (int i = tid; i < UNIT * 8; i += THREADS) {
       const int r = i >> 3, piece = i & 7, row = min(unit.first + r, unit.own.rows - 1);
       const u8* from = unit.own.weight + ((size_t)row * (columns / CHUNK) + next_chunk) * Many::CHUNK_BYTES;
-      copy_async<16>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), from + Many::place(piece));
+      copy_async<Many::PIECE_BYTES>(to + r * 128 + ((piece ^ ((r & 1) << 2)) << 4), from + Many::place(piece));
     }
     if (tid < UNIT) many.copy_scales(to + W_BYTES, tid, unit.own, min(unit.first + tid, unit.own.rows - 1), columns, next_chunk);
   };
