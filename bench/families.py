@@ -19,10 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import DEVICE, synchronize
 from bench.memory import environment
 
 MODELS = ("qwen3-8b", "llama-3-8b", "gemma3-4b", "qwen3-vl-4b", "qwen3.5-9b", "e4b")
-PROMPT, SHORT, LONG, CONTEXT = 512, 33, 289, 2048
+PROMPT, SHORT, LONG, CONTEXT = (512, 33, 289, 2048) if DEVICE == "cuda" else (48, 3, 8, 128)
 
 
 def prepare(size: str, work: Path) -> Path:
@@ -32,7 +33,7 @@ def prepare(size: str, work: Path) -> Path:
 
     folder = work / f"{size}-packed"
     if not (work / f"{size}-packed-r8" / "adapter_config.json").exists():
-        write_checkpoint(size, folder, packed=True)
+        write_checkpoint(size, folder, device=DEVICE, packed=True)
         voices.give(folder)
         write_adapter(folder, work / f"{size}-packed-r8", 8, size=size)
     return folder
@@ -54,7 +55,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     adapters = {f"a{number}": work / f"{case['model']}-packed-r8" for number in range(8)}
     asked: dict[str, Any] = {"gpu_memory": f"{case['card_gib']}GiB"} if case.get("card_gib") else {}
     start = time.perf_counter()
-    plan = trimtab.plan(folder, adapters=adapters, context=CONTEXT, device="cuda", batch=8, **asked)
+    plan = trimtab.plan(folder, adapters=adapters, context=CONTEXT, device=DEVICE, batch=8, **asked)
     planned = time.perf_counter()
     found: dict[str, Any] = {"plan_s": round(planned - start, 1)}
     asks = prompts(1)
@@ -98,15 +99,15 @@ def run_stock(case: dict[str, Any], work: Path) -> dict[str, Any]:
     from bench.checkpoints import CLASSES
 
     folder = prepare(case["model"], work)
-    base = getattr(transformers, CLASSES[case["model"]]).from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
+    base = getattr(transformers, CLASSES[case["model"]]).from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE)
     model = PeftModel.from_pretrained(base, work / f"{case['model']}-packed-r8").eval()
     asks = prompts(1)
 
     def once(tokens: int) -> float:
-        ids = torch.tensor([next(asks)], device="cuda")
+        ids = torch.tensor([next(asks)], device=DEVICE)
         begin = time.perf_counter()
         model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-        torch.cuda.synchronize()
+        synchronize()
         return time.perf_counter() - begin
 
     with torch.inference_mode():

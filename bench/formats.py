@@ -22,7 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT, DEVICE = 512, 256, 5, 1024, "cuda"
+from bench import DEVICE, synchronize
+
+PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT = 512, 256, 5, 1024
 # Standard deviation of 4-bit values that are drawn evenly, less 8; with a zero point drawn evenly too.
 _SPREAD, _SPREAD_ZERO = 4.6, 6.5
 _SEVENS = 0x77777777  # zero points of 8, each stored less one
@@ -146,14 +148,9 @@ def config_of(size: str, layers: int | None) -> Any:
     from bench import checkpoints
 
     config = checkpoints.config_of(size)
-    text = config.get_text_config()
     if layers is not None:
-        shared = getattr(text, "num_kv_shared_layers", 0)
-        if shared:
-            text.num_kv_shared_layers = shared * layers // text.num_hidden_layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-        text.num_hidden_layers = layers
+        config = checkpoints.first_layers(config, layers)
+    text = config.get_text_config()
     config.eos_token_id = text.eos_token_id = None  # random weights may draw an end token at once
     return config
 
@@ -214,15 +211,17 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
     import torch
 
     import trimtab
-    from bench.checkpoints import text_inputs
+    from bench.checkpoints import TINY, text_inputs
 
     folder = write(size, form, folder_of(size, form, work, layers), layers)
-    torch.cuda.empty_cache()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    prompt_tokens, answer_tokens, repeats = (48, 8, 1) if size.endswith(TINY) else (PROMPT_TOKENS, ANSWER_TOKENS, REPEATS)
     start = time.perf_counter()
     model_path = folder / "model.gguf" if form == "q4_k_m" else folder
     budget = BUDGETS.get(f"{size}:{form}")
-    placed: dict[str, Any] = {"place": {"*": "resident"}} if budget is None else {"gpu_memory": budget}
-    plan = trimtab.plan(model_path, adapters={"r8": folder / "r8"}, context=CONTEXT, **placed)
+    placed: dict[str, Any] = {"place": {"*": "resident"}} if budget is None or DEVICE == "cpu" else {"gpu_memory": budget}
+    plan = trimtab.plan(model_path, adapters={"r8": folder / "r8"}, context=CONTEXT, device=DEVICE, **placed)
     row: dict[str, Any] = {"model": size, "form": form, "layers": layers, "quant": plan.request.quant}
     row |= {
         "mode": plan.execution.step.mode,
@@ -237,20 +236,20 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
 
         def answer(count: int) -> float:
             # No prompt comes twice: its keys and values might be kept.
-            inputs = text_inputs(model.hf_model.config, PROMPT_TOKENS, device=DEVICE, seed=next(numbers))
+            inputs = text_inputs(model.hf_model.config, prompt_tokens, device=DEVICE, seed=next(numbers))
             prompt = inputs["input_ids"][0].tolist()
-            torch.cuda.synchronize()
+            synchronize()
             began = time.perf_counter()
             given = model.answer_inputs(model.prepare(prompt), trimtab.GenerateRequest(max_new_tokens=count), adapter="r8")
-            torch.cuda.synchronize()
+            synchronize()
             assert len(given.token_ids) == count
             return time.perf_counter() - began
 
-        answer(ANSWER_TOKENS)
-        first = statistics.median(answer(1) for _ in range(REPEATS))
-        whole = statistics.median(answer(1 + ANSWER_TOKENS) for _ in range(REPEATS))
+        answer(answer_tokens)
+        first = statistics.median(answer(1) for _ in range(repeats))
+        whole = statistics.median(answer(1 + answer_tokens) for _ in range(repeats))
         row |= {
-            "tok_s": round(ANSWER_TOKENS / (whole - first), 1), "first_ms": round(first * 1000, 1),
+            "tok_s": round(answer_tokens / (whole - first), 1), "first_ms": round(first * 1000, 1),
             "weights_gib": round(plan.gpu["weights"] / 2**30, 2), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "notes": sorted({f"{one.what}: {one.why}" for one in model.fallbacks}),
         }  # fmt: skip
