@@ -4,10 +4,11 @@
 
 Qwen3-8B's layer (32 heads of queries over 8 of keys) over caches that no L2 holds, in CUDA graphs: `us` of our kernel with norms,
 rotation and the write (what a step launches), `attend_us` of attention alone, and one row of torch's SDPA. The limit: keys and
-values are read once at the copy bandwidth of the same run. A block takes one row and one head of keys (attend.cu). `splits`: over how
-many blocks its places are divided. `used`: how many of them have a tile of 32 places. `blocks`: how many a multiprocessor must hold
-at least (1: as shipped; its 186 registers a thread allow 5). `chosen`: what the kernel takes by itself. A result that differs from
-SDPA's has no time. What the file of --save has is not measured again. DEVICE=cpu: the kernels of tests/cuda_on_cpu.
+values are read once at the copy bandwidth of the same run. A block takes one row and one head of keys (attend.cu).
+`splits`: over how many blocks its places are divided. `used`: how many of them have a tile of 32 places. `blocks`: how many a
+multiprocessor must hold at least (1: as shipped; its 186 registers a thread allow 5). `chosen`: what the kernel takes by itself. A
+result that differs from SDPA's has no time. What the file of --save has is not measured again. DEVICE=cpu: the kernels of
+tests/cuda_on_cpu.
 """
 
 from __future__ import annotations

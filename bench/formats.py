@@ -3,8 +3,8 @@
     python -m bench.formats --work FOLDER --save bench/results/formats.json [--models e4b,...] [--cases e4b:ct-g32,...] [--layers N]
 
 Checkpoints have random weights and real sizes; the decoder's linear layers are packed. An adapter of rank 8 is on. Each case is a
-process, and one that has a row in the file is not run again (`--again`). A row: `tok_s` of an answer behind a prompt of 512 tokens,
-`first_ms` of its first token, `weights_gib`, `mode` of the planned step. A short table is printed last.
+process, and one that has a row in the file is not run again (`--again`: what failed is). A row: `tok_s` behind a prompt
+of 512 tokens, `first_ms` of its first token, `weights_gib`, `mode` of the planned step. A short table is printed last.
 """
 
 from __future__ import annotations
@@ -258,12 +258,11 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
 
 def _tuned(model: Any) -> str:
     from trimtab.engine.tune import tune_model
-    from trimtab.errors import TrimtabError
 
     try:
         return f"{tune_model(model, rows=1)[0].products} products"
-    except TrimtabError as exc:
-        return str(exc)
+    except Exception as exc:  # the row says so, and is measured without
+        return f"{type(exc).__name__}: {exc}"
 
 
 # All of them ----------------------------------------------------------------------------------------------------------
@@ -282,6 +281,7 @@ def main() -> None:
         "--tune", action="store_true", help="time the launch configurations of one row first, as `trimtab tune` does"
     )
     parser.add_argument("--timeout-s", type=float, default=400)
+    parser.add_argument("--total-s", type=float, default=36000, help="no case begins when a minute of this is left")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -290,32 +290,44 @@ def main() -> None:
         return
     from bench.memory import environment
 
+    end = time.monotonic() + given.total_s
     rows: list[dict[str, Any]] = []
-    if given.save and given.save.exists() and not given.again:
+    if given.save and given.save.exists():
         rows = json.loads(given.save.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in rows if not (given.again and "error" in row)]
     wanted = (
         given.cases.split(",") if given.cases else [f"{size}:{form}" for size in given.models.split(",") for form in CASES[size]]
     )
+    left_out: list[str] = []
     for name in wanted:
-        if not any((f"{row['model']}:{row['form']}", row["layers"]) == (name, given.layers) and "tok_s" in row for row in rows):
-            rows = [row for row in rows if (f"{row['model']}:{row['form']}", row["layers"]) != (name, given.layers)]
-            rows.append(_case(name, given))
-            if given.save:
-                given.save.parent.mkdir(parents=True, exist_ok=True)
-                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        if any((f"{row['model']}:{row['form']}", row["layers"]) == (name, given.layers) for row in rows):
+            continue
+        left_s = end - time.monotonic()
+        row = None if left_s < 60 else _case(name, given, left_s - 10)
+        if row is None:
+            left_out.append(name)
+            continue
+        rows.append(row)
+        if given.save:
+            given.save.parent.mkdir(parents=True, exist_ok=True)
+            given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
+    if left_out:
+        raise SystemExit(f"no time left for {', '.join(left_out)}")
 
 
-def _case(name: str, given: argparse.Namespace) -> dict[str, Any]:
+def _case(name: str, given: argparse.Namespace, left_s: float) -> dict[str, Any] | None:
+    """Return the row of a case, None where the time that is left cut it."""
+    timeout_s = min(given.timeout_s, left_s)
     command = [sys.executable, "-m", "bench.formats", "--work", str(given.work), "--one", name]
     command += ["--tune"] if given.tune else []
     command += [] if given.layers is None else ["--layers", str(given.layers)]
     size, form = name.split(":")
     failed = {"model": size, "form": form, "layers": given.layers}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return failed | {"error": f"longer than {given.timeout_s:g} s"}
+        return failed | {"error": f"longer than {timeout_s:.0f} s"} if timeout_s == given.timeout_s else None
     finally:
         if not given.keep:
             shutil.rmtree(folder_of(size, form, given.work, given.layers), ignore_errors=True)

@@ -172,10 +172,10 @@ class Sampler:
         return scores[0].argmax() if self._generator is None else _drawn([self], scores)[0]
 
     def changed(self, logits: Tensor) -> Tensor:
-        """Return the scores [n, V] of rows whose samplers are `alike`."""
+        """Return the scores [n, V] of rows whose samplers are `alike`; no processor of these writes into what it is given."""
         if not self._processors:
             return logits
-        return self._processors(torch.empty(len(logits), 0, dtype=torch.long, device=logits.device), logits.clone())
+        return self._processors(torch.empty(len(logits), 0, dtype=torch.long, device=logits.device), logits)
 
     def _history(self, token_ids: Sequence[int], device: torch.device) -> Tensor:
         """Return the tokens so far [1, n] on the device, to which only new ones are copied; none if no processor needs them."""
