@@ -1,0 +1,13 @@
+"""Where the benches run: `DEVICE=cpu` tries one on sizes of `bench.checkpoints.TINY`, to see that it will run on a GPU."""
+
+import os
+
+DEVICE = os.environ.get("DEVICE", "cuda")
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if DEVICE == "cuda":
+        import torch
+
+        torch.cuda.synchronize()

@@ -29,6 +29,11 @@ QWEN_TARGETS = (
     r"|model\.visual\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
 )
 PACKED = r"layers\.\d+\.((self_attn|mlp|linear_attn)\.\w+|per_layer_input_gate|per_layer_projection)\.weight$"
+# Modules that stay in 16 bits, by whole paths: transformers matches from the start of a name.
+NOT_PACKED = (
+    "lm_head", "model.visual", "model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio",
+    "model.language_model.per_layer_model_projection",
+)  # fmt: skip
 CLASSES = {
     "e2b": "Gemma4ForConditionalGeneration",
     "e4b": "Gemma4ForConditionalGeneration",
@@ -39,7 +44,11 @@ CLASSES = {
     "gemma3-4b": "Gemma3ForCausalLM",
     "qwen3.5-9b": "Qwen3_5ForCausalLM",
 }
-READERS = ("qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b")  # that neither see nor hear
+READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b"]  # that neither see nor hear
+# A few narrow layers of a size: every bench runs on a CPU with it, to see that it will on a GPU.
+TINY = "-tiny"
+CLASSES |= {size + TINY: name for size, name in CLASSES.items()}
+READERS += [size + TINY for size in READERS]
 # Sizes of released text models, as their config.json has them.
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3-8b": ("LlamaConfig", {
@@ -58,7 +67,10 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(size: str) -> Any:
-    """Return the config of "e2b", "e4b" (Gemma 4), "qwen3-8b", "qwen3-vl-4b" (sizes of the released models) or "llama-310m"."""
+    """Return the config of "e2b", "e4b" (Gemma 4), "qwen3-8b", "qwen3-vl-4b" (sizes of the released models), "llama-310m", one of
+    TEXTS, or of any of them with `TINY` behind its name."""
+    if size.endswith(TINY):
+        return _narrow(config_of(size.removesuffix(TINY)))
     if size == "llama-310m":
         from transformers import LlamaConfig
 
@@ -82,6 +94,40 @@ def config_of(size: str) -> Any:
         "layer_types": ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)],
     }  # fmt: skip
     return Gemma4Config(text_config=text, vision_config={"use_clipped_linears": True}, audio_config={"output_proj_dims": 1536})
+
+
+def first_layers(config: Any, layers: int) -> Any:
+    """Return the config of a model's first layers."""
+    text = config.get_text_config()
+    own = text.to_dict()
+    own.pop("per_layer_config", None)  # of all layers; made again
+    shared = own.get("num_kv_shared_layers")
+    own |= {"num_hidden_layers": layers} | ({"num_kv_shared_layers": shared * layers // text.num_hidden_layers} if shared else {})
+    own |= {"layer_types": own["layer_types"][:layers]} if own.get("layer_types") else {}
+    if text is config:
+        return type(text)(**own)
+    config.text_config = type(text)(**own)
+    return config
+
+
+def _narrow(config: Any) -> Any:
+    """Return a config with few and narrow layers, one of each kind."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    config = first_layers(config, 2 * (kinds.index("full_attention") + 1) if kinds else 4)
+    text = config.get_text_config()
+    text.hidden_size, text.intermediate_size = 256, 512
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        text.hidden_size_per_layer_input = 64
+    vision = getattr(config, "vision_config", None)
+    if hasattr(vision, "deepstack_visual_indexes"):  # Qwen3-VL
+        vision.depth, vision.hidden_size, vision.intermediate_size, vision.num_heads = 4, 128, 256, 2
+        vision.out_hidden_size, vision.deepstack_visual_indexes = 256, [0, 1, 2]
+    elif vision is not None:
+        vision.num_hidden_layers, vision.hidden_size, vision.intermediate_size = 2, 128, 256
+        vision.num_attention_heads = vision.num_key_value_heads = 2
+        config.audio_config.num_hidden_layers = 2
+    return config
 
 
 def _qwen_config(size: str) -> Any:
@@ -139,7 +185,7 @@ def write_checkpoint(
             continue
         made = {} if made_of is None else made_of(name, empty)
         made = made or {name: _value(name, empty, depth, generator, device)}
-        if packed and empty.dim() == 2 and re.search(PACKED, name):
+        if packed and empty.dim() == 2 and re.search(PACKED, name) and not name.startswith(NOT_PACKED):
             made = _packed(name, made[name])
         nbytes = sum(one.nbytes for one in made.values())
         if held + nbytes > SHARD_BYTES and shards[-1]:
@@ -157,10 +203,10 @@ def write_checkpoint(
         config.quantization_config = {
             "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": ["lm_head", "visual", "vision_tower", "audio_tower"],
+            "llm_int8_skip_modules": list(NOT_PACKED),
         }  # fmt: skip
     config.save_pretrained(folder)
-    if size in ("e2b", "e4b"):
+    if size.startswith(("e2b", "e4b")):
         _write_for_every_release(folder / "config.json")
     return folder
 
@@ -213,7 +259,7 @@ def write_adapter(checkpoint: Path, folder: Path, rank: int, *, seed: int = 1, s
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(checkpoint)
     size = size or next(size for size, name in CLASSES.items() if name in config.architectures)
-    model, targets = empty_model(config, size), TARGETS if size in ("e2b", "e4b") else QWEN_TARGETS
+    model, targets = empty_model(config, size), TARGETS if size.startswith(("e2b", "e4b")) else QWEN_TARGETS
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for path, module in model.named_modules():

@@ -1,17 +1,20 @@
 """How fast every family decodes, and how soon its first token comes: one process a model, one GPU, the stock stack beside it.
 
-    python -m bench.families --work FOLDER --save bench/results/families.json [--models qwen3-8b,...] [--engines trimtab,stock]
+    python -m bench.families --work FOLDER --save bench/results/families.json [--models qwen3-8b,...] [--engines stock,...]
 
 Checkpoints are random, of released sizes, the decoder in NF4 with double quantization, and an adapter of rank 8 on all its linears.
 Answers are the public API's: token ids in, text out. A row: `tok_s` of one row (256 tokens behind the first 33), `rows8_tok_s` of
 eight rows with an adapter each, `first_ms` of 512 tokens (median of five, no prompt comes twice), `load_s`, how steps run and why.
-What the file to be saved has rows of is not run again. `--card-gib`: the planned budget of the GPU.
+What the file to be saved has rows of is not run again. `--card-gib`: the planned budget of the GPU, and the memory that its
+allocator may take. llama.cpp: of Qwen3 in Q4_K_M without an adapter, by the program that PEER names: `PEER FILE.gguf` prints a line
+`PEER {"tok_s": ..., "ttft512_ms": ...}`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,22 +22,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import DEVICE, synchronize
 from bench.memory import environment
 
 MODELS = ("qwen3-8b", "llama-3-8b", "gemma3-4b", "qwen3-vl-4b", "qwen3.5-9b", "e4b")
-PROMPT, SHORT, LONG, CONTEXT = 512, 33, 289, 2048
+PROMPT, SHORT, LONG, CONTEXT = (512, 33, 289, 2048) if DEVICE == "cuda" else (48, 3, 8, 128)
 
 
 def prepare(size: str, work: Path) -> Path:
-    """Make a packed checkpoint with a tokenizer, and its adapter, unless they are there."""
+    """Make a packed checkpoint with a tokenizer, and its eight adapters, unless they are there."""
     from bench import voices
     from bench.checkpoints import write_adapter, write_checkpoint
+    from bench.load import turned
 
-    folder = work / f"{size}-packed"
-    if not (work / f"{size}-packed-r8" / "adapter_config.json").exists():
-        write_checkpoint(size, folder, packed=True)
+    folder, adapters = work / f"{size}-packed", work / f"{size}-packed-r8"
+    if not (adapters / "a7" / "adapter_config.json").exists():
+        write_checkpoint(size, folder, device=DEVICE, packed=True)
         voices.give(folder)
-        write_adapter(folder, work / f"{size}-packed-r8", 8, size=size)
+        write_adapter(folder, adapters / "a0", 8, size=size)
+        for number in range(1, 8):
+            turned(adapters / "a0", adapters / f"a{number}", number)
     return folder
 
 
@@ -51,12 +58,17 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     import trimtab
 
     folder = prepare(case["model"], work)
-    adapters = {f"a{number}": work / f"{case['model']}-packed-r8" for number in range(8)}
+    adapters = {f"a{number}": work / f"{case['model']}-packed-r8" / f"a{number}" for number in range(8)}
     asked: dict[str, Any] = {"gpu_memory": f"{case['card_gib']}GiB"} if case.get("card_gib") else {}
     start = time.perf_counter()
-    plan = trimtab.plan(folder, adapters=adapters, context=CONTEXT, device="cuda", batch=8, **asked)
+    plan = trimtab.plan(folder, adapters=adapters, context=CONTEXT, device=DEVICE, batch=8, **asked)
     planned = time.perf_counter()
     found: dict[str, Any] = {"plan_s": round(planned - start, 1)}
+    if asked and DEVICE == "cuda":
+        import torch
+
+        allowed = case["card_gib"] * 2**30 - plan.gpu["cuda_context"]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / torch.cuda.get_device_properties(0).total_memory))
     asks = prompts(1)
     with trimtab.load(plan) as model:
         found["load_s"] = round(time.perf_counter() - planned, 1)
@@ -98,15 +110,15 @@ def run_stock(case: dict[str, Any], work: Path) -> dict[str, Any]:
     from bench.checkpoints import CLASSES
 
     folder = prepare(case["model"], work)
-    base = getattr(transformers, CLASSES[case["model"]]).from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda")
-    model = PeftModel.from_pretrained(base, work / f"{case['model']}-packed-r8").eval()
+    base = getattr(transformers, CLASSES[case["model"]]).from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE)
+    model = PeftModel.from_pretrained(base, work / f"{case['model']}-packed-r8" / "a0").eval()
     asks = prompts(1)
 
     def once(tokens: int) -> float:
-        ids = torch.tensor([next(asks)], device="cuda")
+        ids = torch.tensor([next(asks)], device=DEVICE)
         begin = time.perf_counter()
         model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-        torch.cuda.synchronize()
+        synchronize()
         return time.perf_counter() - begin
 
     with torch.inference_mode():
@@ -115,40 +127,91 @@ def run_stock(case: dict[str, Any], work: Path) -> dict[str, Any]:
         return {"first_ms": round(first * 1000, 1), "tok_s": round(16 / (once(20) - once(4)), 1)}
 
 
+def run_llama(case: dict[str, Any], work: Path) -> dict[str, Any]:
+    from bench import gguf
+    from bench.checkpoints import config_of
+
+    file = work / f"{case['model']}-q4_k_m.gguf"
+    if not file.exists():
+        gguf.write(config_of(case["model"]), file, device=DEVICE)
+    program = os.environ.get("PEER", "")
+    if not Path(program).is_file():
+        raise SystemExit(f"PEER={program!r}: there is no such program")
+    ran = subprocess.run([program, str(file)], capture_output=True, text=True)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("PEER ")]
+    if not lines:
+        raise SystemExit(f"exit {ran.returncode}: {ran.stdout[-300:]} {ran.stderr[-600:]}")
+    found = json.loads(lines[-1][5:])
+    return {"first_ms": found["ttft512_ms"], "tok_s": found["tok_s"], "note": "Q4_K_M, no adapter"}
+
+
+RUNS = {"trimtab": run_trimtab, "stock": run_stock, "llama.cpp": run_llama}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default="trimtab,stock")
     parser.add_argument("--card-gib", type=float)
     parser.add_argument("--timeout-s", type=float, default=150)
+    parser.add_argument("--total-s", type=float, default=36000, help="no case begins when 40 s of this are left")
+    parser.add_argument("--again", action="store_true", help="what failed before")
     parser.add_argument("--case")
     given = parser.parse_args()
     if given.case:
         case = json.loads(given.case)
-        print("ROW " + json.dumps((run_stock if case["engine"] == "stock" else run_trimtab)(case, given.work)))
+        print("ROW " + json.dumps(RUNS[case["engine"]](case, given.work)))
         return
-    rows = json.loads(given.save.read_text())["rows"] if given.save and given.save.exists() else []
-    done = {(row["model"], row["engine"], row.get("card_gib")) for row in rows if "error" not in row}
+    end = time.monotonic() + given.total_s
+    before = json.loads(given.save.read_text()) if given.save and given.save.exists() else {}
+    rows = before.get("rows", [])
+    done = {key(row) for row in rows if not (given.again and "error" in row)}
+    left_out: list[str] = []
     for size in given.models.split(","):
         for engine in given.engines.split(","):
             case: dict[str, Any] = {"model": size, "engine": engine}
             if given.card_gib:
                 case["card_gib"] = given.card_gib
-            if (size, engine, given.card_gib) in done:
+            if key(case) in done:
+                continue
+            left_s = end - time.monotonic()
+            if left_s < 40:
+                left_out.append(f"{size}:{engine}")
                 continue
             command = [sys.executable, "-m", "bench.families", "--work", str(given.work), "--case", json.dumps(case)]
             try:
-                ran = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
+                ran = subprocess.run(command, capture_output=True, text=True, timeout=min(given.timeout_s, left_s - 5))
                 lines = [line for line in ran.stdout.splitlines() if line.startswith("ROW ")]
-                row = case | (json.loads(lines[-1][4:]) if lines else {"error": ran.stderr.strip()[-1500:]})
+                why = {"error": ran.stderr.strip()[-1500:] or f"exit {ran.returncode}"}
+                row = case | (json.loads(lines[-1][4:]) if lines else why)
             except subprocess.TimeoutExpired:
-                row = case | {"error": f"longer than {given.timeout_s} s"}
-            rows.append(row)
+                if left_s - 5 < given.timeout_s:
+                    left_out.append(f"{size}:{engine}")
+                    continue
+                row = case | {"error": f"longer than {given.timeout_s:g} s"}
+            rows = [one for one in rows if key(one) != key(row)] + [row]
             print(json.dumps(row)[:1800], flush=True)
             if given.save:
-                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+                given.save.write_text(json.dumps({**before, "environment": environment(), "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+    if left_out:
+        raise SystemExit(f"no time left for {', '.join(left_out)}")
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["engine"], row.get("card_gib")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'model':12} {'engine':10} {'card':>5} {'tok/s':>7} {'8 rows':>8} {'first ms':>8} step"]
+    for row in rows:
+        card = row.get("card_gib") or "all"
+        numbers = " ".join(f"{row.get(name, ''):>{width}}" for name, width in (("tok_s", 7), ("rows8_tok_s", 8), ("first_ms", 8)))
+        last = row["error"].strip().splitlines()[-1][:80] if "error" in row else row.get("step", "")
+        lines.append(f"{row['model']:12} {row['engine']:10} {card:>5} {numbers} {last}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m bench.formats --work FOLDER --save bench/results/formats.json [--models e4b,...] [--cases e4b:ct-g32,...] [--layers N]
 
 Checkpoints have random weights and real sizes; the decoder's linear layers are packed. An adapter of rank 8 is on. Each case is a
-process, and one that has a row in the file is not run again (`--again`). A row: `tok_s` of an answer behind a prompt of 512 tokens,
-`first_ms` of its first token, `weights_gib`, `mode` of the planned step. A short table is printed last.
+process, and one that has a row in the file is not run again (`--again`: what failed is). A row: `tok_s` behind a prompt
+of 512 tokens, `first_ms` of its first token, `weights_gib`, `mode` of the planned step. A short table is printed last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT, DEVICE = 512, 256, 5, 1024, "cuda"
+from bench import DEVICE, synchronize
+
+PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT = 512, 256, 5, 1024
 # Standard deviation of 4-bit values that are drawn evenly, less 8; with a zero point drawn evenly too.
 _SPREAD, _SPREAD_ZERO = 4.6, 6.5
 _SEVENS = 0x77777777  # zero points of 8, each stored less one
@@ -146,14 +148,9 @@ def config_of(size: str, layers: int | None) -> Any:
     from bench import checkpoints
 
     config = checkpoints.config_of(size)
-    text = config.get_text_config()
     if layers is not None:
-        shared = getattr(text, "num_kv_shared_layers", 0)
-        if shared:
-            text.num_kv_shared_layers = shared * layers // text.num_hidden_layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-        text.num_hidden_layers = layers
+        config = checkpoints.first_layers(config, layers)
+    text = config.get_text_config()
     config.eos_token_id = text.eos_token_id = None  # random weights may draw an end token at once
     return config
 
@@ -214,15 +211,17 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
     import torch
 
     import trimtab
-    from bench.checkpoints import text_inputs
+    from bench.checkpoints import TINY, text_inputs
 
     folder = write(size, form, folder_of(size, form, work, layers), layers)
-    torch.cuda.empty_cache()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    prompt_tokens, answer_tokens, repeats = (48, 8, 1) if size.endswith(TINY) else (PROMPT_TOKENS, ANSWER_TOKENS, REPEATS)
     start = time.perf_counter()
     model_path = folder / "model.gguf" if form == "q4_k_m" else folder
     budget = BUDGETS.get(f"{size}:{form}")
-    placed: dict[str, Any] = {"place": {"*": "resident"}} if budget is None else {"gpu_memory": budget}
-    plan = trimtab.plan(model_path, adapters={"r8": folder / "r8"}, context=CONTEXT, **placed)
+    placed: dict[str, Any] = {"place": {"*": "resident"}} if budget is None or DEVICE == "cpu" else {"gpu_memory": budget}
+    plan = trimtab.plan(model_path, adapters={"r8": folder / "r8"}, context=CONTEXT, device=DEVICE, **placed)
     row: dict[str, Any] = {"model": size, "form": form, "layers": layers, "quant": plan.request.quant}
     row |= {
         "mode": plan.execution.step.mode,
@@ -237,20 +236,20 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
 
         def answer(count: int) -> float:
             # No prompt comes twice: its keys and values might be kept.
-            inputs = text_inputs(model.hf_model.config, PROMPT_TOKENS, device=DEVICE, seed=next(numbers))
+            inputs = text_inputs(model.hf_model.config, prompt_tokens, device=DEVICE, seed=next(numbers))
             prompt = inputs["input_ids"][0].tolist()
-            torch.cuda.synchronize()
+            synchronize()
             began = time.perf_counter()
             given = model.answer_inputs(model.prepare(prompt), trimtab.GenerateRequest(max_new_tokens=count), adapter="r8")
-            torch.cuda.synchronize()
+            synchronize()
             assert len(given.token_ids) == count
             return time.perf_counter() - began
 
-        answer(ANSWER_TOKENS)
-        first = statistics.median(answer(1) for _ in range(REPEATS))
-        whole = statistics.median(answer(1 + ANSWER_TOKENS) for _ in range(REPEATS))
+        answer(answer_tokens)
+        first = statistics.median(answer(1) for _ in range(repeats))
+        whole = statistics.median(answer(1 + answer_tokens) for _ in range(repeats))
         row |= {
-            "tok_s": round(ANSWER_TOKENS / (whole - first), 1), "first_ms": round(first * 1000, 1),
+            "tok_s": round(answer_tokens / (whole - first), 1), "first_ms": round(first * 1000, 1),
             "weights_gib": round(plan.gpu["weights"] / 2**30, 2), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "notes": sorted({f"{one.what}: {one.why}" for one in model.fallbacks}),
         }  # fmt: skip
@@ -259,12 +258,11 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
 
 def _tuned(model: Any) -> str:
     from trimtab.engine.tune import tune_model
-    from trimtab.errors import TrimtabError
 
     try:
         return f"{tune_model(model, rows=1)[0].products} products"
-    except TrimtabError as exc:
-        return str(exc)
+    except Exception as exc:  # the row says so, and is measured without
+        return f"{type(exc).__name__}: {exc}"
 
 
 # All of them ----------------------------------------------------------------------------------------------------------
@@ -283,6 +281,7 @@ def main() -> None:
         "--tune", action="store_true", help="time the launch configurations of one row first, as `trimtab tune` does"
     )
     parser.add_argument("--timeout-s", type=float, default=400)
+    parser.add_argument("--total-s", type=float, default=36000, help="no case begins when a minute of this is left")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -291,32 +290,44 @@ def main() -> None:
         return
     from bench.memory import environment
 
+    end = time.monotonic() + given.total_s
     rows: list[dict[str, Any]] = []
-    if given.save and given.save.exists() and not given.again:
+    if given.save and given.save.exists():
         rows = json.loads(given.save.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in rows if not (given.again and "error" in row)]
     wanted = (
         given.cases.split(",") if given.cases else [f"{size}:{form}" for size in given.models.split(",") for form in CASES[size]]
     )
+    left_out: list[str] = []
     for name in wanted:
-        if not any((f"{row['model']}:{row['form']}", row["layers"]) == (name, given.layers) and "tok_s" in row for row in rows):
-            rows = [row for row in rows if (f"{row['model']}:{row['form']}", row["layers"]) != (name, given.layers)]
-            rows.append(_case(name, given))
-            if given.save:
-                given.save.parent.mkdir(parents=True, exist_ok=True)
-                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        if any((f"{row['model']}:{row['form']}", row["layers"]) == (name, given.layers) for row in rows):
+            continue
+        left_s = end - time.monotonic()
+        row = None if left_s < 60 else _case(name, given, left_s - 10)
+        if row is None:
+            left_out.append(name)
+            continue
+        rows.append(row)
+        if given.save:
+            given.save.parent.mkdir(parents=True, exist_ok=True)
+            given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
+    if left_out:
+        raise SystemExit(f"no time left for {', '.join(left_out)}")
 
 
-def _case(name: str, given: argparse.Namespace) -> dict[str, Any]:
+def _case(name: str, given: argparse.Namespace, left_s: float) -> dict[str, Any] | None:
+    """Return the row of a case, None where the time that is left cut it."""
+    timeout_s = min(given.timeout_s, left_s)
     command = [sys.executable, "-m", "bench.formats", "--work", str(given.work), "--one", name]
     command += ["--tune"] if given.tune else []
     command += [] if given.layers is None else ["--layers", str(given.layers)]
     size, form = name.split(":")
     failed = {"model": size, "form": form, "layers": given.layers}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return failed | {"error": f"longer than {given.timeout_s:g} s"}
+        return failed | {"error": f"longer than {timeout_s:.0f} s"} if timeout_s == given.timeout_s else None
     finally:
         if not given.keep:
             shutil.rmtree(folder_of(size, form, given.work, given.layers), ignore_errors=True)

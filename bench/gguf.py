@@ -74,7 +74,7 @@ def write(config: Any, file: Path, *, device: str = "cuda") -> Path:
         "qwen3.feed_forward_length": config.intermediate_size, "qwen3.attention.head_count": config.num_attention_heads,
         "qwen3.attention.head_count_kv": config.num_key_value_heads, "qwen3.attention.key_length": config.head_dim,
         "qwen3.attention.value_length": config.head_dim, "qwen3.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "qwen3.rope.freq_base": 1000000.0,
+        "qwen3.rope.freq_base": 1000000.0, "qwen3.vocab_size": config.vocab_size, "tokenizer.ggml.model": "no_vocab",
     }  # fmt: skip
     tensors = [
         (name, tuple(empty.shape), type_of(name, layers) if empty.dim() == 2 else "F32")

@@ -16,6 +16,9 @@ All servers run, and each cell of one follows the same cell of the other, so tha
 which serves no adapters: its rows are of the base model. `--others-seconds`: cells of the engines beside trimtab.
 `--alone-tokens N`: before each closed loop as many clients ask at once for N tokens each; `alone_ms` is their gaps while all of
 them are answered and no prompt is computed, and `p99_steps` the 99th percentile under load in medians of these.
+`--outside`: two cells more around each closed loop. "outside", in front of it, counts as a newcomer's script does: whole answers,
+sampled (a request without a temperature has 1), complete answers over all of the time, the clients' start and the last answers
+included. Behind it the same closed loop is sampled, which shows what sampling costs.
 Gaps are between pieces of text; stock's streamer holds back the word that may go on. Time to first text counts from before
 the connection is made, queueing included. Adapters of the random checkpoint are
 of rank 8 on language, vision and audio modules; its words mean nothing, their costs do.
@@ -117,6 +120,31 @@ def closed(
     return cell
 
 
+def outside(
+    address: str, bodies: Sequence[dict[str, Any]], *, clients: int, seconds: float
+) -> dict[str, Any]:  # fmt: skip
+    """Return the row of clients that count by themselves: see `--outside`."""
+    found: list[Asked] = []
+    start = time.monotonic()
+
+    def run(number: int) -> None:
+        time.sleep(0.06 * number)
+        for body in _shuffled(bodies, number):
+            if time.monotonic() >= start + seconds:
+                return
+            plain = {name: value for name, value in body.items() if name not in ("stream", "stream_options", "temperature")}
+            found.append(client.ask(address, plain, timeout_s=120))
+
+    _join([threading.Thread(target=run, args=(number,), daemon=True) for number in range(clients)])
+    elapsed_s, ended = time.monotonic() - start, [one for one in found if one.ended == "complete"]
+    return {
+        "ttft_ms": None, "between_ms": None, "answer_ms": client.percentiles([1000 * one.total_s for one in ended], digits=1),
+        "tok_s": round(sum(one.completion_tokens for one in ended) / elapsed_s, 1), "requests": len(ended), "unfinished": 0,
+        "prompt_tokens": max((one.prompt_tokens for one in ended), default=0), "elapsed_s": round(elapsed_s, 2),
+        "errors": dict(Counter(one.error or one.ended for one in found if one.ended != "complete")),
+    }  # fmt: skip
+
+
 def opened(
     address: str, bodies: Sequence[dict[str, Any]], *, rate: float, seconds: float, skip_s: float = 0.0
 ) -> Cell:  # fmt: skip
@@ -209,11 +237,11 @@ def sized(
         checkpoints.write_adapter(folder, first, RANK)
     for number, path in enumerate(adapters.values()):
         if not (path / "adapter_config.json").exists():
-            _turn(first, path, number)
+            turned(first, path, number)
     return Model(size, folder, adapters, context, audio_s, reads_only=size in checkpoints.READERS)
 
 
-def _turn(first: Path, path: Path, number: int) -> None:
+def turned(first: Path, path: Path, number: int) -> None:
     """Write an adapter of its own, made of another one's numbers."""
     from safetensors.torch import load_file, save_file
 
@@ -277,10 +305,12 @@ def times(engine: str, given: argparse.Namespace) -> tuple[float, float]:
 
 
 def cells_of(given: argparse.Namespace) -> list[dict[str, Any]]:
-    return [
-        *({"loop": "closed", "clients": count} for count in given.clients),
-        *({"loop": "open", "rate": rate} for rate in given.rates),
-    ]
+    cells: list[dict[str, Any]] = []
+    for count in given.clients:
+        closed_loop = {"loop": "closed", "clients": count}
+        around = given.outside
+        cells += [{"loop": "outside", "clients": count}] * around + [closed_loop] + [{**closed_loop, "temperature": 1.0}] * around
+    return cells + [{"loop": "open", "rate": rate} for rate in given.rates]
 
 
 def measure(
@@ -289,7 +319,12 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """Return one cell's row, once the server has nothing more to do."""
     load_before = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    bodies = [dict(server.body_of(body)) for body in bodies]
+    sampled = {"temperature": what["temperature"]} if "temperature" in what else {}
+    bodies = [dict(server.body_of({**body, **sampled})) for body in bodies]
+    if what["loop"] == "outside":
+        row = outside(server.address, bodies, clients=what["clients"], seconds=seconds)
+        server.wait_quiet(60.0)
+        return {**what, "seconds": seconds, "skip_s": 0.0, **row, "load_before": load_before}
     steps = None
     if what["loop"] == "closed":
         if alone_tokens:
@@ -318,7 +353,7 @@ def environment(device: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="where the random checkpoint is, or is made")
-    parser.add_argument("--size", choices=["e2b", "e4b", "qwen3-8b", "llama-310m"], help="a random checkpoint in place of the demo")
+    parser.add_argument("--size", help="of bench.checkpoints: a random checkpoint in place of the demo")
     parser.add_argument("--adapters", type=int, default=8, help="of the random checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quant", default="none", choices=["none", "nf4", "nf4-dq"])
@@ -342,6 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--others-skip-s", type=float, help="the beginning of those that is not counted (default: the same)")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--alone-tokens", type=int, default=0, help="of answers without prompts beside them (default: none)")
+    parser.add_argument("--outside", action="store_true", help="also what an outsider counts, and the closed loops sampled")
     parser.add_argument("--apart", action="store_true", help="one engine after the other, where both do not fit together")
     parser.add_argument("--engines", nargs="*", default=["trimtab", "stock"])
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `trimtab serve`, last")
@@ -406,7 +442,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if "failed" in row:
             lines.append(f"{row['engine']:12} failed: {row['failed'][-300:]}")
             continue
-        load = f"{row['clients']} clients" if row["loop"] == "closed" else f"{row['rate']:.2f} a s"
+        kind = "outside" if row["loop"] == "outside" else "sampled" if row.get("temperature") else "clients"
+        load = f"{row['clients']} {kind}" if "clients" in row else f"{row['rate']:.2f} a s"
         first, between = row["ttft_ms"] or {}, row["between_ms"] or {}
         lines.append(
             f"{row['engine']:12} {load:>12} {row['tok_s']:>8.1f} {_pair(first):>18} {_pair(between):>20} {row['requests']:>5} "
@@ -453,7 +490,9 @@ def _group(
         for about, server in running.values() if given.share else ():
             if about["engine"] != given.engines[0]:
                 continue
-            last = [row for row in rows if row["engine"] == about["engine"] and row.get("loop") == "closed"]
+            last = [
+                row for row in rows if row["engine"] == about["engine"] and row.get("loop") == "closed" and "temperature" not in row
+            ]
             rate = given.share * last[-1]["requests"] / (given.seconds - given.skip_s) if last else 0.0
             if rate > 0:
                 what = {"loop": "open", "rate": round(rate, 3), "share": given.share}

@@ -233,7 +233,8 @@ def environment() -> dict[str, Any]:
             found[name] = "?"
     found["torch"] = torch.__version__
     return {
-        "gpu": torch.cuda.get_device_name(0), "cpu_count": os.cpu_count(), "python": platform.python_version(), **found,
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None, "cpu_count": os.cpu_count(),
+        "python": platform.python_version(), **found,
     }  # fmt: skip
 
 

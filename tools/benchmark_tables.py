@@ -155,7 +155,7 @@ def families(results: Mapping[str, Any]) -> str:
         "qwen3-8b": "Qwen3-8B", "llama-3-8b": "Llama-3-8B", "gemma3-4b": "Gemma 3 4B (text)", "qwen3-vl-4b": "Qwen3-VL-4B",
         "qwen3.5-9b": "Qwen3.5-9B", "e4b": "Gemma 4 E4B",
     }  # fmt: skip
-    found = {(row["model"], row["engine"]): row for row in results["rows"] if "error" not in row}
+    found = {(row["model"], row["engine"]): row for row in results["rows"] if not {"error", "card_gib"} & set(row)}
     rows = []
     for model, title in names.items():
         own, stock = found.get((model, "trimtab")), found.get((model, "stock"))

@@ -3,8 +3,9 @@
 # than an hour. Each step has a limit and a log in OUT, and leaves NAME.done there once it has a result: a second call with this OUT
 # runs only what is left, so that several short calls do what one long one would. A step that was cut or broke runs again. Results,
 # failed tests by name (failed-tests.txt) and a table (steps.txt) are in OUT too.
-# STEPS="cards prompts" runs some. WORK: where checkpoints are made (40 GB; 75 with qwen3-8b). PYTHON, SANITIZER (compute-sanitizer),
-# OLD_SITE (a folder with the oldest releases). SIZE: of everything but cards and tune. What the stock stack imports must be there
+# STEPS="cards prompts" runs some, STEPS=round what bench/device_round.sh does. WORK: where checkpoints are made (40 GB; 75 with
+# qwen3-8b). PYTHON, SANITIZER (compute-sanitizer), OLD_SITE (a folder with the oldest releases), OUTSIDER and LLAMA (see there).
+# SIZE: of everything but cards and the round. What the stock stack imports must be there
 # whole: PEFT needs transformers' Bloom, for one.
 out=${1:?usage: tools/gpu_all.sh OUT [SECONDS]}; end=$(($(date +%s) + ${2:-3600}))
 work=${WORK:-/dev/shm/trimtab}; py=${PYTHON:-python3}; size=${SIZE:-e4b}; here=$(dirname "$0")
@@ -12,6 +13,9 @@ mkdir -p "$out" "$work"
 out=$(cd "$out" && pwd)
 export TRIMTAB_TEST_DEVICE=cuda TMPDIR=${TMPDIR:-/tmp} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 names=()
+round="tune-e4b tune-e2b tune-qwen3-vl-4b formats families families-6 families-5 attention load-outside load-long load-qwen outsider \
+tests-new tests-kernels tests-steps tests-memory tests-rest peer"
+[ "${STEPS:-}" = round ] && STEPS=$round
 
 # The limit of a step: its own, or what is left of all; 0 for one that has its result, or for which no time is left.
 limit_of() { # NAME SECONDS
@@ -43,6 +47,7 @@ table() {
   local name code seconds limit state
   cat "$out"/tests-*.log 2> /dev/null | grep -E '^(FAILED|ERROR) ' | sort -u > "$out/failed-tests.txt"
   for name in "${names[@]}"; do
+    [ -n "${STEPS:-}" ] && [[ " $STEPS " != *" $name "* ]] && continue
     state="not run"; code="" seconds="" limit=""
     [ -e "$out/$name.code" ] && IFS=$'\t' read -r code seconds limit < "$out/$name.code"
     case "$code" in "") ;; 0) state=ok ;; 124|137) state="cut at $limit s" ;; *) state="exit $code" ;; esac
@@ -55,6 +60,48 @@ table() {
 }
 trap table EXIT
 plan() { names+=("$@"); }  # the order of the table
+
+plan tune-e4b tune-e2b tune-qwen3-vl-4b formats families families-6 families-5 attention load-outside load-long load-qwen
+# 0. Launch configurations of this card, as they may be shipped; formats and families of models; the server as an outsider measures
+# it. Packed checkpoints are made by the first step that needs them, and removed when none does any more. TINY=1 DEVICE=cpu tries all
+# of it with few narrow layers on a CPU.
+device=${DEVICE:-cuda}
+models() { sed -E "s/([a-z][a-z0-9.-]*[0-9]b)/\\1${TINY:+-tiny}/g" <<< "$1"; }
+tune="
+import sys
+from pathlib import Path
+from bench.families import prepare
+from trimtab.cli.main import main
+sys.exit(main(['tune', str(prepare(sys.argv[1], Path('$work'))), '--device', '$device', '--rows', '8', '--export', sys.argv[2]]))
+"
+for one in e4b e2b qwen3-vl-4b; do step tune-$one 150 $py -c "$tune" "$(models $one)" "$out/tuned-$one.json"; done
+step formats 560 $py -m bench.formats --work "$work" --tune --save "$out/formats.json" --total-s "{S}" --timeout-s 200 --cases "$(models \
+  qwen3-8b:nf4-dq,qwen3-8b:q4_k_m,e4b:nf4-dq,e4b:mobile,e2b:mobile,qwen3-8b:ct-g128,qwen3-8b:awq,qwen3-8b:gptq,qwen3-8b:fp8,e4b:ct-g32)"
+step families 560 $py -m bench.families --work "$work" --save "$out/families.json" --total-s "{S}" --models \
+  "$(models qwen3.5-9b,qwen3-vl-4b,qwen3-8b,e4b,llama-3-8b,gemma3-4b)"
+for card in 6 5; do  # what a smaller card leaves
+  step families-$card 200 $py -m bench.families --work "$work" --save "$out/families.json" --total-s "{S}" --engines trimtab \
+    --card-gib $card --models "$(models qwen3-8b,qwen3.5-9b)"
+done
+[ -e "$out/families.done" ] && [ -e "$out/families-5.done" ] && rm -rf "$work"/*-packed "$work"/*-packed-r8
+step attention 90 $py -m bench.attention --save "$out/attention.json"
+load() { # NAME SECONDS SIZE TOKENS CONTEXT FLAGS...: 8 adapters, 32 clients, answers of 128 tokens
+  local name=$1 limit=$2 size=$3 tokens=$4 context=$5 clients=32 answer=128; shift 5
+  [ -n "${TINY:-}" ] && tokens=24 clients=4 answer=8
+  step "$name" "$limit" $py -m bench.load --work "$work" --size "$(models $size)" --device $device --quant nf4-dq --adapters 8 \
+    --text-tokens $tokens --context $context --max-tokens $answer --clients $clients --rates --engines trimtab --seconds 20 --skip-s 10 \
+    --save "$out/$name.json" "$@"
+}
+load load-outside 200 e4b 512 1024 --outside
+load load-long 200 e4b 1300 2048 --outside
+load load-qwen 240 qwen3-8b 512 1024 --outside
+if [ -n "${OUTSIDER:-}" ]; then  # a load script of somebody else: OUTSIDER FOLDER SECONDS ROWS WORDS
+  plan outsider
+  mkdir -p "$work/outside"
+  ln -sfn "$work/e4b-talking" "$work/outside/base"
+  ln -sfn "$work/e4b-a0" "$work/outside/mm_adapter_inner"
+  step outsider 200 env FLAGS="--quant nf4-dq --device cuda" CLIENTS=32 $py "$OUTSIDER" "$work/outside" 20 32 490
+fi
 
 plan make tests-new tests-kernels tests-steps tests-memory tests-rest
 # 1. Checkpoints of random weights; tests beside it, and alone those that measure memory. What is newest comes first.
@@ -89,7 +136,7 @@ tests steps 240 6 test_prefill.py test_generate.py test_batch.py test_chat.py te
 wait
 tests memory 90 1 test_memory.py test_devices.py test_attention.py
 
-plan cards prompts prompts-4gib start tune-e4b tune-e2b
+plan cards prompts prompts-4gib start
 # 2. Small cards: every row of the table, after 200 mixed requests too, the stock stack beside them.
 step cards 900 $py -m bench.cards --work "$work" --save "$out/cards.json" --missing --mixed --total-s "{S}" --cases \
   e4b:4:auto,e4b:3.7:auto,e4b:4:full,e4b:3.2:auto,e4b:6:full,e4b:0:full,e4b:3.8:auto,e4b:3.75:auto,e4b:3.5:auto,e2b:2.5:auto,e2b:2:auto,e2b:3:full,e2b:0:full,e4b:4:full:copies4,e4b:4:auto:copies4,e4b:0:full:enginestock,e2b:0:full:enginestock
@@ -97,24 +144,19 @@ step cards 900 $py -m bench.cards --work "$work" --save "$out/cards.json" --miss
 step prompts 240 $py -m bench.prompts --work "$work" --models "$size,e2b" --save "$out/prompts.json"
 step prompts-4gib 150 $py -m bench.prompts --work "$work" --models "$size" --engines trimtab --card-gib 4 --save "$out/prompts-4gib.json"
 step start 170 $py -m bench.start --work "$work" --size "$size" --device cuda --gpu-memory 6GiB --runs 1 --save "$out/start.json"
-# 4. Launch configurations of this card, as they may be shipped.
-for one in e4b e2b; do
-  step tune-$one 120 $py -m trimtab tune "$work/$one" --quant nf4-dq --device cuda --rows 8 --export "$out/tuned-$one.json"
-done
-
 plan company kv-pages kv8 turns load qwen cards-qwen
-# 5. Batch-invariant answers, keys and values in pages, second turns of a chat.
+# 4. Batch-invariant answers, keys and values in pages, second turns of a chat.
 step company 150 $py -m bench.company --work "$work" --size "$size" --rows 8 --save "$out/company.json"
 step kv-pages 120 $py -m bench.kv_pages --work "$work" --model "$size" --rows 32 --context 4096 --tokens 512 --save "$out/kv_pages.json"
 step kv8 150 $py -m bench.kv8 --work "$work" --model "$size" --rows 8 --context 4096 --save "$out/kv8.json"
 step turns 90 $py -m bench.turns "$work/$size" --adapter "$work/$size-r8" --quant nf4-dq --device cuda --save "$out/turns.json"
-# 6. Servers under load, stock and transformers serve among them: mixed requests, Poisson arrivals, 32 adapters on 32 rows.
+# 5. Servers under load, stock and transformers serve among them: mixed requests, Poisson arrivals, 32 adapters on 32 rows.
 step load 560 env PYTHON="$py" "$here/load_all.sh" "$work" "$out" "{S}"
 # Qwen3-8B is made last: 16 GB.
 step qwen 120 $py -c "$make_models" qwen3-8b
 step cards-qwen 280 $py -m bench.cards --work "$work" --save "$out/cards.json" --missing --mixed --total-s "{S}" --cases qwen3-8b:5:auto,qwen3-8b:0:full:enginestock
 
-# 7. A memory checker over every kernel, where there is one (NVIDIA's compute-sanitizer, from a toolkit or its wheel).
+# 6. A memory checker over every kernel, where there is one (NVIDIA's compute-sanitizer, from a toolkit or its wheel).
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer)}
 if [ -n "$sanitizer" ]; then
   own=(); for name in native cub gemm cutlass; do own+=(--kernel-name-exclude "kns=$name"); done  # torch's kernels
@@ -130,7 +172,7 @@ if [ -n "$sanitizer" ]; then
 fi
 
 plan decode merge bridge bridge-old lanes matrix matrix-old bench-kernels
-# 8. What was measured before and changes seldom.
+# 7. What was measured before and changes seldom.
 tests rest 400 8 test_bridge.py test_verify.py test_merge.py test_matrix.py
 step decode 600 $py -m bench.decode --work "$work" --models "$size" --timeout-s 200 --save "$out/decode.json"
 # The bridge's cases hold nearly all of the card: only the merge, which uses little of it, runs meanwhile.
@@ -145,4 +187,10 @@ step matrix 560 $py -m bench.matrix --device cuda --jobs 10 --save "$out/matrix_
 [ -n "${OLD_SITE:-}" ] && step matrix-old 560 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.matrix --device cuda --jobs 10 \
   --save "$out/matrix_gpu_oldest.json"
 step bench-kernels 40 $py -m bench.kernels --models "$size" --rows 1,8 --json "$out/kernels.json"
+# llama.cpp, where its sources are (LLAMA: a folder with `peer build SOURCES FOLDER`): minutes of compiling.
+if [ -n "${LLAMA:-}" ]; then
+  plan peer
+  step peer 560 bash -c '{ [ -x "$3/peer" ] || bash "$1/peer" build "$1" "$3"; } && PEER=$3/peer exec "$0" -m bench.families \
+    --work "$2" --save "$4" --models "$5" --engines llama.cpp' $py "$LLAMA" "$work" "$TMPDIR/peer" "$out/families.json" "$(models qwen3-8b)"
+fi
 exit 0

@@ -170,7 +170,7 @@ def load(results: Mapping[str, Any]) -> str:
     heads = ["clients", "server", "tokens/s", "answers", "cut", "first token ms, p50", "p99", "between tokens ms, p50", "p99"]
     lines = [heads, ["---"] * 2 + ["---:"] * 7]
     order = [(row["loop"], row.get("clients", row.get("rate"))) for row in results["rows"] if "failed" not in row]
-    answered = [row for row in results["rows"] if "failed" not in row]
+    answered = [row for row in results["rows"] if "failed" not in row and row["loop"] != "outside" and "temperature" not in row]
     for row in sorted(answered, key=lambda one: order.index((one["loop"], one.get("clients", one.get("rate"))))):
         who = f"{row['clients']}, closed loop" if row["loop"] == "closed" else f"{row['rate']:.3g} arrivals/s"
         first, between = row["ttft_ms"], row["between_ms"]  # none where no answer began in time

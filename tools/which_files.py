@@ -98,7 +98,9 @@ def family_table() -> str:
 def _measured() -> tuple[dict[str, dict[str, object]], str]:
     results = [json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()) for name in ("formats", "families")]
     gpus = {one["environment"]["gpu"] for one in results}
-    return {row["model"]: row for one in results for row in reversed(one["rows"])}, " and ".join(sorted(gpus))
+    own = {"engine": "trimtab", "form": "nf4-dq"}
+    rows = [row for one in results for row in reversed(one["rows"]) if "tok_s" in row and "card_gib" not in row]
+    return {row["model"]: row for row in rows if {**own, **row}.items() >= own.items()}, " and ".join(sorted(gpus))
 
 
 def filled(text: str) -> str:

@@ -87,6 +87,25 @@ def test_every_step_runs_once_and_a_second_call_runs_what_has_no_result(run, tmp
     assert run("gpu_all.sh", out, 1000)[1] == []
 
 
+def test_a_round_goes_on_where_the_last_one_ended_on_another_machine(run, tmp_path, monkeypatch):
+    carried = tmp_path / "carried"
+    (carried / "llama").mkdir(parents=True)
+    (carried / "outsider.py").touch()
+    monkeypatch.setenv("CARRIED", str(carried))
+    asked = []
+    for machine in ("one", "two"):
+        monkeypatch.setenv("TMPDIR", str(tmp_path / machine))
+        (tmp_path / machine).mkdir()
+        done, words = run("../bench/device_round.sh", tmp_path / "back", 1000, fails={"bench.attention": 5 * (machine == "one")})
+        asked.append(words)
+        shutil.copy(tmp_path / "back" / "round.tgz", carried)
+    assert len(asked[0]) > 15 and [words[1] for words in asked[1] if words[0] == "-m"] == ["bench.attention"], done.stdout
+    found = states(tmp_path / "back")
+    script = (ROOT / "tools" / "gpu_all.sh").read_text(encoding="utf-8")
+    assert list(found) == re.search(r'round="(.*?)"', script, re.DOTALL)[1].replace("\\\n", " ").split()
+    assert {name for name, state in found.items() if state != "ok"} <= {"peer"}  # `bash peer build`
+
+
 def test_checkpoints_that_are_gone_with_their_machine_are_made_again(run, tmp_path):
     out = tmp_path / "out"
     for _ in range(2):
@@ -209,5 +228,5 @@ def test_cards_that_have_a_row_are_not_measured_again():
     names = [name_of(case) for case in CASES]
     assert len(set(names)) == len(names)
     script = (ROOT / "tools" / "gpu_all.sh").read_text(encoding="utf-8")
-    listed = [name for words in re.findall(r"--cases \\?\s*(\S+)", script) for name in words.split(",")]
+    listed = [name for words in re.findall(r"bench\.cards [^\n]*--cases \\?\s*(\S+)", script) for name in words.split(",")]
     assert sorted(listed) == sorted(names)

@@ -164,6 +164,38 @@ def test_a_token_that_nobody_waits_for_is_the_one_of_multinomial(options):
         said.append(int(found))
 
 
+def test_rows_that_are_drawn_together_get_the_tokens_that_they_get_alone(monkeypatch):
+    """Samplers of one form in pieces of `MOST_TOGETHER`, places with gaps among them, and others between them."""
+    monkeypatch.setattr(hf_generate, "MOST_TOGETHER", 4)
+    forms = [{"temperature": 1.0}] * 9 + [SAMPLERS[1], SAMPLERS[3], SAMPLERS[2], SAMPLERS[1], SAMPLERS[2], {"temperature": 1.0}]
+    requests = [GenerateRequest(seed=number, **form) for number, form in enumerate(forms)]
+    one, all_ = ([hf_generate.Sampler(request, torch.device(DEVICE)) for request in requests] for _ in range(2))
+    logits = torch.randn(len(forms), 3000, generator=torch.Generator().manual_seed(0)).mul(3).to(DEVICE)
+    logits[3], chosen = float("-inf"), torch.zeros(len(forms), dtype=torch.long, device=DEVICE)
+    chosen[5] = -1  # its logits are no numbers
+    pieces = []
+    real = hf_generate._drawn
+    monkeypatch.setattr(hf_generate, "_drawn", lambda samplers, scores: pieces.append(len(samplers)) or real(samplers, scores))
+    for _ in range(3):
+        alone = [int(sampler.queue([3, 5], logits[at])) for at, sampler in enumerate(one)]
+        pieces.clear()
+        found = chosen.clone()
+        assert hf_generate.queue_draws([hf_generate.Draw(s, [3, 5], at) for at, s in enumerate(all_)], logits, found) == {}
+        assert found.tolist() == [*alone[:5], -1, *alone[6:]] and alone[3] == -1
+        assert sorted(pieces) == [1, 2, 2, 2, 4, 4]
+
+
+def test_rows_that_have_no_room_together_are_drawn_one_by_one(monkeypatch):
+    samplers = [hf_generate.Sampler(GenerateRequest(temperature=1.0, seed=at), torch.device(DEVICE)) for at in range(3)]
+    logits, found = torch.randn(3, 50, device=DEVICE), torch.zeros(3, dtype=torch.long, device=DEVICE)
+    real = torch.empty_like
+    refuse = lambda like: real(like) if len(like) == 1 else (_ for _ in ()).throw(torch.OutOfMemoryError("full"))  # noqa: E731
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    assert hf_generate.queue_draws([hf_generate.Draw(s, [1], at) for at, s in enumerate(samplers)], logits, found) == {}
+    again = [hf_generate.Sampler(GenerateRequest(temperature=1.0, seed=at), torch.device(DEVICE)) for at in range(3)]
+    assert found.tolist() == [int(sampler.queue([1], logits[at])) for at, sampler in enumerate(again)]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_no_token_is_drawn_from_what_is_no_distribution(value):
     sampler = hf_generate.Sampler(GenerateRequest(temperature=1.0, seed=1), torch.device(DEVICE))
@@ -178,6 +210,7 @@ def test_a_row_that_cannot_be_drawn_for_stops_no_other(model, monkeypatch):
     alone = model.answer("Hello", max_new_tokens=4, temperature=0.7, seed=3).token_ids
     batch = Batch(model, rows=2)
     bad, good = (through(batch, model.prepare("Hello"), request).row for _ in range(2))
+    monkeypatch.setattr(bad.sampler, "alike", None)
     monkeypatch.setattr(bad.sampler, "queue", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
     drawn = batch.step()
     assert [found.row for found in drawn] == [good] and bad.finish == "error" and str(bad.error) == "broken"

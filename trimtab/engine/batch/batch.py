@@ -411,18 +411,12 @@ class Batch:
         A token is the most likely one or a sampled one; -1 if there is none. Nothing waits for them. `write`: sampled tokens
         replace the most likely ones that a captured step has written for the next step.
         """
-        drawing = [row for row in going if row.constraint is None and not row.sampler.is_greedy]
-        failed: dict[Row, Exception] = {}
+        drawing = {places[row]: row for row in going if row.constraint is None and not row.sampler.is_greedy}
         if not drawing:
-            return greedy, failed
+            return greedy, {}
         chosen = greedy.clone()
-        for row in drawing:
-            at = places[row]
-            try:
-                token = row.sampler.queue(row.token_ids, logits[at])
-                chosen[at].copy_(torch.where(greedy[at] < 0, greedy[at], token))
-            except Exception as exc:
-                failed[row] = exc
+        draws = [hf_generate.Draw(row.sampler, row.token_ids, at) for at, row in drawing.items()]
+        failed = {drawing[at]: why for at, why in hf_generate.queue_draws(draws, logits, chosen).items()}
         if write:
             self.tokens[: chosen.shape[0], 0].copy_(chosen.clamp_min(0))
         return chosen, failed

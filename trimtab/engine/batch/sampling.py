@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,6 +128,7 @@ class Sampler:
             self._looks_back = True
             self._processors.append(changes)
         self._generator: torch.Generator | None = None
+        self.alike: object = None  # equal for samplers that change scores alike, by the scores alone
         if request.temperature == 0:
             return
         self._generator = torch.Generator(device)
@@ -142,6 +144,8 @@ class Sampler:
             self._processors.append(transformers.TopPLogitsWarper(top_p=request.top_p))
         if request.min_p is not None:
             self._processors.append(transformers.MinPLogitsWarper(min_p=request.min_p))
+
+        self.alike = None if self._looks_back else (request.temperature, request.top_k, request.top_p, request.min_p)
 
     @property
     def is_greedy(self) -> bool:
@@ -164,13 +168,14 @@ class Sampler:
         """
         if self.is_greedy:
             return logits.argmax()
-        scores = self._processors(self._history(token_ids, logits.device), logits[None].clone())[0]
-        if self._generator is None:
-            return scores.argmax()
-        weights = torch.softmax(scores, dim=-1)
-        noise = torch.empty_like(weights).exponential_(1, generator=self._generator)
-        token = weights.div(noise).argmax()
-        return torch.where(weights.sum() > 0, token, -1)  # no number is larger than nothing
+        scores = self._processors(self._history(token_ids, logits.device), logits[None].clone())
+        return scores[0].argmax() if self._generator is None else _drawn([self], scores)[0]
+
+    def changed(self, logits: Tensor) -> Tensor:
+        """Return the scores [n, V] of rows whose samplers are `alike`; no processor of these writes into what it is given."""
+        if not self._processors:
+            return logits
+        return self._processors(torch.empty(len(logits), 0, dtype=torch.long, device=logits.device), logits)
 
     def _history(self, token_ids: Sequence[int], device: torch.device) -> Tensor:
         """Return the tokens so far [1, n] on the device, to which only new ones are copied; none if no processor needs them."""
@@ -184,6 +189,64 @@ class Sampler:
             self._ids[0, self._known : count].copy_(new, non_blocking=True)
             self._known = count
         return self._ids[:, :count]
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """A token to be drawn. place: of the row in a step. token_ids: of its prompt and answer so far."""
+
+    sampler: Sampler
+    token_ids: Sequence[int]
+    place: int
+
+
+# Rows that are drawn at once: their scores take memory that no plan counts.
+MOST_TOGETHER = 8
+
+
+def queue_draws(draws: Sequence[Draw], logits: Tensor, chosen: Tensor) -> dict[int, Exception]:
+    """Write drawn tokens to `chosen` [rows] int64, but where it is below 0; return why a row has none, by its place.
+
+    Rows whose samplers are `alike` are drawn together: a row alone is ten small operations, and 31 more rows as many times more.
+    Each row still has a generator of its own, and gets the token that `Sampler.queue` draws. logits: [rows, V] float32.
+    """
+    groups: dict[object, list[Draw]] = {}
+    for draw in draws:
+        groups.setdefault(draw if draw.sampler.alike is None else draw.sampler.alike, []).append(draw)
+    pieces = [group[at : at + MOST_TOGETHER] for group in groups.values() for at in range(0, len(group), MOST_TOGETHER)]
+    failed: dict[int, Exception] = {}
+    while pieces:
+        piece = pieces.pop()
+        try:
+            _write_drawn(piece, logits, chosen)
+        except Exception as exc:
+            if len(piece) > 1:  # memory may suffice for one at a time
+                pieces += [[draw] for draw in piece]
+            else:
+                failed[piece[0].place] = exc
+    return failed
+
+
+def _write_drawn(piece: Sequence[Draw], logits: Tensor, chosen: Tensor) -> None:
+    first, places = piece[0], [draw.place for draw in piece]
+    if len(piece) == 1:
+        at: slice | Tensor = slice(first.place, first.place + 1)
+        tokens = first.sampler.queue(first.token_ids, logits[first.place])
+    else:
+        is_run = places == list(range(places[0], places[0] + len(places)))
+        at = slice(places[0], places[-1] + 1) if is_run else torch.tensor(places).to(logits.device, non_blocking=True)
+        tokens = _drawn([draw.sampler for draw in piece], first.sampler.changed(logits[at]))
+    chosen[at] = torch.where(chosen[at] < 0, chosen[at], tokens)
+
+
+def _drawn(samplers: Sequence[Sampler], scores: Tensor) -> Tensor:
+    """Return a token for each row of scores [n, V], -1 where there is none. Memory runs out before a generator advances."""
+    weights = torch.softmax(scores, dim=-1)
+    noise = torch.empty_like(weights)
+    is_any = weights.sum(-1) > 0  # no number is larger than nothing
+    for row, sampler in zip(noise, samplers, strict=True):
+        row.exponential_(1, generator=sampler._generator)
+    return torch.where(is_any, weights.div_(noise).argmax(-1), -1)
 
 
 def generate(
