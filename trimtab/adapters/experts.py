@@ -193,6 +193,8 @@ class StackBuilder:
         own = dict.fromkeys(own_path(keys.path) for keys in self._single.values())
         every = self._of_all_experts(rows)
         rules = Rules(self.file.folder, self.config, (*spelled, *own, *every))
+        paths = dict.fromkeys((*(own_path(keys.path) for _, keys in self._all_whole()), *own))
+        problems += [f"{path}: LoRA on experts that modules_to_save replaces" for path in paths if rules.is_saved(path)]
         is_named = self.config.get("target_modules") is not None
         if lost := [path for path in every if path not in own and (path in rules.targeted or not is_named)]:
             more = ", ..." if len(lost) > LOST_SHOWN else ""

@@ -247,3 +247,13 @@ def test_experts_without_a_pair_that_target_modules_names_are_refused(work: tupl
         trimtab.plan(work[0], adapters={"x": str(fewer)}, quant="none", device="cpu")
     (problem,) = caught.value.problems
     assert problem.startswith("6 layers of experts have no pair") and all(f"experts.2.w{n}" in problem for n in "123")
+
+
+@pytest.mark.parametrize("saved", [("experts",), ("experts.1.w1",)])
+def test_lora_on_experts_that_are_also_saved_is_refused(saved: tuple[str], work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    single_adapter(work[0], tmp_path / "one", 1)
+    both = rewritten(work[1] if saved == ("experts",) else tmp_path / "one", tmp_path / "both", modules_to_save=[*saved])
+    with pytest.raises(AdapterError) as caught:
+        trimtab.plan(work[0], adapters={"x": str(both)}, quant="none", device="cpu")
+    told = [problem for problem in caught.value.problems if "LoRA on experts that modules_to_save replaces" in problem]
+    assert len(told) == 2 and all(saved[0] in problem for problem in told)
