@@ -37,6 +37,7 @@ _ROLES: Mapping[str, str] = {
 }  # fmt: skip
 EXPERT_LINEARS = tuple(_ROLES)
 _WRAP = ".base_layer"
+LOST_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -189,10 +190,28 @@ class StackBuilder:
             if self.config.get(option) and (self._whole or self._named or (self._single and option != "fan_in_fan_out")):
                 problems.append(f"{option}: PEFT has no such adapter on stacks of experts (target_parameters)")
         spelled = [f"{own_path(keys.path)}.{name}" for module, keys in self._all_whole() for name in _stacks_of(rows[module])]
-        spelled += [own_path(keys.path) for keys in self._single.values()]
-        rules = Rules(self.file.folder, self.config, spelled)
+        own = dict.fromkeys(own_path(keys.path) for keys in self._single.values())
+        every = self._of_all_experts(rows)
+        rules = Rules(self.file.folder, self.config, (*spelled, *own, *every))
+        paths = dict.fromkeys((*(own_path(keys.path) for _, keys in self._all_whole()), *own))
+        problems += [f"{path}: LoRA on experts that modules_to_save replaces" for path in paths if rules.is_saved(path)]
+        is_named = self.config.get("target_modules") is not None
+        if lost := [path for path in every if path not in own and (path in rules.targeted or not is_named)]:
+            more = ", ..." if len(lost) > LOST_SHOWN else ""
+            problems.append(
+                f"{len(lost)} layers of experts have no pair, though target_modules names them and other experts have one: "
+                f"{', '.join(lost[:LOST_SHOWN])}{more}. The file was made for a model with fewer experts, or lacks tensors; "
+                "target_modules must leave out the experts that stay as they are"
+            )
         yield from self._whole_targets(rows, rules, problems)
         yield from self._single_targets(rows, rules, problems)
+
+    def _of_all_experts(self, rows: Mapping[str, ModuleRow]) -> list[str]:
+        """Return the paths, in all experts of a module, of the layers that the file adapts in one of them."""
+        stems = {(module, *own_path(keys.path).rsplit(".", 2)[::2]) for (module, *_), keys in self._single.items()}
+        return [
+            f"{head}.{expert}.{name}" for module, head, name in sorted(stems) for expert in range(rows[module].tensors[0].shape[0])
+        ]  # fmt: skip
 
     def _all_whole(self) -> Iterator[tuple[str, _Keys]]:
         for module, depths in self._whole.items():

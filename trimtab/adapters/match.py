@@ -466,7 +466,7 @@ class _Builder:
     def check_promises(self, matched: Mapping[tuple[str, str], dict[str, AdapterKey]]) -> None:
         """Collect parameters that modules_to_save declares and the file lacks; PEFT fails on them too."""
         for path, row in self.places.rows.items():
-            if row.kind == "experts" or not self.rules.is_saved(path):
+            if not self.rules.is_saved(path):
                 continue
             have = matched.get((path, "saved"), {})
             for tensor in row.tensors:

@@ -162,7 +162,8 @@ LAYERS = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_p
 def single_adapter(base: Path, folder: Path, alias: int, *, spelled: str = "experts", ranks: bool = True) -> dict[str, Tensor]:
     """Write one pair for each linear layer of three experts; return the change of each stack in float64."""
     generator, tensors, changes = torch.Generator().manual_seed(alias), {}, {}
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": [names[alias] for names in LAYERS.values()]}
+    targets = [f"{expert}.{names[alias]}" for expert in (0, 1, 3) for names in LAYERS.values()]
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": targets}
     for path, module in load(base).named_modules():
         if not path.endswith(".experts"):
             continue
@@ -237,3 +238,22 @@ def test_a_pair_that_fits_no_stack_is_refused_before_loading(work: tuple[Path, P
     assert "experts has 4 experts" in problems("seventh", each(same, renames="7.w1"))
     assert "names no part of the stacked experts" in problems("other", each(same, renames="0.x"))
     assert "values are NaN" in problems("nan", each(lambda _, value: value * torch.nan))
+
+
+def test_experts_without_a_pair_that_target_modules_names_are_refused(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    single_adapter(work[0], tmp_path / "one", 1)
+    fewer = rewritten(tmp_path / "one", tmp_path / "fewer", target_modules=["w1", "w2", "w3"])
+    with pytest.raises(AdapterError) as caught:
+        trimtab.plan(work[0], adapters={"x": str(fewer)}, quant="none", device="cpu")
+    (problem,) = caught.value.problems
+    assert problem.startswith("6 layers of experts have no pair") and all(f"experts.2.w{n}" in problem for n in "123")
+
+
+@pytest.mark.parametrize("saved", [("experts",), ("experts.1.w1",)])
+def test_lora_on_experts_that_are_also_saved_is_refused(saved: tuple[str], work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    single_adapter(work[0], tmp_path / "one", 1)
+    both = rewritten(work[1] if saved == ("experts",) else tmp_path / "one", tmp_path / "both", modules_to_save=[*saved])
+    with pytest.raises(AdapterError) as caught:
+        trimtab.plan(work[0], adapters={"x": str(both)}, quant="none", device="cpu")
+    told = [problem for problem in caught.value.problems if "LoRA on experts that modules_to_save replaces" in problem]
+    assert len(told) == 2 and all(saved[0] in problem for problem in told)
