@@ -226,14 +226,9 @@ class DeviceKernels:
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
         return (
-            "configuration",
-            one.key,
-            _form_of(one.groups[0]),
-            str(dtype),
-            one.gate,
-            self.small is not None,
+            "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None,
             self.matvec.products.norm,
-        )
+        )  # fmt: skip
 
     def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
         """Take a product's configuration, or the next one that this card can run, and record for later processes that it can."""
@@ -310,13 +305,9 @@ class DeviceKernels:
         kind = pair_kind(group)
         cut = [matvec.choose(packed[part], 1, self.matvec, pair=kind is not None) for part in layouts.runs(packed)]
         key = (
-            "time of a product",
-            _form_of(packed),
-            str(dtype),
-            kind,
-            [isinstance(leaf, ResidentLeaf) for leaf in group],
+            "time of a product", _form_of(packed), str(dtype), kind, [isinstance(leaf, ResidentLeaf) for leaf in group],
             ", ".join(map(str, cut)),
-        )
+        )  # fmt: skip
         before = self.checks.find(*key)
         if before is not None:
             self.measured_us[shape_of(group)] = before["ours"], before["theirs"]

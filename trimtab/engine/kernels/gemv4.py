@@ -397,12 +397,9 @@ def arguments(
 def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
     """Return under which name a module keeps the cut of a product."""
     return (
-        cuts.key_name(layouts.layout(weights[0]) or ""),
-        tuple(packed.shape[0] for packed in weights),
-        weights[0].shape[1],
-        n,
+        cuts.key_name(layouts.layout(weights[0]) or ""), tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n,
         pair,
-    )
+    )  # fmt: skip
 
 
 def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
