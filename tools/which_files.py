@@ -22,7 +22,6 @@ from tests.quantized_files import FAMILIES, FORMS, TIERS  # noqa: E402
 from trimtab.engine.families import families  # noqa: E402
 from trimtab.formats.record import packed_bytes, stored_format  # noqa: E402
 from trimtab.planning.values.execution import how_computed  # noqa: E402
-from trimtab.planning.values.rows import StoredWeights  # noqa: E402
 
 PAGE = ROOT / "docs" / "which-files.md"
 SLOT = re.compile(r"(<!-- (formats|families) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -67,10 +66,11 @@ def table() -> str:
 
 def _row(name: str, families: tuple[str, ...]) -> tuple[str, ...]:
     is_table = name.startswith("mobile") and not name.endswith("-a8")
-    stored = StoredWeights(format_name=name, modules=1, values=1, bytes=1, are_tables=is_table)
     bits = 8 * packed_bytes(SHAPE, name, "bfloat16") / (SHAPE[0] * SHAPE[1])
     tiers = "table" if is_table else "all"
-    how = (how_computed(stored, step_mode="fused", is_kept=False), how_computed(stored, step_mode="eager", is_kept=True))
+    how = [
+        how_computed(name, are_tables=is_table, step_mode=mode, is_kept=mode == "eager") for mode in ("fused", "eager")
+    ]  # fmt: skip
     return (f"`{name}`", f"{bits:.2f}", *(tiers if family in families else "-" for family in FAMILIES), *how)
 
 

@@ -20,7 +20,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
 from trimtab.errors import DoesNotFitError, RequestError
-from trimtab.formats.packed import format_names, formats_of, split_packed
+from trimtab.formats.packed import format_names, split_packed
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import ServedMedia, media_memory
@@ -31,6 +31,7 @@ from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.request.dtypes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.cards import check_budget, check_here, find_card
+from trimtab.planning.values.execution import formats_on_gpu
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process import phases, threads
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, QUANTS, LoadRequest, full_dtype, parse_bytes, token_count
@@ -448,5 +449,5 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
     from trimtab.engine.loader import transformers_model as hf
 
     anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
-    formats = {"model_formats": formats_of(split_packed(checkpoint)[1])}
+    formats = {"model_formats": formats_on_gpu(split_packed(checkpoint)[1])}
     return describe(file, match_adapter(file, anatomy)) | report | formats

@@ -84,11 +84,13 @@ def format_names(packed: Mapping[str, PackedEntry]) -> list[str]:
 
 
 def formats_of(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
-    """Return the formats of packed weights in the order of `format_names`: name, number of weights, bits per value; JSON-ready."""
+    """Return the formats of packed weights in the order of `format_names`: name, number of weights, bits per value, whether tables
+    alone have it; JSON-ready."""
     found = []
     for name in format_names(packed):
         entries = [entry for entry in packed.values() if entry.format_name == name]
         nbytes = sum(packed_bytes(entry.shape, name, entry.dtype) for entry in entries)
         bits = 8 * nbytes / sum(prod(entry.shape) for entry in entries)
-        found.append({"name": name, "weights": len(entries), "bits_per_value": round(bits, 3)})
+        is_table = all(entry.state.get("is_table") for entry in entries)
+        found.append({"name": name, "weights": len(entries), "bits_per_value": round(bits, 3), "is_table": is_table})
     return found

@@ -12,10 +12,11 @@ from contextlib import nullcontext
 import pytest
 
 import trimtab
-from tests import pico
+from tests import pico, quantized_files
 from trimtab import demo
 from trimtab.cli import main as cli
 from trimtab.cli.chat import chat as chat_command
+from trimtab.planning.values.execution import how_computed
 from trimtab.process import exit_codes
 
 STYLE = str(demo.ADAPTERS["style"])
@@ -51,6 +52,18 @@ def test_models_are_listed_with_what_fits(models, capsys):
     assert cli.main(["models", str(models), "--quick"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("model ") and "not planned" in out and "LlamaForCausalLM" in out
+
+
+def test_models_and_inspect_say_how_each_format_is_computed(tmp_path, capsys):
+    small, _ = quantized_files.write(pico.built("llama"), tmp_path, "nvfp4-ct")
+    adapter = pico.adapter(pico.built("llama"), tmp_path / "adapter")
+    assert cli.main(["models", str(small.parent), "--quick"]) == 0
+    listed = capsys.readouterr().out
+    assert cli.main(["inspect", str(adapter), "--model", str(small)]) == 0
+    inspected = capsys.readouterr().out
+    how = how_computed("nvfp4-g16", are_tables=False, step_mode="fused", is_kept=False)
+    assert how.startswith("steps by trimtab's kernels") and "nvfp4-g16 (4.51 bits)" in " ".join(listed.split())
+    assert how in " ".join(listed.split()) and f"nvfp4-g16 (4.51 bits a value); on a GPU {how}" in " ".join(inspected.split())
 
 
 def test_models_of_the_cache_have_their_ids(tmp_path, monkeypatch, capsys):

@@ -21,8 +21,9 @@ from trimtab.cli.flags.flags import add_budgets, add_device, add_dtype, load_req
 from trimtab.cli.flags.output import Command, print_json, print_text, show
 from trimtab.demo_names import BASE, FOLDER, without_demo_name
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
-from trimtab.formats.packed import formats_of, split_packed
+from trimtab.formats.packed import split_packed
 from trimtab.gguf.companion import is_model_file
+from trimtab.planning.values.execution import formats_on_gpu
 from trimtab.report.document import Document, Table, Text
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
 
@@ -86,7 +87,9 @@ def run_models(options: argparse.Namespace) -> int:
         print_text(f"no models in {folder}", file=sys.stderr)
     else:
         head = ("model", "class", "size", "format", "fits")
-        show(Document("", [Table(head, [_model_row(one) for one in models], has_note=True)]))
+        computed = {form["name"]: form["on_gpu"] for one in models for form in one.get("formats", ())}
+        blocks = [Table(head, [_model_row(one) for one in models], has_note=True)]
+        show(Document("", blocks + [Table(("format", "on a GPU"), sorted(computed.items()), has_note=True)] * bool(computed)))
     return 0
 
 
@@ -111,7 +114,7 @@ def _model(name: str, request: LoadRequest | None) -> dict[str, Any]:
             "folder": str(checkpoint.folder), "class": (checkpoint.config.get("architectures") or ["-"])[0],
             "bytes": sum(entry.nbytes for entry in checkpoint.tensors.values()),
         }  # fmt: skip
-        formats = formats_of(split_packed(checkpoint)[1])
+        formats = formats_on_gpu(split_packed(checkpoint)[1])
         about["format"] = ", ".join(one["name"] for one in formats) or _dtype(checkpoint.tensors.values())
         about["formats"] = formats
         if request is None:

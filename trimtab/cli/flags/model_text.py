@@ -44,9 +44,11 @@ def _match_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in targets.items() if count)
     ranks = ", ".join(f"{rank} ({count})" for rank, count in report["ranks"].items())
     scales = ", ".join(f"{scale} ({count})" for scale, count in report["scales"].items())
-    formats = ", ".join(f"{form['name']} ({form['bits_per_value']:.2f} bits a value)" for form in report.get("model_formats", ()))
     rows = [
-        *([("model", f"holds {formats}")] if formats else []),
+        *(
+            ("model" * (not number), f"holds {form['name']} ({form['bits_per_value']:.2f} bits a value); on a GPU {form['on_gpu']}")
+            for number, form in enumerate(report.get("model_formats", ()))
+        ),
         ("applied", f"to {total} modules: {kinds}; {gib(report['bytes_attached'])} on the device, in float32"),
         ("ranks", f"{ranks or '-'}; scales {scales or '-'}"),
         *((name, f"on {report[key]} modules") for name, key in (("dora", "dora"), ("bias", "lora_bias")) if report[key]),

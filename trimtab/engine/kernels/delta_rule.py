@@ -163,12 +163,9 @@ def check(module: nvrtc.Module, shape: DeltaShape, dtype: torch.dtype = torch.bf
 
     heads, width = shape.value_heads, shape.value_heads * shape.value_dim
     weights = DeltaWeights(
-        random(shape.channels, shape.taps).to(dtype) / 2,
-        random(heads),
-        random(heads).to(dtype),
-        random(shape.value_dim).to(dtype),
-        _EPS,
-    )
+        random(shape.channels, shape.taps).to(dtype) / 2, random(heads), random(heads).to(dtype),
+        random(shape.value_dim).to(dtype), _EPS,
+    )  # fmt: skip
     for rows, tokens, there, live in ((3, 1, None, 2), (1, 40, 37, None), (1, 1, None, None)):
         total = rows * tokens
         qkv, z, b, a = (random(total, size).to(dtype) for size in (shape.channels, width, heads, heads))

@@ -324,18 +324,10 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
         leaves = four_bit(hf_model)
         leaf, kinds = tried_leaf(leaves), sorted({one.quant_kind for one in leaves})
         width = hf_model.config.get_text_config().hidden_size
-        form = (
-            None
-            if leaf is None
-            else (
-                leaf.quant_kind,
-                leaf.out_features,
-                leaf.in_features,
-                sorted(leaf.packed().parts),
-                kinds,
-                *layouts.scale_type(leaf.packed()),
-            )
-        )
+        form = None if leaf is None else (
+            leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts), kinds,
+            *layouts.scale_type(leaf.packed()),
+        )  # fmt: skip
         checks, key = KeptChecks.of(device), ("kernels of a prompt", str(dtype), form, width)
         for one in {other.quant_kind: other for other in leaves}.values():
             unpacking(one.packed(), module)  # a capture finds it compiled

@@ -21,6 +21,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
+from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
@@ -31,6 +32,7 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kernels.compile_ahead import compile_ahead
 from trimtab.engine.kernels.delta_rule import DeltaShape
+from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -40,6 +42,7 @@ from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
+    from trimtab.engine.formats.hf_types import HFModel
 
 Progress = Callable[[int, int], None]
 # The matrix-vector kernels decode each weight once for up to this many rows.
@@ -223,14 +226,9 @@ class DeviceKernels:
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
         return (
-            "configuration",
-            one.key,
-            _form_of(one.groups[0]),
-            str(dtype),
-            one.gate,
-            self.small is not None,
+            "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None,
             self.matvec.products.norm,
-        )
+        )  # fmt: skip
 
     def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
         """Take a product's configuration, or the next one that this card can run, and record for later processes that it can."""
@@ -307,13 +305,9 @@ class DeviceKernels:
         kind = pair_kind(group)
         cut = [matvec.choose(packed[part], 1, self.matvec, pair=kind is not None) for part in layouts.runs(packed)]
         key = (
-            "time of a product",
-            _form_of(packed),
-            str(dtype),
-            kind,
-            [isinstance(leaf, ResidentLeaf) for leaf in group],
+            "time of a product", _form_of(packed), str(dtype), kind, [isinstance(leaf, ResidentLeaf) for leaf in group],
             ", ".join(map(str, cut)),
-        )
+        )  # fmt: skip
         before = self.checks.find(*key)
         if before is not None:
             self.measured_us[shape_of(group)] = before["ours"], before["theirs"]
@@ -331,6 +325,11 @@ class DeviceKernels:
         self.measured_us[shape_of(group)] = pair
         self.checks.keep({"ours": pair[0], "theirs": pair[1]}, *key)
         return pair
+
+    def head_matmuls(self, hf_model: HFModel) -> list[Matmul[LayerProduct] | None]:
+        """Return the ways to multiply with a packed head, which no pass unpacks."""
+        heads = packed_heads(hf_model)
+        return [matvec.matmul(heads, self.matvec), many_rows.matmul(heads, self.rows, least=2, most=many_rows.MOST_TOKENS)]
 
     def pays(self, group: Sequence[Leaf]) -> bool:
         """Whether one launch of ours is worth it for a group of this shape; a little slower, it still saves the adapters'

@@ -396,7 +396,10 @@ def arguments(
 
 def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
     """Return under which name a module keeps the cut of a product."""
-    return (cuts.key_name(layouts.named(weights[0])), tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n, pair)
+    return (
+        cuts.key_name(layouts.layout(weights[0]) or ""), tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n,
+        pair,
+    )  # fmt: skip
 
 
 def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
@@ -421,7 +424,7 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
     """Return the cuts of this product that fit the module's device, the most likely to be fast first."""
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
     facts = {"multiprocessors": module.multiprocessors, "shared_bytes": module.shared_bytes}
-    return cuts.cuts(rows, columns, n, pair=pair, layout=layouts.named(weights[0]), **facts)
+    return cuts.cuts(rows, columns, n, pair=pair, layout=layouts.layout(weights[0]) or "", **facts)
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> LaunchConfig:
@@ -558,12 +561,12 @@ def lora_add(
 
 
 def matmul(leaves: Collection[Leaf], module: nvrtc.Module | None) -> Matmul[LayerProduct] | None:
-    """Return the way to multiply few rows by the kernel, None without one. Ask `why_not` about each layer first."""
+    """Return the way to multiply few rows by the kernel, None without one."""
     return None if module is None else Matmul("gemv4", set(leaves), partial(product, module=module), most=MAX_ROWS)
 
 
 def product(leaf: Leaf, x: Tensor, module: nvrtc.Module) -> Tensor | None:
-    """Return a layer's product [..., D_out], None where x is not as the kernel reads it or its configuration was not chosen yet."""
+    """Return a layer's product [..., D_out], None where x is not as the kernel reads it or a step chose no configuration."""
     flat, weights = x.reshape(-1, x.shape[-1]), [leaf.packed()]
     if flat.data_ptr() % 16 or flat.stride(0) % 8 or cut_key(weights, len(flat)) not in module.products.chosen:
         return None

@@ -35,13 +35,6 @@ def layout(packed: Packed) -> str | None:
     return stored_format(packed.kind).layout
 
 
-def named(packed: Packed) -> str:
-    """Return the layout of a weight that kernels read."""
-    name = layout(packed)
-    assert name is not None
-    return name
-
-
 def is_mobile(packed: Packed) -> bool:
     """Whether a weight is one of Gemma 4's mobile files: its layer may round inputs and outputs, and an adapter reads them as they
     were."""

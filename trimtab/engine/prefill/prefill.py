@@ -37,7 +37,6 @@ from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import PrefillState
@@ -101,7 +100,6 @@ class PrefillRunner:
         self._tower_ops: TowerOps | None = None
         self._columns: adapter_columns.AdapterColumns | None = None
         self.four_bit: list[Leaf] = []
-        self.heads: list[Leaf] = []  # over a packed weight, which no pass unpacks
         self.room = self.model.prompt_room if self.captures and batch.rows == 1 else None
         self._graphs: GraphCache[_Captured] = GraphCache(lambda: None if self.room is None else self.room.handle)
         self._uses = FormUses()
@@ -417,8 +415,7 @@ class PrefillRunner:
         table = MatmulTable(
             None if columns is None else columns.matmul(), None if unpacked is None else unpacked.matmul(),
             many_rows.matmul(self.four_bit, self.batch.steps.kernels.rows, least=least, most=many_rows.PAYING_ROWS),
-            kernels.matmul(self.four_bit), matvec.matmul(self.heads, self.batch.steps.kernels.matvec),
-            many_rows.matmul(self.heads, self.batch.steps.kernels.rows, least=2, most=many_rows.MOST_TOKENS),
+            kernels.matmul(self.four_bit), *self.batch.steps.kernels.head_matmuls(self.model.hf_model),
         )  # fmt: skip
         with ExitStack() as passing:
             if columns is not None:
@@ -433,10 +430,6 @@ class PrefillRunner:
             self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self.fall_back)
             self._columns = adapter_columns.choose(self.model, self._kernels, self.fall_back)
             self.four_bit = prompt_kernels.four_bit(self.model.hf_model)
-            self.heads = [
-                one for one in prompt_kernels.packed_heads(self.model.hf_model)
-                if matvec.why_not(one.packed(), self.model.dtype, self.device) is None
-            ]  # fmt: skip
             self._tower_ops = TowerOps(self.model, self._kernels, self._short)
         return self._kernels or prompt_kernels.PromptKernels()
 

@@ -209,7 +209,10 @@ def stored_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             one.format_name, str(one.modules), gib(one.bytes), f"{one.bits_per_value:.2f}",
-            how_computed(one, step_mode=plan.execution.step.mode, is_kept=is_kept, dtype=plan.request.dtype),
+            how_computed(
+                one.format_name, are_tables=one.are_tables, step_mode=plan.execution.step.mode, is_kept=is_kept,
+                dtype=plan.request.dtype,
+            ),
         )
         for one in plan.stored
     ]  # fmt: skip

@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
-from trimtab.formats.record import GGML_FLOATS, HEAD8, packed_bytes, stored_format
+from trimtab.formats.packed import formats_of
+from trimtab.formats.record import GGML_FLOATS, HEAD8, PackedEntry, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
 from trimtab.planning.values.pipeline import Stage, pipeline_s
-from trimtab.planning.values.rows import StoredWeights
 
 MIB = 2**20
 MODES = ("eager", "graph", "fused")
@@ -177,19 +177,25 @@ def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
     return all(stored_format(name).layout is not None for name in {quant, *layers})
 
 
-def how_computed(stored: StoredWeights, *, step_mode: str, is_kept: bool, dtype: str = "bfloat16") -> str:
-    """Return how products with the weights of a file's format are computed. is_kept: the decoder's are kept unpacked on a CPU.
-    dtype: in which the model computes."""
-    form = stored_format(stored.format_name)
+def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, dtype: str = "bfloat16") -> str:
+    """Return how products with the weights of a format are computed. step_mode: "eager" on a CPU. is_kept: the decoder's are kept
+    unpacked there. dtype: in which the model computes."""
+    form = stored_format(name)
     rounded = "; inputs and outputs rounded to 8 bits" if form.has_rounding else ""
     if dtype not in (GGML_FLOATS.get(form.name.removesuffix("-idx"), dtype), "float32"):
         rounded = f"; its values rounded to {dtype}"
-    if stored.are_tables:
+    if are_tables:
         return "the rows of the tokens are dequantized" + rounded
     if step_mode == "fused" and form.layout is not None:
-        return "steps by trimtab's kernels, packed" + rounded
+        return "steps by trimtab's kernels, packed; prompts dequantized by a kernel" + rounded
     rest = "dequantized for each product" if form.is_own else "by bitsandbytes' layers"
     return (f"the decoder's kept unpacked, others {rest}" if is_kept and form.is_dequantized else rest) + rounded
+
+
+def formats_on_gpu(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
+    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready."""
+    facts: dict[str, Any] = {"step_mode": "fused", "is_kept": False}
+    return [one | {"on_gpu": how_computed(one["name"], are_tables=one["is_table"], **facts)} for one in formats_of(packed)]
 
 
 # Bytes -----------------------------------------------------------------------------------------------------------------
