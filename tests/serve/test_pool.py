@@ -13,7 +13,7 @@ import pytest
 from tests import toy_worker
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.serve import pool as pool_module
+from trimtab.serve import slots
 from trimtab.serve.contract.errors import UnknownModelError
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Settings
@@ -188,7 +188,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again_later(monkeyp
         assert starts == [] and not pool.is_ready
         with pytest.raises(ModelFailedError):
             await pool.load_adapter("a", "x", "y")
-        monkeypatch.setattr(pool_module, "FAILED_S", 0.0)
+        monkeypatch.setattr(slots, "FAILED_S", 0.0)
         supervisor.settings["fail"] = False
         return await ask(pool, "a", job("later"))
 
@@ -291,7 +291,7 @@ def test_the_time_to_wait_for_a_turn_counts_for_the_deadline():
 
 
 def test_an_idle_model_is_stopped_and_comes_back_when_it_is_asked(monkeypatch):
-    monkeypatch.setattr(pool_module, "TICK_S", 0.05)
+    monkeypatch.setattr(slots, "TICK_S", 0.05)
 
     async def work(pool):
         first = await ask(pool, "a", job("1"))
@@ -304,7 +304,7 @@ def test_an_idle_model_is_stopped_and_comes_back_when_it_is_asked(monkeypatch):
 
 
 def test_requests_that_meet_an_idle_stop_are_answered(monkeypatch):
-    monkeypatch.setattr(pool_module, "TICK_S", 0.01)
+    monkeypatch.setattr(slots, "TICK_S", 0.01)
 
     async def work(pool):
         for number in range(8):
@@ -399,7 +399,7 @@ def test_with_several_models_an_adapters_model_has_to_be_said():
 
 
 def test_the_status_has_every_model_and_its_numbers(monkeypatch):
-    monkeypatch.setattr(pool_module, "TICK_S", 0.02)
+    monkeypatch.setattr(slots, "TICK_S", 0.02)
 
     async def work(pool):
         await ask(pool, "a", job("1"))
@@ -415,7 +415,7 @@ def test_the_status_has_every_model_and_its_numbers(monkeypatch):
 def test_the_status_says_nothing_of_a_worker_that_is_gone():
     block = {"part": "vision", "tier": "stream", "gpu_bytes": 1, "host_bytes": 5, "disk_bytes": 0}
     plan = {
-        **dict.fromkeys(pool_module.SHOWN, 0), "placements": [block],
+        **dict.fromkeys(slots.SHOWN, 0), "placements": [block],
         "request": {"model": "x", "quant": "none", "context_tokens": 1, "batch": 1},
     }  # fmt: skip
 
@@ -437,18 +437,18 @@ def test_the_status_says_nothing_of_a_worker_that_is_gone():
 
 
 def test_a_mistake_of_the_keeper_does_not_end_it(monkeypatch, caplog):
-    monkeypatch.setattr(pool_module, "TICK_S", 0.02)
+    monkeypatch.setattr(slots, "TICK_S", 0.02)
 
     async def work(pool):
         broken = iter([True])
-        give = pool._give_places
+        give = pool.slots._give_places
 
         async def give_once():
             if next(broken, False):
                 raise ValueError("oops")
             await give()
 
-        pool._give_places = give_once
+        pool.slots._give_places = give_once
         return await ask(pool, "b", job("1"))
 
     assert run(model("a"), model("b"), work=work)

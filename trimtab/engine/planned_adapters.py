@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from trimtab.engine.lora.host_adapter import HeldAdapter
 from trimtab.planning.plan.files_read import FilesRead
 
 if TYPE_CHECKING:
+    from trimtab.engine.loader.transformers_model import Probe
     from trimtab.engine.model import LoadedModel
 
 # Adapters in host memory before their turn: a server keeps them all; another program has a plan that counts none of them there.
@@ -49,7 +50,7 @@ def _use_device(device: torch.device) -> None:
 
 
 def read_planned(
-    model: LoadedModel, files: FilesRead[Any] | None, held: dict[str, HeldAdapter] | None
+    model: LoadedModel, files: FilesRead[Probe] | None, held: dict[str, HeldAdapter] | None
 ) -> Iterator[tuple[str, HeldAdapter]]:
     """Yield name and adapter of a model's plan, in its order. files: what planning read. held: gets the adapters by name, for a
     server, which keeps them in host memory; None: not kept. Errors: as `LoadedModel.read_adapter`."""
@@ -78,7 +79,7 @@ def read_planned(
         pool.shutdown(cancel_futures=True)
 
 
-def _specs_of(files: FilesRead[Any], anatomy: Anatomy) -> dict[str, AdapterSpec]:
+def _specs_of(files: FilesRead[Probe], anatomy: Anatomy) -> dict[str, AdapterSpec]:
     """Return the specs by folder that were matched with an equal anatomy."""
     equal: dict[int, bool] = {}  # by identity: comparing thousands of rows takes milliseconds
     for _, one in files.specs.values():

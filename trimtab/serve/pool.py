@@ -1,45 +1,27 @@
-"""The models behind the routes: one supervised worker each; models that do not fit together are swapped.
-
-A model is started on its first request and stopped after its idle time. At most `together` workers exist at once. When
-another model is requested, an idle one is stopped at once. A busy one keeps its slot for `turn_s` from its start, then
-accepts no new requests, finishes its running ones, and is replaced by the model that has waited longest. So no model
-starves, and a model is not loaded for each single request.
-
-Only the keeper, one task, starts and stops workers; requests wait for it.
-"""
+"""The models behind the routes: one supervised worker each; models that do not fit together are swapped (slots.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from trimtab.adapter_names import check_mix, is_mix, parse_mix
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import own_folders
 from trimtab.serve.contract.errors import UnknownModelError, error_from_worker, plain_error
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.settings import Settings
-from trimtab.serve.scheduling.scheduler import DeadlineError, QueueFullError, StoppingError
+from trimtab.serve.scheduling.scheduler import DeadlineError
+from trimtab.serve.slots import Member, Slots
 from trimtab.serve.worker.registry import ServedModel, check_sharing, in_full
-from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor
+from trimtab.serve.worker.supervisor import Supervisor
 
-TICK_S = 0.5
-NUMBERS_AFTER_S = 10.0
-# A model that could not be loaded is not tried again for each request.
-FAILED_S = 30.0
 # The worker enforces the deadline of its jobs; this is for jobs that never reach it.
 DEADLINE_SLACK_S = 1.0
 SEPARATOR = ":"
-LIVING = ("loading", "ready", "unresponsive", "restarting")
-
-log = logging.getLogger("trimtab.serve")
 
 
 class Clock:
@@ -66,46 +48,6 @@ class Clock:
             raise DeadlineError(self._deadline_s, where) from exc
 
 
-@dataclass(eq=False)
-class _Member:
-    """One model. in_flight: requests that have entered. waiting: those that wait to enter. wanted_since: the time since
-    which any waits.
-    """
-
-    served: ServedModel
-    supervisor: Supervisor
-    adapters: dict[str, str]
-    last_used: float = field(default_factory=time.monotonic)
-    in_flight: int = 0
-    waiting: int = 0
-    wanted_since: float | None = None
-    turn_began: float = 0.0
-    is_leaving: bool = False
-    failed_at: float | None = None
-    numbers: Future[Any] | None = None
-    # The last shown plan and its values, cached for frequent status requests.
-    _shown: tuple[Mapping[str, Any] | None, dict[str, Any] | None] = (None, None)
-
-    def shown_plan(self) -> dict[str, Any] | None:
-        plan = self.supervisor.plan
-        if plan is not self._shown[0]:
-            self._shown = plan, shown_plan(plan)
-        return self._shown[1]
-
-    @property
-    def is_living(self) -> bool:
-        return self.supervisor.state in LIVING and not self.is_leaving
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it could not be loaded recently."""
-        if self.supervisor.state != "failed":
-            self.failed_at = None
-            return False
-        self.failed_at = self.failed_at or time.monotonic()
-        return time.monotonic() - self.failed_at < FAILED_S
-
-
 class Pool:
     """Every model of a server, by name. together: the most workers at once. turn_s: how long a model may keep its slot
     while another one waits. All methods belong to one event loop.
@@ -120,19 +62,36 @@ class Pool:
         if not 1 <= together <= max(len(models), 1):
             raise RequestError(f"must be between 1 and {len(models)}", field="together", value=together)
         check_sharing(models, settings)
-        self.settings, self._together, self._turn_s = settings, together, turn_s
+        self.settings = settings
+        self.slots = Slots(together=together, turn_s=turn_s, queue_limit=settings.queue_limit)
         # Paths that no answer may contain.
         self.folders = folders_of(models, settings)
-        self._members: dict[str, _Member] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._members = self.slots.members
         for served in models:
             worker_settings = served.settings(settings.queue_limit, settings.limits)
-            supervisor = make(worker_settings, retry=settings.retry, on_change=self._on_change)
-            self._members[served.name] = _Member(served, supervisor, dict(served.adapters))
+            supervisor = make(worker_settings, retry=settings.retry, on_change=self.slots.changed)
+            self._members[served.name] = Member(served, supervisor, dict(served.adapters))
         self._created = int(time.time())
-        self._is_stopping = self._has_begun = False
-        self._keeper: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
+
+    def begin(self) -> None:
+        """Start the first workers, as `Slots.begin`."""
+        self.slots.begin()
+
+    async def start(self) -> None:
+        """Start the first workers and give slots to waiting models, as `Slots.start`."""
+        await self.slots.start()
+
+    def refuse_new(self) -> None:
+        """Accept no new request from now on."""
+        self.slots.refuse_new()
+
+    async def drain(self, grace_s: float) -> None:
+        """Let running answers end within a time limit, then stop every worker."""
+        await self.slots.drain(grace_s)
+
+    def stop(self) -> None:
+        """Stop every worker now, from any thread."""
+        self.slots.stop()
 
     # Names ------------------------------------------------------------------------------------------------------------
 
@@ -148,12 +107,12 @@ class Pool:
         model, _, adapter = model_id.partition(SEPARATOR)
         if model in self._members and adapter:
             member = self._members[model]
-            if adapter in member.adapters or _names_adapter(adapter, member.adapters):
-                return model, _adapter_of(member, adapter, field)
+            if member.has(adapter):
+                return model, member.adapter_of(adapter, field)
         owners = [name for name, member in self._members.items() if model_id in member.adapters]
-        owners = owners or [name for name, member in self._members.items() if _names_adapter(model_id, member.adapters)]
+        owners = owners or [name for name, member in self._members.items() if member.has(model_id)]
         if len(owners) == 1:
-            return owners[0], _adapter_of(self._members[owners[0]], model_id, field)
+            return owners[0], self._members[owners[0]].adapter_of(model_id, field)
         if owners:
             raise RequestError(
                 "several models have an adapter of this name", field=field, value=model_id,
@@ -165,7 +124,7 @@ class Pool:
         return self._members[model].served.request.context_tokens
 
     def takes(self, model: str) -> tuple[str, ...]:
-        return ("text", *self._members[model].served.supports)
+        return self._members[model].takes
 
     def models(self) -> list[dict[str, Any]]:
         """Return every model and adapter in the form of /v1/models."""
@@ -188,7 +147,7 @@ class Pool:
                 entries.append({"id": shown, **head, "root": adapter, "parent": name})
         return entries
 
-    def _one(self, model: str | None) -> _Member:
+    def _one(self, model: str | None) -> Member:
         if model is None:
             if len(self._members) > 1:
                 raise RequestError("several models are served: name one", field="model", allowed=list(self._members))
@@ -196,175 +155,6 @@ class Pool:
         if model not in self._members:
             raise UnknownModelError(model, list(self._members))
         return self._members[model]
-
-    # Start and end ----------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Start the workers of the first models, as many as may run at once. Needs no event loop; a second call does
-        nothing.
-        """
-        if self._has_begun:
-            return
-        self._has_begun = True
-        for member in list(self._members.values())[: self._together]:
-            self._start(member)
-
-    async def start(self) -> None:
-        """Start the first models if they are not started, without waiting for them, and give slots to waiting models."""
-        self._loop = asyncio.get_running_loop()
-        self.begin()
-        self._keeper = asyncio.create_task(self._keep())
-
-    def _start(self, member: _Member) -> None:
-        member.turn_began = time.monotonic()
-        member.supervisor.start()
-        self._emit_all()
-
-    def refuse_new(self) -> None:
-        """Accept no new request from now on, including those that wait for their model's turn."""
-        self._is_stopping = True
-        self._emit_all()
-
-    @property
-    def in_flight(self) -> int:
-        """How many requests are being answered."""
-        return sum(member.in_flight for member in self._members.values())
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, let running answers end within a time limit, then stop every worker."""
-        self.refuse_new()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-        await asyncio.gather(*(asyncio.to_thread(member.supervisor.drain, grace_s) for member in self._members.values()))
-
-    def stop(self) -> None:
-        """Stop every worker now, from any thread: used when a server is requested to end twice."""
-        for member in self._members.values():
-            member.supervisor.stop()
-
-    @property
-    def failure(self) -> Mapping[str, Any] | None:
-        """The error of a server without any usable model: none could ever be loaded. None for any other server."""
-        supervisors = [member.supervisor for member in self._members.values()]
-        if not supervisors or any(one.state != "failed" or one.plan is not None for one in supervisors):
-            return None
-        return supervisors[0].failure
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a model answers now, or would after a start (one that was swapped out)."""
-        return not self._is_stopping and any(
-            member.supervisor.state == "ready" or (member.supervisor.state == "stopped" and member.supervisor.plan is not None)
-            for member in self._members.values()
-        )
-
-    def _on_change(self, state: str) -> None:
-        """Handle a supervisor's change of state, on any of its threads."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has ended: nothing waits any more
-                self._loop.call_soon_threadsafe(self._emit_all)
-
-    def _emit_all(self) -> None:
-        """Wake all waiters for a change, including the keeper."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    # The keeper -------------------------------------------------------------------------------------------------------
-
-    async def _keep(self) -> None:
-        """Give slots to waiting models, stop idle ones, and request metrics regularly."""
-        # Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result, so the end is
-        # requested twice.
-        while not self._is_stopping:
-            changed = self._changed
-            try:
-                await self._give_places()
-                await self._stop_idle()
-                self._ask_numbers()
-            except Exception:
-                log.exception("internal error while models were swapped")
-                # A failure has changed a state, which would wake this loop at once.
-                await asyncio.sleep(TICK_S)
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), TICK_S)
-
-    async def _give_places(self) -> None:
-        wanting = [m for m in self._members.values() if m.wanted_since is not None and not m.is_living and not m.has_failed]
-        for member in sorted(wanting, key=lambda m: m.wanted_since or 0.0):
-            living = [other for other in self._members.values() if other.is_living]
-            if len(living) >= self._together:
-                # An idle one, or one whose turn is over and whose work is done.
-                free = [m for m in living if not m.in_flight and (not m.waiting or self._is_turn_over(m))]
-                if not free:
-                    return
-                await self._stop(min(free, key=lambda other: other.last_used))
-            self._start(member)
-
-    async def _stop_idle(self) -> None:
-        now = time.monotonic()
-        for member in self._members.values():
-            idle_s = member.served.idle_unload_s
-            is_quiet = not member.in_flight and not member.waiting and member.supervisor.state == "ready"
-            if idle_s is not None and is_quiet and now - member.last_used > idle_s:
-                await self._stop(member)
-
-    async def _stop(self, member: _Member) -> None:
-        member.is_leaving = True  # no request enters from here on
-        try:
-            await asyncio.to_thread(member.supervisor.stop)
-        finally:
-            member.is_leaving = False
-            self._emit_all()
-
-    def _ask_numbers(self) -> None:
-        now = time.monotonic()
-        for member in self._members.values():
-            is_busy = member.in_flight or now - member.last_used < NUMBERS_AFTER_S
-            is_asked = member.numbers is not None and not member.numbers.done()
-            if member.supervisor.state == "ready" and is_busy and not is_asked:
-                member.numbers = member.supervisor.call("numbers")
-
-    # Entering and leaving ---------------------------------------------------------------------------------------------
-
-    async def _enter(self, member: _Member) -> None:
-        """Wait for a model's slot and count one more request. Errors: StoppingError; QueueFullError; the error of its
-        load.
-        """
-        if member.in_flight + member.waiting >= member.served.expected_rows + self.settings.queue_limit:
-            raise QueueFullError(member.in_flight + member.waiting - member.served.expected_rows, _retry_after_s(member))
-        member.waiting += 1
-        member.wanted_since = member.wanted_since or time.monotonic()
-        try:
-            if not self._may_enter(member):
-                self._emit_all()
-            while not self._may_enter(member):
-                await self._changed.wait()
-            member.in_flight += 1
-        finally:
-            member.waiting -= 1
-            if not member.waiting:
-                member.wanted_since = None
-
-    def _may_enter(self, member: _Member) -> bool:
-        if self._is_stopping:
-            raise StoppingError
-        if member.has_failed:
-            raise ModelFailedError(member.supervisor.failure)
-        return member.is_living and not self._is_turn_over(member)
-
-    def _is_turn_over(self, member: _Member) -> bool:
-        """Whether a running model accepts no more requests: its time is over, and another one waits for a slot."""
-        waits = any(
-            other.wanted_since is not None and not other.is_living
-            for other in self._members.values() if other is not member
-        )  # fmt: skip
-        return waits and time.monotonic() - member.turn_began >= self._turn_s
-
-    def _leave(self, member: _Member) -> None:
-        member.in_flight -= 1
-        member.last_used = time.monotonic()
-        self._emit_all()
 
     # Work -------------------------------------------------------------------------------------------------------------
 
@@ -376,7 +166,7 @@ class Pool:
         on_dropped: called later with the computed tokens of a cancelled job.
         """
         member, clock = self._members[model], Clock(job.deadline_s)
-        await clock.limit(self._enter(member), "it waited for its model", slack_s=0.0)
+        await clock.limit(self.slots.enter(member), "it waited for its model", slack_s=0.0)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -400,7 +190,7 @@ class Pool:
         finally:
             if not is_over:
                 member.supervisor.cancel(job.id)
-            self._leave(member)
+            self.slots.leave(member)
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:
         """Load an adapter for a client, from below the server's adapter folder. Errors: those of the worker."""
@@ -482,56 +272,45 @@ class Pool:
                 member.served = replace(member.served, adapters=dict(named), kept=kept, weights=dict(weights))
         return report
 
-    async def _call(self, member: _Member, what: str, **arguments: Any) -> Any:
-        await self._enter(member)
+    async def _call(self, member: Member, what: str, **arguments: Any) -> Any:
+        await self.slots.enter(member)
         try:
-            while member.supervisor.state != "ready":
-                if member.supervisor.state == "failed":
-                    raise ModelFailedError(member.supervisor.failure)
-                if self._is_stopping:
-                    raise StoppingError
-                await self._changed.wait()
+            await self.slots.ready(member)
             return await asyncio.wrap_future(member.supervisor.call(what, **arguments))
         finally:
-            self._leave(member)
+            self.slots.leave(member)
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are being answered."""
+        return sum(member.in_flight for member in self._members.values())
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """The error of a server without any usable model: none could ever be loaded. None for any other server."""
+        supervisors = [member.supervisor for member in self._members.values()]
+        if not supervisors or any(one.state != "failed" or one.plan is not None for one in supervisors):
+            return None
+        return supervisors[0].failure
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a model answers now, or would after a start (one that was swapped out)."""
+        return not self.slots.is_stopping and any(
+            member.supervisor.state == "ready" or (member.supervisor.state == "stopped" and member.supervisor.plan is not None)
+            for member in self._members.values()
+        )
 
     def status(self) -> Mapping[str, Any]:
         """Return the current state of every model for the page and the metrics, without paths. plan: None before the first
         load. numbers: none while no worker answers."""
-        return {"models": [self._status(name, member) for name, member in self._members.items()]}
+        return {"models": [member.status(self.folders) for member in self._members.values()]}
 
     @property
     def phase(self) -> tuple[str, str]:
         """What the first model that is loading does now, and how far it is."""
         loading = (one.supervisor for one in self._members.values() if one.supervisor.state == "loading")
         return next((one.phase for one in loading), ("", ""))
-
-    def _status(self, name: str, member: _Member) -> dict[str, Any]:
-        supervisor = member.supervisor
-        is_ready, failure = supervisor.state == "ready", supervisor.failure
-        plan = member.shown_plan()
-        return {
-            "name": name, "state": supervisor.state, "restarts": supervisor.restarts, "loading": supervisor.loading,
-            "in_flight": member.in_flight, "waiting": member.waiting, "adapters": sorted(member.adapters),
-            "named": sorted(member.served.adapters),
-            "takes": self.takes(name), "numbers": supervisor.numbers if is_ready else {}, "plan": plan,
-            "error": None if failure is None else error_from_worker(failure, self.folders)[1]["error"]["message"],
-            "context_tokens": self.context_tokens(name), "tier_bytes": _tier_bytes(plan, is_loaded=is_ready),
-        }  # fmt: skip
-
-
-def _names_adapter(text: str, adapters: Mapping[str, str]) -> bool:
-    """Whether a text that is no adapter name begins with one, like a mix."""
-    return is_mix(text) and re.split(r"[:+]", text, maxsplit=1)[0].strip() in adapters
-
-
-def _adapter_of(member: _Member, text: str, field: str) -> str:
-    """Return the adapter or mix in a text, with the configured weights."""
-    weights = parse_mix(text, field=field, weights=member.served.weights)
-    for name in weights:
-        if name not in member.adapters:
-            raise UnknownModelError(name, sorted(member.adapters), field=field)
-    return check_mix(weights, field=field)
 
 
 def _fixed(served: ServedModel) -> ServedModel:
@@ -548,43 +327,3 @@ def folders_of(models: Sequence[ServedModel], settings: Settings) -> tuple[str, 
     """Return every folder of a server, in every spelling."""
     paths = [path for one in models for path in (one.request.model, one.request.offload_dir, *one.adapters.values())]
     return own_folders([*paths, settings.adapter_root])
-
-
-def _retry_after_s(member: _Member) -> float:
-    """Return the seconds until a slot is probably free: a typical answer's steps, or a load."""
-    counts = member.supervisor.numbers.get("counts") or {}
-    if member.supervisor.state != "ready" or not counts.get("steps"):
-        return 5.0
-    return min(60.0, max(1.0, counts["step_s"] / counts["steps"] * 64))
-
-
-SHOWN = (
-    "model_class", "execution_device", "gpu", "host", "gpu_peak_bytes", "gpu_budget_bytes", "host_peak_bytes",
-    "host_budget_bytes", "disk_bytes", "held_adapters_limit_bytes", "media_reason",
-)  # fmt: skip
-COUNTED = ("gpu_bytes", "host_bytes", "disk_bytes")
-
-
-def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the values of a plan's chart, None without a plan: bytes by modality and tier, budgets, and the request.
-    Folders and rates of this machine are not included.
-    """
-    if not plan:
-        return None
-    placed: dict[tuple[str, str], dict[str, Any]] = {}
-    for block in plan["placements"]:
-        key = (block["part"], block["tier"])
-        counted = placed.setdefault(key, {"part": key[0], "tier": key[1], **dict.fromkeys(COUNTED, 0)})
-        for name in COUNTED:
-            counted[name] += block[name]
-    request = {name: plan["request"][name] for name in ("quant", "context_tokens", "batch", "images") if name in plan["request"]}
-    return {**{name: plan[name] for name in SHOWN}, "placements": list(placed.values()), "request": request}
-
-
-def _tier_bytes(plan: Mapping[str, Any] | None, *, is_loaded: bool) -> dict[str, int]:
-    """Return the bytes of each tier's blocks on all devices: zero for a model that is not loaded."""
-    by_tier: dict[str, int] = {}
-    for block in (plan or {}).get("placements", ()):
-        count = sum(block[name] for name in COUNTED)
-        by_tier[block["tier"]] = by_tier.get(block["tier"], 0) + count * is_loaded
-    return by_tier

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from trimtab.serve.contract.inside_root import look, read_inside
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.pool import Pool
 from trimtab.serve.worker.registry import ServedModel
-from trimtab.serve.worker.supervisor import Supervisor
+from trimtab.serve.worker.supervisor import Loaded
 from trimtab.serve.worker.worker import _lost_adapters
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="making links needs a right on Windows")
@@ -246,15 +245,11 @@ async def test_the_worker_is_told_the_root_of_a_clients_adapter_and_of_no_other(
 
 
 def test_the_next_worker_is_told_the_roots_of_what_clients_have_loaded(root):
-    from trimtab.serve.worker.supervisor import _Call
-
-    supervisor = Supervisor({"adapters": {"own": "/own"}}, target=None)
-    supervisor._remember(_Call(None, "load_adapter", {"name": "mine", "path": Path("/r/mine"), "root": "/r"}))
-    assert supervisor._roots == {"mine": "/r"}
-    supervisor._remember(_Call(None, "unload_adapter", {"name": "mine"}))
-    assert supervisor._roots == {} and supervisor._adapters == {"own": "/own"}
-    with suppress(Exception):
-        supervisor.stop()
+    loaded = Loaded({"own": "/own"})
+    loaded.called("load_adapter", {"name": "mine", "path": Path("/r/mine"), "root": "/r"})
+    assert loaded.roots == {"mine": "/r"}
+    loaded.called("unload_adapter", {"name": "mine"})
+    assert loaded.roots == {} and loaded.adapters == {"own": "/own"}
 
 
 def test_a_pipe_in_place_of_a_file_is_never_opened(root):

@@ -20,7 +20,8 @@ from trimtab.serve.contract.settings import Settings
 from trimtab.serve.http.app import make_app
 from trimtab.serve.http.page import page_routes
 from trimtab.serve.observe.metrics import Metrics
-from trimtab.serve.pool import Pool, folders_of, shown_plan
+from trimtab.serve.pool import Pool, folders_of
+from trimtab.serve.slots import shown_plan
 from trimtab.serve.worker.registry import ServedModel
 from trimtab.serve.worker.supervisor import Supervisor
 

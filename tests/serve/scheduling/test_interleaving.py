@@ -211,7 +211,7 @@ def test_prompts_in_progress_hold_two_contexts_and_the_room_at_most(rows):
             scheduler.cancel(draw.choice(list(scheduler._known)))
         for _ in range(12):
             scheduler.turn()
-        begun = {entry.job.id: entry.job for one in (scheduler._begun, scheduler._rowless.begun) for entry in one}
+        begun = {entry.job.id: entry.job for one in (scheduler._prompts.begun, scheduler._rowless.begun) for entry in one}
         held = {name: one.prompt["prompt_tokens"] for name, one in begun.items()} | engine.kept
         most = max(most, sum(held.values()))
     assert 2 * 8_192 < most <= 2 * 8_192 + engine.beside_tokens

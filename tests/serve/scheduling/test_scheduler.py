@@ -599,7 +599,7 @@ def test_an_adapter_that_is_not_prepared_yet_keeps_nobody_back():
     for _ in range(100):
         scheduler.turn()
     assert ends(told) == {f"a{number}": "length" for number in range(12)}
-    assert scheduler._lines.overtaken == {"new": 0}
+    assert scheduler._queue.lines.overtaken == {"new": 0}
     engine.unprepared.clear()
     to_the_end(scheduler)
     assert ends(told)["first of new"] == "length"

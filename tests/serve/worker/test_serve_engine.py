@@ -154,7 +154,7 @@ def test_long_prompts_of_a_client_begin_one_after_the_other_so_that_another_clie
     while scheduler._arrived:  # however slow this machine is
         scheduler._admit()
     scheduler.turn()
-    assert scheduler.running == 1 and engine.goes_alone(scheduler._lines.first([None]).answer)
+    assert scheduler.running == 1 and engine.goes_alone(scheduler._queue.lines.first([None]).answer)
     scheduler.submit(replace(ask("b0", [7] * 5, tokens=2), sender="b"))
     while scheduler.turn():
         pass

@@ -20,8 +20,8 @@ from trimtab.request import GenerateRequest
 from trimtab.serve.contract.errors import error_from_worker, error_response
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import StoppingError
-from trimtab.serve.worker.ipc import Patience
-from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError, exit_code_of
+from trimtab.serve.worker.ipc import Patience, exit_code_of
+from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor, WorkerDiedError, WorkerError
 
 WAIT_S = 30
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_a_job_that_cannot_be_written_is_answered_and_the_next_one_is_sent(super
     call = supervisor.call("numbers", odd=10**5000)
     with pytest.raises(WorkerError):
         call.result(WAIT_S)
-    assert supervisor.in_flight == 0 and not supervisor._calls and supervisor.restarts == 0
+    assert supervisor.in_flight == 0 and not supervisor.work.calls and supervisor.restarts == 0
 
 
 def test_jobs_wait_while_the_worker_loads():
@@ -120,7 +120,7 @@ def test_with_retry_what_has_said_nothing_yet_is_answered_by_the_next_worker():
     try:
         told = ask(supervisor, job("spoke", "speak, then wait"), job("silent", "wait"))
         assert told.get(timeout=WAIT_S).text == "so far"
-        supervisor._flights["silent"].job = job("silent", "echo")
+        supervisor.work.flights["silent"].job = job("silent", "echo")
         os.kill(supervisor.pid, KILL)
         found = ends(told, 2)
         assert (found["spoke"].kind, found["silent"].kind) == ("error", "done")
@@ -302,7 +302,7 @@ def test_a_worker_that_goes_on_in_time_answers_what_came_meanwhile():
         os.kill(pid, signal.SIGCONT)
         assert ends(told, 1)["late"].kind == "done"
         assert (supervisor.state, supervisor.pid, supervisor.restarts) == ("ready", pid, 0)
-        assert gone.empty() and not supervisor._leaving
+        assert gone.empty() and not supervisor.work.leaving
     finally:
         supervisor.stop()
 

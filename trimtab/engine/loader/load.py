@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,6 @@ from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES, buffer_bytes
 from trimtab.process import phases
-
-if TYPE_CHECKING:
-    pass
 
 CPU = torch.device("cpu")
 # A parameter of this many values is cast to a wider type a few rows at a time.

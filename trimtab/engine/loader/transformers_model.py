@@ -72,7 +72,7 @@ class Probe:
     ties: dict[str, str]
     dtype: str
     compares_values: bool = False
-    anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
+    anatomies: dict[tuple[str, tuple[str, ...], str, bool], Anatomy] = field(default_factory=dict)
 
 
 # Configs and classes --------------------------------------------------------------------------------------------------

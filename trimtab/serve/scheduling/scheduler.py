@@ -85,6 +85,233 @@ class _Entry:
         return self.job.deadline_s is not None and now - self.arrived > self.job.deadline_s
 
 
+class _Queue:
+    """The requests that wait: those that need a row, in `lines`, and those that need none. Both need slots for their adapters."""
+
+    def __init__(self, engine: Engine, room: Room[_Entry]) -> None:
+        self._engine = engine
+        self.lines: FairQueue[_Entry] = FairQueue()
+        self.rowless: Rowless[_Entry] = Rowless(room)
+
+    def add(self, entry: _Entry) -> None:
+        """Let a job wait, if it needs to compute anything."""
+        if getattr(entry.answer, "needs_no_row", False):
+            self.rowless.add(entry)
+        elif not self.rowless.holds_back(entry):
+            self.lines.add(entry)
+
+    def remove(self, entry: _Entry) -> None:
+        """Take out a job that waits, or needs no row; nothing for any other."""
+        if entry in self.lines:
+            self.lines.remove(entry)
+        self.free(entry)
+
+    def free(self, entry: _Entry) -> None:
+        """Take a job out of those that need no row, if it is one; jobs that it kept back wait for rows."""
+        for mate in self.rowless.remove(entry):
+            self.lines.add(mate)
+
+    def begin_rowless(self) -> _Entry | None:
+        """Begin the pieces of one request more, if there is room, and return it."""
+        rowless, engine = self.rowless, self._engine
+        if not rowless.lines:
+            return None
+        place = rowless.begun.place
+
+        def fits(entry: _Entry) -> bool:
+            return rowless.may_begin(entry) and rowless.begun.fits(engine.passing_tokens(entry.answer))
+
+        entry = None if place is None else self._next(rowless.lines, fits)
+        if entry is None and (place is None or place in rowless.complete):
+            entry = self._next(rowless.lines, rowless.may_begin)
+            if entry is not None and place is not None:  # it takes the memory of the one that waits for a row
+                engine.release(place.answer)
+                rowless.begun.free(place)
+        if entry is not None:
+            rowless.begun.add(entry, engine.passing_tokens(entry.answer))
+        return entry
+
+    def next(self, fits: Callable[[_Entry], bool] | None = None, *, is_alone_ahead: bool) -> _Entry | None:
+        """Return the next job for a row, None if none can have one now. fits: which can be chosen. is_alone_ahead: whether a prompt
+        that goes alone is computed first."""
+        scored = self._next_scored(fits, is_alone_ahead=is_alone_ahead)
+        return scored or self._next(self.lines, fits, is_alone_ahead=is_alone_ahead)
+
+    def _next_scored(self, fits: Callable[[_Entry], bool] | None, *, is_alone_ahead: bool) -> _Entry | None:
+        """Return the job whose log-probabilities are complete, if it can have a row now. fits: as for `_next`."""
+        entry = next(iter(self.rowless.complete), None)
+        if entry is None or not self._engine.has_room(entry.answer) or (fits is not None and not fits(entry)):
+            return None
+        entry.goes_alone = self._engine.goes_alone(entry.answer)
+        if entry.goes_alone and is_alone_ahead:
+            return None
+        self.free(entry)
+        return entry
+
+    def _next(
+        self, lines: FairQueue[_Entry], fits: Callable[[_Entry], bool] | None = None, *, is_alone_ahead: bool = False,
+    ) -> _Entry | None:  # fmt: skip
+        """Return the job of the next client and adapter in turn, and put both last. None if none can be chosen now. lines:
+        of those that need a row, or of those that need none; both need slots for their adapters. fits: which of them can be chosen.
+
+        While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed it, only the base may pass,
+        because it needs no slot. Otherwise the adapters that have the slots could keep them forever. Of the adapters that a client
+        alone waits for, one at a time counts as passed: many of them would hold up other clients otherwise. One that is still
+        being prepared waits for no slot: no other job passes it, and it keeps no other job back.
+        """
+        passes: dict[str | None, int] = {}  # adapters that may begin -> how many of `passed` come before them
+        passed: list[tuple[FairQueue[_Entry], str | None]] = []
+        seen: set[str] = set()
+        is_barred = False
+        # A request without a row waits for a slot only where its turn has come.
+        others = [self.lines] if lines is not self.lines else [] if self.rowless.begun else [self.rowless.lines]
+        for one, adapter, clients in [(each, *both) for each in (*others, lines) for both in each.adapters]:
+            if not self._engine.is_prepared(adapter):
+                continue
+            may_begin = (adapter is None or not is_barred) and self._engine.is_ready(adapter)
+            if may_begin and one is lines:
+                passes[adapter] = len(passed)
+            elif not may_begin and not clients <= seen:
+                passed.append((one, adapter))
+                seen |= clients
+            is_barred |= one.overtaken[adapter] >= self._engine.rows
+        entry = lines.first(passes, fits)
+        # Those that run will leave; a smaller one that passed it could keep it waiting indefinitely.
+        if entry is None or not self._engine.has_room(entry.answer):
+            return None
+        entry.goes_alone = self._engine.goes_alone(entry.answer)
+        if lines is self.lines and entry.goes_alone and is_alone_ahead:
+            return None  # it would be computed after that one; until then another client may come
+        lines.take(entry)
+        if entry.job.adapter is not None:
+            for one, adapter in passed[: passes[entry.job.adapter]]:
+                one.overtaken[adapter] += 1
+        return entry
+
+
+class _Prompts:
+    """The prompts of rows from their turn on. chosen: computed next, each with a row to come. through: complete, with a row in the
+    next turn. rows: the jobs that have one. start, fail: called with a job that is chosen, or that an error ends."""
+
+    def __init__(
+        self, engine: Engine, queue: _Queue, room: Room[_Entry], rows: list[_Entry], *, start: Callable[[_Entry], None],
+        fail: Callable[[_Entry, TrimtabError], None],
+    ) -> None:  # fmt: skip
+        self._engine, self._queue, self._rows, self._start, self._fail = engine, queue, rows, start, fail
+        self.begun: InProgress[_Entry] = InProgress(room)
+        self.chosen: deque[_Entry] = deque()
+        self.through: deque[_Entry] = deque()
+        self._is_apart = False  # whether a pass of several prompts failed: chosen prompts are then computed one by one
+
+    def __len__(self) -> int:
+        """How many rows they take, or will take."""
+        return len(self.through) + len(self.chosen) + len(self.begun)
+
+    @property
+    def _is_alone_ahead(self) -> bool:
+        return any(entry.goes_alone for entry in self.chosen)
+
+    def remove(self, entry: _Entry) -> None:
+        """Take out a job whose prompt is here; nothing for any other."""
+        if entry in self.begun:
+            self.begun.remove(entry)
+        for others in (self.through, self.chosen):
+            if entry in others:
+                others.remove(entry)
+
+    def free(self, entry: _Entry) -> None:
+        """Count no keys and values of a prompt in addition to those of the rows any more."""
+        for begun in (self.begun, self._queue.rowless.begun):
+            begun.free(entry)
+
+    def needs_towers(self) -> bool:
+        """Whether the next piece is a pass of the towers."""
+        self._look()
+        entry = self.begun.current or next(iter(self.chosen), None)
+        return entry is not None and getattr(entry.answer, "needs_towers", False)
+
+    def prefill(self, most_tokens: int) -> int | None:
+        """Compute a chunk of one prompt, or several prompts at once. Return the size of the chunk, None if no prompt can be
+        computed."""
+        self._look()
+        if not self.begun and len(self.chosen) > 1 and not self._is_apart and (size := self._together(most_tokens)):
+            return size
+        self._begin_chosen()
+        entry = self.begun.current
+        if entry is None:
+            return None
+        try:
+            size, is_through = self._engine.prefill(entry.answer, most_tokens)
+        except TrimtabError as exc:
+            self._fail(entry, exc)
+            return 0
+        if is_through:
+            self.begun.remove(entry)
+            self.through.append(entry)
+            self.free(entry)
+        else:
+            self.begun.took(entry)
+        return size
+
+    def _look(self) -> None:
+        """Take the next prompts out of their lines, if there is room for them."""
+        if self.begun.first is None:
+            self._choose()
+            if self.begun:
+                self._begin_chosen()
+        elif self._engine.interleaves:
+            self._choose_beside()
+
+    def _begin_chosen(self) -> None:
+        if self.begun.first is None and self.chosen:
+            self._begin(self.chosen.popleft())
+
+    def _begin(self, entry: _Entry) -> None:
+        answer = entry.answer
+        is_kept = self._engine.kept_tokens(answer) > 0
+        self.begun.add(entry, self._engine.passing_tokens(answer), is_counted=is_kept)
+
+    def _choose(self) -> None:
+        """Take the next prompts out of their lines, as many as have a row to go to; one of those at most that go alone."""
+        self._is_apart &= bool(self.chosen)
+        while len(self.chosen) < MOST_CHOSEN and len(self) + len(self._rows) < self._engine.rows:
+            entry = self._queue.next(is_alone_ahead=self._is_alone_ahead)
+            if entry is None:
+                return
+            self.chosen.append(entry)
+            self._start(entry)
+
+    def _choose_beside(self) -> None:
+        """Take prompts out of their lines that pass the one that has begun."""
+
+        def fits(entry: _Entry) -> bool:
+            if self._engine.kept_tokens(entry.answer):  # it needs no more
+                return True
+            # The others of a group copy the states of one.
+            is_mate = bool(entry.job.group) and any(one.job.group == entry.job.group for one in self.begun)
+            return not is_mate and self.begun.fits(self._engine.passing_tokens(entry.answer))
+
+        while len(self) + len(self._rows) < self._engine.rows:
+            entry = self._queue.next(fits, is_alone_ahead=self._is_alone_ahead)
+            if entry is None:
+                return
+            self._begin(entry)
+            self._start(entry)
+
+    def _together(self, most_tokens: int) -> int:
+        """Compute several of the chosen prompts at once. Return the size of the pass, 0 if the first is computed alone."""
+        try:
+            size, through = self._engine.prefill_together([entry.answer for entry in self.chosen], most_tokens)
+        except TrimtabError:
+            self._is_apart = True  # computing each alone shows which one failed
+            return 0
+        for answer in through:
+            entry = next(entry for entry in self.chosen if entry.answer is answer)
+            self.chosen.remove(entry)
+            self.through.append(entry)
+        return size if through else 0
+
+
 @dataclass
 class Counts:
     """Counts of events since the scheduler began."""
@@ -109,15 +336,12 @@ class Scheduler:
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.engine, self._tell, self.queue_limit, self._now = engine, emit, queue_limit, now
-        self._lines: FairQueue[_Entry] = FairQueue()
         self._arrived: deque[_Entry] = deque()
-        room: Room[_Entry] = Room(engine.beside_tokens)
-        self._begun: InProgress[_Entry] = InProgress(room)
-        self._chosen: deque[_Entry] = deque()  # those whose prompts are computed next, each with a row to come
-        self._is_apart = False  # whether a pass of several prompts failed: chosen prompts are then computed one by one
-        self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
         self._rows: list[_Entry] = []
-        self._rowless: Rowless[_Entry] = Rowless(room)
+        room: Room[_Entry] = Room(engine.beside_tokens)
+        self._queue = _Queue(engine, room)
+        self._rowless = self._queue.rowless
+        self._prompts = _Prompts(engine, self._queue, room, self._rows, start=self._choose, fail=self._fail)
         self.budget = Budget(engine.chunk_sizes)
         self._told_at: float | None = None  # time of the last step's report, if only steps came after it
         self._known: dict[str, _Entry] = {}
@@ -127,7 +351,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """How many jobs wait for a row, or for their turn without one."""
-        return len(self._arrived) + len(self._lines) + self._rowless.waiting
+        return len(self._arrived) + len(self._queue.lines) + self._rowless.waiting
 
     @property
     def running(self) -> int:
@@ -137,7 +361,7 @@ class Scheduler:
     @property
     def _taken(self) -> int:
         """How many rows are taken, or will be by prompts in progress."""
-        return len(self._rows) + len(self._through) + len(self._chosen) + len(self._begun)
+        return len(self._rows) + len(self._prompts)
 
     @property
     def is_idle(self) -> bool:
@@ -196,28 +420,12 @@ class Scheduler:
             if entry.inputs is not None:
                 entry.inputs.cancel()
             return
-        if entry in self._lines:
-            self._lines.remove(entry)
-        self._free(entry)
-        if entry in self._begun:
-            self._begun.remove(entry)
-        for others in (self._through, self._chosen):
-            if entry in others:
-                others.remove(entry)
+        self._queue.remove(entry)
+        self._prompts.remove(entry)
         if entry in self._rows:
             self._rows.remove(entry)
         self.engine.drop(entry.answer)
-        self._give_back(entry)
-
-    def _give_back(self, entry: _Entry) -> None:
-        """Count no keys and values of a prompt in addition to those of the rows any more."""
-        for begun in (self._begun, self._rowless.begun):
-            begun.free(entry)
-
-    def _free(self, entry: _Entry) -> None:
-        """Take a job out of those that need no row, if it is one; jobs that it kept back wait for rows."""
-        for mate in self._rowless.remove(entry):
-            self._lines.add(mate)
+        self._prompts.free(entry)
 
     def _fail(self, entry: _Entry, error: TrimtabError) -> None:
         self.counts.failed += 1
@@ -245,7 +453,7 @@ class Scheduler:
     @property
     def _has_prompts(self) -> bool:
         """Whether prompts wait, or are about to get a row."""
-        return bool(self._through or self._begun or self._chosen or self._lines)
+        return bool(len(self._prompts) or self._queue.lines)
 
     def _piece(self) -> None:
         """Compute a piece of a request that needs no row, if it is its turn."""
@@ -254,7 +462,8 @@ class Scheduler:
         left_s = self.budget.left_s(len(self._rows))
         if not self._rowless.is_due(left_s, is_shared=self._has_prompts):
             return
-        self._begin_rowless()
+        if (begun := self._queue.begin_rowless()) is not None:
+            self._start(begun)
         entry, start = self._rowless.begun.current, self._now()
         if entry is None:
             return
@@ -269,28 +478,8 @@ class Scheduler:
             if is_over and entry in self._rowless.begun:  # it is no embedding
                 self._rowless.end(entry)
                 if not self.engine.kept_tokens(entry.answer):
-                    self._give_back(entry)
+                    self._prompts.free(entry)
         self._told_at = None  # the time to the next step is not that step's alone
-
-    def _begin_rowless(self) -> None:
-        """Begin the pieces of one request more, if there is room."""
-        rowless, engine = self._rowless, self.engine
-        if not rowless.lines:
-            return
-        place = rowless.begun.place
-
-        def fits(entry: _Entry) -> bool:
-            return rowless.may_begin(entry) and rowless.begun.fits(engine.passing_tokens(entry.answer))
-
-        entry = None if place is None else self._next(rowless.lines, fits)
-        if entry is None and (place is None or place in rowless.complete):
-            entry = self._next(rowless.lines, rowless.may_begin)
-            if entry is not None and place is not None:  # it takes the memory of the one that waits for a row
-                engine.release(place.answer)
-                self._give_back(place)
-        if entry is not None:
-            self._start(entry)
-            rowless.begun.add(entry, engine.passing_tokens(entry.answer))
 
     def _start(self, entry: _Entry) -> None:
         entry.started = self._now()
@@ -302,9 +491,9 @@ class Scheduler:
         self._arrive()
         left_s, count = self.budget.left_s(rows), 0
         while (size := self.budget.size(left_s, is_first=not count)) is not None:
-            if count and self._needs_towers() and not self.budget.fits_towers(left_s):
+            if count and self._prompts.needs_towers() and not self.budget.fits_towers(left_s):
                 break
-            size_done = self._prefill(size)
+            size_done = self._prompts.prefill(size)
             if size_done is None:
                 break
             count += 1
@@ -314,17 +503,12 @@ class Scheduler:
                 left_s -= self.budget.chunk_s(size_done) or 0.0
         return count > 0
 
-    def _needs_towers(self) -> bool:
-        """Whether the next piece is a pass of the towers."""
-        self._look()
-        entry = self._begun.current or next(iter(self._chosen), None)
-        return entry is not None and getattr(entry.answer, "needs_towers", False)
-
     def _arrive(self, *, only_open: bool = False) -> None:
         """Give rows to the complete prompts. only_open: as long as they need no time, because the next step draws their first
         tokens."""
-        while self._through and (not only_open or getattr(self._through[0].answer, "is_open", False)):
-            entry = self._through.popleft()
+        through = self._prompts.through
+        while through and (not only_open or getattr(through[0].answer, "is_open", False)):
+            entry = through.popleft()
             self._rows.append(entry)
             try:
                 self.engine.arrive(entry.answer)
@@ -355,155 +539,20 @@ class Scheduler:
             else:
                 entry.inputs = None
                 self._arrived.remove(entry)
-                if getattr(entry.answer, "needs_no_row", False):
-                    self._rowless.add(entry)
-                elif not self._rowless.holds_back(entry):
-                    self._lines.add(entry)
+                self._queue.add(entry)
                 if getattr(entry.answer, "is_over", False):  # it needs no row
                     self._report([entry])
             if self._now() - start >= ADMIT_S:
                 return
 
-    def _next(self, lines: FairQueue[_Entry], fits: Callable[[_Entry], bool] | None = None) -> _Entry | None:
-        """Return the job of the next client and adapter in turn, and put both last. None if none can be chosen now. lines:
-        of those that need a row, or of those that need none; both need slots for their adapters. fits: which of them can be chosen.
-
-        While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed it, only the base may pass,
-        because it needs no slot. Otherwise the adapters that have the slots could keep them forever. Of the adapters that a client
-        alone waits for, one at a time counts as passed: many of them would hold up other clients otherwise. One that is still
-        being prepared waits for no slot: no other job passes it, and it keeps no other job back.
-        """
-        passes: dict[str | None, int] = {}  # adapters that may begin -> how many of `passed` come before them
-        passed: list[tuple[FairQueue[_Entry], str | None]] = []
-        seen: set[str] = set()
-        is_barred = False
-        # A request without a row waits for a slot only where its turn has come.
-        others = [self._lines] if lines is not self._lines else [] if self._rowless.begun else [self._rowless.lines]
-        for one, adapter, clients in [(each, *both) for each in (*others, lines) for both in each.adapters]:
-            if not self.engine.is_prepared(adapter):
-                continue
-            may_begin = (adapter is None or not is_barred) and self.engine.is_ready(adapter)
-            if may_begin and one is lines:
-                passes[adapter] = len(passed)
-            elif not may_begin and not clients <= seen:
-                passed.append((one, adapter))
-                seen |= clients
-            is_barred |= one.overtaken[adapter] >= self.engine.rows
-        entry = lines.first(passes, fits)
-        # Those that run will leave; a smaller one that passed it could keep it waiting indefinitely.
-        if entry is None or not self.engine.has_room(entry.answer):
-            return None
-        entry.goes_alone = self.engine.goes_alone(entry.answer)
-        if lines is self._lines and entry.goes_alone and any(other.goes_alone for other in self._chosen):
-            return None  # it would be computed after that one; until then another client may come
-        lines.take(entry)
-        if entry.job.adapter is not None:
-            for one, adapter in passed[: passes[entry.job.adapter]]:
-                one.overtaken[adapter] += 1
-        return entry
-
-    def _prefill(self, most_tokens: int) -> int | None:
-        """Compute a chunk of one prompt, or several prompts at once. Return the size of the chunk, None if no prompt can be
-        computed."""
-        self._look()
-        if not self._begun and len(self._chosen) > 1 and not self._is_apart and (size := self._together(most_tokens)):
-            return size
-        self._begin_chosen()
-        entry = self._begun.current
-        if entry is None:
-            return None
-        try:
-            size, is_through = self.engine.prefill(entry.answer, most_tokens)
-        except TrimtabError as exc:
-            self._fail(entry, exc)
-            return 0
-        self._had_chunk(entry, is_through)
-        return size
-
-    def _had_chunk(self, entry: _Entry, is_through: bool) -> None:
-        if is_through:
-            self._begun.remove(entry)
-            self._through.append(entry)
-            self._give_back(entry)
-        else:
-            self._begun.took(entry)
-
-    def _look(self) -> None:
-        """Take the next prompts out of their lines, if there is room for them."""
-        if self._begun.first is None:
-            self._choose()
-            if self._begun:
-                self._begin_chosen()
-        elif self.engine.interleaves:
-            self._choose_beside()
-
-    def _begin_chosen(self) -> None:
-        if self._begun.first is None and self._chosen:
-            self._begin(self._chosen.popleft())
-
-    def _begin(self, entry: _Entry) -> None:
-        answer = entry.answer
-        is_kept = self.engine.kept_tokens(answer) > 0
-        self._begun.add(entry, self.engine.passing_tokens(answer), is_counted=is_kept)
-
-    def _choose(self) -> None:
-        """Take the next prompts out of their lines, as many as have a row to go to; one of those at most that go alone."""
-        self._is_apart &= bool(self._chosen)
-        while len(self._chosen) < MOST_CHOSEN and self._taken < self.engine.rows:
-            entry = self._next_scored() or self._next(self._lines)
-            if entry is None:
-                return
-            self._chosen.append(entry)
-            self._choose_entry(entry)
-
-    def _choose_beside(self) -> None:
-        """Take prompts out of their lines that pass the one that has begun."""
-
-        def fits(entry: _Entry) -> bool:
-            if self.engine.kept_tokens(entry.answer):  # it needs no more
-                return True
-            # The others of a group copy the states of one.
-            is_mate = bool(entry.job.group) and any(one.job.group == entry.job.group for one in self._begun)
-            return not is_mate and self._begun.fits(self.engine.passing_tokens(entry.answer))
-
-        while self._taken < self.engine.rows:
-            entry = self._next_scored(fits) or self._next(self._lines, fits)
-            if entry is None:
-                return
-            self._begin(entry)
-            self._choose_entry(entry)
-
-    def _choose_entry(self, entry: _Entry) -> None:
+    def _choose(self, entry: _Entry) -> None:
+        """Let a job have its adapter, and its prompt be computed."""
         if entry.started is None:
             self._start(entry)
         try:
             self.engine.choose(entry.answer)
         except TrimtabError as exc:
             self._fail(entry, exc)
-
-    def _next_scored(self, fits: Callable[[_Entry], bool] | None = None) -> _Entry | None:
-        """Return the job whose log-probabilities are complete, if it can have a row now. fits: as for `_next`."""
-        entry = next(iter(self._rowless.complete), None)
-        if entry is None or not self.engine.has_room(entry.answer) or (fits is not None and not fits(entry)):
-            return None
-        entry.goes_alone = self.engine.goes_alone(entry.answer)
-        if entry.goes_alone and any(other.goes_alone for other in self._chosen):
-            return None
-        self._free(entry)
-        return entry
-
-    def _together(self, most_tokens: int) -> int:
-        """Compute several of the chosen prompts at once. Return the size of the pass, 0 if the first is computed alone."""
-        try:
-            size, through = self.engine.prefill_together([entry.answer for entry in self._chosen], most_tokens)
-        except TrimtabError:
-            self._is_apart = True  # computing each alone shows which one failed
-            return 0
-        for answer in through:
-            entry = next(entry for entry in self._chosen if entry.answer is answer)
-            self._chosen.remove(entry)
-            self._through.append(entry)
-        return size if through else 0
 
     def _step(self) -> None:
         waiting = self._has_prompts or bool(self._rowless.complete)

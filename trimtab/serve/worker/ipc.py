@@ -5,6 +5,7 @@ position of those bytes in the message, so that text from a client cannot be con
 
     Pulse     the worker's side: the expected time of a piece of work, announced before it begins if it is long
     Silence   the API process's side: since when nothing was received, whether that is too long, and when to end it
+    Life      the API process's side: the worker process from its start to its end, and what waits to be sent to it
 
 The loop that makes tokens sends beats, not a separate thread, so a loop that hangs is silent. One call can be long
 without a fault, such as a prompt chunk on a slow CPU. The worker knows how long work of a kind has taken per unit, and
@@ -20,17 +21,21 @@ perhaps the worker too.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.connection
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from trimtab.process.runner import Activity
+from trimtab.process.runner import Activity, activity_of
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Event, Job, Token
 
@@ -304,3 +309,98 @@ class Silence:
 
     def _begin(self, due_s: float) -> None:
         self._before, self._due_s, self._window_s = self._work(), due_s, due_s - self.silent_s
+
+
+# A worker process --------------------------------------------------------------------------------------------------
+
+# Seconds between two checks for the exit code of an ended process, and the time limit.
+EXIT_CODE_LOOK_S, EXIT_CODE_WAIT_S = 0.001, 5.0
+
+
+def exit_code_of(process: Any, timeout_s: float | None = None) -> int | None:
+    """Wait for the end of a process and return its exit code, or None while it runs.
+
+    Any thread may call it. `Process.join` and `Process.exitcode` are not enough: the thread that gets the exit status
+    from the operating system stores it slightly later, and until then the process counts as running for all other
+    threads. Each start of another process reads the status of all of them (multiprocessing/process.py, _cleanup).
+    """
+    if not multiprocessing.connection.wait([process.sentinel], timeout_s):
+        return None
+    deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
+    while (exit_code := process.exitcode) is None and time.monotonic() < deadline_s:
+        time.sleep(EXIT_CODE_LOOK_S)
+    return exit_code
+
+
+class Life:
+    """One worker. answered: whether it has sent an event. reason: why the supervisor ended it, "" if it did not."""
+
+    def __init__(self, target: Callable[..., None], settings: Mapping[str, Any], patience: Patience) -> None:
+        """Start the process. Errors: OSError or RuntimeError if the system refuses it or its pipe."""
+        spawn = multiprocessing.get_context("spawn")
+        here, there = spawn.Pipe()
+        self.process: Any = spawn.Process(target=target, args=(there, settings), name="trimtab-worker", daemon=True)
+        self.process.start()
+        there.close()
+        self.channel, self.silence = Channel(here), Silence(patience, partial(activity_of, self.process.pid))
+        self._outbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._patience, self._looked = patience, time.monotonic()
+        self.answered, self.reason = False, ""
+
+    def begin(self, hear: Callable[[Life], None], not_sent: Callable[[Mapping[str, Any], Exception], None]) -> None:
+        """Start its two threads. hear: runs on one of them. not_sent: gets each message that cannot be written, and why. Errors:
+        RuntimeError if the system refuses one; the process is then ended."""
+        try:
+            threading.Thread(target=self._send, args=(not_sent,), name="trimtab-send", daemon=True).start()
+            threading.Thread(target=hear, args=(self,), name="trimtab-hear", daemon=True).start()
+        except RuntimeError:
+            self.process.kill()
+            self.close()
+            raise
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message after those that wait, without waiting for it."""
+        self._outbox.put(message)
+
+    def _send(self, not_sent: Callable[[Mapping[str, Any], Exception], None]) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                frames = frames_of(message)
+            except Exception as exc:  # this message cannot be written, the next one can
+                not_sent(message, exc)
+                continue
+            try:
+                self.channel.send_frames(frames)
+            except (OSError, ValueError):
+                return  # the receiving thread gets the same error and reports it
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next message, None if none came in the time between two looks. Errors: EOFError, OSError at its end."""
+        came, now = self.channel.poll(self._patience.look_s), time.monotonic()
+        if not came:
+            self.silence.looked(now - self._looked)
+        self._looked = now
+        return self.channel.receive() if came else None
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        """Note that it is not silent, or how long it will be."""
+        if message["say"] == "busy":
+            self.silence.announced(message["most_s"])
+        else:
+            self.silence.heard()
+
+    def end(self, reason: str) -> None:
+        """End a worker that has been silent too long."""
+        self.reason = reason
+        self.process.kill()
+
+    def close(self) -> None:
+        """End the sending thread, and close the pipe."""
+        self._outbox.put(None)
+        self.channel.close()
+
+    def stop(self) -> None:
+        """End the process and the sending thread, and wait for the process. The receiving thread closes the pipe."""
+        self.process.kill()  # it has nothing to clean up, and ignores SIGTERM
+        exit_code_of(self.process)
+        self._outbox.put(None)

@@ -2,41 +2,34 @@
 
 Every job ends in exactly one "done" or "error" event, also if the worker ends. When the pipe breaks, each running job
 gets a named error at once, or is given to the next worker if it had sent nothing yet and retries are on.
-Threads: one receives from the pipe, one sends to it; callers may be on any thread, and the receiving thread calls
+Threads: one receives from the pipe, one sends to it (ipc.py); callers may be on any thread, and the receiving thread calls
 `emit`.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import multiprocessing.connection
-import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.process.runner import activity_of
 from trimtab.serve.contract.client_words import for_clients
 from trimtab.serve.contract.job import ENDS, SPOKEN, Event, Job
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.scheduling.scheduler import MistakeError, StoppingError, error_event
 from trimtab.serve.worker import worker
-from trimtab.serve.worker.ipc import Channel, Patience, Silence, event_from_message, frames_of, job_to_message
+from trimtab.serve.worker.ipc import Life, Patience, event_from_message, exit_code_of, job_to_message
 
 Emit = Callable[[Event], None]
 # A dead worker is restarted at once, and then after growing pauses while it keeps dying without an answer.
 PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
-# Seconds between two checks for the exit code of an ended process, and the time limit.
-EXIT_CODE_LOOK_S, EXIT_CODE_WAIT_S = 0.001, 5.0
 PATIENCE = Patience()
 # "unresponsive": a ready worker has become silent (ipc.py). Requests wait for it, or for the next one.
 # The first phase of a worker, before it tells its own.
@@ -85,23 +78,8 @@ def _how_it_ended(exit_code: int | None) -> str:
     return f"the worker process ended with exit code {exit_code}"
 
 
-def exit_code_of(process: Any, timeout_s: float | None = None) -> int | None:
-    """Wait for the end of a process and return its exit code, or None while it runs.
-
-    Any thread may call it. `Process.join` and `Process.exitcode` are not enough: the thread that gets the exit status
-    from the operating system stores it slightly later, and until then the process counts as running for all other
-    threads. Each start of another process reads the status of all of them (multiprocessing/process.py, _cleanup).
-    """
-    if not multiprocessing.connection.wait([process.sentinel], timeout_s):
-        return None
-    deadline_s = time.monotonic() + EXIT_CODE_WAIT_S
-    while (exit_code := process.exitcode) is None and time.monotonic() < deadline_s:
-        time.sleep(EXIT_CODE_LOOK_S)
-    return exit_code
-
-
 @dataclass(eq=False)
-class _Flight:
+class Flight:
     """One job. tries: number of workers that received it."""
 
     job: Job
@@ -115,24 +93,116 @@ class _Flight:
         return {"do": "submit", "job": job_to_message(self.job)}
 
 
-@dataclass(eq=False)
-class _Call:
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One operation of the worker between two turns."""
+
     future: Future[Any]
     what: str
     arguments: Mapping[str, Any]
 
 
-@dataclass(eq=False)
-class _Life:
-    """One worker process from its start to its end."""
+class Loaded:
+    """The adapters that the next worker has to load. roots: for those that clients loaded, the folder that must contain them."""
 
-    process: Any
-    channel: Channel
-    silence: Silence
-    outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
-    looked: float = field(default_factory=time.monotonic)
-    answered: bool = False
-    reason: str = ""  # the reason if the supervisor ended it
+    def __init__(self, adapters: Mapping[str, str]) -> None:
+        self.adapters, self.roots = dict(adapters), dict[str, str]()
+
+    def called(self, what: str, arguments: Mapping[str, Any]) -> None:
+        """Note what a call of the worker has changed."""
+        if what == "load_adapter":
+            self.adapters[arguments["name"]] = str(arguments["path"])
+            if root := arguments.get("root"):
+                self.roots[arguments["name"]] = root
+        elif what == "unload_adapter":
+            self.adapters.pop(arguments["name"], None)
+            self.roots.pop(arguments["name"], None)
+
+
+class InFlight:
+    """All methods may be called on any thread; events and results are reported on the caller's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.flights: dict[str, Flight] = {}
+        self.leaving: dict[str, Flight] = {}  # jobs whose clients have left, until the worker has dropped them
+        self.calls: dict[int, Call] = {}
+        self._next_call = 0
+
+    def add(self, job: Job, emit: Emit) -> Flight:
+        """Take a job; `emit` gets its events until "done" or "error"."""
+        with self._lock:
+            self.flights[job.id] = flight = Flight(job, emit)
+            return flight
+
+    def leave(self, job_id: str, *, has_worker: bool) -> bool:
+        """Forget a job; return whether a worker has to drop it, whose "dropped" is its only further event."""
+        with self._lock:
+            flight = self.flights.pop(job_id, None)
+            if flight is None or not flight.tries or not has_worker:
+                return False
+            self.leaving[job_id] = flight
+            return True
+
+    def call(self, what: str, arguments: Mapping[str, Any]) -> tuple[Future[Any], dict[str, Any]]:
+        """Return a call's future, and the message that requests it."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._next_call += 1
+            self.calls[self._next_call] = Call(future, what, arguments)
+            return future, {"do": "call", "id": self._next_call, "what": what, **arguments}
+
+    def messages(self, *, only_new: bool) -> list[dict[str, Any]]:
+        """Return the messages that submit the jobs, or only those that no worker has received."""
+        with self._lock:
+            return [flight.message() for flight in self.flights.values() if not (only_new and flight.tries)]
+
+    def pass_on(self, event: Event) -> None:
+        """Give a job its event."""
+        with self._lock:
+            flight = self.flights.get(event.job_id)
+            if event.kind in ENDS and event.job_id in self.leaving:
+                # Its client has left: the computed tokens count.
+                flight, event = self.leaving.pop(event.job_id), replace(event, kind="dropped")
+            if flight is None:
+                return
+            flight.has_spoken |= event.kind in SPOKEN
+            if event.kind in ENDS:
+                self.flights.pop(event.job_id, None)
+        flight.emit(event)
+
+    def replied(self, message: Mapping[str, Any]) -> Call | None:
+        """Return the call that a message answers, which is then to be `answer`ed."""
+        with self._lock:
+            return self.calls.pop(message["id"], None)
+
+    def take(self, may_stay: Callable[[Flight], bool] = lambda flight: False) -> tuple[list[Flight], list[Call]]:
+        """Forget all calls, the clients that have left, and the jobs that may not stay. Returns jobs and calls."""
+        with self._lock:
+            self.leaving.clear()
+            calls, self.calls = self.calls, {}
+            gone = [flight for flight in self.flights.values() if not may_stay(flight)]
+            self.flights = {name: flight for name, flight in self.flights.items() if flight not in gone}
+            return gone, list(calls.values())
+
+
+def answer(call: Call, message: Mapping[str, Any]) -> None:
+    """Give a call its result, unless its caller has left."""
+    if not call.future.set_running_or_notify_cancel():
+        return
+    if "error" in message:
+        call.future.set_exception(WorkerError(message["error"]))
+    else:
+        call.future.set_result(message["value"])
+
+
+def end_all(flights: Iterable[Flight], calls: Iterable[Call], error: TrimtabError) -> None:
+    """End jobs and calls with an error."""
+    for call in calls:
+        if call.future.set_running_or_notify_cancel():
+            call.future.set_exception(error)
+    for flight in flights:
+        flight.emit(error_event(flight.job.id, error))
 
 
 class Supervisor:
@@ -152,15 +222,9 @@ class Supervisor:
         self.failure: Mapping[str, Any] | None = None
         self.numbers: dict[str, Any] = {}
         self.plan: dict[str, Any] | None = None
-        self._adapters: dict[str, str] = dict(settings.get("adapters", {}))
-        # For adapters that clients loaded: the folder that must contain them.
-        self._roots: dict[str, str] = {}
+        self.loaded, self.work = Loaded(settings.get("adapters", {})), InFlight()
         self._lock = threading.RLock()
-        self._flights: dict[str, _Flight] = {}
-        self._leaving: dict[str, _Flight] = {}  # jobs whose clients have left, until the worker has dropped them
-        self._calls: dict[int, _Call] = {}
-        self._next_call = 0
-        self._life: _Life | None = None
+        self._life: Life | None = None
         self._failures = 0
         self._is_stopping = False
         self._ready = threading.Event()
@@ -190,25 +254,16 @@ class Supervisor:
         """Start a worker. Errors: OSError or RuntimeError if the system refuses a pipe, process or thread; everything
         is cleaned up.
         """
-        spawn = multiprocessing.get_context("spawn")
-        here, there = spawn.Pipe()
         # A restarted worker loads the plan of the first one, independent of the present free memory and loaded
         # adapters.
-        settings = {**self.settings, "adapters": dict(self._adapters), "roots": dict(self._roots), "plan": self.plan}
-        process = spawn.Process(target=self._target, args=(there, settings), name="trimtab-worker", daemon=True)
-        process.start()
-        there.close()
-        silence = Silence(self.patience, partial(activity_of, process.pid))
-        life, before = _Life(process, Channel(here), silence), self._life
+        adapters, roots = dict(self.loaded.adapters), dict(self.loaded.roots)
+        settings = {**self.settings, "adapters": adapters, "roots": roots, "plan": self.plan}
+        life, before = Life(self._target, settings, self.patience), self._life
         self._life, self.loading, self.phase = life, (0, 0), STARTING
         try:
-            threading.Thread(target=self._send, args=(life,), name="trimtab-send", daemon=True).start()
-            threading.Thread(target=self._hear, args=(life,), name="trimtab-hear", daemon=True).start()
+            life.begin(self._hear, self._not_sent)
         except RuntimeError:
             self._life = before
-            process.kill()
-            life.outbox.put(None)
-            life.channel.close()
             raise
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
@@ -224,7 +279,7 @@ class Supervisor:
             self._is_stopping = True
             life = self._life
         if life is not None and self.state in LIVES:
-            life.outbox.put({"do": "drain"})
+            life.send({"do": "drain"})
             exit_code_of(life.process, grace_s)
         self.stop()
 
@@ -235,10 +290,8 @@ class Supervisor:
             life, self._life = self._life, None
             self._ready.clear()
         if life is not None:
-            life.process.kill()  # it has nothing to clean up, and ignores SIGTERM
-            exit_code_of(life.process)
-            life.outbox.put(None)
-        self._end_all(StoppingError())
+            life.stop()
+        end_all(*self.work.take(), StoppingError())
         self._become("stopped")
 
     @property
@@ -256,7 +309,7 @@ class Supervisor:
 
     @property
     def in_flight(self) -> int:
-        return len(self._flights)
+        return len(self.work.flights)
 
     def submit(self, job: Job, emit: Emit) -> None:
         """Submit a job; `emit` gets its events until "done" or "error". The job waits while the worker restarts.
@@ -268,70 +321,46 @@ class Supervisor:
                 raise ModelFailedError(self.failure)
             if self._is_stopping or self._life is None:
                 raise StoppingError
-            self._flights[job.id] = flight = _Flight(job, emit)
+            flight = self.work.add(job, emit)
             if self.state == "ready":
-                self._life.outbox.put(flight.message())
+                self._life.send(flight.message())
 
     def cancel(self, job_id: str) -> None:
         """Forget a job; its only further event is "dropped", if the worker has begun it."""
         with self._lock:
-            flight = self._flights.pop(job_id, None)
-            if flight is not None and flight.tries and self._life is not None and self.state in LIVES:
-                self._leaving[job_id] = flight
-                self._life.outbox.put({"do": "cancel", "id": job_id})
+            life = self._life if self.state in LIVES else None
+            if self.work.leave(job_id, has_worker=life is not None) and life is not None:
+                life.send({"do": "cancel", "id": job_id})
 
     def call(self, what: str, **arguments: Any) -> Future[Any]:
         """Call an operation of the worker between two turns: "load_adapter", "unload_adapter", "numbers"."""
-        future: Future[Any] = Future()
         with self._lock:
             if self._life is None or self.state != "ready":
-                future.set_exception(DeviceError(f"the worker is {self.state}", device="worker"))
-                return future
-            self._next_call += 1
-            self._calls[self._next_call] = _Call(future, what, arguments)
-            self._life.outbox.put({"do": "call", "id": self._next_call, "what": what, **arguments})
+                refused: Future[Any] = Future()
+                refused.set_exception(DeviceError(f"the worker is {self.state}", device="worker"))
+                return refused
+            future, message = self.work.call(what, arguments)
+            self._life.send(message)
         return future
-
-    def _remember(self, call: _Call) -> None:
-        """Store which adapters the next worker has to load."""
-        if call.what == "load_adapter":
-            self._adapters[call.arguments["name"]] = str(call.arguments["path"])
-            if root := call.arguments.get("root"):
-                self._roots[call.arguments["name"]] = root
-        elif call.what == "unload_adapter":
-            self._adapters.pop(call.arguments["name"], None)
-            self._roots.pop(call.arguments["name"], None)
 
     # The two threads --------------------------------------------------------------------------------------------------
 
-    def _send(self, life: _Life) -> None:
-        while (message := life.outbox.get()) is not None:
-            try:
-                frames = frames_of(message)
-            except Exception as exc:  # this message cannot be written, the next one can
-                self._not_sent(message, MistakeError(write_traceback(exc, "internal error while a request is sent")))
-                continue
-            try:
-                life.channel.send_frames(frames)
-            except (OSError, ValueError):
-                return  # the receiving thread gets the same error and reports it
-
-    def _not_sent(self, message: Mapping[str, Any], error: TrimtabError) -> None:
-        """Answer messages that the worker will never receive."""
-        event = error_event("", error)
+    def _not_sent(self, message: Mapping[str, Any], exc: Exception) -> None:
+        """Answer a message that the worker will never receive."""
+        event = error_event("", MistakeError(write_traceback(exc, "internal error while a request is sent")))
         if message["do"] == "submit":
-            self._pass_on(replace(event, job_id=message["job"]["id"]))
+            self.work.pass_on(replace(event, job_id=message["job"]["id"]))
         elif message["do"] == "call":
             self._replied({"id": message["id"], "error": event.error})
 
-    def _hear(self, life: _Life) -> None:
+    def _hear(self, life: Life) -> None:
         try:
             while True:
-                if life.channel.poll(self.patience.look_s):
-                    life.looked = time.monotonic()
-                    self._take(life, life.channel.receive())
-                else:
+                message = life.receive()
+                if message is None:
                     self._look(life)
+                else:
+                    self._take(life, message)
         except (EOFError, OSError):
             exit_code_of(life.process, 5)
         except Exception:
@@ -340,43 +369,34 @@ class Supervisor:
         if exit_code_of(life.process, 0) is None:
             life.process.kill()
         exit_code = exit_code_of(life.process)
-        life.outbox.put(None)
-        life.channel.close()
+        life.close()
         self._ended(life, exit_code)
 
-    def _look(self, life: _Life) -> None:
+    def _look(self, life: Life) -> None:
         """Check a worker that has been silent since the last check."""
-        now = time.monotonic()
-        life.silence.looked(now - life.looked)
-        life.looked = now
         with self._lock:
             is_loading = self.state not in LIVES
             if life is self._life and self.state == "ready" and life.silence.is_unresponsive:
                 self._become("unresponsive")
                 log.warning("a worker does not respond", extra={"fields": self._named(life)})
         if life.silence.is_over(is_loading=is_loading):
-            life.reason = f"the worker process did not respond for {life.silence.silent_s:.0f} seconds and was ended"
-            life.process.kill()
+            life.end(f"the worker process did not respond for {life.silence.silent_s:.0f} seconds and was ended")
 
-    def _named(self, life: _Life) -> dict[str, Any]:
+    def _named(self, life: Life) -> dict[str, Any]:
         return {"model": self.settings.get("name", ""), "worker_pid": life.process.pid}
 
-    def _responds(self, life: _Life) -> None:
+    def _responds(self, life: Life) -> None:
         """Record that the worker sends messages again, and process the ones received in between."""
         with self._lock:
             if self._life is not life or self.state != "unresponsive":
                 return
             self._become("ready")
             log.info("a worker responds again", extra={"fields": self._named(life)})
-            for flight in self._flights.values():
-                if not flight.tries:
-                    life.outbox.put(flight.message())
+            for message in self.work.messages(only_new=True):
+                life.send(message)
 
-    def _take(self, life: _Life, message: dict[str, Any]) -> None:
-        if message["say"] == "busy":
-            life.silence.announced(message["most_s"])
-        else:
-            life.silence.heard()
+    def _take(self, life: Life, message: dict[str, Any]) -> None:
+        life.heard(message)
         self._responds(life)
         match message["say"]:
             case "loading":
@@ -388,13 +408,13 @@ class Supervisor:
             case "events":
                 life.answered |= bool(message["events"])
                 for event in message["events"]:
-                    self._pass_on(event_from_message(event))
+                    self.work.pass_on(event_from_message(event))
             case "reply":
                 self._replied(message)
             case "fatal":
                 self.failure = message["error"]
 
-    def _on_ready(self, life: _Life, message: dict[str, Any]) -> None:
+    def _on_ready(self, life: Life, message: dict[str, Any]) -> None:
         self.plan = message.pop("plan")
         self.numbers = {name: value for name, value in message.items() if name != "say"}
         with self._lock:
@@ -404,59 +424,38 @@ class Supervisor:
             self._become("ready")
             if self.restarts:
                 log.info("a worker is ready again", extra={"fields": {"model": self.settings.get("name", "")}})
-            for flight in self._flights.values():
-                life.outbox.put(flight.message())
+            for job_message in self.work.messages(only_new=False):
+                life.send(job_message)
         self._ready.set()
 
-    def _pass_on(self, event: Event) -> None:
-        with self._lock:
-            flight = self._flights.get(event.job_id)
-            if event.kind in ENDS and event.job_id in self._leaving:
-                # Its client has left: the computed tokens count.
-                flight, event = self._leaving.pop(event.job_id), replace(event, kind="dropped")
-            if flight is None:
-                return
-            flight.has_spoken |= event.kind in SPOKEN
-            if event.kind in ENDS:
-                self._flights.pop(event.job_id, None)
-        flight.emit(event)
-
-    def _replied(self, message: dict[str, Any]) -> None:
-        with self._lock:
-            call = self._calls.pop(message["id"], None)
-            if call is not None and "error" not in message:
-                self._remember(call)
-                self.numbers = message["value"]
-        if call is None or not call.future.set_running_or_notify_cancel():
+    def _replied(self, message: Mapping[str, Any]) -> None:
+        call = self.work.replied(message)
+        if call is None:
             return
-        if "error" in message:
-            call.future.set_exception(WorkerError(message["error"]))
-        else:
-            call.future.set_result(message["value"])
+        if "error" not in message:
+            with self._lock:
+                self.loaded.called(call.what, call.arguments)
+                self.numbers = message["value"]
+        answer(call, message)
 
-    def _ended(self, life: _Life, exit_code: int | None) -> None:
+    def _may_stay(self, flight: Flight) -> bool:
+        """Whether a job waits for the next worker: one that none has received was not lost, with or without retries."""
+        return flight.tries == 0 or (self.retry and not flight.has_spoken and flight.tries == 1)
+
+    def _ended(self, life: Life, exit_code: int | None) -> None:
         with self._lock:
             if self._life is not life:
                 return  # `stop` has handled it
             self._ready.clear()
-            self._leaving.clear()
-            calls, self._calls = self._calls, {}
             died = WorkerDiedError(exit_code, life.reason)
-            # Jobs that no worker has received were not lost with this one, with or without retries.
-            kept = {
-                name: flight for name, flight in self._flights.items()
-                if flight.tries == 0 or (self.retry and not flight.has_spoken and flight.tries == 1)
-            }  # fmt: skip
-            lost = [flight for name, flight in self._flights.items() if name not in kept]
-            self._flights = kept
+            lost, calls = self.work.take(self._may_stay)
             self._failures = 0 if life.answered else self._failures + 1
             never_ready = self.state == "loading" and self.plan is None
             is_over = self._is_stopping or never_ready or self._failures >= len(PAUSES_S)
             has_said_why = never_ready and self.failure is not None
             if is_over:
                 self._life = None
-                lost += kept.values()
-                self._flights = {}
+                lost += self.work.take()[0]
                 self.failure = self.failure or error_event("", died).error
                 self._become("stopped" if self._is_stopping else "failed")
             else:
@@ -471,17 +470,13 @@ class Supervisor:
             error = died if exit_code else StoppingError()
         elif is_over:
             error = ModelFailedError(self.failure)
-        for call in calls.values():
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(error)
-        for flight in lost:
-            flight.emit(error_event(flight.job.id, error))
+        end_all(lost, calls, error)
         if is_over:
             self._ready.set()
             return
         self._start_again(life)
 
-    def _start_again(self, life: _Life) -> None:
+    def _start_again(self, life: Life) -> None:
         """Start a worker instead of one that ended. If the system refuses now, it may succeed later: requests wait."""
         for pause_s in chain(PAUSES_S[self._failures :], repeat(PAUSES_S[-1])):
             time.sleep(pause_s)
@@ -495,14 +490,3 @@ class Supervisor:
                     log.error("a worker cannot be started, which is tried again: %s", exc)
                 else:
                     return
-
-    def _end_all(self, error: TrimtabError) -> None:
-        with self._lock:
-            self._leaving.clear()
-            flights, self._flights = self._flights, {}
-            calls, self._calls = self._calls, {}
-        for call in calls.values():
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(error)
-        for flight in flights.values():
-            flight.emit(error_event(flight.job.id, error))
