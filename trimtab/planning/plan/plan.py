@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.plan import chart as picture
-from trimtab.planning.plan.module_tree import ModuleTree
 from trimtab.planning.plan.table import document_of
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import Card
@@ -27,13 +26,37 @@ from trimtab.process.files import write_text
 from trimtab.process.json_file import JsonError, read_json
 from trimtab.report import charts
 from trimtab.report.document import Document
-from trimtab.report.render import FORMS
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
 PLAN_VERSION = 6
 HOMES = ("device", "host", "disk", "file")
 
 Stamps = tuple[tuple[str, int, int], ...]
+Tree = TypeVar("Tree")
+
+
+class ModuleTree(Generic[Tree]):
+    """A module tree on tensors without data, as planning may have made it, until the first load of the plan takes it.
+
+    tree: None if planning needed none. made_of: the checkpoint's files and the dtype; plans of other files or dtypes do
+    not get it.
+    """
+
+    def __init__(self, tree: Tree | None = None, made_of: Hashable = None) -> None:
+        self._trees, self._made_of = [] if tree is None else [tree], made_of
+
+    def look(self, made_of: Hashable) -> Tree | None:
+        """Return the tree if it is of these files and this dtype and was not taken yet; keep it."""
+        return self._trees[0] if self._trees and made_of == self._made_of else None
+
+    def take(self, made_of: Hashable) -> Tree | None:
+        """Return the same and forget it, because a load fills the tree."""
+        if made_of != self._made_of:
+            return None
+        try:
+            return self._trees.pop()
+        except IndexError:
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +115,8 @@ class Plan:
         return document_of(self)
 
     def __str__(self) -> str:
+        from trimtab.report.render import FORMS
+
         return FORMS[".txt"].show(self.document())
 
     def draw(self, path: str | os.PathLike[str]) -> None:
