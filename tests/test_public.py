@@ -40,7 +40,7 @@ PSUTIL = (
 TRANSFORMERS = tuple(
     f"trimtab/{name}.py" for name in (
         "engine/batch/sampling", "engine/families/chunk", "engine/kv/int8", "engine/kv/kv_cache", "engine/kv/recurrent",
-        "engine/loader/processor", "engine/loader/renames", "engine/loader/transformers_model", "engine/passes/attention",
+        "engine/loader/processor", "engine/loader/transformers_model", "engine/passes/attention",
         "engine/passes/chunk_forward", "engine/templates/render", "gguf/companion",
     )
 )  # fmt: skip

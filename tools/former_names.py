@@ -4,8 +4,8 @@
     python tools/former_names.py compare OUT.json RENAMED.json   # with the newer release and this package
 
 `list` builds every language model of the release without data, two layers deep, and writes its module paths by model class.
-`compare` builds the classes that both releases have, applies the renames that `trimtab.engine.loader.renames` reads, and writes the
-former paths that lead to another name. It ends with code 1 if a former path of a layer leads to none.
+`compare` builds the classes that both releases have, applies the renames that `engine/loader/transformers_model.py` reads, and
+writes the former paths that lead to another name. It ends with code 1 if a former path of a layer leads to none.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
 def compare(former: dict[str, Any], out: Path) -> int:
     """Write the renamed paths of each class and print those that lead to no module; return 1 if there are some."""
     from trimtab.checkpoint.renames import renamed
-    from trimtab.engine.loader.renames import read_renames
+    from trimtab.engine.loader.transformers_model import read_renames
 
     known = set(classes())
     written, lost, built = {}, 0, 0

@@ -233,3 +233,8 @@ def check_mix(weights: Mapping[str, float], *, field: str) -> str:
             raise RequestError(f"a weight is between -{MOST_WEIGHT:g} and {MOST_WEIGHT:g}", field=f"{field}.{name}", value=weight)
     first, weight = next(iter(weights.items()))
     return first if len(weights) == 1 and weight == 1 else mix_name(weights)
+
+
+def is_lora_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether an adapter's path is a GGUF file."""
+    return os.fspath(path).lower().endswith(".gguf") and os.path.isfile(path)

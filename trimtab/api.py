@@ -23,7 +23,7 @@ from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.formats.packed import format_names, split_packed
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
-from trimtab.planning.memory.media import ServedMedia, media_memory
+from trimtab.planning.memory.media import NO_MEDIA, ServedMedia, media_memory
 from trimtab.planning.memory.prefix_cache import prefix_reason
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
 from trimtab.planning.plan.files_read import FilesRead, Handover
@@ -189,7 +189,8 @@ def plan_request(
     A process that has not loaded torch plans without torch, if earlier processes cached the module tree of this config
     and these releases, and the machine's rates.
     """
-    check_pool(request.kv_tokens, rows=request.batch)
+    if request.kv_tokens is not None:
+        check_pool(request.kv_tokens, rows=request.batch)
     inputs = inputs or PlanInputs()
     make = partial(_planned, later=later, inputs=inputs, media=media)
     try:
@@ -235,7 +236,7 @@ def _planned(
     first = replace(request, head="full") if request.head == "auto" else request
     narrow = keeps_16bit(request.dtype, dtype_reason)
     anatomy = anatomy_for(checkpoint, first, inputs, may_be_kept=here is not None, keeps_16bit=narrow)
-    kept_reason = prefix_reason(request, anatomy)
+    kept_reason = prefix_reason(request, anatomy) if request.prefix_cache_bytes else ""
     specs = {name: inputs.spec(path, files[name], anatomy) for name, path in every.items()}
     machine, rates = here = here or _ask_machine(request, bytes_before)
     inputs.machines[request.device, request.card] = here
@@ -256,12 +257,13 @@ def _planned(
             anatomies.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
     phases.begin("planning")
     disk_bytes = disk_free_bytes(request.offload_dir)
+    held = 0 if later is None else held_bytes(every.values())
     made = make_plan(
         request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
         adapter_stamps={name: files[name].stamps for name in request.adapters}, head_refused=head_refused, machine=machine,
         rates=rates, checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
-        held_bytes=0 if later is None else held_bytes(every.values()), media=media_memory(request, anatomy, media),
+        held_bytes=held, media=NO_MEDIA if media is None else media_memory(request, anatomy, media),
         head8=head8, is_advised=is_advised,
         anatomy_of=lambda changed: anatomy_for(checkpoint, changed, inputs, may_be_kept=is_known, keeps_16bit=narrow),
     )  # fmt: skip

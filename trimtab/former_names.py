@@ -19,7 +19,7 @@ from typing import Any
 TABLE = """
 . (.): _version errors printable
 process (.): child<inside exit_codes files interrupts json_file packages redact runner<process threads
-    user_cache</machine/own_folder work_folder
+    user_cache</machine/own_folder work_folder packages</machine/installed
 report (report): __init__ charts
 . (.): adapter_names request
 checkpoint (checkpoint): __init__ anatomy config_limits end_tokens folder headers hub</download names patterns
@@ -36,9 +36,9 @@ planning/memory (plan): activations adapters<adapter_room media<media_memory pre
     prompts<prompt_memory towers<tower_memory unpacked
 planning (plan): __init__ candidates<head_cost options planner reasons search step_work
 machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
-    environment_child</environment_inside gpus gpus<gpu_process installed machine_cache<known memory preload
+    environment_child</environment_inside gpus gpus<gpu_process machine_cache<known memory preload
     rates_cache<rates_file
-engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn finite graph_cache launch_config<cuts nvrtc
+engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn graph_cache launch_config<cuts nvrtc
     nvrtc<product_cuts shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant importing int8_head<head8
 engine/tiers (runtime): arena reader<read spill streaming<tiers
@@ -57,13 +57,14 @@ engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step
 engine/decode (runtime): batch_invariant<company decode_step graph_uses<form_uses step_capture step_choice
 engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops
     pieces<tower_pieces
-engine/loader (runtime): anatomy_builder load processor<hf_processor renames<hf_renames tracing<probe transformers_model<hf
+engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<probe transformers_model<hf
+    transformers_model<hf_renames
 engine/templates (runtime): budget<template_budget costs<template_costs render<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_ahead
     media_check media_headers prompt<chat turn_end
 engine/prefill (runtime): encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
-engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate turns
+engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate sampling<finite turns
 engine/calls (runtime): batch_calls<many conversation embedding hidden_states<inner prompt_logprobs<prompt_scores
 engine (runtime): __init__ model_calls<asking model_calls<waiting float16_check memory_shares model planned_adapters
     tune<tune_model
@@ -125,7 +126,7 @@ serve/http (serve): app auth<door connection listener live openapi page
 serve (serve): __init__ config_file pool run
 serve/ray (serve): config<scale deploy<on_ray ingress<front replica
 . (.): __init__
-cli/flags (commands): flags highlight<words_apart model_text</show opening output<saying pull weights wording
+cli/flags (commands): flags flags<weights highlight<words_apart model_text</show opening output<saying pull wording
 demo (demo): __init__ demo<line
 cli/chat (commands): chat file<chat_file input<chat_input session<chat_session
 cli/commands (commands): bench doctor doctor<servers merge_verify<merging models<listing plan_run<line prompts_file

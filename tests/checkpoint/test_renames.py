@@ -15,8 +15,7 @@ from tools import former_names
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.renames import Rename, renamed
-from trimtab.engine.loader.renames import read_renames
-from trimtab.engine.loader.transformers_model import read_anatomy
+from trimtab.engine.loader.transformers_model import read_anatomy, read_renames
 from trimtab.errors import AdapterError
 from trimtab.machine.anatomy_cache import read_anatomy as from_json
 from trimtab.machine.anatomy_cache import write_anatomy

@@ -19,13 +19,13 @@ from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.memory import rates as devices
 from trimtab.errors import RequestError
 from trimtab.machine import anatomy_cache as anatomies
-from trimtab.machine import installed
 from trimtab.machine import machine_cache as known
 from trimtab.machine import rates_cache as rates_file
 from trimtab.machine.anatomy_cache import read_anatomy, write_anatomy
 from trimtab.machine.gpus import Gpu
 from trimtab.planning import Machine, Plan, Rates
 from trimtab.planning.plan.files_read import FilesRead
+from trimtab.process import packages
 from trimtab.process import user_cache as own_folder
 from trimtab.request import LoadRequest
 
@@ -113,8 +113,8 @@ def test_another_tensor_is_another_anatomy(kept):
 @pytest.mark.parametrize("package", ["torch", "transformers", "bitsandbytes", "trimtab", "python", "transformers folder"])
 def test_another_release_is_another_anatomy(package, kept, monkeypatch):
     checkpoint, request, _ = kept
-    changed = {**installed.versions(), package: "9.9.9"}
-    monkeypatch.setattr(anatomies, "versions", lambda: changed)
+    changed = {**packages.deciding_versions(), package: "9.9.9"}
+    monkeypatch.setattr(anatomies, "deciding_versions", lambda: changed)
     assert anatomies.find_anatomy(checkpoint, request) is None
 
 
@@ -199,10 +199,10 @@ def test_a_head_that_cannot_be_in_8_bits_is_asked_about_once(folder, monkeypatch
 
 
 def test_the_build_of_torch_is_read_as_torch_itself_says(monkeypatch):
-    code = "import sys; from trimtab.machine import installed as i; print(i.versions()); assert 'torch' not in sys.modules"
+    code = "import sys; from trimtab.process import packages as i; print(i.deciding_versions()); assert 'torch' not in sys.modules"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert child.stdout.strip() == str(installed.versions())
-    build = installed.torch_build()
+    assert child.stdout.strip() == str(packages.deciding_versions())
+    build = packages.torch_build()
     assert build.version == torch.__version__ and build.has_hip == (torch.version.hip is not None)
     assert (".".join(map(str, build.cuda)) if build.cuda else None) == torch.version.cuda
 
@@ -211,7 +211,7 @@ def test_the_build_of_torch_is_read_as_torch_itself_says(monkeypatch):
 def without_torch(folder, monkeypatch):
     """Say that torch is not loaded, and that this machine's torch was built for CUDA 12.8."""
     monkeypatch.setattr(known, "torch_is_loaded", lambda: False)
-    monkeypatch.setattr(known, "torch_build", lambda: installed.TorchBuild("2.9", (12, 8), False))
+    monkeypatch.setattr(known, "torch_build", lambda: packages.TorchBuild("2.9", (12, 8), False))
     monkeypatch.setattr(known.gpus, "read_gpus", lambda: (CARD,))
     rates_file.write(CARD.name, "2.9", 4, Rates(host_Bps=5e9))
     here = known.gpu_machine("cuda:0", total_bytes=1, free_bytes=1, process=700 * MIB, capability=(8, 9), multiprocessors=58)
@@ -240,10 +240,10 @@ def test_a_gpu_that_is_not_there_is_the_same_error_without_torch(without_torch):
     ("name", "value"),
     [
         ("torch_is_loaded", lambda: True), ("torch_build", lambda: None),
-        ("torch_build", lambda: installed.TorchBuild("2.9", None, True)),
-        ("torch_build", lambda: installed.TorchBuild("2.9", (14, 0), False)),  # newer than the driver
-        ("torch_build", lambda: installed.TorchBuild("3.0", (12, 8), False)),  # whose rates were not measured
-        ("versions", lambda: {"torch": "another"}),
+        ("torch_build", lambda: packages.TorchBuild("2.9", None, True)),
+        ("torch_build", lambda: packages.TorchBuild("2.9", (14, 0), False)),  # newer than the driver
+        ("torch_build", lambda: packages.TorchBuild("3.0", (12, 8), False)),  # whose rates were not measured
+        ("deciding_versions", lambda: {"torch": "another"}),
     ],
 )  # fmt: skip
 def test_what_is_not_known_for_sure_is_left_to_torch(name, value, without_torch, monkeypatch):
@@ -276,7 +276,7 @@ def test_facts_that_make_no_sense_are_not_known(facts, without_torch):
 
 def test_a_build_without_cuda_asks_no_driver(without_torch, monkeypatch):
     monkeypatch.setattr(known.gpus, "read_gpus", lambda: pytest.fail("asked"))
-    monkeypatch.setattr(known, "torch_build", lambda: installed.TorchBuild("2.9", None, False))
+    monkeypatch.setattr(known, "torch_build", lambda: packages.TorchBuild("2.9", None, False))
     with pytest.raises(RequestError):
         known.find_machine("cuda")
 

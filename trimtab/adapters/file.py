@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapter_names import is_lora_file
 from trimtab.adapters.config import config_problems
 from trimtab.adapters.values import value_problems
 from trimtab.adapters.weights_beside import weights_beside
@@ -19,7 +20,7 @@ from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, reading
 from trimtab.demo_names import MODEL, NAMED, without_demo_name
 from trimtab.errors import AdapterError
-from trimtab.gguf.adapter import adapter_folder, is_lora_file, made_for
+from trimtab.gguf.adapter import adapter_folder, made_for
 from trimtab.printable import printable
 from trimtab.process.json_file import JsonError, read_json
 
@@ -61,8 +62,13 @@ class AdapterFile:
 
     def with_heads(self, width: int) -> AdapterFile:
         """Return the adapter with its rows in the order of a model whose heads have this width. Errors: AdapterError."""
-        file = Path(adapter_folder(str(self.folder), width)) / TENSORS_NAME
+        file = peft_folder(self.folder, width) / TENSORS_NAME
         return replace(self, file=file, tensors=dict(read_header(file).tensors), turned=())
+
+
+def peft_folder(path: str | Path, width: int = 0) -> Path:
+    """Return the folder of an adapter that PEFT can load: of a LoRA in GGUF the one made of it, as `adapter_folder`."""
+    return Path(adapter_folder(str(path), width) if is_lora_file(path) else path)
 
 
 GGUF = ".gguf"
@@ -79,7 +85,7 @@ def _only_gguf(folder: Path) -> str | None:
 @reading(adapter_refusal)
 def check_is_adapter(path: str | Path) -> None:
     """Raise AdapterError for what is no folder that PEFT wrote. Nothing in it is read."""
-    folder = Path(adapter_folder(str(path)))
+    folder = peft_folder(path)
     if not folder.is_dir():
         check_reachable(folder)
         if hint := address_hint(str(path)):
@@ -100,7 +106,7 @@ def for_peft(path: str | Path, config: Mapping[str, Any]) -> Path:
     text = text if isinstance(text, Mapping) else config
     heads = text.get("num_attention_heads")
     width = text.get("head_dim") or (text.get("hidden_size", 0) // heads if isinstance(heads, int) and heads else 0)
-    return Path(adapter_folder(str(path), width if isinstance(width, int) else 0))
+    return peft_folder(path, width if isinstance(width, int) else 0)
 
 
 @reading(adapter_refusal)
@@ -115,7 +121,7 @@ def read_adapter(path: str | Path, *, values: bool = True, log_name: str | None 
     """
     given = Path(without_demo_name(path))
     stamps = stamps_of(given)
-    folder = Path(adapter_folder(str(given)))
+    folder = peft_folder(given)
     check_is_adapter(folder)
     config = _read_config(folder / CONFIG_NAME)
     beside, notes = _beside(folder)
@@ -143,7 +149,7 @@ def _beside(folder: Path) -> tuple[list[str], list[str]]:
 
 def check_beside(path: str | Path, log_name: str) -> None:
     """Check the other weights in the folder of an adapter that was read before, as `read_adapter` does. Errors: AdapterError."""
-    problems, notes = _beside(Path(adapter_folder(str(path))))
+    problems, notes = _beside(peft_folder(path))
     if problems:
         raise AdapterError(Path(path), problems)
     _log(notes, log_name)

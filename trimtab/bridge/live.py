@@ -25,6 +25,7 @@ def is_linear(module: nn.Module) -> bool:
 def read_live(model: Any) -> Anatomy:
     """Return the anatomy of a live model. Errors: RequestError if it is no language model of transformers."""
     from trimtab.engine.loader.anatomy_builder import build_anatomy
+    from trimtab.engine.loader.transformers_model import read_renames
 
     owners: dict[int, str] = {}
     parameters = model.named_parameters(remove_duplicate=False)
@@ -33,7 +34,7 @@ def read_live(model: Any) -> Anatomy:
         dtype = str(model.dtype).removeprefix("torch.")
         anatomy = build_anatomy(
             model, model.config, {}, ties, dtype=dtype, packed={}, quant="none", unquantized={}, keep_unquantized=(),
-            windows=None,
+            windows=None, renames=read_renames(model),
         )  # fmt: skip
     except AttributeError as exc:
         raise RequestError(f"a {type(model).__name__} is not a transformers language model ({exc})", field="base_model") from exc

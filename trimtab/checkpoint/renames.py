@@ -1,7 +1,7 @@
 """Former names of modules: transformers renames parts of models between releases, but adapters keep the names of their
 training.
 
-The renames come from the installed release's table for checkpoints (engine/loader/renames.py) and are part of the
+The renames come from the installed release's table for checkpoints (engine/loader/transformers_model.py) and are part of the
 anatomy. Imports no torch.
 """
 

@@ -31,7 +31,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
 import trimtab
@@ -39,7 +39,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.cli.flags import phase_line
 from trimtab.cli.flags.flags import give_model, group_of
 from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
-from trimtab.cli.flags.wording import Words, words_of
+from trimtab.cli.flags.wording import Words
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, choices_text, public_fields
 from trimtab.machine import preload
 from trimtab.process import interrupts, threads
@@ -162,11 +162,13 @@ def _main(arguments: Sequence[str] | None) -> int:
             parser().print_help(sys.stderr)
             return USAGE
         check_command(given[0])
-        with phase_line.shown(given[0], is_wanted=not as_json and HELP.isdisjoint(given)):
+        is_shown = not as_json and HELP.isdisjoint(given) and sys.stderr is not None and sys.stderr.isatty()
+        with phase_line.shown(given[0]) if is_shown else nullcontext():
             options = parser(given[:1]).parse_args(given)
-            words = words_of(options)
+            words = _words(options)
             give_model(options)
-            use_color(options.color)
+            if options.color:
+                use_color(options.color)
             if options.name_of_command not in WITHOUT_THREADS:
                 threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
             interrupts.raise_again()
@@ -196,6 +198,15 @@ def _main(arguments: Sequence[str] | None) -> int:
         _close_output()
         print_error(f"cannot be written ({exc.strerror})")
         return exit_code(RequestError("cannot be written", field="output"))
+
+
+def _words(options: argparse.Namespace) -> Words:
+    """Return the names of arguments for errors of a command, whose --config file may have set some."""
+    if getattr(options, "config", None) is None:
+        return Words(options)
+    from trimtab.serve.config_file import keys_of
+
+    return Words(options, keys_of(options))
 
 
 def _refused(exc: OSError, as_json: bool, words: Words) -> int:
@@ -285,10 +296,11 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     named: the first word of a command line. If it is a command, no other command's file is imported, nor its imports.
     """
+    wanted = [file for file, names in FILES.items() if set(named) & {*names} - {"completion"}]  # it lists every command
     top = _Parser(
         prog="trimtab", allow_abbrev=False,
         description="Run a quantized multimodal model with LoRA adapters on a GPU that it does not fit.",
-        epilog=exit_codes_text(), formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=None if wanted else exit_codes_text(), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     top.add_argument(
         "-V",
@@ -307,7 +319,6 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         made.set_defaults(command=function, parser=made, name_of_command=name)
         return made
 
-    wanted = [file for file, names in FILES.items() if set(named) & {*names} - {"completion"}]  # it lists every command
     for file in wanted or FILES:
         importlib.import_module(f"trimtab.cli.{file}").add(command)
     for name, each in commands.choices.items():

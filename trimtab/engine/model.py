@@ -47,7 +47,7 @@ from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
-from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
+from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change
 from trimtab.planning.plan.files_read import FilesRead
 from trimtab.planning.request.dtypes import was_chosen
 from trimtab.planning.values.execution import CAPTURED
@@ -98,7 +98,6 @@ class LoadedModel(Asking):
         self.turns = Turns()
         # Held while an adapter is exchanged, when its name is attached to nothing for a moment.
         self.exchanging = threading.RLock()
-        self.mixes = mixes.Mixes(self)
         self.preparing = threading.Lock()
         self.batch_kept: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
@@ -118,9 +117,9 @@ class LoadedModel(Asking):
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
             undo.callback(self.close)
-            if cudnn.is_left_out(plan):
+            if self.device.type == "cuda" and cudnn.is_left_out(plan):
                 self._give_back_attention = cudnn.of_this_process().leave_out(self)
-            self._attention_at_load = cudnn.why_without(plan, self.device)
+            self._attention_at_load = self._why_without_cudnn()
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 check_kv(plan.request.kv, self.anatomy)  # the plan may be an edited file
@@ -137,11 +136,20 @@ class LoadedModel(Asking):
             if self.dtype == torch.float16 and was_chosen(plan.dtype_reason):
                 with self._out_of_memory_named("measuring activations"):
                     float16_check.check(self)
-            self.prompt_room = room_of(plan, self.anatomy, self.device)
-            self._prepare_steps()
-            if plan.request.batch == 1:  # the batch's owner prepares several rows
-                transient_room.take(plan, self.device)
+            if self.device.type == "cuda":
+                self.prompt_room = room_of(plan, self.anatomy, self.device)
+                self._prepare_steps()
+                if plan.request.batch == 1:  # the batch's owner prepares several rows
+                    transient_room.take(plan, self.device)
             undo.pop_all()
+
+    @cached_property
+    def mixes(self) -> mixes.Mixes:
+        """The attached sums of adapters."""
+        return mixes.Mixes(self)
+
+    def _why_without_cudnn(self) -> str | None:
+        return cudnn.why_without(self.plan, self.device) if self.device.type == "cuda" else None
 
     def _attach_planned(self, name: str, held: HeldAdapter) -> None:
         """Attach an adapter of the plan. Errors: AdapterError if its files are no longer the ones that were planned."""
@@ -166,7 +174,7 @@ class LoadedModel(Asking):
     def _prepare_steps(self) -> None:
         """Capture the planned steps now: failed captures on this card are known when the model is loaded."""
         step = self.plan.execution.step
-        if self.device.type != "cuda" or step.mode not in CAPTURED or self.decode == "eager" or self.plan.request.batch > 1:
+        if step.mode not in CAPTURED or self.decode == "eager" or self.plan.request.batch > 1:
             return  # the batch's owner prepares several rows
         if self.context_tokens < 2:
             return  # a prompt of one token leaves no room for a step
@@ -253,7 +261,8 @@ class LoadedModel(Asking):
 
     def close(self) -> None:
         """Free all memory on every device, and the disk tier's file. A second call does nothing."""
-        wait_for_all(self.device)  # steps that were queued ahead read host memory that is given back here
+        if self.device.type == "cuda":
+            wait_for_all(self.device)  # steps that were queued ahead read host memory that is given back here
         self._give_back_attention()
         loaded, self._loaded = self._loaded, None
         if self.prompt_room is not None:
@@ -295,6 +304,9 @@ class LoadedModel(Asking):
         Without it, `load_adapter` does the same at once. Errors: AdapterError if it fits another model, DeviceError.
         """
         fitting, device = self.fitting(held), self.device
+        if not fitting.rest:
+            self._base_values.setdefault(held, BaseValues({}, frozenset()))
+            return
         pieces = base_values(
             self.hf_model, fitting.rest, read=lambda entry: held.tensors[entry.file, entry.start], device=device,
             dtype=getattr(torch, ADAPTER_DTYPE),
@@ -309,7 +321,9 @@ class LoadedModel(Asking):
             yield
 
     def _check_head(self, path: str | Path, spec: AdapterSpec) -> None:
-        change = head_change({spec.file.folder.name: spec}, self.anatomy) if refuses_head_change(self.plan) else ""
+        execution = self.plan.execution
+        is_chosen = execution.head == "int8" and not execution.is_head_asked
+        change = head_change({spec.file.folder.name: spec}, self.anatomy) if is_chosen else ""
         if change:
             raise AdapterError(
                 path, [f"{change}, and the plan chose an 8-bit output head, which an adapter cannot change later"],
@@ -442,7 +456,7 @@ class LoadedModel(Asking):
         kept = None if self.prefix_cache is None else self.prefix_cache.why_not
         loaded |= {} if kept is None else {"prefix cache": kept}
         # Graphs captured while loading stay as they are when the other model is closed.
-        attention = cudnn.why_without(self.plan, self.device) or self._attention_at_load
+        attention = self._why_without_cudnn() or self._attention_at_load
         loaded |= {} if attention is None else {"cuDNN's attention": attention}
         return (*(Fallback(what, why) for what, why in loaded.items()), *self.own_fallbacks, *own)
 
@@ -469,8 +483,8 @@ class LoadedModel(Asking):
 
         with self.preparing:  # a tokenizer is one thread's at a time
             return chat.prepare(
-                self, prompt, images=several(image), audios=several(audio), system=system,
-                template_kwargs=dict(template_kwargs or {}),
+                self, prompt, images=() if image is None else several(image), audios=() if audio is None else several(audio),
+                system=system, template_kwargs=dict(template_kwargs or {}),
             )  # fmt: skip
 
     def generate(
@@ -549,8 +563,11 @@ class LoadedModel(Asking):
 
     @contextmanager
     def _out_of_memory_named(self, what: str) -> Iterator[None]:
-        with naming_out_of_memory(what, self.plan, self.device):
+        try:
             yield
+        except Exception:
+            with naming_out_of_memory(what, self.plan, self.device):
+                raise
 
     def memory(self) -> dict[str, int]:
         """Return measured bytes by name.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil, prod
 from typing import Any, Literal
 
@@ -228,6 +228,7 @@ def is_dequantized(name: str) -> bool:
     return stored_format(name).is_dequantized
 
 
+@cache
 def rounds_change(name: str) -> bool:
     """Return whether PEFT rounds an adapter's change before it adds it, over weights in a format.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import struct
 from collections import Counter
@@ -31,16 +30,9 @@ COPY_BYTES = 8 * 2**20
 _TURNED = ("attn_q", "attn_k")
 
 
-def is_lora_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a GGUF file."""
-    return os.fspath(path).lower().endswith(".gguf") and os.path.isfile(path)
-
-
 def adapter_folder(path: str, width: int = 0) -> str:
-    """Return the PEFT folder of a LoRA in a GGUF file, made if it is missing; any other path unchanged. width: of the model's
-    heads; without it the rows of `turned` modules stay in the file's order. Errors: AdapterError."""
-    if not is_lora_file(path):
-        return path
+    """Return the PEFT folder of a LoRA in a GGUF file, made if it is missing. width: of the model's heads; without it the rows of
+    `turned` modules stay in the file's order. Errors: AdapterError."""
     file = Path(path).absolute()
     try:
         return str(folder_for(file, lambda made: _write(read_gguf(file), made, width), width))

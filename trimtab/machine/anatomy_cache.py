@@ -20,8 +20,8 @@ from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
 from trimtab.checkpoint.renames import Rename
 from trimtab.formats.packed import split_packed
-from trimtab.machine.installed import versions
 from trimtab.process.json_file import JsonError, parse, read_bytes
+from trimtab.process.packages import deciding_versions
 from trimtab.process.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.request import LoadRequest
 
@@ -50,7 +50,7 @@ def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = 
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(), "has_weights": checkpoint.has_weights,
         "quant": request.quant, "dtype": request.dtype, "keep_unquantized": request.keep_unquantized, "head": request.head,
         "keeps_16bit": keeps_16bit,
-        "versions": versions(), "makers": [_stamp(Path(__file__).parent.parent / name) for name in MAKERS],
+        "versions": deciding_versions(), "makers": [_stamp(Path(__file__).parent.parent / name) for name in MAKERS],
     }  # fmt: skip
     return json.dumps(facts, sort_keys=True)
 

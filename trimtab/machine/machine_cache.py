@@ -17,12 +17,12 @@ from contextlib import suppress
 from trimtab.errors import RequestError
 from trimtab.machine import gpus
 from trimtab.machine import rates_cache as rates_file
-from trimtab.machine.installed import torch_build, versions
 from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
 from trimtab.planning.request.card_machine import context_bytes
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.machine import Machine
 from trimtab.process.json_file import parse
+from trimtab.process.packages import deciding_versions, torch_build
 from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
 
 # Host memory that the first forward on a GPU adds permanently: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
@@ -128,4 +128,4 @@ def _facts(device: str) -> dict[str, int] | None:
 def _key(device: str) -> str:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = {name: os.environ.get(name) for name in THREAD_VARIABLES}
-    return json.dumps([device.partition(":")[0], versions(), threads, count])
+    return json.dumps([device.partition(":")[0], deciding_versions(), threads, count])

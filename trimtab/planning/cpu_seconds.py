@@ -16,7 +16,6 @@ from trimtab.formats.record import stored_format
 from trimtab.planning.memory.activations import Use
 from trimtab.planning.memory.unpacked import ITEM
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.step_work import works_of
 from trimtab.planning.values.blocks import Block, Leaf, blocks_of, leaves_of, tied_paths
 from trimtab.planning.values.byte_sizes import Rates, Weights, seconds
 from trimtab.planning.values.execution import head_bytes, head_rows
@@ -30,11 +29,8 @@ FORM_OPERATIONS = {"absmax": 60, "SCB": 110}
 
 
 def with_cpu_seconds(plan: Plan, anatomy: Anatomy, use: Use) -> Plan:
-    """Return a plan for the CPU with the seconds of its blocks, prompt and step predicted from the CPU's rates; for a GPU
-    unchanged."""
-    if plan.execution_device != "cpu":
-        return plan
-    rates, works, quant = plan.rates, works_of(use), plan.request.quant
+    """Return a plan for the CPU with the seconds of its blocks, prompt and step predicted from the CPU's rates."""
+    rates, works, quant = plan.rates, use.works(), plan.request.quant
     launched = replace(rates, launch_s=rates.launch_s * LINEAR_OPERATIONS[0 if plan.request.adapters else 1])
     read_s = _read_s(anatomy, quant, rates, is_unpacked=ITEM in plan.gpu)
 

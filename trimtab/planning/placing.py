@@ -17,7 +17,7 @@ from trimtab.planning.plan.plan import Plan
 from trimtab.planning.reasons import Reasons, refusal
 from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
 from trimtab.planning.search import Search
-from trimtab.planning.step_work import prompt_linears, step_work, works_of
+from trimtab.planning.step_work import prompt_linears, step_work
 from trimtab.planning.values.blocks import Block, blocks_of, places_of, quant_of, stored_of, unquantized_of
 from trimtab.planning.values.budget import Choice, Item, Limits, Totals, slots_of, totals_of
 from trimtab.planning.values.byte_sizes import Rates, Weights, allocated_bytes, allocator_reserve_bytes, seconds, unhidden_s
@@ -121,10 +121,10 @@ class _Planner:
         self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
         self.reads_packed = self.is_captured and reads_packed(mode, anatomy, request.quant)
-        in_place = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
-        self.has_room = captures_prompts and in_place
         most = min(self.use.prefill_tokens, self.use.context_tokens)
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
+        in_place = bool(self.chunks) and has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
+        self.has_room = captures_prompts and in_place
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
             chunk_tokens=max(self.chunks, default=0), is_fused=mode == "fused", has_room=self.has_room, in_place=in_place,
@@ -133,11 +133,11 @@ class _Planner:
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
         self.execution_bytes = self._execution_bytes()
-        self.prefix_bytes = prefix_bytes(
-            anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens,
-            is_kept=bool(request.prefix_cache_bytes) and not machine.on_cpu,
-        )  # fmt: skip
-        self.works = works_of(self.use)
+        keeps_prefixes = bool(request.prefix_cache_bytes) and not machine.on_cpu
+        self.prefix_bytes = (
+            prefix_bytes(anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens) if keeps_prefixes else {}
+        )
+        self.works = self.use.works()
         kept = id(anatomy), request.quant, self.use, self.is_captured
         self.items = (not self.asked and known.items.get(kept)) or [self._item(block) for block in self.blocks]
         if not self.asked:
@@ -286,6 +286,8 @@ class _Planner:
         place.
         """
         if not self.captures_prompts:
+            if not self.chunks:
+                return {}
             return uncaptured_bytes(self.anatomy, self.chunks, quant=self.request.quant, has_adapters=bool(self.adapter_sizes))
         sizes = self.adapter_sizes.values()
         is_switched = len(sizes) > 1 or self.use.batch > 1
@@ -313,7 +315,7 @@ class _Planner:
             disk_budget_bytes=self.given.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
             run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,
             load_bytes=fixed,
-            host_bytes=machine.process_bytes + request.prefix_cache_bytes + self.held_bytes + self.media.nbytes,
+            host_bytes=machine.process_bytes + request.prefix_cache_bytes + self.held_bytes + sum(self.media.by_item.values()),
             host_load_bytes=READ_BUFFER_BYTES,
             context_bytes=0 if on_cpu else machine.context_bytes + outside,
             reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
@@ -478,4 +480,4 @@ class _Planner:
 def _asked(request: LoadRequest, anatomy: Anatomy, blocks: Sequence[Block], machine: Machine) -> dict[str, Asked]:
     if request.device_map is not None:
         return resolve_device_map(request.device_map, blocks, anatomy, execution_device=machine.execution_device)
-    return resolve_place(request.place, blocks, anatomy)
+    return resolve_place(request.place, blocks, anatomy) if request.place else {}

@@ -72,6 +72,7 @@ def make_plan(
         raise advised(exc, given, known_of) from None
     anatomy = given.anatomy
     shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
-    plan = with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared)
-    plan = with_cpu_seconds(plan, anatomy, use_of(plan.request, anatomy, chunk_tokens=prefill_chunk_tokens))
+    plan = with_unpacked(plan if machine.on_cpu else with_towers(plan, anatomy), anatomy, shared_bytes=shared)
+    if machine.on_cpu:
+        plan = with_cpu_seconds(plan, anatomy, use_of(plan.request, anatomy, chunk_tokens=prefill_chunk_tokens))
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))

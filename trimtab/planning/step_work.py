@@ -8,21 +8,9 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.formats.record import stored_format
 from trimtab.planning.memory.activations import Use
 from trimtab.planning.memory.towers import PARTS
-from trimtab.planning.values.blocks import Block, Paid, widened_bytes
+from trimtab.planning.values.blocks import Block, widened_bytes
 from trimtab.planning.values.budget import STAGING_SLOTS, Choice
-from trimtab.planning.values.byte_sizes import Work
 from trimtab.planning.values.execution import BlockWork, StepWork, head_bytes, head_rows
-
-
-def works_of(use: Use) -> dict[Paid, Work]:
-    """Return the work of a block in a request, by kind."""
-    prompt_rows = use.prompt_tokens * use.batch
-    return {
-        "token": Work(passes=use.passes, prompt_rows=prompt_rows, step_rows=use.batch),
-        "image": Work(passes=bool(use.patches), prompt_rows=use.patches * use.batch, step_rows=0),
-        "audio": Work(passes=bool(use.sound_s), prompt_rows=use.sound_tokens * use.batch, step_rows=0),
-        "request": Work(passes=1, prompt_rows=prompt_rows, step_rows=0),
-    }
 
 
 def step_work(

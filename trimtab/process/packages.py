@@ -1,17 +1,26 @@
-"""Which packages are installed? An error names each missing package on one line, with the command that installs it."""
+"""Which releases of packages are installed? Read without importing them; an error names each missing one, and what installs it."""
 
 from __future__ import annotations
 
+import platform
+import re
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
+from trimtab._version import __version__
 from trimtab.errors import RequestError
 
 # Packages of the stock stack other than torch and transformers, which this package always needs.
 STOCK = ("accelerate", "bitsandbytes", "peft")
 # Packages whose versions can change the answers of a comparison.
 STACK = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors")
+# Packages that decide a module tree and a process's memory.
+DECIDING = ("torch", "transformers", "bitsandbytes")
 
 
 def versions_of(names: Sequence[str]) -> dict[str, str]:
@@ -60,3 +69,48 @@ def _is_installed(name: str) -> bool:
         return find_spec(name) is not None
     except (ImportError, ValueError):
         return False
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The build of torch. cuda: such as (12, 8), None for a build without it. has_hip: a build for AMD's GPUs."""
+
+    version: str
+    cuda: tuple[int, ...] | None
+    has_hip: bool
+
+
+@cache
+def torch_build() -> TorchBuild | None:
+    """Return torch's build from the file that the build wrote; None if it cannot be read."""
+    folder = _folder("torch")
+    try:
+        text = "" if folder is None else (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    pairs = re.findall(r"^(\w+)\s*(?::[^=\n]+)?=\s*(None|'[^'\n]*'|\"[^\"\n]*\")", text, re.MULTILINE)
+    values = {name: None if value == "None" else value[1:-1] for name, value in pairs}
+    name = values.get("__version__")
+    if name is None or not {"cuda", "hip"} <= values.keys():
+        return None
+    cuda = values["cuda"]
+    numbers = None if cuda is None else tuple(int(part) for part in re.findall(r"\d+", cuda))
+    return TorchBuild(name, numbers, values["hip"] is not None)
+
+
+def _folder(package: str) -> Path | None:
+    spec = find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+@cache
+def deciding_versions() -> dict[str, str]:
+    """Return the values that decide a module tree and a process's memory: releases of packages, their folders, and
+    Python's release.
+    """
+    values = {"python": platform.python_version(), "system": sys.platform, "trimtab": __version__}
+    for package in DECIDING:
+        values[package] = version_of(package) or "missing"
+        values[f"{package} folder"] = str(_folder(package))
+    build = torch_build()
+    return values | {"torch build": str(build)}

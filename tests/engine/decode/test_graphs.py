@@ -545,7 +545,7 @@ def test_what_a_first_request_does_not_need_is_captured_in_moments_without_reque
         batch.captures_ahead.prepare()
     batch.leave(prompt.row)
     batch.captures_ahead.prepare(first=True)
-    while not batch.captures_ahead.is_over:
+    while batch.captures_ahead.left:
         batch.captures_ahead.prepare_more()
         counts.append(batch.steps.captures)
         assert batch.active == [] and batch.free_rows == 6 and not batch.cache.positions.any()
@@ -565,7 +565,7 @@ def test_steps_asked_for_by_name_and_budgets_without_room_for_later_graphs_are_c
             monkeypatch.setattr(transient_room, "is_wanted", lambda plan, device: True)
             monkeypatch.setattr(transient_room, "take", lambda plan, device: 0)
         batch.captures_ahead.prepare(first=True)
-        assert batch.steps.captures == 3 and batch.captures_ahead.is_over
+        assert batch.steps.captures == 3 and not batch.captures_ahead.left
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
@@ -579,7 +579,7 @@ def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_
     monkeypatch.setattr(step_capture.StepCapture, "record", fail)
     with pytest.raises(DeviceError, match="out of memory"):
         batch.captures_ahead.prepare_more()
-    assert batch.captures_ahead.is_over and batch.active == [] and not batch.cache.positions.any()
+    assert not batch.captures_ahead.left and batch.active == [] and not batch.cache.positions.any()
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")

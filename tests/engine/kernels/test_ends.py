@@ -13,7 +13,8 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import step_ends as cpu_module
 from tests.engine.kernels.test_fused import close
 from tests.long_runs import slow_on_cpu
-from trimtab.engine.cuda import finite, nvrtc
+from trimtab.engine.batch.sampling import check_logits
+from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.layers import embedding as tables
@@ -144,7 +145,7 @@ def test_a_token_is_refused_exactly_where_eager_refuses_its_logits(dtype, kernel
     capped = modules_scores(logits, softcap)[0]
     for row in range(6):
         try:
-            finite.check_logits(capped[row : row + 1], adapter=None)
+            check_logits(capped[row : row + 1], adapter=None)
         except DeviceError:
             assert int(tokens[row]) == -1
         else:

@@ -19,7 +19,8 @@ from tests.lent import lent
 from tests.long_runs import crossed
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.chat.marks import marks_of, turns_of
+from trimtab.engine.chat.control_tokens import turns_of
+from trimtab.engine.chat.marks import marks_of
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.prefix_store import Mark, PrefixKey
 from trimtab.engine.prefill.prefill import PrefillRunner

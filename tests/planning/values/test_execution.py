@@ -222,7 +222,6 @@ def test_a_weight_that_is_unpacked_into_room_of_its_own_is_counted_once():
     assert buffers("nf4-dq") > 2 * largest > buffers("int8") == buffers("int8", has_adapters=True)
     # Behind each of the 10240 rows of the gate, or more of a wider layer, the columns of adapters.
     assert buffers("nf4-dq", has_adapters=True) - buffers("nf4-dq") >= 2 * ADAPTER_COLUMNS * 10240
-    assert uncaptured_bytes(E4B, (), quant="nf4-dq", has_adapters=True) == {}
 
 
 @pytest.mark.parametrize(("gib", "head", "least"), [(4, "full", 95), (3.2, "auto", 75), (3.7, "auto", 390)])

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from trimtab.errors import RequestError
-from trimtab.serve.contract.settings import Limits, Settings, is_loopback
+from trimtab.serve.contract.head_lines import is_loopback
+from trimtab.serve.contract.settings import Limits, Settings
 
 
 def refused(call, *arguments, **options):

@@ -13,7 +13,9 @@ from trimtab.cli.chat.session import Session
 from trimtab.cli.flags.flags import (
     add_decode,
     add_placement,
+    add_pull,
     add_sampling,
+    chosen,
     decode_of,
     group_of,
     is_saved_plan,
@@ -23,8 +25,7 @@ from trimtab.cli.flags.flags import (
 )
 from trimtab.cli.flags.opening import opened, planned, say_fallbacks
 from trimtab.cli.flags.output import Command, has_color, print_text
-from trimtab.cli.flags.pull import add_pull, pull_if_asked
-from trimtab.cli.flags.weights import chosen
+from trimtab.cli.flags.pull import pull_if_asked
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning import Plan
 from trimtab.request import parse_bytes

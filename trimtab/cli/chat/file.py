@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.cli.flags.flags import read_json_object, read_text
-from trimtab.cli.flags.weights import mix_text
+from trimtab.cli.flags.flags import mix_text, read_json_object, read_text
 from trimtab.errors import RequestError
 from trimtab.process.files import write_text
 

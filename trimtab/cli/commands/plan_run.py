@@ -24,11 +24,13 @@ from trimtab.cli.flags.flags import (
     add_device,
     add_dtype,
     add_placement,
+    add_pull,
     add_sampling,
     answer_length,
     as_text,
     check_folder_of,
     check_media,
+    chosen,
     decode_of,
     group_of,
     is_saved_plan,
@@ -41,15 +43,13 @@ from trimtab.cli.flags.flags import (
 from trimtab.cli.flags.highlight import Style
 from trimtab.cli.flags.opening import end_text, opened, planned, say_beside, say_fallbacks
 from trimtab.cli.flags.output import Command, print_json, print_text, show
-from trimtab.cli.flags.pull import add_pull, pull_if_asked
-from trimtab.cli.flags.weights import chosen
+from trimtab.cli.flags.pull import pull_if_asked
 from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning.options import Option
 from trimtab.planning.plan.plan import check_is_plan
 from trimtab.planning.request.overrides import NO_GPU
 from trimtab.process import phases
-from trimtab.report.render import WIDEST
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from trimtab.planning.options import options_document
     from trimtab.planning.values.cards import find_card
     from trimtab.report.charts import check_path
+    from trimtab.report.render import WIDEST
 
     if options.card == LIST:
         return _print_cards(options)
@@ -255,7 +256,8 @@ def _patch(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_run(options: argparse.Namespace) -> int:
-    pull_if_asked(options)
+    if options.pull or options.revision is not None:
+        pull_if_asked(options)
     if options.prompts is not None:
         return run_many(options)
     for flag, value in (("--out", options.out), ("--rows", options.rows)):
@@ -292,13 +294,13 @@ def _stream(model: trimtab.LoadedModel, prompt: str, question: Mapping[str, Any]
     """Print an answer as it is generated, and return it."""
     from trimtab.engine.batch.generate import Timed
 
-    style = Style(sys.stdout.isatty())
+    shown: Callable[[str], str] = Style(True).printable if sys.stdout.isatty() else str
     inputs, request, adapter = model.question(prompt, question)
     timed = Timed(model, inputs, request)
     try:
         with model.answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
-                print(style.printable(piece.text), end="", flush=True)
+                print(shown(piece.text), end="", flush=True)
     except KeyboardInterrupt:
         print(flush=True)
         raise

@@ -10,10 +10,9 @@ from contextlib import closing
 from typing import Any
 
 from trimtab.cli.commands.prompts_file import AnswersFile, Doubts, PromptLine, check_answers_file, read_prompts
-from trimtab.cli.flags.flags import answer_length, check_folder_of, decode_of, plan_or_request, sampling_options, system_of
+from trimtab.cli.flags.flags import answer_length, check_folder_of, chosen, decode_of, plan_or_request, sampling_options, system_of
 from trimtab.cli.flags.opening import opened, planned, say_fallbacks
 from trimtab.cli.flags.output import print_json, print_text
-from trimtab.cli.flags.weights import chosen
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan
 from trimtab.process import phases

@@ -17,6 +17,7 @@ from trimtab.cli.flags.flags import (
     add_answer_tokens,
     add_decode,
     add_placement,
+    add_pull,
     add_stop_at_turn_end,
     decode_of,
     given_flags,
@@ -27,7 +28,7 @@ from trimtab.cli.flags.flags import (
     read_text,
 )
 from trimtab.cli.flags.output import Command, print_text, use_color
-from trimtab.cli.flags.pull import add_pull, pull_if_asked
+from trimtab.cli.flags.pull import pull_if_asked
 from trimtab.errors import RequestError
 from trimtab.process import threads
 from trimtab.process.files import write_text

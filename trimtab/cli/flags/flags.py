@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapter_names import parse_adapters, parse_unweighted
+from trimtab.adapter_names import is_mix, parse_adapters, parse_mix, parse_unweighted
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
@@ -413,3 +413,46 @@ def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
         sampling["stop"] = tuple(sampling["stop"])
     GenerateRequest(**sampling)
     return sampling
+
+
+def add_pull(command: argparse.ArgumentParser) -> None:
+    """Add --pull and --revision to a command that loads a model."""
+    group = group_of(command, "download")
+    group.add_argument("--pull", action="store_true", help="download MODEL first if it is not in the local cache")
+    group.add_argument("--revision", metavar="NAME", help="a branch, tag or commit for --pull (default: main)")
+
+
+def chosen(options: argparse.Namespace, source: Plan | LoadRequest, *, base_of_several: bool = False) -> Any:
+    """Return the active adapter: a name, name -> weight, or None for the base.
+
+    With a weight on any of them and no --use, all adapters are combined. base_of_several: whether several adapters
+    without a weight select the base. `base` means no adapter, unless an adapter has that name. Errors: RequestError.
+    """
+    weights = {one.name: one.weight for one in parse_adapters(options.adapter or (), field="--adapter")}
+    request = source.request if isinstance(source, Plan) else source
+    names, use = list(request.adapters), options.use
+    if use is not None and is_mix(use):
+        mix = parse_mix(use, field="--use")
+        for name in mix:
+            adapter_to_use(name, names)
+            if weights.get(name, 1) != 1:
+                raise RequestError(
+                    f"the weight of {name} in --adapter has no effect with a mix; set it in --use alone", field="--use", value=use
+                )
+        return mix
+    if use == BASE and BASE not in names:
+        return None
+    if use is None and any(weight != 1 for weight in weights.values()):
+        return dict(weights)
+    if use is None and base_of_several and len(names) > 1:
+        return None
+    one = adapter_to_use(use, names, also=(BASE,))
+    weight = 1.0 if one is None else weights.get(one, 1.0)
+    return one if weight == 1 else {one: weight}
+
+
+def mix_text(adapter: Any) -> str:
+    """Return the text form of an adapter or a mix."""
+    if isinstance(adapter, Mapping):
+        return "+".join(f"{name}:{weight:g}" for name, weight in adapter.items())
+    return BASE if adapter is None else str(adapter)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trimtab
+from trimtab.adapters.file import peft_folder
 from trimtab.adapters.weights_beside import weights_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.flags.output import print_text
-from trimtab.gguf.adapter import adapter_folder
 from trimtab.machine import preload
 from trimtab.process import phases
 from trimtab.request import LoadRequest
@@ -63,7 +62,7 @@ def say_beside(adapters: Mapping[str, str]) -> None:
     adapters.
     """
     for name, path in adapters.items():
-        for note in weights_beside(Path(adapter_folder(path)))[1]:
+        for note in weights_beside(peft_folder(path))[1]:
             print_text(f"adapter {name}: {note}", file=sys.stderr)
 
 

@@ -72,9 +72,9 @@ class _Above:
 
 
 @contextmanager
-def shown(command: str, *, is_wanted: bool = True) -> Iterator[None]:
+def shown(command: str) -> Iterator[None]:
     """Show the phases of the block if stderr is a terminal, the first phase of the command at once."""
-    if not (is_wanted and _is_terminal(sys.stderr)):
+    if not _is_terminal(sys.stderr):
         yield
         return
     line, before = PhaseLine(sys.stderr), {"stdout": sys.stdout, "stderr": sys.stderr}

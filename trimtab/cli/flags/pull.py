@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.folder import find_folder
-from trimtab.cli.flags.flags import group_of
 from trimtab.cli.flags.output import Command, print_json, print_text
 from trimtab.errors import CheckpointError, RequestError, gib
 
@@ -39,13 +38,6 @@ def pull(model: str, *, revision: str | None, as_json: bool) -> Any:
 
     say = None if as_json else lambda text: print_text(text, file=sys.stderr, flush=True)
     return download.pull(model, revision=revision, say=say)
-
-
-def add_pull(command: argparse.ArgumentParser) -> None:
-    """Add --pull and --revision to a command that loads a model."""
-    group = group_of(command, "download")
-    group.add_argument("--pull", action="store_true", help="download MODEL first if it is not in the local cache")
-    group.add_argument("--revision", metavar="NAME", help="a branch, tag or commit for --pull (default: main)")
 
 
 def pull_if_asked(options: argparse.Namespace) -> None:

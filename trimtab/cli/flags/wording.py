@@ -20,27 +20,19 @@ _BUDGETS = ("--gpu-memory", "--host-memory")
 
 @dataclass(frozen=True)
 class Words:
-    """The user's names of a command's arguments. flags: argument -> flag. keys: flag -> key of the TOML file `file`."""
+    """The user's names of a command's arguments. options: the parsed command line. keys: flag -> key of the file of --config."""
 
-    flags: Mapping[str, str] = field(default_factory=dict)
+    options: argparse.Namespace | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
-    file: str = ""
 
     def of(self, text: str, field: object) -> str:
         """Return an error's text with these names. field: the error's, which begins the text; None: it does not."""
-        return in_keys(in_flags(text, field, self.flags), self.keys, self.file)
-
-
-def words_of(options: argparse.Namespace) -> Words:
-    """Return the names for a parsed command line."""
-    flags = flags_of(options.parser)
-    if getattr(options, "max_memory", None) is not None and getattr(options, "device", None) is None:
-        flags["device"] = "--max-memory"  # which chose it
-    if getattr(options, "config", None) is None:
-        return Words(flags)
-    from trimtab.serve.config_file import keys_of
-
-    return Words(flags, keys_of(options), options.config)
+        if self.options is None:
+            return text
+        flags = flags_of(self.options.parser)
+        if getattr(self.options, "max_memory", None) is not None and getattr(self.options, "device", None) is None:
+            flags["device"] = "--max-memory"  # which chose it
+        return in_keys(in_flags(text, field, flags), self.keys, getattr(self.options, "config", None) or "")
 
 
 def flags_of(command: argparse.ArgumentParser) -> dict[str, str]:

@@ -34,7 +34,6 @@ from trimtab.engine.batch.queued_step import QueuedStep
 from trimtab.engine.batch.request import Constraint, PendingToken, Prompt, Row, SampledToken
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.chat.turn_end import end_token_ids
-from trimtab.engine.cuda import finite
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
 from trimtab.engine.decode.step_choice import Fallback
@@ -542,7 +541,7 @@ class Batch:
     def _draw(self, row: Row, logits: Tensor, token: int) -> SampledToken:
         if token < 0:
             # A GPU that samples from such a row is lost for all of them.
-            raise finite.no_numbers(self.model.device, adapter=row.adapter)
+            raise hf_generate.no_numbers(self.model.device, adapter=row.adapter)
         if row.constraint is not None:
             token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
         top_count = self._top[row]

@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor
 
 from trimtab.engine.chat.turn_end import end_token_ids
-from trimtab.engine.cuda import finite
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
@@ -44,7 +43,7 @@ class _Numbers(transformers.LogitsProcessor):  # type: ignore[misc]
         self.adapter = adapter
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        finite.check_logits(scores, adapter=self.adapter)
+        check_logits(scores, adapter=self.adapter)
         return scores
 
 
@@ -302,3 +301,15 @@ def generate(
             )  # fmt: skip
         finally:
             model.generation_config = own
+
+
+def check_logits(logits: Tensor, *, adapter: str | None) -> None:
+    """Raise DeviceError unless the largest logit of every row is finite: from such a row no token can be chosen."""
+    if not bool(logits.max(dim=-1).values.isfinite().all()):
+        raise no_numbers(logits.device, adapter=adapter)
+
+
+def no_numbers(device: torch.device, *, adapter: str | None) -> DeviceError:
+    """Return the error for logits that are NaN or infinite."""
+    hint = f"Check the weights of adapter {adapter!r}" if adapter else "Check the model's weights"
+    return DeviceError("the model's logits are NaN or infinite", device=str(device), hint=hint)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.engine.cuda import finite
+from trimtab.engine.batch.sampling import check_logits
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
@@ -73,7 +73,7 @@ class PromptScores:
                 past_key_values=self._cache, return_dict=True,
                 **hf_slots.prompt_positions(model.hf_model, start, end, ids.device),
             ).logits[0]  # fmt: skip
-        finite.check_logits(logits, adapter=self.adapter)
+        check_logits(logits, adapter=self.adapter)
         following = self._inputs.token_ids[start + 1 : end + 1]
         self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
         self._done = end

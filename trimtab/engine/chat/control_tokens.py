@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -329,3 +329,8 @@ def _cannot_be_text(tokens: Sequence[str]) -> RequestError:
         else "contains a control token of this model, which its tokenizer cannot read as text",
         field="prompt", hint="Leave it out",
     )  # fmt: skip
+
+
+def turns_of(token_ids: Sequence[int], control_ids: Set[int]) -> tuple[int, ...]:
+    """Return how many tokens there are up to each control token, itself included: turns, system prompts and tools end there."""
+    return tuple(place + 1 for place, token in enumerate(token_ids) if token in control_ids)

@@ -1,4 +1,4 @@
-"""Marks of a prompt's tokens: media, the ends of turns, and the opening that chats share."""
+"""Marks of a prompt's tokens: media, and the opening that chats share."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ def marks_of(token_ids: Sequence[int], kinds: Sequence[tuple[Set[int], Sequence[
         each = list(digests) if len(runs) == len(digests) else [scope_of("several", *digests)] * len(runs)
         marks += [Mark(start, end, digest) for (start, end), digest in zip(runs, each, strict=True)]
     return tuple(sorted(marks, key=lambda mark: mark.start))
-
-
-def turns_of(token_ids: Sequence[int], control_ids: Set[int]) -> tuple[int, ...]:
-    """Return how many tokens there are up to each control token, itself included: turns, system prompts and tools end there."""
-    return tuple(place + 1 for place, token in enumerate(token_ids) if token in control_ids)
 
 
 def opening_of(

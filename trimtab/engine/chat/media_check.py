@@ -44,12 +44,12 @@ def check_pictures(config: object, encoded: Mapping[str, object], pictures: Sequ
             raise _refused(number, "image", why, SHAPE_HINT)
 
 
-def check_taken(encoded: Mapping[str, object], count: int, folder: Path) -> None:
-    """Raise CheckpointError if the processor made no values of `count` images and audio clips: the model would ignore them.
+def check_taken(encoded: Mapping[str, object], folder: Path) -> None:
+    """Raise CheckpointError if the processor made no values of images and audio clips: the model would ignore them.
 
     A folder that has a tokenizer and no processor files gives a processor that takes media and drops them.
     """
-    if count and not any(isinstance(value, Tensor) and value.is_floating_point() for value in encoded.values()):
+    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in encoded.values()):
         raise CheckpointError(
             "its processor ignores images and audio", path=folder,
             hint="Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)",

@@ -17,8 +17,8 @@ from torch import Tensor
 from trimtab.engine.chat.answer_forms import AnswerForm, form_of
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.content_parts import Message, Part, empty_place, own_form, parts_in
-from trimtab.engine.chat.control_tokens import ControlTokens, PromptText
-from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest, turns_of
+from trimtab.engine.chat.control_tokens import ControlTokens, PromptText, turns_of
+from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken
 from trimtab.engine.kv.kv_cache import media_ids, placeholder_ids
@@ -454,11 +454,12 @@ def _through_processor(
         encoded = model.control_tokens.encode(encode, rendered, adds_special=adds_special)
     except (ValueError, TypeError, IndexError) as exc:
         raise RequestError(f"the model's processor refuses this prompt ({exc})", field="prompt") from exc
-    check_taken(encoded, len(pictures) + len(sounds), model.processor_folder)
-    check_pictures(model.hf_model.config, encoded, images)
-    check_frames(encoded, audio, SAMPLE_RATE)
-    digests = ([picture_digest(picture) for picture in images], [sound_digest(samples) for samples in audio])
     has_media = bool(pictures or sounds)
+    if has_media:
+        check_taken(encoded, model.processor_folder)
+        check_pictures(model.hf_model.config, encoded, images)
+        check_frames(encoded, audio, SAMPLE_RATE)
+    digests = ([picture_digest(picture) for picture in images], [sound_digest(samples) for samples in audio])
     return _inputs(model, tokenizer, encoded, device, has_media=has_media, digests=digests, rendered=rendered)
 
 

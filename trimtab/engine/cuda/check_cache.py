@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.machine.installed import versions
 from trimtab.process.json_file import parse
+from trimtab.process.packages import deciding_versions
 from trimtab.process.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 
 FOLDER = "checked"
@@ -88,7 +88,7 @@ def facts(device: torch.device) -> str:
         {
             "card": [card.name, str(getattr(card, "uuid", "")), card.total_memory, card.multi_processor_count],
             "capability": [card.major, card.minor], "driver": nvrtc.driver_version(),
-            "nvrtc": None if compiler is None else compiler.version, "versions": versions(), "sources": sources(),
+            "nvrtc": None if compiler is None else compiler.version, "versions": deciding_versions(), "sources": sources(),
         },
         sort_keys=True,
     )  # fmt: skip

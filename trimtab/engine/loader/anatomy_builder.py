@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.names import is_under, matches, near_names
-from trimtab.engine.loader.renames import read_renames
+from trimtab.checkpoint.renames import Rename
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import why_no_lora
 from trimtab.engine.lora.routers import takes_lora
@@ -39,14 +39,15 @@ READS_WHOLE_TABLE = ("deberta", "diffusion_gemma", "t5gemma")
 def build_anatomy(
     model: HFModel, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
-    windows: tuple[int | None, ...] | None, head: str = "full", file_dtype: Callable[[str], str | None] | None = None,
+    windows: tuple[int | None, ...] | None, renames: tuple[Rename, ...], head: str = "full",
+    file_dtype: Callable[[str], str | None] | None = None,
 ) -> Anatomy:  # fmt: skip
     """Return one row a module that owns tensors or wraps one.
 
-    windows: of the layers of stock's cache, None to read them from the config. head: "int8" makes the output head a separate
-    module, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up or multiplied stay
-    in it if it has fewer bits than `dtype`; None where all are cast. Errors: RequestError for a pattern that names nothing, and for
-    a model without such a head.
+    windows: of the layers of stock's cache, None to read them from the config. renames: of `read_renames`. head: "int8" makes the
+    output head a separate module, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up
+    or multiplied stay in it if it has fewer bits than `dtype`; None where all are cast. Errors: RequestError for a pattern that
+    names nothing, and for a model without such a head.
     """
     copies: dict[str, str] | None = None
     if head == "int8":
@@ -64,7 +65,7 @@ def build_anatomy(
         model_class=type(model).__name__, model_type=str(config.model_type), dtype=dtype, rows=rows,
         kv_layers=tuple(caches.layers()), hidden_size=int(text.hidden_size), vocab_size=int(text.vocab_size),
         missing_projections=tuple(caches.missing_projections()), prequantized=kinds[0] if kinds else None,
-        tower_tokens=tuple(_tower_tokens(config)), renames=read_renames(model),
+        tower_tokens=tuple(_tower_tokens(config)), renames=renames,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.memory.rates import spill_folder
 from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.tiers import streaming as tiers
-from trimtab.engine.tiers.arena import Arena
+from trimtab.engine.tiers.arena import Arena, Part
 from trimtab.engine.tiers.reader import Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
@@ -98,7 +98,7 @@ def fill(
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
     anatomy = hf.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
-        keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason),
+        keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason), is_to_plan=request.kv != "full",
     )  # fmt: skip
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
@@ -382,7 +382,7 @@ class _Filler:
         forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight": (shape, torch.int8), "scale": (shape[:1], torch.float32),
         }  # fmt: skip
-        places: dict[str, tiers.Part] | None = None
+        places: dict[str, Part] | None = None
         if tier == "resident":
             parts = self.arena.room(forms)
         elif tier == "host":
@@ -440,7 +440,7 @@ class _Filler:
         return self.codes.share(quantize(dense, self.plan.request.quant)) if row.quantized else keep(dense)
 
     def _staged(
-        self, packed: Packed, places: Mapping[str, tiers.Part], writer: tiers.GroupWriter
+        self, packed: Packed, places: Mapping[str, Part], writer: tiers.GroupWriter
     ) -> Callable[[tiers.Streamer], tiers.Staged]:
         facts, piece = packed.with_parts({}, packed.codes), len(writer.group.piece_starts)
         return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)

@@ -25,6 +25,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.checkpoint.config_limits import MOST_BUFFER_BYTES, MOST_MODULES, check_declared
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.renames import Rename
 from trimtab.engine.loader.anatomy_builder import build_anatomy
 from trimtab.engine.loader.tracing import (  # fmt: skip
     Expression,
@@ -382,18 +383,14 @@ def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquant
 
 def anatomy_of(
     probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full",
-    keeps_16bit: bool = False,
+    keeps_16bit: bool = False, is_to_plan: bool = True,
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a probed checkpoint, made once.
 
-    keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). Errors:
-    RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
+    keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). is_to_plan: also
+    find which executions it supports, which a load of a finished plan does not ask. Errors: RequestError if a keep_unquantized
+    pattern names no linear, or if the model has no head that could be in 8 bits.
     """
-    from trimtab.engine.families import families
-    from trimtab.engine.kv import kv_cache as hf_slots
-    from trimtab.engine.passes import chunk_forward as hf_prefill
-    from trimtab.engine.passes import media_embeddings as hf_prompt_media
-
     key = quant, tuple(keep_unquantized), head, keeps_16bit
     if key in probed.anatomies:
         return probed.anatomies[key]
@@ -402,7 +399,7 @@ def anatomy_of(
         built = build_anatomy(
             probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
             unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
-            windows=_cache_windows(probed.config), head=head,
+            windows=_cache_windows(probed.config), head=head, renames=read_renames(probed.model),
             file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
         )  # fmt: skip
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
@@ -410,6 +407,13 @@ def anatomy_of(
             f"has values that do not go together for {type(probed.model).__name__} ({type(exc).__name__}: {exc})",
             path=checkpoint.folder / CONFIG,
         ) from exc
+    if not is_to_plan:
+        return built
+    from trimtab.engine.families import families
+    from trimtab.engine.kv import kv_cache as hf_slots
+    from trimtab.engine.passes import chunk_forward as hf_prefill
+    from trimtab.engine.passes import media_embeddings as hf_prompt_media
+
     anatomy = probed.anatomies[key] = replace(
         built,
         capture_unsupported=hf_slots.why_not(probed.model),
@@ -439,6 +443,29 @@ def _cache_windows(config: Any) -> tuple[int | None, ...] | None:
     except Exception:  # a model with a separate kind of cache
         return None
     return tuple(getattr(layer, "sliding_window", None) for layer in layers)
+
+
+# Others convert values too, or depend on which names were seen before.
+_KINDS = ("WeightRenaming", "PrefixChange")
+
+
+def read_renames(model: HFModel) -> tuple[Rename, ...]:
+    """Return the model's renames in the order in which they apply, those of its sub-models included.
+
+    Source: transformers 5.6.2 to 5.23.0, conversion_mapping.py get_model_conversion_mapping; 5.6.2 writes the prefix of a
+    sub-model into its patterns, later releases hold it apart.
+    """
+    from transformers import conversion_mapping
+
+    return tuple(
+        Rename(
+            getattr(transform, "base_model_prefix", None) or "" if scope is not None else "", scope or "",
+            transform.source_patterns[0], transform.target_patterns[0],
+        )
+        for transform in conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+        if type(transform).__name__ in _KINDS
+        for scope in (getattr(transform, "scope_prefix", None),)
+    )  # fmt: skip
 
 
 # Processors -----------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     model = batch.model
     if not prompt.done_tokens:
         is_text = not prompt.inputs.has_media and prompt.logits is None
-        prompt.begin(ends_in_step=is_text and open_prompts.ends_in_step(prompt, batch))
-        if not batch.prompts.tower_passes.is_between_pieces(prompt):
+        prompt.begin(ends_in_step=is_text and bool(batch.active) and open_prompts.ends_in_step(prompt, batch))
+        if not (prompt.inputs.has_media and batch.prompts.tower_passes.is_between_pieces(prompt)):
             batch.prefixes.resume(prompt)
     tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
     start, last = prompt.done_tokens, count - prompt.ends_in_step
@@ -31,7 +31,7 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
         prompt.begin_chunk(0)
         return True
     # An image or audio clip is in one pass with its tokens, unless its towers were computed before.
-    is_embedded = batch.prompts.tower_passes.has_embeddings(prompt)
+    is_embedded = prompt.inputs.has_media and batch.prompts.tower_passes.has_embeddings(prompt)
     is_whole = prompt.inputs.has_media and not start and not is_embedded
     cache = prompt.cache if prompt.cache is not None else hf_slots.prompt_cache(model.hf_model, batch.cache.kv)
     chunk = model.prefill_tokens or count

@@ -24,12 +24,7 @@ class CaptureAhead:
 
     def __init__(self, batch: Rows) -> None:
         self.batch, self.model = batch, batch.model
-        self._left: list[tuple[str, list[int]]] = []  # ("steps" or "prompts", sizes; none: prompts of several)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left for `prepare_more`."""
-        return not self._left
+        self.left: list[tuple[str, list[int]]] = []  # ("steps" or "prompts", sizes; none: prompts of several), for `prepare_more`
 
     def prepare(self, expected: Iterable[HeldAdapter] = (), *, first: bool = False) -> None:
         """Capture the steps and prompts that the first requests would otherwise wait for; where steps are not captured, do nothing.
@@ -39,7 +34,7 @@ class CaptureAhead:
         too. Errors: RequestError while requests are running; DeviceError if memory runs out or a requested mode is unavailable.
         """
         self._check_idle()
-        self._left = []
+        self.left = []
         steps, prompts = self.batch.steps, self.batch.prompts
         if not steps.is_captured:
             return
@@ -50,13 +45,13 @@ class CaptureAhead:
         self._capture_steps(token, expected, now)
         self._capture_prompts(token, chunks[:1] if first and chunks else None)
         if first:
-            self._left = [("prompts", [size]) for size in chunks[1:]] + ([("prompts", [])] if chunks else [])
-            self._left += [("steps", [size]) for size in sizes if size not in now]
+            self.left = [("prompts", [size]) for size in chunks[1:]] + ([("prompts", [])] if chunks else [])
+            self.left += [("steps", [size]) for size in sizes if size not in now]
         transient_room.take(self.model.plan, self.model.device)
 
     def prepare_more(self, expected: Iterable[HeldAdapter] = ()) -> None:
         """Capture the next of the remaining graphs. Errors: as `prepare`; then nothing more is captured before its first use."""
-        pending, self._left = self._left, []
+        pending, self.left = self.left, []
         self._check_idle()
         if not pending or not self.batch.steps.is_captured:
             return
@@ -65,7 +60,7 @@ class CaptureAhead:
             self._capture_prompts(self._token(), sizes)
         else:
             self._capture_steps(self._token(), expected, sizes)
-        self._left = pending[1:]
+        self.left = pending[1:]
 
     def _check_idle(self) -> None:
         rows = len(self.batch.active) + len(self.batch.placed) + len(self.batch.prompts.jobs)

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.tiers.streaming import Part, aligned
+
+# One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors; 256 keeps every part aligned for both.
+ALIGN_BYTES = 256
+
+
+def aligned(byte_count: int) -> int:
+    """Return the size rounded up to the alignment of a part inside a block buffer."""
+    return -(-byte_count // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True)
+class Part:
+    """The place of one tensor inside its block's buffer."""
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, buffer: Tensor) -> Tensor:
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 class Arena:

@@ -21,32 +21,13 @@ from torch import Tensor
 
 from trimtab.engine.cuda.capture_stream import wait_for_all
 from trimtab.engine.formats.packed import Packed
+from trimtab.engine.tiers.arena import Part, aligned
 from trimtab.engine.tiers.reader import HostMemory
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError
 from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in
 
-# One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors; 256 keeps every part aligned for both.
-ALIGN_BYTES = 256
 HELD_BYTES = 128 * 2**20
-
-
-def aligned(byte_count: int) -> int:
-    """Return the size rounded up to the alignment of a part inside a block buffer."""
-    return -(-byte_count // ALIGN_BYTES) * ALIGN_BYTES
-
-
-@dataclass(frozen=True)
-class Part:
-    """The place of one tensor inside its block's buffer."""
-
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def view(self, buffer: Tensor) -> Tensor:
-        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(eq=False)

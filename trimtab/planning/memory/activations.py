@@ -25,8 +25,8 @@ from trimtab.formats.record import (
     is_dequantized,
     stored_format,
 )  # fmt: skip
-from trimtab.planning.values.blocks import quant_of, widened_bytes
-from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
+from trimtab.planning.values.blocks import Paid, quant_of, widened_bytes
+from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES, Work
 from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes
 from trimtab.planning.values.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
 from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
@@ -135,6 +135,16 @@ class Use:
     def sound_tokens(self) -> int:
         return ceil(self.sound_s * SOUND_TOKENS_PER_S)
 
+    def works(self) -> dict[Paid, Work]:
+        """Return the work of a block in such a request, by kind."""
+        prompt_rows = self.prompt_tokens * self.batch
+        return {
+            "token": Work(passes=self.passes, prompt_rows=prompt_rows, step_rows=self.batch),
+            "image": Work(passes=bool(self.patches), prompt_rows=self.patches * self.batch, step_rows=0),
+            "audio": Work(passes=bool(self.sound_s), prompt_rows=self.sound_tokens * self.batch, step_rows=0),
+            "request": Work(passes=1, prompt_rows=prompt_rows, step_rows=0),
+        }
+
 
 def answer_tokens_of(request: LoadRequest) -> int:
     """Return the answer length that weights the seconds of a plan: the requested one, at most context - 1. The default
@@ -162,7 +172,9 @@ def use_of(
         context_tokens=request.context_tokens, prefill_tokens=min(request.context_tokens, piece),
         answer_tokens=min(answer_tokens, max(request.context_tokens - 1, 1)), batch=request.batch,
         patches=images * patches, soft_tokens=images * soft, sound_s=sound_s,
-        pool_tokens=pool_tokens(request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens),
+        pool_tokens=None if request.kv_tokens is None else pool_tokens(
+            request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens
+        ),
         kv=request.kv,
     )  # fmt: skip
 

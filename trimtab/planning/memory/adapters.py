@@ -37,11 +37,6 @@ def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:
     return ""
 
 
-def refuses_head_change(plan: Plan) -> bool:
-    """Return whether an adapter that changes the head is refused: the plan chose the 8-bit one by itself."""
-    return plan.execution.head == "int8" and not plan.execution.is_head_asked
-
-
 def held_bytes(folders: Iterable[str | os.PathLike[str]]) -> int:
     """Return the most host memory of the adapters of these folders in a server; one folder counts once."""
     files = {os.path.realpath(Path(folder) / TENSORS_NAME) for folder in folders}

@@ -56,10 +56,6 @@ class MediaMemory:
     by_item: dict[str, int] = field(default_factory=dict)
     reason: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.by_item.values())
-
 
 NO_MEDIA = MediaMemory()
 
@@ -87,10 +83,8 @@ def request_bytes(image_bytes: int, pixels: int, audio_bytes: int) -> int:
     return max(image_bytes, HELD_PIXEL_BYTES * pixels + audio_bytes)
 
 
-def media_memory(request: LoadRequest, anatomy: Anatomy, served: ServedMedia | None) -> MediaMemory:
-    """Return the host memory of a server's media. served: None without a server."""
-    if served is None:
-        return NO_MEDIA
+def media_memory(request: LoadRequest, anatomy: Anatomy, served: ServedMedia) -> MediaMemory:
+    """Return the host memory of a server's media."""
     images = request.images if "image" in served.kinds and "vision" in anatomy.parts else 0
     pixels = served.request_pixels if images else 0
     audio_s = min(served.request_audio_s, request.audio_s) if "audio" in served.kinds and "audio" in anatomy.parts else 0.0

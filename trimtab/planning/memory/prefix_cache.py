@@ -94,6 +94,6 @@ def staging_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int)
     return max(STAGING_BYTES, block, largest)
 
 
-def prefix_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int, is_kept: bool) -> dict[str, int]:
+def prefix_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int) -> dict[str, int]:
     """Return the device bytes of the prefix cache by item."""
-    return {"prefix_staging": staging_bytes(layers, dtype, context_tokens=context_tokens)} if is_kept else {}
+    return {"prefix_staging": staging_bytes(layers, dtype, context_tokens=context_tokens)}

@@ -118,8 +118,6 @@ def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str, has
     """Return the bytes of prompts whose chunks are not captured, by item: inputs, and the buffer for the largest
     unpacked 4-bit weight, which stay allocated while towers run. `activations.needs_of` has a chunk's activations.
     """
-    if not chunks:
-        return {}
     unpacked = _unpacked_bytes(anatomy, quant, has_adapters=has_adapters)
     return {"prompt_buffers": unpacked + _input_bytes(anatomy, chunks)}
 

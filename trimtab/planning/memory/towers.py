@@ -73,9 +73,7 @@ def _buffer_bytes(anatomy: Anatomy, use: Use, quant: str) -> int:
 
 
 def with_towers(plan: Plan, anatomy: Anatomy) -> Plan:
-    """Return the plan with the mode and bytes of its towers; unchanged on a CPU and for a request without media."""
-    if plan.execution_device == "cpu":
-        return plan
+    """Return the plan for a GPU with the mode and bytes of its towers; unchanged for a request without media."""
     use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
     if not use.patches and not use.sound_s:
         return plan

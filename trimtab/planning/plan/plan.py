@@ -27,7 +27,6 @@ from trimtab.process.files import write_text
 from trimtab.process.json_file import JsonError, read_json
 from trimtab.report import charts
 from trimtab.report.document import Document
-from trimtab.report.render import FORMS
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
 PLAN_VERSION = 6
@@ -92,6 +91,8 @@ class Plan:
         return document_of(self)
 
     def __str__(self) -> str:
+        from trimtab.report.render import FORMS
+
         return FORMS[".txt"].show(self.document())
 
     def draw(self, path: str | os.PathLike[str]) -> None:

@@ -7,7 +7,7 @@ merely indexed stay on the execution device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -17,7 +17,6 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, Te
 from trimtab.errors import gib
 from trimtab.formats.record import DEQUANTIZED_TRAFFIC, HEAD8, packed_bytes, packed_parts, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes
-from trimtab.planning.values.copy_order import pieces_of
 from trimtab.planning.values.rows import StoredWeights, Unquantized
 from trimtab.request import DEFAULT_QUANT, TIERS
 
@@ -176,7 +175,7 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
     part = (moving_rows or rows)[0].part
     is_table = bool(moving_rows) and all(row.gather_only for row in moving_rows)
     allowed, refused = _tiers(path, rows, leaves, is_table, anatomy, tied)
-    pieces = pieces_of(leaves)
+    pieces = _pieces_of(leaves)
     places = {path: number for number, piece in enumerate(pieces) for path in piece}
     piece_bytes = [0] * len(pieces)
     for leaf in leaves:
@@ -300,3 +299,29 @@ def stored_of(anatomy: Anatomy) -> tuple[StoredWeights, ...]:
         for (name, are_tables), weights in found.items()
     ]  # fmt: skip
     return tuple(sorted(made, key=lambda one: (one.are_tables, -one.values)))
+
+
+def _pieces_of(leaves: Sequence[Leaf]) -> tuple[tuple[str, ...], ...]:
+    """Return the module paths of each piece of a block, approximately in the order of computing.
+
+    Weights that read one input are never separated, because one kernel may read them all: the linears of one parent
+    with the same D_in (queries, keys and values; gate and up), and the weights of one module. They are in the order of
+    the modules. Small neighbours are joined, up to the size of the largest.
+    """
+    units: dict[tuple[str, int | str], list[Leaf]] = {}
+    for leaf in leaves:
+        is_linear = len(leaf.shape) == 2
+        key = (leaf.module_path.rpartition(".")[0], leaf.shape[1] if is_linear else leaf.module_path)
+        units.setdefault(key, []).append(leaf)
+    most = max(map(_sum_of, units.values()), default=0)
+    joined: list[list[Leaf]] = []
+    for unit in units.values():
+        if joined and _sum_of(joined[-1]) + _sum_of(unit) <= most:
+            joined[-1] += unit
+        else:
+            joined.append(list(unit))
+    return tuple(tuple(dict.fromkeys(leaf.module_path for leaf in piece)) for piece in joined)
+
+
+def _sum_of(leaves: Sequence[Leaf]) -> int:
+    return sum(leaf.nbytes for leaf in leaves)

@@ -1,4 +1,4 @@
-"""The pieces of a block that is copied in every step, and the order in which a known pass copies them.
+"""The order in which a known pass copies the pieces of blocks that are copied in every step.
 
 A buffer holds one block at a time. A piece of the next block is copied as soon as the weights in its memory have been
 used, so copies continue while the rest of the block is computed: one buffer hides nearly as much of the copies as two.
@@ -11,48 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-
-class Movable(Protocol):
-    """One movable weight, as `pieces_of` needs it."""
-
-    @property
-    def module_path(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def pieces_of(leaves: Sequence[Movable]) -> tuple[tuple[str, ...], ...]:
-    """Return the module paths of each piece of a block, approximately in the order of computing.
-
-    Weights that read one input are never separated, because one kernel may read them all: the linears of one parent
-    with the same D_in (queries, keys and values; gate and up), and the weights of one module. They are in the order of
-    the modules. Small neighbours are joined, up to the size of the largest.
-    """
-    units: dict[tuple[str, int | str], list[Movable]] = {}
-    for leaf in leaves:
-        is_linear = len(leaf.shape) == 2
-        key = (leaf.module_path.rpartition(".")[0], leaf.shape[1] if is_linear else leaf.module_path)
-        units.setdefault(key, []).append(leaf)
-    most = max(map(_nbytes, units.values()), default=0)
-    joined: list[list[Movable]] = []
-    for unit in units.values():
-        if joined and _nbytes(joined[-1]) + _nbytes(unit) <= most:
-            joined[-1] += unit
-        else:
-            joined.append(list(unit))
-    return tuple(tuple(dict.fromkeys(leaf.module_path for leaf in piece)) for piece in joined)
-
-
-def _nbytes(leaves: Sequence[Movable]) -> int:
-    return sum(leaf.nbytes for leaf in leaves)
-
-
-# A pass in a known order ---------------------------------------------------------------------------------------------------
 
 
 class Pieces(Protocol):

@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapter_names import is_lora_file
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
-from trimtab.gguf.adapter import is_lora_file
 from trimtab.serve.contract.inside_root import read_inside
 
 LOOK_S = 1.0

@@ -11,6 +11,7 @@ number. Each `Connection` and `Expect` line counts, as the HTTP parser reads the
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
 
 ONCE = (
@@ -67,3 +68,13 @@ def credential_of(lines: Lines, *, has_keys: bool) -> bytes:
     if has_keys and len(set(keys)) > 1:
         raise DifferentKeysError
     return keys[0] if keys else b""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A name counts only if it is `localhost`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

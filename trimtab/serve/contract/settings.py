@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 from collections.abc import Mapping
@@ -11,10 +10,10 @@ from pathlib import Path
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
+from trimtab.serve.contract.head_lines import is_loopback
 from trimtab.serve.contract.inside_root import look, outside
 from trimtab.serve.contract.quotas import KeyLimits
 
-LOOPBACK_NAMES = ("localhost",)
 # Paths that change the server for every client, or are expensive.
 RELOAD = "/admin/reload"
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", RELOAD)
@@ -204,13 +203,3 @@ class Settings:
             raise outside() from exc
         look(folder, root)
         return folder
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. A name counts only if it is `localhost`."""
-    if host in LOOPBACK_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -22,8 +22,8 @@ from trimtab.serve.api.body import BodyLimits, Budget, Incoming
 from trimtab.serve.api.messages_shape import as_anthropics
 from trimtab.serve.api.routes import ANTHROPICS, REQUESTS
 from trimtab.serve.contract.errors import http_error
-from trimtab.serve.contract.head_lines import DifferentKeysError, Lines, credential_of, repeated, value_of
-from trimtab.serve.contract.settings import ADMIN_PATHS, Settings, is_loopback
+from trimtab.serve.contract.head_lines import DifferentKeysError, Lines, credential_of, is_loopback, repeated, value_of
+from trimtab.serve.contract.settings import ADMIN_PATHS, Settings
 from trimtab.serve.http.live import Live
 from trimtab.serve.media.addresses import MAPPED, NAT64
 

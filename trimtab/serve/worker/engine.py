@@ -77,7 +77,7 @@ class LoadedEngine:
 
     @property
     def has_more_to_capture(self) -> bool:
-        return not self.batch.captures_ahead.is_over
+        return bool(self.batch.captures_ahead.left)
 
     def capture_more(self) -> None:
         """Capture one more graph, or a few of one form, while no request runs. Errors: DeviceError."""

@@ -26,17 +26,17 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapter_names import split_weight
+from trimtab.adapter_names import is_lora_file, split_weight
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
-from trimtab.gguf.adapter import is_lora_file
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
@@ -96,7 +96,7 @@ class ServedModel:
         if self.idle_unload_s is not None and self.idle_unload_s <= 0:
             raise RequestError("must be above zero", field="idle_unload_s", value=self.idle_unload_s)
 
-    @property
+    @cached_property
     def expected_rows(self) -> int:
         """The most rows of all copies together, before they have planned."""
         return self.copies * (PLANNED[0] if self.rows is None else self.rows)
