@@ -40,6 +40,7 @@ from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import PackedEntry
 from trimtab.process.json_file import check_file
+from trimtab.request import EXPERTS
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel, Tokenizer
@@ -380,12 +381,13 @@ def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquant
 
 def anatomy_of(
     probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full",
-    keeps_16bit: bool = False,
+    keeps_16bit: bool = False, experts: str = EXPERTS[0],
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a probed checkpoint.
 
     keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). Errors:
-    RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
+    RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits, or no experts
+    that could be in the format `experts`.
     """
     from trimtab.engine.families import families
     from trimtab.engine.kv import kv_cache as hf_slots
@@ -397,7 +399,7 @@ def anatomy_of(
         built = build_anatomy(
             probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
             unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
-            windows=_cache_windows(probed.config), head=head,
+            windows=_cache_windows(probed.config), head=head, experts=experts,
             file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
         )  # fmt: skip
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:

@@ -30,6 +30,7 @@ from trimtab.bridge.row_scales import wrong_scales
 from trimtab.process import phases
 from trimtab.process.json_file import read_object
 from trimtab.process.packages import stack_versions, version_of
+from trimtab.request import EXPERTS
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.loaded_changes import sketch
 
@@ -54,8 +55,11 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         phases.begin("loading")
         with recorded_warnings() as counts:
             model = load_base(route["folder"], route["quant"], route["dtype"], route["device"])
+            round_experts(model, route["experts"])
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
             notes = dense_note(route["folder"]) + notes
+            if route["experts"] != EXPERTS[0]:
+                notes.append(f"the stacked experts have the values that bitsandbytes' {route['experts']} gives each of them")
         emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
              "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),
@@ -111,6 +115,21 @@ def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
             source, options["state_dict"] = None, _dense_state(Path(folder), getattr(torch, dtype))
     model = model_class.from_pretrained(source, dtype=getattr(torch, dtype), **options)
     return without_cpu_repacking(model.eval())
+
+
+def round_experts(model: Any, kind: str) -> None:
+    """Give every stacked expert the values that bitsandbytes reads back after it packed that matrix: stock holds none packed."""
+    if kind == EXPERTS[0]:
+        return
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False) if "expert" in f"{path} {type(module).__name__}".lower() else ():
+            for matrix in parameter.data if parameter.dim() == 3 else ():
+                packed = quantize_4bit(
+                    matrix.contiguous(), blocksize=64, quant_type=kind[:3], compress_statistics=kind.endswith("-dq")
+                )
+                matrix.copy_(dequantize_4bit(*packed))
 
 
 def _mobile_model(model_class: Any, config: Any, folder: Path, dtype: str, device: str) -> Any:
