@@ -141,13 +141,22 @@ def test_a_merged_model_is_packed_by_the_same_rule(work: tuple[Path, Path, Path,
     assert gap(found, of_model(load(with_values_of(tmp_path / "merged", "nf4-dq", tmp_path / "values")))) < NEAR
 
 
-def test_verify_compares_with_stock_on_the_same_values(work: tuple[Path, Path, Path, Path]) -> None:
+def test_verify_compares_with_stock_on_the_same_values(
+    work: tuple[Path, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = LoadRequest(
         model=str(work[0]), adapters={"a": str(work[2])}, quant="none", dtype="float32", experts="nf4", context_tokens=64,
         device="cpu",
     )  # fmt: skip
     asked: dict[str, Any] = {"prompts": [{"id": "x", "token_ids": list(IDS)}], "new_tokens": 2, "isolated": False}
-    assert trimtab.verify(request, against="stock", **asked).verdict in ("same", "same within noise")
+    same = ("same", "same within noise")
+    assert trimtab.verify(request, against="stock", **asked).verdict in same
+    assert trimtab.verify(request, against="bf16", **asked).verdict not in same
+    monkeypatch.setattr(stock_run, "round_experts", lambda model, kind: None)
+    assert trimtab.verify(request, against="stock", **asked).verdict not in same
+    with pytest.raises(RequestError) as caught:
+        trimtab.verify(request, lanes=True, **asked)
+    assert caught.value.field == "experts"
 
 
 def test_a_checkpoint_with_packed_linears_takes_packed_experts(tmp_path: Path) -> None:
