@@ -43,8 +43,9 @@ CLASSES = {
     "llama-3-8b": "LlamaForCausalLM",
     "gemma3-4b": "Gemma3ForCausalLM",
     "qwen3.5-9b": "Qwen3_5ForCausalLM",
+    "qwen3-30b-a3b": "Qwen3MoeForCausalLM",
 }
-READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b"]  # that neither see nor hear
+READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b", "qwen3-30b-a3b"]  # that neither see nor hear
 # A few narrow layers of a size: every bench runs on a CPU with it, to see that it will on a GPU.
 TINY = "-tiny"
 CLASSES |= {size + TINY: name for size, name in CLASSES.items()}
@@ -62,6 +63,11 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-9b": ("Qwen3_5TextConfig", {
         "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
         "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": False,
+    }),
+    "qwen3-30b-a3b": ("Qwen3MoeConfig", {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "max_position_embeddings": 40960, "tie_word_embeddings": False,
     }),
 }  # fmt: skip
 

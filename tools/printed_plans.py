@@ -3,7 +3,7 @@
     python tools/printed_plans.py            write
     python tools/printed_plans.py --check    exit 1 if a page shows another plan than the command prints
 
-A slot holds a command, and what it prints. The model is the config.json of Gemma 4 E4B's size: a plan for a card reads no weights.
+A slot holds a command, and what it prints. The model is a config.json of a released one's size: a plan for a card reads no weights.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PAGES = (ROOT / "docs" / "fit-a-model.md", ROOT / "docs" / "read-a-plan.md")
-MODEL = "google/gemma-4-E4B-it"
+PAGES = tuple(ROOT / "docs" / name for name in ("fit-a-model.md", "read-a-plan.md", "mixtures.md"))
+# Models of the pages -> sizes in bench/checkpoints.py.
+MODELS = {"google/gemma-4-E4B-it": "e4b", "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b"}
 SLOT = re.compile(r"(<!-- printed:plan -->\n +trimtab ([^\n]*)\n)(?:.*?)(<!-- /printed -->)", re.DOTALL)
 
 
 @cache
 def printed(command: str) -> str:
-    """Return what a command of `trimtab` prints for a model of E4B's size."""
+    """Return what a command of `trimtab` prints for a model of MODELS."""
     from bench.checkpoints import CLASSES, config_of
     from trimtab.cli import main as cli
 
-    config = config_of("e4b")
-    config.architectures, config.dtype = [CLASSES["e4b"]], "bfloat16"
+    words = shlex.split(command)
+    (model,) = set(words) & set(MODELS)
+    config = config_of(MODELS[model])
+    config.architectures, config.dtype = [CLASSES[MODELS[model]]], "bfloat16"
     with tempfile.TemporaryDirectory(prefix="trimtab-docs-") as folder, io.StringIO() as shown:
         config.save_pretrained(folder)
-        words = [folder if word == MODEL else word for word in shlex.split(command)]
-        assert folder in words, command
         with contextlib.redirect_stdout(shown):
-            code = cli.main(words)
+            code = cli.main([folder if word == model else word for word in words])
         assert code == 0, (command, code)
-        return shown.getvalue().replace(folder, MODEL)
+        return shown.getvalue().replace(folder, model)
 
 
 def filled(text: str) -> str:

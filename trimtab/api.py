@@ -34,7 +34,7 @@ from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.execution import formats_on_gpu
 from trimtab.planning.values.kv_pool import check_pool
 from trimtab.process import phases, threads
-from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, QUANTS, LoadRequest, full_dtype, parse_bytes, token_count
+from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, EXPERTS, QUANTS, LoadRequest, full_dtype, parse_bytes, token_count
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +71,7 @@ def plan(
     kv_tokens: int | str | None = None,
     kv: str = "full",
     answer_tokens: int | str = DEFAULT_NEW_TOKENS,
+    experts: str = EXPERTS[0],
 ) -> Plan:
     """Return the plan of a model: the placement of every block, from headers alone. Nothing is loaded.
 
@@ -88,7 +89,8 @@ def plan(
     4060 8GB" or a size; it need not be in this machine, and every figure is an estimate. batch_invariant: an answer has the
     same bits alone and in a batch. kv_tokens: how many tokens the rows of a batch hold together; None: each row its whole
     context. A number of tokens may be a text: "4k" is 4096. kv: "int8" keeps keys and values in 8 bits, which changes answers a
-    little and is never chosen by the plan.
+    little and is never chosen by the plan. experts: "16bit" stacked experts, or "nf4" or "nf4-dq": each expert is packed while it
+    is loaded, as bitsandbytes packs a matrix, which changes answers and is never chosen by the plan.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -117,6 +119,7 @@ def plan(
         kv_tokens=_tokens(kv_tokens, "kv_tokens"),
         kv=kv,
         answer_tokens=_tokens(answer_tokens, "answer_tokens"),
+        experts=experts,
     )
     try:
         return plan_request(request)
@@ -289,7 +292,7 @@ def anatomy_for(
     """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe."""
     from trimtab.machine import anatomy_cache as anatomies
 
-    key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit)
+    key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit, request.experts)
     if key in inputs.anatomies:
         return inputs.anatomies[key]
     anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None
@@ -301,7 +304,7 @@ def anatomy_for(
         probe = inputs.probe = inputs.probe or hf.probe(checkpoint, request.dtype)
         anatomy = hf.anatomy_of(
             probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
-            keeps_16bit=keeps_16bit,
+            keeps_16bit=keeps_16bit, experts=request.experts,
         )  # fmt: skip
         anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values, keeps_16bit=keeps_16bit)
     inputs.anatomies[key] = anatomy

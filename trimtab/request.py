@@ -27,6 +27,8 @@ STORED = re.compile(
 )
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
+# Stacked experts as the model computes them, or packed expert by expert.
+EXPERTS = ("16bit", "nf4", "nf4-dq")
 # Values of a request's head: "auto" lets the plan choose.
 HEAD_CHOICES = ("auto", *HEADS)
 # Keys and values as the model computes them, or in 8 bits.
@@ -143,7 +145,8 @@ class LoadRequest:
     values; 0 is no cache. batch_invariant: an answer has the same bits alone and in a batch: a step computes all rows,
     and prompts are computed one at a time in chunks of fixed size. kv_tokens: how many tokens of prompts and answers
     the rows of a batch hold together, in pages of a shared pool; at least one context. None: each row has its whole
-    context. kv: "full" keys and values, or "int8", which rounds them to 8 bits.
+    context. kv: "full" keys and values, or "int8", which rounds them to 8 bits. experts: "16bit" stacked experts, or the format
+    in which each expert is packed.
     Errors: RequestError with the field, for values of another type or out of range.
     """
 
@@ -171,6 +174,7 @@ class LoadRequest:
     kv_tokens: int | None = None
     kv: str = "full"
     answer_tokens: int = DEFAULT_NEW_TOKENS
+    experts: str = EXPERTS[0]
 
     def __post_init__(self) -> None:
         if not STORED.match(self.quant):
@@ -180,6 +184,7 @@ class LoadRequest:
         check_choice(self.head, HEAD_CHOICES, field_name="head")
         check_choice(self.decode, DECODE_MODES, field_name="decode")
         check_choice(self.kv, KV_FORMS, field_name="kv")
+        check_choice(self.experts, EXPERTS, field_name="experts")
         counts = (("context_tokens", 1), ("answer_tokens", 1), ("batch", 1), ("images", 0), ("prefix_cache_bytes", 0))
         for name, low in counts:
             value = getattr(self, name)
@@ -447,3 +452,4 @@ class PlanOptions(TypedDict, total=False):
     kv_tokens: int | str | None
     kv: str
     answer_tokens: int | str
+    experts: str

@@ -24,7 +24,7 @@ FLAGS = {
     "device_map": ("FOLDER/map.json", '"map.json"'), "keep_unquantized": (["lm_head", "a*"], '["lm_head", "a*"]'),
     "prefix_cache": ("1GiB", '"1GiB"'), "batch_invariant": (True, "true"), "kv": ("int8", '"int8"'), "kv_tokens": ("8192", "8192"),
     "device": ("cpu", '"cpu"'), "offload_dir": ("FOLDER/off", '"off"'), "name": ("small", '"small"'), "images": ("3", "3"),
-    "answer_tokens": ("1024", "1024"),
+    "answer_tokens": ("1024", "1024"), "experts": ("nf4", '"nf4"'),
     "audio_s": ("7.5", "7.5"), "rows": ("4", "4"), "resident_adapters": ("2", "2"), "pull": (True, "true"),
     "revision": ("v1", '"v1"'), "decode": ("eager", '"eager"'), "eager": (True, "true"), "keep": (["style"], '["style"]'),
     "stop_at_turn_end": (True, "true"),

@@ -146,4 +146,6 @@ def _anatomy(plan: Plan, checkpoint: Checkpoint, head: str) -> Anatomy:
     probe = plan.files_read.look(plan.made_of).tree
     if probe is None:
         probe = hf.probe(checkpoint, request.dtype)
-    return hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=head)
+    return hf.anatomy_of(
+        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=head, experts=request.experts
+    )

@@ -67,7 +67,8 @@ class ModuleRow:
     router of experts that multiplies with its weight like a Linear; before transformers 5 it was one. stored: the format in which
     the checkpoint's files hold its quantized weight, or its quantized table (`formats/record.py`); None if the files hold it
     unquantized. Of experts: is_transposed: the stacks are [E, D_in, D_out]; is_interleaved: gate and up take turns in the outputs;
-    takes_lora: their forward is known (`engine/lora/experts.py`).
+    takes_lora: their forward is known (`engine/lora/experts.py`); made: the format in which loading packs each expert, None if
+    they stay as they are.
     """
 
     module_path: str
@@ -86,6 +87,7 @@ class ModuleRow:
     is_transposed: bool = False
     is_interleaved: bool = False
     takes_lora: bool = False
+    made: str | None = None
 
     @cached_property
     def weight(self) -> TensorRow | None:
@@ -161,6 +163,11 @@ class Anatomy:
     def has_head8(self) -> bool:
         """Whether the output head is in 8 bits."""
         return any(row.is_head8 for row in self.rows)
+
+    @cached_property
+    def packs_experts(self) -> bool:
+        """Whether loading packs experts: a pass then reads on the host which are chosen."""
+        return any(row.made is not None for row in self.rows)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

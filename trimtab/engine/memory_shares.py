@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trimtab.engine.formats.packed import Packed
 from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.memory.rates import peak_host_bytes, process_on_gpu
@@ -143,6 +144,9 @@ def weight_bytes(model: LoadedModel) -> int:
             if isinstance(module, (ResidentLeaf, PackedTable)):
                 yield from module.stored.parts.values()
                 yield from module.stored.codes.values()
+            for held in module.__dict__.get("stacks", {}).values():
+                if isinstance(held, Packed):
+                    yield from (*held.parts.values(), *held.codes.values())
 
     return _held(tensors(), model.device)
 

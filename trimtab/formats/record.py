@@ -159,11 +159,14 @@ class StoredFormat:
     def parts(self, shape: Sequence[int], dtype: str) -> dict[str, int]:
         """Return the bytes of each part of a weight, by part name. shape: [D_out, D_in] or [E, D_out, D_in]. dtype: of family none.
 
-        An odd number of 4-bit weights is padded to a whole byte, of a row where groups are of rows. Source: bitsandbytes 0.50.2,
-        quantize_4bit (absmax float32, or uint8 with float32 second-level scales and one float32 offset) and
-        int8_vectorwise_quant (one float32 per output row).
+        An odd number of 4-bit weights is padded to a whole byte, of a row where groups are of rows. In bitsandbytes' formats each
+        expert of a stack is packed by itself, as in its pull request 1965 (472b36a, nn/experts.py: open, and without double
+        quantization). Source: bitsandbytes 0.50.2, quantize_4bit (absmax float32, or uint8 with float32 second-level scales and
+        one float32 offset) and int8_vectorwise_quant (one float32 per output row).
         """
         numel, rows = prod(shape), prod(shape[:-1])
+        if self.family == "codebook" and len(shape) == 3:
+            return {name: shape[0] * nbytes for name, nbytes in self.parts(shape[1:], dtype).items()}
         if self.family == "none":
             return {"weight": numel * DTYPE_BYTES[dtype]}
         if self.family in ("int8", "head8"):

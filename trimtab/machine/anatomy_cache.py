@@ -33,8 +33,8 @@ SHAPING_FILES = (CONFIG, "generation_config.json")
 MAKERS = (
     "checkpoint/anatomy.py", "formats/record.py", "formats/packed.py", "formats/bitsandbytes.py", "formats/compressed_tensors.py",
     "formats/float8.py", "formats/transposed.py", "formats/gguf.py", "engine/loader/anatomy_builder.py",
-    "engine/loader/transformers_model.py", "engine/loader/tracing.py", "engine/families/step.py", "engine/kv/kv_cache.py",
-    "engine/passes/chunk_forward.py", "engine/lora/experts.py", "engine/lora/routers.py",
+    "engine/loader/transformers_model.py", "engine/loader/tracing.py", "engine/loader/pieces.py", "engine/families/step.py",
+    "engine/kv/kv_cache.py", "engine/passes/chunk_forward.py", "engine/lora/experts.py", "engine/lora/routers.py",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = 
         "form": form(), "files": {name: _hash_of(checkpoint.folder / name) for name in SHAPING_FILES},
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(), "has_weights": checkpoint.has_weights,
         "quant": request.quant, "dtype": request.dtype, "keep_unquantized": request.keep_unquantized, "head": request.head,
-        "keeps_16bit": keeps_16bit,
+        "keeps_16bit": keeps_16bit, "experts": request.experts,
         "versions": deciding_versions(), "makers": [_stamp(Path(__file__).parent.parent / name) for name in MAKERS],
     }  # fmt: skip
     return json.dumps(facts, sort_keys=True)

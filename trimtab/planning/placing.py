@@ -18,7 +18,7 @@ from trimtab.planning.reasons import Reasons, refusal
 from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
 from trimtab.planning.search import Search
 from trimtab.planning.step_work import prompt_linears, step_work
-from trimtab.planning.values.blocks import Block, blocks_of, places_of, quant_of, stored_of, unquantized_of
+from trimtab.planning.values.blocks import Block, blocks_of, experts_of, places_of, quant_of, stored_of, unquantized_of
 from trimtab.planning.values.budget import Choice, Item, Limits, Totals, slots_of, totals_of
 from trimtab.planning.values.byte_sizes import Rates, Weights, allocated_bytes, allocator_reserve_bytes, seconds, unhidden_s
 from trimtab.planning.values.execution import (
@@ -299,7 +299,8 @@ class _Planner:
     def _fixed_bytes(self) -> int:
         """Return the bytes that stay on the execution device in every plan, including look-up tables of 4-bit formats."""
         quant, on_cpu = self.request.quant, self.machine.on_cpu
-        tables = stored_format(quant).tables
+        made = (row.made for row in self.anatomy.rows if row.made is not None)
+        tables = {table for name in {quant, *made} for table in stored_format(name).tables}
         codes = sum(CODE_BYTES[name] if on_cpu else allocated_bytes(CODE_BYTES[name]) for name in tables)
         return codes + sum(block.fixed_bytes if on_cpu else block.fixed_allocated_bytes for block in self.blocks)
 
@@ -360,7 +361,7 @@ class _Planner:
             prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
             unquantized=unquantized_of(self.anatomy, request.quant), checkpoint_stamps=(), rates=self.rates,
             execution=self._execution(chosen, totals.slots), adapter_bytes=self.adapter_sizes, media_reason=self.media.reason,
-            stored=stored_of(self.anatomy),
+            stored=stored_of(self.anatomy), experts=experts_of(self.anatomy),
         )  # fmt: skip
 
     def _execution(self, chosen: Sequence[Choice], slots: int) -> Execution:

@@ -18,6 +18,7 @@ import torch
 from trimtab.adapters.file import for_peft
 from trimtab.adapters.rules import Rules
 from trimtab.process.json_file import read_object
+from trimtab.request import EXPERTS
 from trimtab.stock.load import load_adapter, load_base, model_class, quantization, without_repacking
 
 # quant_method -> the package that transformers needs to dequantize such weights while it loads (None: no other).
@@ -49,6 +50,21 @@ def load_unsplit(folder: str, quant: str, dtype: str, device: str) -> Any:
                 del part.quantization_config
         source, options["state_dict"] = None, _dense_state(Path(folder), options["dtype"])
     return without_repacking(kind.from_pretrained(source, config=config, **options).eval())
+
+
+def round_experts(model: Any, kind: str) -> None:
+    """Give every stacked expert the values that bitsandbytes reads back after it packed that matrix: stock holds none packed."""
+    if kind == EXPERTS[0]:
+        return
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False) if "expert" in f"{path} {type(module).__name__}".lower() else ():
+            for matrix in parameter.data if parameter.dim() == 3 else ():
+                packed = quantize_4bit(
+                    matrix.contiguous(), blocksize=64, quant_type=kind[:3], compress_statistics=kind.endswith("-dq")
+                )
+                matrix.copy_(dequantize_4bit(*packed))
 
 
 def _mobile_model(kind: Any, config: Any, folder: Path, options: Mapping[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan
-from trimtab.request import LoadRequest
+from trimtab.request import EXPERTS, LoadRequest
 from trimtab.verification.routes import compare
 from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.routes.runner import Route
@@ -129,7 +129,7 @@ def _stock_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, commo
         raise RequestError("the stock stack has no 8-bit head", field="against", value="stock", hint="Compare against full-head")
     stock = Route(
         label="the stock stack", engine="stock", folder=str(checkpoint.folder), dtype=request.dtype,
-        quant=resolve_quant(request.quant, checkpoint), device=devices.resolve_device(request.device),
+        quant=resolve_quant(request.quant, checkpoint), experts=request.experts, device=devices.resolve_device(request.device),
         adapters=common["adapters"], python=str(python) if python is not None else None,
     )  # fmt: skip
     return Case(against="stock", reference=stock, subject=ours, subject_adapter=common["adapter"], **common)
@@ -143,13 +143,14 @@ def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
 
 
 def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    if request.quant == "none" or split_packed(checkpoint)[1]:
+    if (request.quant == "none" and request.experts == EXPERTS[0]) or split_packed(checkpoint)[1]:
         raise RequestError(
             "compares a quantized load with the unquantized checkpoint: give quant= and the original checkpoint",
             field="against", value="bf16",
         )  # fmt: skip
-    whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full")
-    subject = replace(ours, label=f"{'nf4-dq' if request.quant == 'auto' else request.quant} weights")
+    whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full", experts=EXPERTS[0])
+    experts = "" if request.experts == EXPERTS[0] else f", {request.experts} experts"
+    subject = replace(ours, label=f"{'nf4-dq' if request.quant == 'auto' else request.quant} weights{experts}")
     return Case(against="bf16", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
 
 

@@ -16,6 +16,7 @@ from trimtab.process.json_file import JsonError, parse, read_bytes, read_json
 from trimtab.request import (
     DECODE_MODES,
     DEFAULT_NEW_TOKENS,
+    EXPERTS,
     HEAD_CHOICES,
     KV_FORMS,
     QUANTS,
@@ -50,6 +51,10 @@ def add_placement(
     command.set_defaults(takes_weights=weights)
     add_budgets(group)
     group.add_argument("--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)")
+    group.add_argument(
+        "--experts", metavar="FORMAT",
+        help=f"stacked experts: {', '.join(EXPERTS)} (default: {EXPERTS[0]}; the others pack each expert, which changes answers)",
+    )  # fmt: skip
     group.add_argument(
         "--head", metavar="FORM",
         help=f"the output head: {', '.join(HEAD_CHOICES)} "
@@ -224,7 +229,7 @@ PLACEMENT = {
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
     "keep_unquantized": "keep_unquantized", "head": "head", "card": "card", "prefix_cache": "prefix_cache_bytes",
     "batch_invariant": "batch_invariant",
-    "kv_tokens": "kv_tokens", "kv": "kv", "answer_tokens": "answer_tokens",
+    "kv_tokens": "kv_tokens", "kv": "kv", "answer_tokens": "answer_tokens", "experts": "experts",
     "max_memory": "disk_memory_bytes",  # and both budgets
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ BUG = Bug(
         "bitsandbytes-foundation/bitsandbytes#1965 (pull request, open)",
         "huggingface/transformers#39859 (pull request, open)",
     ),
-    trimtab="the plan shows experts as unquantized, with their bytes and the reason, and can move them off the GPU",
+    trimtab="the plan shows experts as unquantized, with bytes and reason; --experts nf4 packs each of them while loading",
     evidence="run",
 )  # fmt: skip
 

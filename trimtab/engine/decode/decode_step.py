@@ -258,7 +258,7 @@ class DecodeStep:
         """Return the outputs of a replayed graph of these rows, captured first where there is none; None where that failed."""
         count, names = state.count, state.adapters
         if self.model.adapter_store.reads_on_host(names):
-            self._choice.fall_back("graph", "an adapter changes experts, which are chosen on the host", requested=False)
+            self._choice.fall_back("graph", "packed or adapted experts are chosen on the host", requested=False)
             return None
         bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
         if self.is_invariant:

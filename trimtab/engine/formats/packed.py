@@ -22,9 +22,9 @@ class Packed:
     """One weight in its stored form.
 
     kind: its format's name (`trimtab/formats/record.py`; "nf4" with double quantization too). shape, dtype: of the unpacked
-    weight, [D_out, D_in]. parts: "weight" always, and the other parts of its format. codes: the small look-up tables of a 4-bit
-    weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel: of an 8-bit head, what
-    computes it. input_scale: of a mobile layer, its inputs' static scale, as in its part "activation".
+    weight, [D_out, D_in], or of a stack of experts. parts: "weight" always, and the other parts of its format. codes: the small
+    look-up tables of a 4-bit weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel:
+    of an 8-bit head, what computes it. input_scale: of a mobile layer, its inputs' static scale, as in its part "activation".
     """
 
     kind: str
@@ -44,6 +44,11 @@ class Packed:
     def with_parts(self, parts: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> Packed:
         """Return the same weight over other tensors: views of a staging buffer, or copies on another device."""
         return replace(self, parts=dict(parts), codes=dict(codes))
+
+    def expert(self, number: int) -> Packed:
+        """Return one expert [D_out, D_in] of a stack [E, D_out, D_in] whose parts are those of each expert, as views."""
+        parts = {name: part[number] for name, part in self.parts.items()}
+        return replace(self, shape=self.shape[1:], parts=parts)
 
     def to(self, device: torch.device) -> Packed:
         """Return a copy whose every tensor is on the device (itself where it already is)."""

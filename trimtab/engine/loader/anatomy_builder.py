@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.names import is_under, matches, near_names
 from trimtab.checkpoint.renames import Rename
+from trimtab.engine.loader.pieces import why_not_packed
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import why_no_lora
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import format_names
-from trimtab.formats.record import PackedEntry, stored_format
+from trimtab.formats.record import SHOWN_PROBLEMS, PackedEntry, stored_format
+from trimtab.request import EXPERTS
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -40,14 +42,15 @@ def build_anatomy(
     model: HFModel, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
     windows: tuple[int | None, ...] | None, renames: tuple[Rename, ...], head: str = "full",
-    file_dtype: Callable[[str], str | None] | None = None,
+    file_dtype: Callable[[str], str | None] | None = None, experts: str = EXPERTS[0],
 ) -> Anatomy:  # fmt: skip
     """Return one row a module that owns tensors or wraps one.
 
     windows: of the layers of stock's cache, None to read them from the config. renames: of `read_renames`. head: "int8" makes the
     output head a separate module, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up
-    or multiplied stay in it if it has fewer bits than `dtype`; None where all are cast. Errors: RequestError for a pattern that
-    names nothing, and for a model without such a head.
+    or multiplied stay in it if it has fewer bits than `dtype`; None where all are cast. experts: the format of
+    stacked ones. Errors: RequestError for a pattern that names nothing, for a model without such a head, and with all reasons why
+    experts cannot be packed.
     """
     copies: dict[str, str] | None = None
     if head == "int8":
@@ -57,6 +60,8 @@ def build_anatomy(
     rows = tuple(_rows(places, formats, sources, ties, copies, config))
     if file_dtype is not None:
         rows = _narrowed(rows, places, sources, file_dtype)
+    if experts != EXPERTS[0]:
+        rows = _packed_experts(rows, places, sources, packed, ties, experts)
     _check_keep(keep_unquantized, rows)
     caches = _Caches(places, config.get_text_config(), windows)
     text = config.get_text_config()
@@ -105,6 +110,25 @@ def _untied_head(path: str, ties: Mapping[str, str]) -> tuple[dict[str, str], di
         copies[weight] = heirs[0]
         remaining = {name: heirs[0] if owner == weight else owner for name, owner in remaining.items() if name != heirs[0]}
     return copies, remaining
+
+
+def _packed_experts(
+    rows: tuple[ModuleRow, ...], places: _Places, sources: Mapping[str, Expression], packed: Mapping[str, PackedEntry],
+    ties: Mapping[str, str], kind: str,
+) -> tuple[ModuleRow, ...]:  # fmt: skip
+    """Return the rows with every stack of experts in a format. Errors: RequestError if there is none, or one that cannot be."""
+    tied = {*ties, *ties.values()}
+    stacked = {row.module_path: row for row in rows if row.kind == "experts"}
+    problems = [
+        f"{path}: {problem}"
+        for path, row in stacked.items()
+        for problem in why_not_packed(places.modules[path], row.tensors, sources, packed, tied)
+    ]
+    if problems or not stacked:
+        more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
+        why = "; ".join(problems[:SHOWN_PROBLEMS]) + more or "the model has no stacked experts"
+        raise RequestError(f"cannot be packed: {why}", field="experts", value=kind, allowed=EXPERTS[:1])
+    return tuple(replace(row, quantized=True, why_unquantized="", made=kind) if row.module_path in stacked else row for row in rows)
 
 
 def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) -> None:
@@ -184,7 +208,7 @@ def _halves(expression: Expression) -> int:
     dim = expression.kwargs.get("dim", expression.args[1] if len(expression.args) > 1 else 0)
     pieces = expression.args[0] if expression.args and isinstance(expression.args[0], (list, tuple)) else ()
     if name == "stack" and dim == 0:
-        return int(all(piece.is_leaf for piece in pieces))
+        return int(all(piece.cast_leaf is not None for piece in pieces))
     is_joined = name in ("cat", "concat", "concatenate") and dim == 1
     return len(pieces) if is_joined and pieces and all(_halves(piece) == 1 for piece in pieces) else 0
 
@@ -245,7 +269,7 @@ class _Formats:
         if self.quant == "none" and not self.packed:
             return False, ""
         if kind == "experts":
-            return False, "fused experts: bitsandbytes has no format for 3-D weights"
+            return False, f"stacked experts: packed only on request (experts={EXPERTS[1]!r}), which changes answers"
         if kind == "linear":
             why = self._why_not(path)
             return not why, why

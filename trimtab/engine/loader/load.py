@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from trimtab.engine.formats.weights import dequantize, prequantized
 from trimtab.engine.kernels import int8_head as head8_choice
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
+from trimtab.engine.loader import pieces
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.memory.rates import spill_folder
@@ -69,6 +69,7 @@ class Loaded:
             self.streamer.close()
         for rows in self.file_rows:
             rows.close()
+        pieces.let_go(self.hf_model)
         self.hf_model, self.streamer, self.file_rows = None, None, []
 
 
@@ -98,7 +99,7 @@ def fill(
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
     anatomy = hf.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
-        keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason), is_to_plan=request.kv != "full",
+        keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason), experts=request.experts, is_to_plan=request.kv != "full",
     )  # fmt: skip
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
@@ -197,6 +198,8 @@ class _Filler:
     def _arena_bytes(self, row: ModuleRow) -> int:
         """Return the bytes of a module's packed weight in the arena: 0 unless it is quantized and stays."""
         weight = row.weight
+        if row.made is not None and self.tier[row.block] == "resident":
+            return sum(buffer_bytes(packed_parts(one.shape, row.made, one.dtype)) for one in row.tensors if self._moves(row, one))
         if weight is None or self.tier[row.block] != "resident":
             return 0
         if row.is_head8:
@@ -219,10 +222,14 @@ class _Filler:
                 if row.is_head8 and tensor is row.weight:
                     yield from (Wanted(piece, self.device, True) for piece in self._head_pieces(tensor))
                     continue
+                if row.made is not None and self._moves(row, tensor):
+                    for own in pieces.experts_of(tensor, self.entries):
+                        yield from (Wanted(piece, self.device, True) for piece in own)
+                    continue
                 names = self._leaves(tensor)
                 device = self._first_device(row, tensor)
                 if (entry := self._cast_in_pieces(tensor)) is not None:
-                    yield from (Wanted(piece, device, True) for piece in _pieces(entry))
+                    yield from (Wanted(piece, device, True) for piece in pieces.rows_of(entry))
                     continue
                 for name in names:
                     self.uses[name] += 1
@@ -298,7 +305,8 @@ class _Filler:
         if expression is None:
             return None
         if (entry := self._cast_in_pieces(tensor)) is not None:
-            return self._cast(tensor, entry)
+            assert self.reader is not None
+            return pieces.joined(tensor.shape, tensor.dtype, pieces.rows_of(entry), self.reader.take)
         name = expression.cast_leaf
         if name in self.entries and is_narrow(getattr(torch, tensor.dtype), self.dtype):
             return self._fetch(name)
@@ -313,17 +321,6 @@ class _Filler:
                 f"cannot be converted from {', '.join(self._leaves(tensor))} ({exc})", path=self.plan.request.model,
                 tensor_name=tensor.tensor_path,
             ) from exc  # fmt: skip
-
-    def _cast(self, tensor: TensorRow, entry: TensorEntry) -> Tensor:
-        assert self.reader is not None
-        whole, start = None, 0
-        for part in map(self.reader.take, _pieces(entry)):
-            if whole is None:
-                whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=part.device)
-            whole[start : start + len(part)].copy_(part)
-            start += len(part)
-        assert whole is not None and start == len(whole), tensor.tensor_path
-        return whole
 
     # Where it goes ----------------------------------------------------------------------------------------------------
 
@@ -341,6 +338,8 @@ class _Filler:
                 self._fill_linear(row, module, tier, writer)
             elif row.kind == "embedding":
                 self._fill_embedding(row, module)
+            elif row.made is not None:
+                self._fill_packed_experts(row, module, tier, writer)
             elif row.kind == "experts" and tier != "resident":
                 self._fill_experts(row, module, tier, writer)
             else:
@@ -419,7 +418,7 @@ class _Filler:
                 f"is {entry.dtype}: an 8-bit head is made from bfloat16, float16 or float32", path=entry.file,
                 tensor_name=entry.tensor_name, hint="Leave head= out",
             )  # fmt: skip
-        return _pieces(entry)
+        return pieces.rows_of(entry)
 
     def _entry(self, tensor: TensorRow, consequence: str, *, hint: str) -> TensorEntry:
         """Return the file tensor that a parameter is, or is a cast of. Errors: CheckpointError if it is made otherwise."""
@@ -470,6 +469,20 @@ class _Filler:
         packed = Packed("none", tuple(first.shape), first.dtype, {}, {})
         staged = self._staged(packed, writer.add(stacks), writer)
         self.waiting.append(lambda streamer: leaves.stage_parameters(module, staged(streamer)))
+
+    def _fill_packed_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
+        assert self.reader is not None and row.made is not None
+        pack = partial(
+            pieces.pack, kind=row.made, entries=self.entries, take=self.reader.take, codes=self.codes,
+            room=self.arena.room if tier == "resident" else pieces.host_room,
+        )  # fmt: skip
+        stage = None if writer is None else lambda packed: self._staged(packed, writer.add(packed.parts), writer)
+        put = pieces.hold(row, module, pack, self.codes, self.adapter_store, stage)
+        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors if not self._moves(row, tensor)})
+        if put is not None:
+            self.waiting.append(put)
+        elif tier == "host":
+            leaves.compute_on_host(module.to("cpu"))
 
     def _fill_embedding(self, row: ModuleRow, module: nn.Module) -> None:
         weight = row.weight
@@ -582,17 +595,6 @@ class _Filler:
             block = self.probe.model.get_submodule(group.block)
             leaves.last_reader(block, group).register_forward_hook(partial(_left, streamer, group))
         return streamer
-
-
-def _pieces(entry: TensorEntry) -> list[TensorEntry]:
-    """Return a tensor of a file as pieces of whole rows, of HEAD_PIECE_VALUES values at most where a row has fewer."""
-    rows, *inner = entry.shape
-    step, row_bytes = max(1, HEAD_PIECE_VALUES // prod(inner)), entry.nbytes // rows
-    return [
-        replace(entry, shape=(size, *inner), start=entry.start + at * row_bytes, nbytes=size * row_bytes)
-        for at in range(0, rows, step)
-        if (size := min(step, rows - at))
-    ]
 
 
 def _left(streamer: tiers.Streamer, group: tiers.Group, *_: object) -> None:

@@ -41,6 +41,7 @@ from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import PackedEntry
 from trimtab.process.json_file import check_file
+from trimtab.request import EXPERTS
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel, Tokenizer
@@ -73,7 +74,7 @@ class Probe:
     ties: dict[str, str]
     dtype: str
     compares_values: bool = False
-    anatomies: dict[tuple[str, tuple[str, ...], str, bool], Anatomy] = field(default_factory=dict)
+    anatomies: dict[tuple[str, tuple[str, ...], str, bool, str], Anatomy] = field(default_factory=dict)
 
 
 # Configs and classes --------------------------------------------------------------------------------------------------
@@ -383,15 +384,16 @@ def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquant
 
 def anatomy_of(
     probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full",
-    keeps_16bit: bool = False, is_to_plan: bool = True,
+    keeps_16bit: bool = False, experts: str = EXPERTS[0], is_to_plan: bool = True,
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a probed checkpoint, made once.
 
     keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). is_to_plan: also
     find which executions it supports, which a load of a finished plan does not ask. Errors: RequestError if a keep_unquantized
-    pattern names no linear, or if the model has no head that could be in 8 bits.
+    pattern names no linear, or if the model has no head that could be in 8 bits, or no experts that
+    could be in the format `experts`.
     """
-    key = quant, tuple(keep_unquantized), head, keeps_16bit
+    key = quant, tuple(keep_unquantized), head, keeps_16bit, experts
     if key in probed.anatomies:
         return probed.anatomies[key]
     plain, packed = split_packed(checkpoint)
@@ -399,7 +401,7 @@ def anatomy_of(
         built = build_anatomy(
             probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
             unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
-            windows=_cache_windows(probed.config), head=head, renames=read_renames(probed.model),
+            windows=_cache_windows(probed.config), head=head, experts=experts, renames=read_renames(probed.model),
             file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
         )  # fmt: skip
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:

@@ -1,7 +1,8 @@
-"""Adapters on stacked experts at run time: each token's chosen experts, with the adapter of its row.
+"""Stacked experts at run time where transformers' forward is not enough: packed ones, and adapters of each row on chosen experts.
 
     why_no_lora(module)     None where transformers' experts interface says how the module computes
     cover(module, ...)      its forward, for passes in which a selected adapter changes it; other passes run as before
+    hold_packed(module, ..) its forward in every pass, over stacks whose chosen experts are dequantized one at a time
 
 The products of the base are stock's; an adapter adds scale B A x to them, so the stacks stay as they are, in every tier. PEFT adds
 B A to the weight and rounds there. Which experts are chosen is read on the host: such a step cannot be captured.
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.adapters.stack_layout import Stack
+from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.tiers.streaming import Staged
 from trimtab.errors import DeviceError
 
 DOWN = "down_proj"
@@ -30,7 +34,7 @@ def why_no_lora(module: nn.Module) -> str | None:
     if not all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts")):
         return f"{type(module).__name__} does not follow transformers' experts interface"
     # A streamed stack is a property: reading it here would bring its block in.
-    known = all(name in module._parameters or hasattr(type(module), name) for name in (DOWN, _first(module)))
+    known = all(name in {**module._parameters, **vars(module)} or hasattr(type(module), name) for name in (DOWN, _first(module)))
     return None if known else f"the stacks of {type(module).__name__} have other names"
 
 
@@ -91,7 +95,7 @@ class ExpertsAdapter:
 
 
 class _Forward:
-    """The forward of one module of experts that has adapters."""
+    """The forward of one module of experts that has adapters, or whose stacks are packed (`plain` is then None)."""
 
     def __init__(self, module: nn.Module, store: AdapterStore, plain: Callable[..., Tensor] | None) -> None:
         self.module, self.store, self.plain = module, store, plain
@@ -100,24 +104,25 @@ class _Forward:
         self.count: int = getattr(module, _COUNT)
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        adapters: dict[str, ExpertsAdapter] = self.module.__dict__["adapters"]
+        own = self.module.__dict__
+        adapters: dict[str, ExpertsAdapter] = own.get("adapters", {})
         selection = self.store.selection
         used = {name: adapters[name] for name in selection.active() if name is not None and name in adapters}
-        if not used:
+        if not used and (self.plain is not None or "stacks" not in own):
             return (self.plain or type(self.module).forward.__get__(self.module))(*args, **kwargs)
         given = [*args, *kwargs.values()]
         if len(given) != 3 or given[0].dim() != 2 or given[1].dim() != 2:
             shapes = [list(one.shape) for one in given if isinstance(one, Tensor)]
             raise DeviceError(
                 f"the experts got inputs {shapes}, known are tokens, indices and weights, [N, D], [N, K], [N, K]",
-                device=str(given[0].device), block=self.module.__dict__["module_path"],
+                device=str(given[0].device), block=own["module_path"],
             )  # fmt: skip
         x, index, weights = given
-        if selection.rows is None:
+        if selection.rows is None or not used:
             return self._run(x, index, weights, list(used.values()), None)
         rows = len(selection.rows)
         count = rows if x.shape[0] % rows == 0 else x.shape[0]
-        groups = selection.groups(self.module.__dict__["part"], count, x.device)
+        groups = selection.groups(own["part"], count, x.device)
         numbers = torch.full((count,), -1, device=x.device)
         for name, places in groups:
             if name in used:
@@ -152,8 +157,8 @@ class _Forward:
     def _product(
         self, name: str, expert: int, x: Tensor, places: Sequence[tuple[ExpertsAdapter, Tensor | None]]
     ) -> Tensor:  # fmt: skip
-        stack: Tensor = getattr(self.module, name)
-        weight = stack[expert].T if self.module.is_transposed else stack[expert]
+        weight = self._weight(name, expert)
+        weight = weight.T if self.module.is_transposed else weight
         bias = getattr(self.module, f"{name}_bias")[expert] if getattr(self.module, "has_bias", False) else None
         y = nn.functional.linear(x.to(device=weight.device, dtype=weight.dtype), weight)
         y = (y if bias is None else y + bias).to(x.device)
@@ -168,6 +173,29 @@ class _Forward:
                     change.add(expert, x[own], part)
                     y[own] = part
         return y
+
+    def _weight(self, name: str, expert: int) -> Tensor:
+        """Return one expert's matrix as it is in the stack."""
+        stacks: Mapping[str, Packed | Staged] | None = self.module.__dict__.get("stacks")
+        if stacks is None:
+            stack: Tensor = getattr(self.module, name)
+            return stack[expert]
+        held = stacks[name]
+        return dequantize((held if isinstance(held, Packed) else held.open()[1]).expert(expert))
+
+
+def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store: AdapterStore, module_path: str) -> None:
+    """Let a module compute with packed stacks [E, D_out, D_in], which replace its parameters of these names."""
+    own = module.__dict__
+    for name, held in stacks.items():
+        packed = held if isinstance(held, Packed) else held.packed
+        module._parameters.pop(name, None)
+        own[name] = torch.empty(packed.shape, dtype=packed.dtype, device="meta")  # for code that reads a shape
+        if isinstance(held, Staged):
+            own["staged"] = held
+    own.update(stacks=stacks, module_path=module_path)
+    own["forward"] = _Forward(module, store, None)
+    store.packs_experts = True
 
 
 def cover(module: nn.Module, store: AdapterStore, module_path: str, part: str) -> None:
@@ -184,5 +212,5 @@ def uncover(module: nn.Module) -> None:
     plain = getattr(own.pop("forward"), "plain", None)
     if plain is not None:
         own["forward"] = plain
-    for name in ("adapters", "adapter_store", "module_path", "part", "quant_kind"):
+    for name in ("adapters", "adapter_store", *(() if "stacks" in own else ("module_path",)), "part", "quant_kind"):
         own.pop(name, None)

@@ -157,6 +157,7 @@ class AdapterStore:
 
     def __init__(self) -> None:
         self._attached = 0
+        self.packs_experts = False  # set while loading
         # The one registry of attached adapters, and how often a module was exchanged for one with an adapter's own values.
         self.holders: dict[str, Holders] = {}
         self.exchanges = 0
@@ -194,9 +195,9 @@ class AdapterStore:
         return None if holders is None else holders.serial
 
     def reads_on_host(self, names: Sequence[str | None] | None = None) -> bool:
-        """Whether one of these adapters (None: those in use) makes a pass read results on the host: it cannot be captured."""
+        """Whether a pass with these adapters (None: those in use) reads chosen experts on the host: it cannot be captured."""
         names = self.selection.active() if names is None else names
-        return any(self.holders[name].reads_on_host for name in names if name in self.holders)
+        return self.packs_experts or any(self.holders[name].reads_on_host for name in names if name in self.holders)
 
     @property
     def last_serial(self) -> int:

@@ -275,6 +275,8 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
             continue
         if row.kind == "experts":
             expert = max(expert, sum(t.shape[1] for t in row.tensors if len(t.shape) == 3))
+            if row.made is not None:  # one expert at a time, and its scales
+                own_bytes = max(own_bytes, *((t.nbytes + t.numel) // max(t.shape[0], 1) for t in row.tensors if len(t.shape) == 3))
         weight = row.weight
         if row.kind != "linear" or weight is None or not _is_layer(row):
             continue

@@ -22,7 +22,7 @@ from trimtab.planning.values.cards import Card
 from trimtab.planning.values.execution import MODES, Execution
 from trimtab.planning.values.kv_pool import pool_tokens
 from trimtab.planning.values.reading import read_row
-from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement, StoredWeights, Unquantized
+from trimtab.planning.values.rows import OUTSIDE_PEAK, ExpertWeights, Placement, StoredWeights, Unquantized
 from trimtab.process.files import write_text
 from trimtab.process.json_file import JsonError, read_json
 from trimtab.report import charts
@@ -52,8 +52,8 @@ class Plan:
     dtype_reason: why the dtype was chosen, or the cost of a requested one; "" for a usual one. media_reason: the limits
     behind the host memory of a server's images and audio; "" if none is counted. prefix_reason: the capacity in tokens
     of a prefix cache that is smaller than one prompt of the context; "" for others. version: of the file format.
-    stored: the formats of the checkpoint's files, for the table; files_read: from planning to the first load. Neither is
-    part of the plan's value: not compared, not saved.
+    stored: the formats of the checkpoint's files, experts: what stacked experts take, for the table; files_read: from planning
+    to the first load. None of them is part of the plan's value: not compared, not saved.
     """
 
     request: LoadRequest
@@ -85,6 +85,7 @@ class Plan:
     version: int = PLAN_VERSION
     stored: tuple[StoredWeights, ...] = field(default=(), compare=False, repr=False)
     files_read: Handover[Any] = field(default_factory=Handover, compare=False, repr=False)
+    experts: ExpertWeights | None = field(default=None, compare=False, repr=False)
 
     def document(self) -> Document:
         """Return what the plan says to people."""

@@ -11,8 +11,9 @@ from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
 from trimtab.planning.values.cards import marked
 from trimtab.planning.values.execution import Execution, Phase, how_computed
 from trimtab.planning.values.kv_bytes import KV8_KL
-from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, Placement, Unquantized
+from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, ExpertWeights, Placement, Unquantized
 from trimtab.report.document import Block, Document, Facts, Table, Text
+from trimtab.request import EXPERTS
 
 if TYPE_CHECKING:
     from trimtab.planning.plan.plan import Plan
@@ -44,6 +45,7 @@ def document_of(plan: Plan) -> Document:
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
         f"{'8-bit head, ' if plan.execution.head == 'int8' else ''}"
         f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}"
+        f"{'' if request.experts == EXPERTS[0] else f'{request.experts} experts, '}"
         f"{'batch-invariant, ' if request.batch_invariant else ''}"
         f"context {request.context_tokens}, answer {plan.answer_tokens}, batch {request.batch}, images {request.images}, "
         f"audio {request.audio_s:g} s"
@@ -163,7 +165,16 @@ def _execution(plan: Plan) -> list[tuple[str, str]]:
         took = sum(phase.bytes.values())
         rows.append((name, f"{phase.mode}{f', {gib(took)}' if took else ''}, {speed}: {phase.reason}"))
     rows += [("type", f"{plan.request.dtype}: {plan.dtype_reason}")] if plan.dtype_reason else []
+    rows += [("experts", _experts(plan.experts))] if plan.experts is not None else []
     return [*rows, ("output head", f"{execution.head}: {execution.head_reason}"), *keys_and_values(plan)]
+
+
+def _experts(taken: ExpertWeights) -> str:
+    """Return how stacked experts are kept, and what that means for answers."""
+    size = f"{taken.bits_per_value:.2f} bits a weight, {gib(taken.bytes)} in {taken.modules} modules"
+    if taken.format_name is None:
+        return f"{size}: as the model computes; experts={EXPERTS[1]!r} packs them, which changes answers"
+    return f"{taken.format_name}, {size}: asked for; their rounding changes answers; chosen ones are dequantized one at a time"
 
 
 def keys_and_values(plan: Plan) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, Te
 from trimtab.errors import gib
 from trimtab.formats.record import DEQUANTIZED_TRAFFIC, HEAD8, packed_bytes, packed_parts, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes
-from trimtab.planning.values.rows import StoredWeights, Unquantized
+from trimtab.planning.values.rows import ExpertWeights, StoredWeights, Unquantized
 from trimtab.request import DEFAULT_QUANT, TIERS
 
 Paid = Literal["token", "image", "audio", "request"]
@@ -59,6 +59,8 @@ class Leaf:
     def load_transient_bytes(self) -> int:
         if not self.packs:
             return self.nbytes + self.reading_bytes
+        if len(self.shape) == 3:  # an expert at a time, of pieces that are joined
+            return (2 * self.dense_bytes + self.nbytes) // self.shape[0]
         if "scale" in self.parts:
             return min(HEAD_PIECE_BYTES, 13 * prod(self.shape))
         return self.dense_bytes + self.nbytes + (2 * prod(self.shape) if "SCB" in self.parts else 0)
@@ -134,14 +136,14 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
         tensors = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
     else:
         return ()
-    own = row.stored or quant
+    own = row.stored or row.made or quant
     kind = HEAD8 if row.is_head8 else own if row.quantized or (row.stored and row.kind == "embedding") else "none"
     form = stored_format(kind)
     return tuple(
         Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
-            packs=kind == HEAD8 or (kind != "none" and not prequantized),
+            packs=kind == HEAD8 or (kind != "none" and (row.made is not None or not prequantized)),
             reading_bytes=form.reading_bytes(tensor.shape) if row.stored else 0,
         )
         for tensor in tensors
@@ -325,3 +327,15 @@ def _pieces_of(leaves: Sequence[Leaf]) -> tuple[tuple[str, ...], ...]:
 
 def _sum_of(leaves: Sequence[Leaf]) -> int:
     return sum(leaf.nbytes for leaf in leaves)
+
+
+def experts_of(anatomy: Anatomy) -> ExpertWeights | None:
+    """Return what the stacked experts of a model take, None if it has none."""
+    rows = [row for row in anatomy.rows if row.kind == "experts"]
+    stacks = [(one, row.made or "none") for row in rows for one in row.tensors if len(one.shape) == 3 and not one.is_buffer]
+    if not stacks:
+        return None
+    return ExpertWeights(
+        format_name=rows[0].made, modules=len(rows), values=sum(one.numel for one, _ in stacks),
+        bytes=sum(packed_bytes(one.shape, kind, one.dtype) for one, kind in stacks),
+    )  # fmt: skip

@@ -154,6 +154,8 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return "CUDA graphs require a GPU"
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
+    if anatomy.packs_experts:
+        return "the packed experts of a token are chosen on the host"
     if mode == "graph":
         is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
         return "states of recurrent layers need the kernels of a step" if is_recurrent else None

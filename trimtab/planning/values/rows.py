@@ -46,6 +46,20 @@ class StoredWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """The stacked experts of a model: the format that loading makes (None: 16 or 32 bits), how many modules, values and bytes."""
+
+    format_name: str | None
+    modules: int
+    values: int
+    bytes: int
+
+    @property
+    def bits_per_value(self) -> float:
+        return 8 * self.bytes / self.values
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unquantized:
     """A weight that stays at full precision although the request quantizes."""
 

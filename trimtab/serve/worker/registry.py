@@ -124,7 +124,7 @@ _PLACEMENT = {
     "host_memory": "host_memory_bytes", "images": "images", "audio_s": "audio_s", "place": "place",
     "device_map": "device_map", "keep_unquantized": "keep_unquantized", "device": "device", "offload_dir": "offload_dir",
     "head": "head", "prefix_cache": "prefix_cache_bytes", "batch_invariant": "batch_invariant",
-    "kv_tokens": "kv_tokens", "kv": "kv", "answer_tokens": "answer_tokens",
+    "kv_tokens": "kv_tokens", "kv": "kv", "answer_tokens": "answer_tokens", "experts": "experts",
 }  # fmt: skip
 _OWN = (
     "path",
@@ -146,7 +146,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
     "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,), "head": (str,),
     "prefix_cache": (str, int), "batch_invariant": (bool,), "kv_tokens": (int,), "kv": (str,),
-    "answer_tokens": (int,),
+    "answer_tokens": (int,), "experts": (str,),
 }  # fmt: skip
 
 _WORDS: Mapping[type, str] = {

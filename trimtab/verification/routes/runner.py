@@ -15,7 +15,7 @@ from trimtab.errors import DeviceError, TrimtabError, UpstreamError
 from trimtab.planning import Plan
 from trimtab.process import phases
 from trimtab.process.runner import FAILED, OOM_HOST, Outcome, run_inside
-from trimtab.request import LoadRequest
+from trimtab.request import EXPERTS, LoadRequest
 from trimtab.verification.routes.child import PHASE
 from trimtab.verification.routes.compare import Noise, NoiseFloor
 
@@ -33,7 +33,7 @@ class Route:
     """A route to the answers.
 
     label: its name in a report. trimtab's routes have a plan, or a request to plan; stock routes have folder, quant,
-    dtype, device and adapters, and their interpreter (None: this one). batched: rows computed together (0: one).
+    experts, dtype, device and adapters, and their interpreter (None: this one). batched: rows computed together (0: one).
     decode: the decode mode of answers and their logits (None: logits of one forward pass).
     """
 
@@ -43,6 +43,7 @@ class Route:
     request: LoadRequest | None = None
     folder: str = ""
     quant: str = "none"
+    experts: str = EXPERTS[0]
     dtype: str = "bfloat16"
     device: str = "cpu"
     adapters: Mapping[str, str] | None = None
@@ -58,7 +59,7 @@ class Route:
                 "request": self.request.to_json() if self.request else None, "decode": self.decode,
             }  # fmt: skip
         return {
-            "folder": self.folder, "quant": self.quant, "dtype": self.dtype, "device": self.device,
+            "folder": self.folder, "quant": self.quant, "experts": self.experts, "dtype": self.dtype, "device": self.device,
             "adapters": dict(self.adapters or {}),
         }  # fmt: skip
 

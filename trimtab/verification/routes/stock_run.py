@@ -23,7 +23,8 @@ import torch
 from trimtab.bridge.row_scales import wrong_scales
 from trimtab.process import phases
 from trimtab.process.packages import stack_versions, version_of
-from trimtab.stock.unsplit import dense_note, load_unsplit, with_adapters
+from trimtab.request import EXPERTS
+from trimtab.stock.unsplit import dense_note, load_unsplit, round_experts, with_adapters
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.loaded_changes import sketch
 
@@ -43,8 +44,11 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         phases.begin("loading")
         with recorded_warnings() as counts:
             model = load_unsplit(route["folder"], route["quant"], route["dtype"], route["device"])
+            round_experts(model, route["experts"])
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
             notes = dense_note(route["folder"]) + notes
+            if route["experts"] != EXPERTS[0]:
+                notes.append(f"the stacked experts have the values that bitsandbytes' {route['experts']} gives each of them")
         emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
              "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),

@@ -1,0 +1,183 @@
+"""Stacked experts packed while they are loaded: bitsandbytes' bytes, and answers of a model that has its values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from torch import Tensor
+
+import trimtab
+from tests import pico
+from tests.engine.lora.test_experts import NEAR, answered, build, loaded, of_peft, single_adapter, with_changes
+from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
+from tests.merged_models import load
+from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from trimtab.engine.loader import pieces
+from trimtab.errors import RequestError
+from trimtab.planning import Plan
+from trimtab.request import LoadRequest
+from trimtab.verification.routes import stock_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+FORMATS = ("nf4", "nf4-dq")
+
+
+def packed_by_bitsandbytes(matrix: Tensor, kind: str) -> tuple[Tensor, Any]:
+    return quantize_4bit(matrix.contiguous(), blocksize=64, quant_type="nf4", compress_statistics=kind == "nf4-dq")
+
+
+def stacks_of(model: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, value) for name, value in model.named_parameters() if ".experts." in name and value.dim() == 3)
+
+
+def with_values_of(base: Path, kind: str, folder: Path) -> Path:
+    """Write the checkpoint with the experts' values as bitsandbytes reads them back."""
+    model = load(base)
+    with torch.no_grad():
+        for _, stack in stacks_of(model):
+            for matrix in stack:
+                matrix.copy_(dequantize_4bit(*packed_by_bitsandbytes(matrix, kind)))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(("family", "stored"), [("qwen3_moe", "bfloat16"), ("gemma4_moe", "float32"), ("gpt_oss", "float32")])
+def test_each_expert_has_the_bytes_of_bitsandbytes(
+    family: str, stored: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One file tensor for each matrix, in another type; for a stack; and a stack whose matrices are transposed.
+    base = pico.build(family, tmp_path / "base", dtype=stored)
+    shapes, real = set(), pieces.quantize
+    monkeypatch.setattr(pieces, "quantize", lambda matrix, kind: shapes.add(matrix.dim()) or real(matrix, kind))
+    with loaded(base, {}, experts=kind) as model:
+        found = {
+            f"{path}.{name}": packed
+            for path, module in model.hf_model.named_modules() for name, packed in vars(module).get("stacks", {}).items()
+        }  # fmt: skip
+        shares = {share.name: share for share in model.memory_shares()}
+        taken = model.plan.experts
+    assert shapes == {2}  # no stack was whole in full precision
+    expected = dict(stacks_of(load(base, dtype="float32")))
+    assert set(found) == set(expected) and len(found) >= 2
+    for name, packed in found.items():
+        assert packed.shape == tuple(expected[name].shape)
+        for number, matrix in enumerate(expected[name].detach()):
+            data, state = packed_by_bitsandbytes(matrix, kind)
+            theirs = {"weight": data, "absmax": state.absmax}
+            if kind == "nf4-dq":
+                theirs |= {"nested_absmax": state.state2.absmax, "offset": state.offset}
+            ours = packed.expert(number).parts
+            assert set(ours) == set(theirs)
+            assert all(torch.equal(ours[part].reshape(-1), theirs[part].reshape(-1)) for part in theirs), (name, number)
+    assert taken is not None and taken.bytes == sum(packed.nbytes for packed in found.values())
+    assert (kind == "nf4") == (taken.bits_per_value == 4.5)
+    assert abs(shares["weights"].measured_bytes - shares["weights"].planned_bytes) <= 256 * 4 * len(found)
+
+
+@pytest.fixture(scope="module", params=["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow), "gemma4_moe"])
+def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
+    """A checkpoint, the same with the values of its packed experts, and two adapters on experts."""
+    folder = tmp_path_factory.mktemp(request.param)
+    base = pico.build(request.param, folder / "base", dtype="float32")
+    adapters = (stack_adapter(base, folder / name, list(names)) for name, names in (("a", BOTH), ("b", BOTH[1:])))
+    return base, with_values_of(base, "nf4", folder / "values"), *adapters
+
+
+@pytest.mark.parametrize("tier", ["resident", "stream", "host", "disk"])
+def test_rows_with_adapters_answer_as_peft_on_the_packed_values_in_every_tier(
+    tier: str, work: tuple[Path, Path, Path, Path], tmp_path: Path
+) -> None:
+    base, values, a, b = work
+    changes = single_adapter(values, tmp_path / "single", 0)
+    expected = {"a": of_peft(values, a), "b": of_peft(values, b), None: of_model(load(values))}
+    expected["single"] = with_changes(values, changes)
+    given = {"a": a, "b": b, "single": tmp_path / "single"}
+    with loaded(base, given, experts="nf4", place={"model*layers.*": tier}) as model:
+        assert tier in {row.tier for row in model.plan.placements}
+        names = ("a", None, "single", "b")
+        requests = [{"prompt": IDS, "adapter": name} for name in names]
+        found = [logprobs(one) for one in model.batch(requests, rows=4, max_new_tokens=3, logprobs=8)]
+        alone = answered(model, "a")
+        for name in given:
+            model.unload_adapter(name)
+        after = answered(model, None)
+    assert max(gap(one, expected[name]) for one, name in zip(found, names, strict=True)) < NEAR
+    assert max(gap(alone, expected["a"]), gap(after, expected[None])) < NEAR
+    assert min(gap(found[0], expected[None]), gap(after, of_model(load(base)))) > 1e-2
+
+
+def test_a_plan_counts_packed_experts_says_so_and_keeps_the_choice(work: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+    base = work[0]
+    options: dict[str, Any] = {"quant": "nf4", "context": 64, "device": "cpu"}
+    plain, packed = (trimtab.plan(base, **options, experts=kind) for kind in ("16bit", "nf4"))
+    assert plain.experts is not None and packed.experts is not None and plain.experts.bits_per_value == 16
+    assert plain.gpu["weights"] - packed.gpu["weights"] == plain.experts.bytes - packed.experts.bytes
+    assert packed.experts.bytes * 32 == plain.experts.bytes * 9
+    assert "experts='nf4' packs them, which changes answers" in str(plain) and "stacked experts: packed only on request" in str(
+        plain
+    )
+    assert "nf4, 4.50 bits a weight" in str(packed) and "stacked experts" not in str(packed)
+    packed.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == packed and again.request.experts == "nf4" and "nf4 experts" in str(again)
+    on_card = trimtab.plan(base, **options | {"device": "auto"}, card="RTX 4060 8GB", experts="nf4")
+    assert on_card.execution.step.mode == "eager" and "chosen on the host" in on_card.execution.step.reason
+
+
+def test_a_merged_model_is_packed_by_the_same_rule(work: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+    base, _, a, _ = work
+    trimtab.merge(base, tmp_path / "merged", adapters={"a": a}, check=True)
+    with loaded(tmp_path / "merged", {}, experts="nf4-dq") as model:
+        found = answered(model, None)
+        held = [weakref.ref(packed) for module in model.hf_model.modules() for packed in vars(module).get("stacks", {}).values()]
+    assert held and not any(one() for one in held)  # freed with the model
+    assert gap(found, of_model(load(with_values_of(tmp_path / "merged", "nf4-dq", tmp_path / "values")))) < NEAR
+
+
+def test_verify_compares_with_stock_on_the_same_values(
+    work: tuple[Path, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = LoadRequest(
+        model=str(work[0]), adapters={"a": str(work[2])}, quant="none", dtype="float32", experts="nf4", context_tokens=64,
+        device="cpu",
+    )  # fmt: skip
+    asked: dict[str, Any] = {"prompts": [{"id": "x", "token_ids": list(IDS)}], "new_tokens": 2, "isolated": False}
+    same = ("same", "same within noise")
+    assert trimtab.verify(request, against="stock", **asked).verdict in same
+    assert trimtab.verify(request, against="bf16", **asked).verdict not in same
+    monkeypatch.setattr(stock_run, "round_experts", lambda model, kind: None)
+    assert trimtab.verify(request, against="stock", **asked).verdict not in same
+    with pytest.raises(RequestError) as caught:
+        trimtab.verify(request, lanes=True, **asked)
+    assert caught.value.field == "experts"
+
+
+def test_a_checkpoint_with_packed_linears_takes_packed_experts(tmp_path: Path) -> None:
+    base = pico.build("mixtral", tmp_path / "base", dtype="bfloat16")
+    stock_run.load_base(str(base), "nf4", "bfloat16", "cpu").save_pretrained(tmp_path / "packed")
+    with loaded(tmp_path / "packed", {}, quant="auto", dtype="bfloat16", experts="nf4") as model:
+        found = model.answer(IDS, max_new_tokens=4)
+        assert model.plan.request.quant == "nf4" and model.plan.experts.bits_per_value == 4.5
+    with loaded(base, {}, quant="nf4", dtype="bfloat16", experts="nf4") as model:
+        assert model.answer(IDS, max_new_tokens=4).token_ids == found.token_ids
+
+
+def test_experts_that_cannot_be_packed_are_refused_before_loading(tmp_path: Path) -> None:
+    def refused(base: Path, **options: Any) -> RequestError:
+        with pytest.raises(RequestError) as caught:
+            trimtab.plan(base, **{"quant": "none", "device": "cpu", "experts": "nf4"} | options)
+        assert caught.value.field == "experts"
+        return caught.value
+
+    odd = refused(build("gpt_oss", tmp_path / "odd"))
+    assert odd.allowed == ("16bit",) and str(odd).count("rows of 80 values, no multiple of the block of 64") == 2
+    assert str(odd).count("rows of 48 values") == 2
+    assert "the model has no stacked experts" in str(refused(pico.build("llama", tmp_path / "dense")))
+    assert refused(tmp_path / "dense", experts="nf3").allowed == ("16bit", "nf4", "nf4-dq")

@@ -1,0 +1,150 @@
+"""How is a large tensor of the files read piece by piece: a head by its rows, a stack of experts to be packed one by one?
+
+Each expert [D_out, D_in] of a stack is packed as bitsandbytes packs that matrix; in each part the experts follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.checkpoint.anatomy import ModuleRow, TensorRow
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.packed import CodeTables, Packed
+from trimtab.engine.loader.tracing import Expression
+from trimtab.engine.lora.experts import hold_packed, why_no_lora
+from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.tiers.streaming import Staged, Streamer
+from trimtab.errors import DeviceError
+from trimtab.formats.record import WEIGHT_BLOCK
+from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES
+
+Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Take = Callable[[TensorEntry], Tensor]
+
+
+def why_not_packed(
+    module: nn.Module,
+    tensors: Sequence[TensorRow],
+    sources: Mapping[str, Expression],
+    packed: Collection[str],
+    tied: Collection[str],
+) -> list[str]:
+    """Return why the stacks of a module of experts cannot be packed, nothing if they can. packed: file tensors that are already.
+    tied: paths that share storage."""
+    unknown = why_no_lora(module)
+    problems = [] if unknown is None else [unknown]
+    for tensor in tensors:
+        if len(tensor.shape) != 3 or tensor.is_buffer:
+            continue
+        count, _, columns = tensor.shape
+        expression = sources.get(tensor.tensor_path)
+        if not count:
+            problems.append(f"{tensor.tensor_path} has no expert")
+        if columns % WEIGHT_BLOCK:
+            problems.append(f"{tensor.tensor_path} has rows of {columns} values, no multiple of the block of {WEIGHT_BLOCK}")
+        if any(name in packed for name in tensor.sources):
+            problems.append(f"the files hold {tensor.tensor_path} quantized, and nothing is quantized twice")
+        elif expression is None or not (_is_whole(expression) or _are_single(tensor)):
+            problems.append(f"{tensor.tensor_path} is made from the files otherwise than expert by expert")
+        if tensor.tensor_path in tied:
+            problems.append(f"{tensor.tensor_path} is shared with another module")
+    return problems
+
+
+def _is_whole(expression: Expression) -> bool:
+    return expression.cast_leaf is not None
+
+
+def _are_single(tensor: TensorRow) -> bool:
+    return tensor.halves > 0 and len(tensor.sources) == tensor.halves * tensor.shape[0]
+
+
+def rows_of(entry: TensorEntry) -> list[TensorEntry]:
+    """Return a tensor of a file as pieces of whole rows, of HEAD_PIECE_VALUES values at most where a row has fewer."""
+    rows, *inner = entry.shape
+    step = max(1, HEAD_PIECE_VALUES // prod(inner))
+    return [_piece(entry, at, (min(step, rows - at), *inner)) for at in range(0, rows, step)]
+
+
+def _piece(entry: TensorEntry, first: int, shape: tuple[int, ...]) -> TensorEntry:
+    row_bytes = entry.nbytes // entry.shape[0]
+    return replace(entry, shape=shape, start=entry.start + first * row_bytes, nbytes=shape[0] * row_bytes)
+
+
+def joined(shape: Sequence[int], dtype: str, pieces: Iterable[TensorEntry], take: Take) -> Tensor:
+    """Return the tensor whose rows the pieces are, in a type."""
+    whole, start = None, 0
+    for part in map(take, pieces):
+        if whole is None:
+            whole = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=part.device)
+        whole[start : start + len(part)].copy_(part)
+        start += len(part)
+    assert whole is not None and start == len(whole)
+    return whole
+
+
+def experts_of(tensor: TensorRow, entries: Mapping[str, TensorEntry]) -> list[list[TensorEntry]]:
+    """Return what of the files each expert of a stack is: pieces whose rows follow each other."""
+    count, *matrix = tensor.shape
+    if tensor.halves:
+        return [[entries[name] for name in tensor.sources[expert::count]] for expert in range(count)]
+    entry = entries[tensor.sources[0]]
+    return [[replace(_piece(entry, expert, (1, *matrix)), shape=tuple(matrix))] for expert in range(count)]
+
+
+def host_room(forms: Forms) -> dict[str, Tensor]:
+    """Return tensors of these shapes and types in host memory."""
+    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms.items()}
+
+
+def pack(
+    tensor: TensorRow, kind: str, entries: Mapping[str, TensorEntry], take: Take, room: Callable[[Forms], dict[str, Tensor]],
+    codes: CodeTables,
+) -> Packed:  # fmt: skip
+    """Return a stack packed in a format, an expert at a time: two copies of one expert are the most that is in full precision.
+
+    take: gives a piece on the device that packs. room: gives the tensors of the parts, where they stay. Errors: DeviceError.
+    """
+    parts: dict[str, Tensor] = {}
+    first: Packed | None = None
+    for expert, pieces in enumerate(experts_of(tensor, entries)):
+        one = codes.share(quantize(joined(tensor.shape[1:], tensor.dtype, pieces, take), kind))
+        if first is None:
+            first = one
+            parts = room({name: ((tensor.shape[0], part.numel()), part.dtype) for name, part in one.parts.items()})
+        if any(one.codes[name] is not code for name, code in first.codes.items()):
+            raise DeviceError(
+                f"bitsandbytes packs the experts of {tensor.tensor_path} with different tables",
+                device=str(one.parts["weight"].device), hint='Choose experts="nf4", which has one table',
+            )  # fmt: skip
+        for name, part in one.parts.items():
+            parts[name][expert].copy_(part.reshape(-1))
+    assert first is not None
+    return replace(first, shape=tensor.shape, parts=parts)
+
+
+def hold(
+    row: ModuleRow, module: nn.Module, pack_one: Callable[[TensorRow], Packed], codes: CodeTables, store: AdapterStore,
+    stage: Callable[[Packed], Callable[[Streamer], Staged]] | None,
+) -> Callable[[Streamer], None] | None:  # fmt: skip
+    """Let a module of experts compute with its stacks, packed by `pack_one`. stage: puts a stack into a streamed block; what comes
+    back is then called with the streamer."""
+    held = {t.tensor_path.rpartition(".")[2]: pack_one(t) for t in row.tensors if len(t.shape) == 3 and not t.is_buffer}
+    if stage is None:
+        here = {name: one.with_parts(one.parts, codes.on(one, one.parts["weight"].device)) for name, one in held.items()}
+        hold_packed(module, here, store, row.module_path)
+        return None
+    staged = {name: stage(packed) for name, packed in held.items()}
+    return lambda streamer: hold_packed(module, {name: put(streamer) for name, put in staged.items()}, store, row.module_path)
+
+
+def let_go(hf_model: nn.Module | None) -> None:
+    """Free the packed experts of a model at once: their modules and forwards know each other."""
+    for module in () if hf_model is None else hf_model.modules():
+        vars(module).pop("stacks", None)
