@@ -285,7 +285,7 @@ def test_flags_in_the_docs_and_in_error_messages_exist():
         "--no-deps", "--no-build-isolation", "--check", "--version", "--dest", "--disable-pip-version-check",
         "--find-links", "--index-url", "--torch-backend", "--no-input", "--only-binary", "--quiet", "--without-pip", "--scales",
         "--std", "--gpu-architecture", "--build-arg", "--profile", "--size", "--engines", "--continuous-batching", "--first-tokens",
-        "--only",
+        "--only", "--outside",
         # Of servers that are asked whether their adapter is alive.
         "--return-tokens-as-token-ids", "--lora-init-without-apply", "--lora-target-modules", "--enable-lora", "--lora-modules",
         "--max-lora-rank", "--lora-paths", "--lora", "--modelfile",

@@ -206,8 +206,8 @@ MOST_TOGETHER = 8
 def queue_draws(draws: Sequence[Draw], logits: Tensor, chosen: Tensor) -> dict[int, Exception]:
     """Write drawn tokens to `chosen` [rows] int64, but where it is below 0; return why a row has none, by its place.
 
-    Rows whose samplers are `alike` are drawn together: a row alone is ten small operations, and 31 more rows as many times more.
-    Each row still has a generator of its own, and gets the token that `Sampler.queue` draws. logits: [rows, V] float32.
+    Rows whose samplers are `alike` are drawn together: a row alone takes ten small operations, and 32 rows as many times more.
+    Each row still has its generator, and gets the token that `Sampler.queue` draws. logits: [rows, V] float32.
     """
     groups: dict[object, list[Draw]] = {}
     for draw in draws:
