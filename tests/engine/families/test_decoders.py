@@ -121,6 +121,22 @@ def test_a_step_of_recurrent_layers_is_not_tried_twice(tmp_path):
         assert [row.finish for row in batch.active] == ["error"] * 3 and batch.step() == []
 
 
+def test_an_adapter_attached_between_steps_is_examined(tmp_path):
+    """On a linear layer that the description leaves out, so that a fused step would not add it."""
+    with loaded("qwen3", tmp_path) as model:
+        for name in ("a", "b"):
+            model.unload_adapter(name)
+        batch = joined(model, "fused", ASKED[1:2])
+        batch.step()
+        step = batch.steps.fused_step()
+        step._outside = [model.hf_model.model.layers[0].self_attn.q_proj]
+        model.load_adapter("a", tmp_path / "a")
+        with pytest.raises(DeviceError, match="which its description does not have"):
+            batch.steps.fused_step()
+        model.unload_adapter("a")
+        assert batch.steps.fused_step() is step
+
+
 Change = Callable[[Batch, list[Any]], object]
 
 
