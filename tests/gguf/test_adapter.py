@@ -42,6 +42,7 @@ def test_answers_are_those_of_the_adapter_of_peft(family, made, tmp_path):
     config = json.loads((find_folder(file) / "config.json").read_text())
     written = load_file(for_peft(lora, config) / "adapter_model.safetensors")
     assert set(written) == set(wanted) and all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+    assert (for_peft(lora, config) == found.peft_folder) is not bool(found.turned)  # one copy where no rows are moved
     assert found.config["r"] == 4 and set(found.config["rank_pattern"].values()) == {2} and found.config["lora_alpha"] == 8.0
     if family == "gemma4":
         return

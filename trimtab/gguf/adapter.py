@@ -43,7 +43,10 @@ def adapter_folder(path: str, width: int = 0) -> str:
         return path
     file = Path(path).absolute()
     try:
-        return str(folder_for(file, lambda made: _write(read_gguf(file), made, width), width))
+        folder = folder_for(file, lambda made: _write(read_gguf(file), made, 0), 0)
+        if width and made_for(str(folder))[1]:  # else the copy has no rows that the width moves
+            folder = folder_for(file, lambda made: _write(read_gguf(file), made, width), width)
+        return str(folder)
     except CheckpointError as exc:
         reason = str(exc).removeprefix(f"{file}: ").removesuffix(f" {exc.hint}")
         raise AdapterError(path, [reason], hint=f"{exc.hint}. {HINT}" if exc.hint else HINT) from exc
