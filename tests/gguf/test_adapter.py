@@ -78,6 +78,14 @@ def test_the_file_is_named_as_the_user_did_and_its_change_is_seen(made, tmp_path
     assert told.value.path == str(lora)
 
 
+def test_rows_that_are_too_many_to_move_are_counted(made, monkeypatch):
+    file, _, _, lora = made("llama")
+    monkeypatch.setattr(adapter, "MOST_TURNED_BYTES", 10)
+    with pytest.raises(AdapterError) as told:
+        trimtab.plan(file, adapters=lora, device="cpu", context=64)
+    assert "blk.0.attn_k.weight.lora_b has 1024 B, of at most 10 B the rows are put in order" in told.value.problems[0]
+
+
 def test_a_disk_without_room_and_a_short_file_are_named(tmp_path, monkeypatch):
     def full(pairs, turned, target):
         raise OSError(28, "No space left on device")

@@ -112,15 +112,17 @@ def _pairs(header: GgufHeader, width: int) -> tuple[dict[str, dict[str, GgufTens
             pairs.setdefault(path, {})[parts[4]] = tensor
             if parts[3] in made.orders and parts[4] == "b":
                 turned[path] = (0, tensor.shape[0] // (width or 1), width // 2, 2, 1)
-                if width and (tensor.shape[0] % width or width % 2 or tensor.nbytes > MOST_TURNED_BYTES):
-                    problems.append(f"{name} has {tensor.shape[0]} rows, the model's heads {width}")
+                if width and (tensor.shape[0] % width or width % 2):
+                    problems.append(f"{name} has {tensor.shape[0]} rows, which are no whole heads of the model ({width} rows each)")
+                elif width and tensor.nbytes > MOST_TURNED_BYTES:
+                    problems.append(f"{name} has {tensor.nbytes} B, of at most {MOST_TURNED_BYTES} B the rows are put in order")
     for path, pair in pairs.items():
         if set(pair) != {"a", "b"}:
             problems.append(f"{path} has lora_{'a' if 'a' in pair else 'b'} alone")
         elif pair["a"].shape[0] != pair["b"].shape[1]:
             problems.append(f"{path} has lora_a {list(pair['a'].shape)} and lora_b {list(pair['b'].shape)}")
-    if sum(tensor.nbytes for tensor in header.tensors.values()) > MOST_BYTES:
-        problems.append(f"has more than {MOST_BYTES} B")
+    if (count := sum(tensor.nbytes for tensor in header.tensors.values())) > MOST_BYTES:
+        problems.append(f"its tensors have {count} B, at most {MOST_BYTES} are read")
     return pairs, turned, problems
 
 

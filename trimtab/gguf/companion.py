@@ -93,7 +93,8 @@ def _write_towers(header: GgufHeader, projector: GgufHeader, beside: list[Path],
     names = [
         replace(one, tensor_name=one.tensor_name.replace("model.", "model.language_model.", 1)) for one in tensors_of(header, own)
     ]
-    return _write_tensors(header, header.files + projector.files, names + vision_of(projector, vision), made)
+    table = _write_tensors(header, header.files + projector.files, names + vision_of(projector, vision), made)
+    return table | {"beside": [str(one) for one in beside]}
 
 
 def _check_words(header: GgufHeader, tokenizer: Mapping[str, Any]) -> None:
@@ -143,8 +144,8 @@ def _is_small(one: Mapped) -> bool:
 
 
 def _write_small(header: GgufHeader, small: list[Mapped], target: Path) -> None:
-    if sum(one.source.nbytes for one in small) > MOST_SMALL_BYTES:
-        refuse(header.files[0], f"has vectors of more than {MOST_SMALL_BYTES} B", hint="The file is damaged")
+    if (count := sum(one.source.nbytes for one in small)) > MOST_SMALL_BYTES:
+        refuse(header.files[0], f"its vectors have {count} B, at most {MOST_SMALL_BYTES} are read", hint="The file is damaged")
     import torch
     from safetensors.torch import save
 
