@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import trimtab
 from tests import gguf_files, pico, stock
+from trimtab.adapters import file as adapters_file
 from trimtab.adapters.file import for_peft, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.errors import AdapterError
@@ -84,6 +85,17 @@ def test_rows_that_are_too_many_to_move_are_counted(made, monkeypatch):
     with pytest.raises(AdapterError) as told:
         trimtab.plan(file, adapters=lora, device="cpu", context=64)
     assert "blk.0.attn_k.weight.lora_b has 1024 B, of at most 10 B the rows are put in order" in told.value.problems[0]
+
+
+def test_a_folder_of_the_cache_that_goes_away_is_named(tmp_path, monkeypatch):
+    def removed(path):
+        (path.parent / "gguf.json").unlink()
+        return header(path)
+
+    header = adapters_file.read_header
+    monkeypatch.setattr(adapters_file, "read_header", removed)
+    with pytest.raises(AdapterError, match="was removed from the cache while it was read"):
+        read_adapter(lora_file(tmp_path))
 
 
 def test_a_disk_without_room_and_a_short_file_are_named(tmp_path, monkeypatch):

@@ -54,8 +54,10 @@ def adapter_folder(path: str, width: int = 0) -> str:
 
 def made_for(folder: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return, of a folder that `adapter_folder` made, (the types of models that the LoRA is for, the modules whose rows are not in
-    the model's order)."""
-    table = read_table(Path(folder)) or {}
+    the model's order). Errors: AdapterError for a folder that was removed or damaged since."""
+    table = read_table(Path(folder))
+    if table is None:
+        raise AdapterError(folder, ["was removed from the cache while it was read"], hint="Give the adapter again")
     return tuple(table["made_for"]), tuple(table["turned"])
 
 

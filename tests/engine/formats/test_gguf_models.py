@@ -207,6 +207,8 @@ def test_a_projector_that_does_not_fit_is_refused_by_name(tmp_path):
     refused("clip.vision.patch_size is 8, config.json has 16", change={"vision_config": vision})
     text = config["text_config"] | {"sliding_window": 9}
     refused("does not fit config.json beside it: sliding_window 9 (8)", change={"text_config": text})
+    vision = config["vision_config"] | {"rms_norm_eps": "1e-6"}
+    refused("config.json has '1e-6'", change={"vision_config": vision})
     refused("config.json of 'qwen3_vl'", change={"model_type": "qwen3_vl"})
     refused("2 of 2 tokens are others than in tokenizer.json", tokenizer={"model": {"vocab": {"a": 0, "b": 1}}})
 
