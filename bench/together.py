@@ -6,7 +6,7 @@ A random checkpoint of a size (as bench.load has it), 32 rows of 512 tokens. "st
 the base, 8 adapters and an adapter for each row. "pass": milliseconds of prompts alone, and of several in one pass. Times are the
 device's, medians of ten. "beside" (`--beside`): the graph of a step on a stream of high priority while graphs of chunks run on
 another one. It asks what that could gain: the two share scratch, so what they compute then is not used. `unpacked`: whether the
-decoder's weights are kept in the model's own type beside the packed ones; `least`: from how many rows on a step uses them.
+decoder's weights are kept in the model's own type beside the packed ones.
 """
 
 from __future__ import annotations
@@ -185,7 +185,6 @@ def main() -> None:
     parser.add_argument("--size", default="e4b")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--least", type=int, nargs="*", default=(), help="also steps of so many rows with unpacked weights")
     parser.add_argument("--beside", action="store_true", help="also steps and chunks on two streams")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
@@ -213,11 +212,6 @@ def main() -> None:
             begin_anew(batch)
             keep(steps(model, batch, names, {"unpacked": unpacked}, COUNTS if unpacked else COUNTS[:3]))
         model.unpacked = kept
-        for least in given.least if kept is not None else ():
-            begin_anew(batch)
-            step = batch.steps._fused_step()
-            step.matmuls = step.matmuls_of(least)
-            keep(steps(model, batch, names, {"unpacked": True, "least": least}, (8, 4)))
         fallbacks = [f"{one.what}: {one.why}" for one in batch.steps.fallbacks]
         if given.beside:
             batch.leave(batch.active[-1])

@@ -211,7 +211,8 @@ def media(work: Path) -> list[Input]:
 
 
 def gguf(work: Path) -> list[Input]:
-    """GGUF headers of three architectures, with a vocabulary and without, read as far as a checkpoint's folder; and LoRAs."""
+    """GGUF headers of three architectures, with a vocabulary and without, read as far as a checkpoint's folder; LoRAs; and a model
+    with its projector file."""
 
     def use(folder: Path) -> None:
         split_packed(read_checkpoint(folder / "a.gguf"))
@@ -230,6 +231,9 @@ def gguf(work: Path) -> list[Input]:
     pair = {f"blk.0.attn_q.weight.lora_{role}": ("F32", torch.ones(2, 2), (2, 2)) for role in "ab"}
     own = {"general.type": "adapter", "general.architecture": "qwen3", "adapter.type": "lora", "adapter.lora.alpha": 2.0}
     gguf_files.write(_made(work / "lora") / "a.gguf", own, pair)
+    gguf_files.with_towers(pico.build("gemma4", work / "dense"), work / "towers")
+    towers = (("config.json", mutate.of_text), ("config.json", mutate.of_text), ("mmproj-model.gguf", mutate.of_start))
+    inputs.append(Input(work / "towers", towers, read_checkpoint))
     return [*inputs, Input(work / "lora", (("a.gguf", mutate.of_start),), lambda folder: read_adapter(folder / "a.gguf"))]
 
 

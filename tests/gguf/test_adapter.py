@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import trimtab
 from tests import gguf_files, pico, stock
+from trimtab.adapters import file as adapters_file
 from trimtab.adapters.file import for_peft, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.errors import AdapterError
@@ -42,6 +43,7 @@ def test_answers_are_those_of_the_adapter_of_peft(family, made, tmp_path):
     config = json.loads((find_folder(file) / "config.json").read_text())
     written = load_file(for_peft(lora, config) / "adapter_model.safetensors")
     assert set(written) == set(wanted) and all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+    assert (for_peft(lora, config) == found.peft_folder) is not bool(found.turned)  # one copy where no rows are moved
     assert found.config["r"] == 4 and set(found.config["rank_pattern"].values()) == {2} and found.config["lora_alpha"] == 8.0
     if family == "gemma4":
         return
@@ -75,6 +77,25 @@ def test_the_file_is_named_as_the_user_did_and_its_change_is_seen(made, tmp_path
     with pytest.raises(AdapterError, match="mine.gguf changed since the plan was made") as told:
         trimtab.load(plan)
     assert told.value.path == str(lora)
+
+
+def test_rows_that_are_too_many_to_move_are_counted(made, monkeypatch):
+    file, _, _, lora = made("llama")
+    monkeypatch.setattr(adapter, "MOST_TURNED_BYTES", 10)
+    with pytest.raises(AdapterError) as told:
+        trimtab.plan(file, adapters=lora, device="cpu", context=64)
+    assert "blk.0.attn_k.weight.lora_b has 1024 B, of at most 10 B the rows are put in order" in told.value.problems[0]
+
+
+def test_a_folder_of_the_cache_that_goes_away_is_named(tmp_path, monkeypatch):
+    def removed(path):
+        (path.parent / "gguf.json").unlink()
+        return header(path)
+
+    header = adapters_file.read_header
+    monkeypatch.setattr(adapters_file, "read_header", removed)
+    with pytest.raises(AdapterError, match="was removed from the cache while it was read"):
+        read_adapter(lora_file(tmp_path))
 
 
 def test_a_disk_without_room_and_a_short_file_are_named(tmp_path, monkeypatch):

@@ -132,9 +132,9 @@ def _of_gguf(folder: Path, config: dict[str, Any], quantization: dict[str, Any])
         tensors[name] = TensorEntry(name, kind, tuple(shape), files[place], start, nbytes)
         orders[name] = {side: order for side, order in (("rows", rows), ("columns", columns)) if order}
     check_layers(config, len(tensors), folder / CONFIG)
-    own = (folder / CONFIG, folder / companion.SMALL)
-    stamps = tuple(stamp_of(folder, file) for file in (*own, *files))
-    return Checkpoint(folder, config, (own[1], *files), tensors, True, quantization, stamps, orders)
+    # The files that the user gave: those of the cache are made of them, and made again at another time.
+    stamps = tuple(stamp_of(folder, file) for file in (*files, *map(Path, table.get("beside", ()))))
+    return Checkpoint(folder, config, (folder / companion.SMALL, *files), tensors, True, quantization, stamps, orders)
 
 
 def read_loadable(model: str | os.PathLike[str]) -> Checkpoint:

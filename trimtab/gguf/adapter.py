@@ -35,7 +35,10 @@ def adapter_folder(path: str, width: int = 0) -> str:
     `turned` modules stay in the file's order. Errors: AdapterError."""
     file = Path(path).absolute()
     try:
-        return str(folder_for(file, lambda made: _write(read_gguf(file), made, width), width))
+        folder = folder_for(file, lambda made: _write(read_gguf(file), made, 0), 0)
+        if width and made_for(str(folder))[1]:  # else the copy has no rows that the width moves
+            folder = folder_for(file, lambda made: _write(read_gguf(file), made, width), width)
+        return str(folder)
     except CheckpointError as exc:
         reason = str(exc).removeprefix(f"{file}: ").removesuffix(f" {exc.hint}")
         raise AdapterError(path, [reason], hint=f"{exc.hint}. {HINT}" if exc.hint else HINT) from exc
@@ -43,8 +46,10 @@ def adapter_folder(path: str, width: int = 0) -> str:
 
 def made_for(folder: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return, of a folder that `adapter_folder` made, (the types of models that the LoRA is for, the modules whose rows are not in
-    the model's order)."""
-    table = read_table(Path(folder)) or {}
+    the model's order). Errors: AdapterError for a folder that was removed or damaged since."""
+    table = read_table(Path(folder))
+    if table is None:
+        raise AdapterError(folder, ["was removed from the cache while it was read"], hint="Give the adapter again")
     return tuple(table["made_for"]), tuple(table["turned"])
 
 
@@ -101,15 +106,17 @@ def _pairs(header: GgufHeader, width: int) -> tuple[dict[str, dict[str, GgufTens
             pairs.setdefault(path, {})[parts[4]] = tensor
             if parts[3] in made.orders and parts[4] == "b":
                 turned[path] = (0, tensor.shape[0] // (width or 1), width // 2, 2, 1)
-                if width and (tensor.shape[0] % width or width % 2 or tensor.nbytes > MOST_TURNED_BYTES):
-                    problems.append(f"{name} has {tensor.shape[0]} rows, the model's heads {width}")
+                if width and (tensor.shape[0] % width or width % 2):
+                    problems.append(f"{name} has {tensor.shape[0]} rows, which are no whole heads of the model ({width} rows each)")
+                elif width and tensor.nbytes > MOST_TURNED_BYTES:
+                    problems.append(f"{name} has {tensor.nbytes} B, of at most {MOST_TURNED_BYTES} B the rows are put in order")
     for path, pair in pairs.items():
         if set(pair) != {"a", "b"}:
             problems.append(f"{path} has lora_{'a' if 'a' in pair else 'b'} alone")
         elif pair["a"].shape[0] != pair["b"].shape[1]:
             problems.append(f"{path} has lora_a {list(pair['a'].shape)} and lora_b {list(pair['b'].shape)}")
-    if sum(tensor.nbytes for tensor in header.tensors.values()) > MOST_BYTES:
-        problems.append(f"has more than {MOST_BYTES} B")
+    if (count := sum(tensor.nbytes for tensor in header.tensors.values())) > MOST_BYTES:
+        problems.append(f"its tensors have {count} B, at most {MOST_BYTES} are read")
     return pairs, turned, problems
 
 

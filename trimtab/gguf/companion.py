@@ -93,13 +93,15 @@ def _write_towers(header: GgufHeader, projector: GgufHeader, beside: list[Path],
     names = [
         replace(one, tensor_name=one.tensor_name.replace("model.", "model.language_model.", 1)) for one in tensors_of(header, own)
     ]
-    return _write_tensors(header, header.files + projector.files, names + vision_of(projector, vision), made)
+    table = _write_tensors(header, header.files + projector.files, names + vision_of(projector, vision), made)
+    return table | {"beside": [str(one) for one in beside]}
 
 
 def _check_words(header: GgufHeader, tokenizer: Mapping[str, Any]) -> None:
     """Refuse a tokenizer.json in the file's folder that is of another model."""
-    tokens, words = header.keys.get("tokenizer.ggml.tokens") or [], (tokenizer.get("model") or {}).get("vocab")
-    if isinstance(words, dict):
+    tokens, model = header.keys.get("tokenizer.ggml.tokens") or [], tokenizer.get("model")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(words, dict) and isinstance(tokens, list):
         other = sum(not isinstance(place, int) or tokens[place : place + 1] != [text] for text, place in words.items())
         if other > MOST_OTHER * len(words):
             refuse(header.files[0], f"{other} of {len(words)} tokens are others than in tokenizer.json beside it")
@@ -143,8 +145,8 @@ def _is_small(one: Mapped) -> bool:
 
 
 def _write_small(header: GgufHeader, small: list[Mapped], target: Path) -> None:
-    if sum(one.source.nbytes for one in small) > MOST_SMALL_BYTES:
-        refuse(header.files[0], f"has vectors of more than {MOST_SMALL_BYTES} B", hint="The file is damaged")
+    if (count := sum(one.source.nbytes for one in small)) > MOST_SMALL_BYTES:
+        refuse(header.files[0], f"its vectors have {count} B, at most {MOST_SMALL_BYTES} are read", hint="The file is damaged")
     import torch
     from safetensors.torch import save
 
@@ -157,7 +159,11 @@ def _write_small(header: GgufHeader, small: list[Mapped], target: Path) -> None:
     for one in small:
         value = torch.frombuffer(bytearray(read_bytes(one.source)), dtype=getattr(torch, _DTYPES[one.source.type_name]))
         value = value.view(one.source.shape)
-        value = changes[one.change](value if one.rows is None else in_order(value, one.rows)).contiguous()
+        try:
+            value = changes[one.change](value if one.rows is None else in_order(value, one.rows)).contiguous()
+        except RuntimeError as exc:  # sides that the change does not take
+            shape = list(one.source.shape)
+            raise CheckpointError(f"has the shape {shape}", path=one.source.file, tensor_name=one.source.name) from exc
         if not bool(torch.isfinite(value).all()):
             said = "has values that are not below 0" if one.change == "log_negate" else "has values that are not finite"
             refuse(one.source.file, said, one.source.name, "The file is damaged: copy or download it again")

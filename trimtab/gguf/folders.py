@@ -24,7 +24,7 @@ from trimtab.gguf.header import SPLIT, refuse
 from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
 
 FOLDER, TABLE = "gguf", "gguf.json"
-FORM = 4
+FORM = 5
 PREFIX = "trimtab-gguf-"
 KEPT_S = 30 * 24 * 3600.0
 MOST_TABLE_BYTES = 64 * 2**20
@@ -33,7 +33,10 @@ MOST_TABLE_BYTES = 64 * 2**20
 def folder_for(file: Path, write: Callable[[Path], dict[str, Any]], *more: Any) -> Path:
     """Return the folder of a GGUF file, or of the set that it is in. write: fills a new folder and returns its table. more: on
     which the contents depend as well. Errors: CheckpointError if the file changes, or the cache cannot be written."""
-    key = _key_of(file, *more)
+    try:
+        key = _key_of(file, *more)
+    except OSError as exc:
+        raise CheckpointError(f"cannot be read ({exc.strerror or exc})", path=file) from exc
     # Its last name is the file's, for messages.
     folder = home_of() / key / file.name
     if read_table(folder) is None:

@@ -60,7 +60,9 @@ def vision_of(header: GgufHeader, vision: Mapping[str, Any]) -> list[Mapped]:
         if stem == name or stem in _OTHER_KEYS:
             continue
         wanted = vision.get(_KEYS.get(stem, ""))
-        is_equal = abs(value - wanted) <= 1e-6 * abs(wanted) if isinstance(value, float) and wanted else value == wanted
+        is_equal = value == wanted
+        if isinstance(value, float) and isinstance(wanted, float):
+            is_equal = abs(value - wanted) <= 1e-6 * abs(wanted)
         if wanted is None or not is_equal:
             refuse(file, f"{name} is {value!r:.40}, config.json has {wanted!r:.40}", hint=HINT)
     mapped, lost = [], []

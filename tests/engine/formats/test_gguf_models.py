@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -205,8 +207,23 @@ def test_a_projector_that_does_not_fit_is_refused_by_name(tmp_path):
     refused("clip.vision.patch_size is 8, config.json has 16", change={"vision_config": vision})
     text = config["text_config"] | {"sliding_window": 9}
     refused("does not fit config.json beside it: sliding_window 9 (8)", change={"text_config": text})
+    vision = config["vision_config"] | {"rms_norm_eps": "1e-6"}
+    refused("config.json has '1e-6'", change={"vision_config": vision})
     refused("config.json of 'qwen3_vl'", change={"model_type": "qwen3_vl"})
     refused("2 of 2 tokens are others than in tokenizer.json", tokenizer={"model": {"vocab": {"a": 0, "b": 1}}})
+
+
+def test_a_plan_knows_the_files_that_were_given(tmp_path):
+    folder = gguf_files.with_towers(pico.built("gemma4_dense"), tmp_path / "pair")
+    assert {Path(name) for name, *_ in read_checkpoint(folder).stamps} == set(folder.iterdir())
+    file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
+    plan = trimtab.plan(file, device="cpu", context=64)
+    shutil.rmtree(find_folder(file).parent)  # the cache's folder is made again
+    trimtab.load(plan).close()
+    os.utime(file, (1, 1))
+    with pytest.raises(CheckpointError, match="tiny-q8_0.gguf") as told:
+        trimtab.load(plan)
+    assert told.value.path == str(file)
 
 
 TEXTS = ("hello world hello", "ähnlich 123 <|im_end|>\n\n  x", " hello", "")

@@ -80,7 +80,7 @@ class DecodeStep:
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
         self._fused: FusedStep | None = None
-        # The count of module exchanges at the last check whether a fused step is right for them, and the result.
+        # The count of changes of the attached adapters at the last check whether a fused step is right for them, and the result.
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
         self._live = -1  # rows that `cache.live` says
@@ -245,9 +245,9 @@ class DecodeStep:
 
         if self._fused is None:  # not before a prompt was computed: the cache's layers are known from then on
             self._fused = FusedStep(self.model.hf_model, self.cache, self.tokens, self.kernels, self.model.unpacked)
-        exchanges = self.model.adapter_store.exchanges
-        if self._examined is None or self._examined[0] != exchanges:
-            self._examined = exchanges, self._fused.why_not_rows()
+        changes = self.model.adapter_store.changes
+        if self._examined is None or self._examined[0] != changes:
+            self._examined = changes, self._fused.why_not_rows()
         why = self._examined[1]
         if why is not None:
             self._choice.fall_back("fused step", why, requested=self.mode == "fused")

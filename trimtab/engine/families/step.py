@@ -142,17 +142,16 @@ class FusedStep:
             if isinstance(held, RecurrentLayer) and not held.is_initialized:
                 held.make(own.shape, self.dtype, self.cache.device)
 
-    def matmuls_of(self, least_many: int = cuts.MAX_ROWS + 1) -> MatmulTable[GroupProduct]:
-        """Return the ways to multiply with groups of layers over one input, by the first of each. least_many: rows from which on
-        products are those of many rows."""
+    def matmuls_of(self) -> MatmulTable[GroupProduct]:
+        """Return the ways to multiply with groups of layers over one input, by the first of each."""
         groups = [group for same in self.decoder.groups() for group in same if isinstance(group[0], Leaf)]
         few = {group[0] for group in groups if self._can_multiply(group)}
         many = {group[0] for group in groups if self._can_multiply_many(group)}
         kept = {group[0] for group in groups if group[0] in many and self.joined(group) is not None}
         return MatmulTable(
-            Matmul("gemv4", few, self._gemv4, most=least_many - 1),
-            Matmul("kept", kept, partial(self._gemm4, is_kept=True), max(least_many, many_rows.PAYING_ROWS + 1)),
-            Matmul("gemm4", many, self._gemm4, least_many),
+            Matmul("gemv4", few, self._gemv4, most=cuts.MAX_ROWS),
+            Matmul("kept", kept, partial(self._gemm4, is_kept=True), max(cuts.MAX_ROWS, many_rows.PAYING_ROWS) + 1),
+            Matmul("gemm4", many, self._gemm4, cuts.MAX_ROWS + 1),
         )
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:

@@ -54,10 +54,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Loaded:
-    """The result of `fill`: the model tree and everything that must be closed with it.
-
-    left_out: slower computation here -> reason.
-    """
+    """The result of `fill`: the model tree and everything that must be closed with it. left_out: slower computation -> reason."""
 
     hf_model: Any
     streamer: tiers.Streamer | None

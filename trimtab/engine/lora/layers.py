@@ -431,16 +431,15 @@ def _install(
         cover(module, store, path, adapter.part)
     if isinstance(adapter, RouterAdapter) and not isinstance(module, RouterModule):
         module = RouterModule(module, store, path, targets["lora"].part)
-        _replace(model, path, module, store)
+        _replace(model, path, module)
     if isinstance(adapter, dict) and not isinstance(module, SavedModule):
         module = SavedModule(module, store, targets["saved"].part)
-        _replace(model, path, module, store)
+        _replace(model, path, module)
     module.__dict__["adapters"][name] = adapter
     return module
 
 
-def _replace(model: nn.Module, path: str, module: nn.Module, store: AdapterStore) -> None:
-    store.exchanges += 1
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, last = path.rpartition(".")
     model.get_submodule(parent)._modules[last] = module
 
@@ -460,7 +459,7 @@ def detach(model: nn.Module, name: str, *, store: AdapterStore | None = None) ->
     for path, module in holders.rest:
         last = module.__dict__["adapters"].pop(name, None)
         if isinstance(module, (SavedModule, RouterModule)) and not module.__dict__["adapters"]:
-            _replace(model, path, module.__dict__["original"], store)
+            _replace(model, path, module.__dict__["original"])
         elif not module.__dict__["adapters"] and (isinstance(last, ExpertsAdapter) or _is_conv1d(module)):
             uncover(module)
     store.detached(name)

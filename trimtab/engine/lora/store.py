@@ -158,9 +158,9 @@ class AdapterStore:
     def __init__(self) -> None:
         self._attached = 0
         self.packs_experts = False  # set while loading
-        # The one registry of attached adapters, and how often a module was exchanged for one with an adapter's own values.
+        # The one registry of attached adapters, and how often it changed.
         self.holders: dict[str, Holders] = {}
-        self.exchanges = 0
+        self.changes = 0
         self.selection = BASE
         self.applier: AdapterApplier = EAGER
         self.matmuls: MatmulTable[LayerProduct] | None = None
@@ -170,12 +170,14 @@ class AdapterStore:
     def attached(self, name: str, holders: Holders) -> None:
         """Take up a name whose tensors are in place."""
         self._attached += 1
+        self.changes += 1
         holders.serial = self._attached
         self.holders[name] = holders
 
     def detached(self, name: str) -> None:
         """Forget a name; rows that used it use the base from now on."""
         self.holders.pop(name, None)
+        self.changes += 1
         if name in self.selection.active():
             self.none()
 
