@@ -76,7 +76,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         def once(tokens: int) -> float:
             ids, begin = next(asks), time.perf_counter()
             answer = model.answer(ids, adapter="a0", max_new_tokens=tokens)
-            assert len(answer.token_ids) == tokens, answer.finish
+            assert len(answer.token_ids) == tokens, answer.finish_reason
             return time.perf_counter() - begin
 
         once(SHORT), once(SHORT)
