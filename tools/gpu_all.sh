@@ -92,6 +92,8 @@ load() { # NAME SECONDS SIZE TOKENS CONTEXT FLAGS...: 8 adapters, 32 clients, an
     --text-tokens $tokens --context $context --max-tokens $answer --clients $clients --rates --engines trimtab --seconds 20 --skip-s 10 \
     --save "$out/$name.json" "$@"
 }
+# The other script takes its model and adapters, which are gone with a machine.
+[ -n "${OUTSIDER:-}" ] && [ ! -e "$out/outsider.done" ] && [ ! -e "$work/e4b-talking/tokenizer.json" ] && rm -f "$out/load-outside.done"
 load load-outside 200 e4b 512 1024 --outside
 load load-long 200 e4b 1300 2048 --outside
 load load-qwen 240 qwen3-8b 512 1024 --outside

@@ -196,22 +196,25 @@ class StackBuilder:
         paths = dict.fromkeys((*(own_path(keys.path) for _, keys in self._all_whole()), *own))
         problems += [f"{path}: LoRA on experts that modules_to_save replaces" for path in paths if rules.is_saved(path)]
         is_named = self.config.get("target_modules") is not None
-        if lost := [path for path in every if path not in own and (path in rules.targeted or not is_named)]:
+        missing = {path: whole for path, whole in every.items() if path not in own}
+        if lost := [path for path, whole in missing.items() if whole or not is_named or path in rules.targeted]:
             more = ", ..." if len(lost) > LOST_SHOWN else ""
             problems.append(
-                f"{len(lost)} layers of experts have no pair, though target_modules names them and other experts have one: "
-                f"{', '.join(lost[:LOST_SHOWN])}{more}. The file was made for a model with fewer experts, or lacks tensors; "
-                "target_modules must leave out the experts that stay as they are"
+                f"{len(lost)} layers of experts have no pair, though target_modules or target_parameters names them and others have "
+                f"one: {', '.join(lost[:LOST_SHOWN])}{more}. The file was made for a model with fewer experts, or lacks tensors; "
+                "target_modules must name the adapted experts alone if the others are to stay as they are"
             )
         yield from self._whole_targets(rows, rules, problems)
         yield from self._single_targets(rows, rules, problems)
 
-    def _of_all_experts(self, rows: Mapping[str, ModuleRow]) -> list[str]:
-        """Return the paths, in all experts of a module, of the layers that the file adapts in one of them."""
-        stems = {(module, *own_path(keys.path).rsplit(".", 2)[::2]) for (module, *_), keys in self._single.items()}
-        return [
-            f"{head}.{expert}.{name}" for module, head, name in sorted(stems) for expert in range(rows[module].tensors[0].shape[0])
-        ]  # fmt: skip
+    def _of_all_experts(self, rows: Mapping[str, ModuleRow]) -> dict[str, bool]:
+        """Return the paths, in all experts of a module, of the layers that the file adapts in one of them, each with whether
+        target_parameters names the whole stack."""
+        stems = {(module, stack, *own_path(keys.path).rsplit(".", 2)[::2]) for (module, stack, *_), keys in self._single.items()}
+        return {
+            f"{head}.{expert}.{name}": self.names_parameter(head, stack)
+            for module, stack, head, name in sorted(stems) for expert in range(rows[module].tensors[0].shape[0])
+        }  # fmt: skip
 
     def _all_whole(self) -> Iterator[tuple[str, _Keys]]:
         for module, depths in self._whole.items():

@@ -22,6 +22,7 @@ from trimtab.engine.loader import pieces
 from trimtab.errors import RequestError
 from trimtab.planning import Plan
 from trimtab.request import LoadRequest
+from trimtab.stock.unsplit import load_unsplit
 from trimtab.verification.routes import stock_run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -161,7 +162,7 @@ def test_verify_compares_with_stock_on_the_same_values(
 
 def test_a_checkpoint_with_packed_linears_takes_packed_experts(tmp_path: Path) -> None:
     base = pico.build("mixtral", tmp_path / "base", dtype="bfloat16")
-    stock_run.load_base(str(base), "nf4", "bfloat16", "cpu").save_pretrained(tmp_path / "packed")
+    load_unsplit(str(base), "nf4", "bfloat16", "cpu").save_pretrained(tmp_path / "packed")
     with loaded(tmp_path / "packed", {}, quant="auto", dtype="bfloat16", experts="nf4") as model:
         found = model.answer(IDS, max_new_tokens=4)
         assert model.plan.request.quant == "nf4" and model.plan.experts.bits_per_value == 4.5

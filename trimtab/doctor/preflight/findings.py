@@ -16,6 +16,7 @@ from trimtab.doctor.preflight.adapter import AdapterReading
 from trimtab.doctor.preflight.device_map import OFF, MapReading
 from trimtab.doctor.preflight.second_plan import SecondPlan
 from trimtab.doctor.preflight.shape import ModelShape
+from trimtab.doctor.preflight.unquantized import STACKED
 from trimtab.doctor.probes.runner import read_catalogue
 from trimtab.errors import gib
 from trimtab.report.document import counted
@@ -159,7 +160,7 @@ def _base(facts: Facts) -> Iterator[Foreseen]:
             f"{gib(sum(row.bytes for row in away))} of host memory and of copies at every forward instead of "
             f"{gib(sum(row.quantized_bytes for row in away))} in {kind}; needs llm_int8_enable_fp32_cpu_offload=True",
         )  # fmt: skip
-    experts = [row for row in device_map.kept if row.reason.startswith("fused experts")]
+    experts = [row for row in device_map.kept if row.reason == STACKED]
     if experts:
         yield Foreseen(
             WASTES, "H3", "base", f"the experts of {counted(len(experts), 'layer')} stay unquantized",

@@ -12,6 +12,8 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, ModuleRow
 from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.formats.record import packed_bytes
 
+STACKED = "stacked experts: bitsandbytes has no format for 3-D weights"
+
 
 def stock_kept(shape: ModelShape, *, takes_map: bool) -> dict[str, str]:
     """Return module_path -> reason of the linears that the stock stack leaves unquantized.
@@ -20,7 +22,8 @@ def stock_kept(shape: ModelShape, *, takes_map: bool) -> dict[str, str]:
     """
     if shape.quant == "none":
         return {}
-    reasons = {row.module_path: row.why_unquantized for row in shape.anatomy.rows if row.why_unquantized}
+    left = [row for row in shape.anatomy.rows if row.why_unquantized]
+    reasons = {row.module_path: STACKED if row.kind == "experts" else row.why_unquantized for row in left}
     # In a packed checkpoint, packed weights stay packed with any map.
     if takes_map and shape.anatomy.prequantized is None:
         for path, key in shape.skipped_by_key.items():

@@ -144,7 +144,9 @@ class Sampler:
         if request.min_p is not None:
             self._processors.append(transformers.MinPLogitsWarper(min_p=request.min_p))
 
-        self.alike = None if self._looks_back else (request.temperature, request.top_k, request.top_p, request.min_p)
+        # Sums over all words have other bits in a batch on a GPU, and these processors compare sums.
+        cuts = (request.top_p is not None and request.top_p < 1) or request.min_p is not None
+        self.alike = None if self._looks_back or cuts else (request.temperature, request.top_k)
 
     @property
     def is_greedy(self) -> bool:
@@ -211,7 +213,8 @@ def queue_draws(draws: Sequence[Draw], logits: Tensor, chosen: Tensor) -> dict[i
     """
     groups: dict[object, list[Draw]] = {}
     for draw in draws:
-        groups.setdefault(draw if draw.sampler.alike is None else draw.sampler.alike, []).append(draw)
+        is_alone = draw.sampler.alike is None or logits.shape[-1] % 4 != 0  # rows of another alignment are summed otherwise
+        groups.setdefault(draw if is_alone else draw.sampler.alike, []).append(draw)
     pieces = [group[at : at + MOST_TOGETHER] for group in groups.values() for at in range(0, len(group), MOST_TOGETHER)]
     failed: dict[int, Exception] = {}
     while pieces:
@@ -239,7 +242,7 @@ def _write_drawn(piece: Sequence[Draw], logits: Tensor, chosen: Tensor) -> None:
 
 
 def _drawn(samplers: Sequence[Sampler], scores: Tensor) -> Tensor:
-    """Return a token for each row of scores [n, V], -1 where there is none. Memory runs out before a generator advances."""
+    """Return a token for each row of scores [n, V], -1 where there is none. Generators advance behind what takes memory."""
     weights = torch.softmax(scores, dim=-1)
     noise = torch.empty_like(weights)
     is_any = weights.sum(-1) > 0  # no number is larger than nothing

@@ -27,6 +27,8 @@ from trimtab.request import DECODE_MODES, check_choice
 if TYPE_CHECKING:
     from trimtab.engine.layers.context import EngineContext
 
+PACKED_EXPERTS = "packed experts of a token are chosen on the host"
+
 
 @dataclass(frozen=True)
 class Fallback:
@@ -90,8 +92,9 @@ class StepChoice:
         for row in self.model.plan.placements:
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every step"
-        plan = self.model.plan
-        planned = plan.execution.step
+        if self.model.adapter_store.packs_experts:
+            return PACKED_EXPERTS
+        planned = self.model.plan.execution.step
         if self.mode == "auto" and planned.mode == "eager":
             return f"planned so: {planned.reason}"
         mode = self.mode if self.mode in CAPTURED else planned.mode

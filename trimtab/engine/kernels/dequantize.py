@@ -82,8 +82,7 @@ def can_unpack(packed: Packed) -> bool:
         form = stored_format(packed.kind)
         if form.family in ("float8", "ggml"):
             return packed.shape[1] % 8 == 0
-        group = form.group
-        return packed.shape[1] % 8 == 0 and packed.shape[1] % (group or 1) == 0
+        return packed.shape[1] % 8 == 0 and form.group % 8 == 0 and packed.shape[1] % (form.group or 1) == 0
     sizes = [packed.blocksize] + ([packed.nested_blocksize] if "nested_absmax" in packed.parts else [])
     values = packed.shape[0] * packed.shape[1]
     return values % 32 == 0 and all(size >= 32 and size & (size - 1) == 0 for size in sizes)
@@ -122,11 +121,19 @@ def read_tables(hf_model: HFModel, kernels: PromptKernels) -> None:
             continue
         count = len(table.stored.parts["weight"])
         ids = torch.tensor([0, count - 1, count // 2], device=module.device)
-        with torch.no_grad():
-            if torch.equal(unpack_rows(table.stored, ids, module), dequantize_at(table.stored, ids)):
-                table.read = partial(unpack_rows, module=module)
-            else:
-                kernels.reasons.append((f"rows of {table.module_path}", "its kernel's values are not those of the format"))
+        try:
+            with torch.no_grad():
+                is_same = torch.equal(unpack_rows(table.stored, ids, module), dequantize_at(table.stored, ids))
+            why = None if is_same else "its kernel's values are not those of the format"
+        except Exception as exc:  # a variant that does not compile or launch on this card: the slower way is correct
+            if is_out_of_memory(exc):
+                raise
+            torch.zeros(1, device=module.device).item()  # raises if the device is lost
+            why = f"{type(exc).__name__}: {exc}"
+        if why is None:
+            table.read = partial(unpack_rows, module=module)
+        else:
+            kernels.reasons.append((f"rows of {table.module_path}", why))
 
 
 def unpacking(packed: Packed, module: nvrtc.Module) -> tuple[nvrtc.Module, str]:
@@ -270,7 +277,10 @@ class PromptKernels:
         packed = leaf.packed()
         if not fits_type(packed, x.dtype) or not can_unpack(packed):
             return None
-        weight = unpack(packed, self._weights[x.dtype], self.module)
+        room = self._weights.get(x.dtype)
+        if room is None or room.numel() < packed.shape[0] * packed.shape[1]:  # kept unpacked, but for layers such as this one
+            return None
+        weight = unpack(packed, room, self.module)
         if not layouts.is_mobile(packed):
             return functional.linear(x, weight, leaf.bias)
         own = layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True)

@@ -35,6 +35,7 @@ from trimtab.engine.kernels.dequantize import fits_type
 from trimtab.engine.kernels.gemv4 import LoraArgs
 from trimtab.engine.layers.linear import Leaf
 from trimtab.formats.record import rounds_change, stored_format
+from trimtab.planning.values.execution import CHECK_BYTES
 
 MOST_ROWS, MOST_TOKENS = 64, 128
 # Up to here prompts use the kernel. Beyond, a weight that is unpacked for cuBLAS has the adapter in its columns
@@ -291,7 +292,7 @@ def wrong(
     weights: Sequence[Packed], module: nvrtc.Module, dtype: torch.dtype, *, counts: Sequence[int] = (9, 27, 64, 101)
 ) -> str | None:
     """Return the error of the kernels over these weights (a group over one input), None if there is none: random rows, rows with an
-    adapter of either of two ranks and without, in float64."""
+    adapter of either of two ranks and without, in float64. A wide head is tried with fewer rows, so that it takes CHECK_BYTES."""
     device, columns = weights[0].parts["weight"].device, weights[0].shape[1]
     generator = torch.Generator(device=device).manual_seed(columns)
 
@@ -302,7 +303,8 @@ def wrong(
         [(random(rank, columns) / columns**0.5, random(packed.shape[0], rank) / 8, 0.5) for rank in (8, 12)]
         for packed in weights
     ]  # fmt: skip
-    for n in counts:
+    row_bytes = 12 * sum(packed.shape[0] for packed in weights)  # its parts in float32 and its outputs
+    for n in [one for one in counts if one * row_bytes <= CHECK_BYTES] or counts[:1]:
         x = random(n, columns).to(dtype)
         numbers = torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32, device=device)
         args = matvec.lora_args(adapters, numbers, 16)

@@ -123,6 +123,7 @@ class _Filler:
         self.groups: list[tiers.Group] = []
         # Streamed weights are put in place at the end: which buffers they share is known when the last block is read.
         self.waiting: list[Callable[[tiers.Streamer], None]] = []
+        self.on_host: list[nn.Module] = []
         self.file_rows: list[tables.FileRows] = []
         self.spill: Spill | None = None
         self.uses: Counter[str] = Counter()
@@ -134,6 +135,7 @@ class _Filler:
         undo.callback(self._give_back)
 
     def _give_back(self) -> None:
+        pieces.let_go(self.probe.model)
         self.owners.clear()
         self.held.clear()
         for group in self.groups:
@@ -159,6 +161,8 @@ class _Filler:
             self.reader = None
         assert not self.held, sorted(self.held)
         streamer = self._streamer()
+        for module in self.on_host:  # with what its submodules were filled with since
+            leaves.compute_on_host(module.to("cpu"))
         self._check_nothing_left()
         left_out = {}
         if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
@@ -458,8 +462,7 @@ class _Filler:
         if tier == "host":
             for name, tensor in stacks.items():
                 module._parameters[name] = nn.Parameter(tensor.cpu(), requires_grad=False)
-            module.to("cpu")
-            leaves.compute_on_host(module)
+            self.on_host.append(module)
             return
         assert writer is not None
         first = next(iter(stacks.values()))
@@ -479,7 +482,7 @@ class _Filler:
         if put is not None:
             self.waiting.append(put)
         elif tier == "host":
-            leaves.compute_on_host(module.to("cpu"))
+            self.on_host.append(module)
 
     def _fill_embedding(self, row: ModuleRow, module: nn.Module) -> None:
         weight = row.weight
@@ -590,9 +593,5 @@ class _Filler:
             put(streamer)
         for group in self.groups:
             block = self.probe.model.get_submodule(group.block)
-            leaves.last_reader(block, group).register_forward_hook(partial(_left, streamer, group))
+            leaves.last_reader(block, group).register_forward_hook(lambda *_, group=group: streamer.leave(group))
         return streamer
-
-
-def _left(streamer: tiers.Streamer, group: tiers.Group, *_: object) -> None:
-    streamer.leave(group)

@@ -137,22 +137,20 @@ class _Forward:
         norm: Callable[[Tensor], Tensor] | None = getattr(self.module, _NORM, None)
         flat = index.reshape(-1)
         order = flat.argsort(stable=True)
-        tokens, results, start = order // most, [], 0
+        tokens, start = order // most, 0
+        sums = x.new_zeros(flat.numel(), x.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype))
         for expert, count in enumerate(torch.bincount(flat, minlength=self.count).tolist()[: self.count]):
             if not count:
                 continue
-            of = tokens[start : start + count]
+            chosen, of = order[start : start + count], tokens[start : start + count]
             start += count
             places = [(adapter, None if numbers is None else (numbers[of] == number).nonzero()[:, 0])
                       for number, adapter in enumerate(adapters)]  # fmt: skip
             y = self.activation(self._product(_first(self.module), expert, x[of], places))
             y = self._product(DOWN, expert, y, places)
-            results.append(y if norm is None else norm(y))
-        sums = x.new_zeros(flat.numel(), x.shape[1], dtype=torch.promote_types(x.dtype, weights.dtype))
-        if results:
-            order = order[:start]
-            sums[order] = (torch.cat(results) * weights.reshape(-1)[order, None]).to(sums.dtype)
-        return sums.view(*index.shape, -1).sum(dim=1).to(x.dtype)
+            y = y if norm is None else norm(y)
+            sums[chosen] = (y * weights.reshape(-1)[chosen, None]).to(sums.dtype)
+        return sums.view(*index.shape, x.shape[1]).sum(dim=1).to(x.dtype)
 
     def _product(
         self, name: str, expert: int, x: Tensor, places: Sequence[tuple[ExpertsAdapter, Tensor | None]]

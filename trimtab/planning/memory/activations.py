@@ -69,6 +69,7 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "int8.output": (4, "x 1 B: the int32 product before it is scaled"),
         "dequantized": (1, "x d: a 4-bit weight dequantized whole for a product with several rows (matmul_4bit)"),
         "experts.rows": (8, "rows a token becomes in fused experts: the usual top-k, which the anatomy does not say"),
+        "experts.sums": (1, "x f: the weighted output of each expert of a token (engine/lora/experts.py)"),
         "logits.model": (3, "x d: logits, divided by the soft cap, after tanh"),
         "head8.chunk": (1, "x f: the weights of an 8-bit head that are computed with at a time (engine/formats/int8_head.py)"),
         "widened.chunk": (1, "x f: weights held in 16 bits, cast to be computed with (engine/formats/packed.py, WideShell)"),
@@ -253,7 +254,8 @@ def row_cache_bytes(
 class Widths:
     """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers.
 
-    own_bytes: of the largest weight that is dequantized for one row as well, and of its temporary values.
+    own_bytes: of the largest weight that is dequantized for one row as well, and of its temporary values. packs_experts: whether
+    chosen experts are dequantized one at a time.
     """
 
     hidden: int
@@ -262,6 +264,7 @@ class Widths:
     dequantized: int
     expert: int = 0
     own_bytes: int = 0
+    packs_experts: bool = False
 
 
 @lru_cache(maxsize=KEPT)
@@ -289,7 +292,8 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
         else:
             mlp = max(mlp, out_features, in_features)
         hidden = max(hidden, min(out_features, in_features))
-    return Widths(hidden, query, mlp, dequantized, expert, own_bytes)
+    packs = any(row.made is not None and row.part == part for row in anatomy.rows)
+    return Widths(hidden, query, mlp, dequantized, expert, own_bytes, packs)
 
 
 @lru_cache(maxsize=KEPT)
@@ -501,6 +505,7 @@ class _Counter:
                 rows * (normed + self.d("mlp.gemm", mlp) + self.extra(wide.hidden, mlp)),
                 rows * (normed + mlp * self.dtype_bytes + self.extra(mlp, wide.hidden)) + weight,
                 rows * COEFFICIENTS["experts.rows"][0] * wide.expert * self.dtype_bytes,
+                rows * wide.packs_experts * COEFFICIENTS["experts.rows"][0] * self.f("experts.sums", wide.hidden) + wide.own_bytes,
                 rows * self.f("hidden.norm", wide.hidden),
             )
             + self.widened

@@ -2,9 +2,10 @@
 // bytes. A float32 scale for each GROUP values of a row (0: the whole row), rounded to the type of x, which is fp16 (SCALE_HALF) or bf16.
 // `offset` of a member: the static scales of its inputs and of its outputs, 0 for no rounding; inputs are those of the first member.
 #if FORMAT == 4
-// As torch rounds in a type of 16 bits: the quotient, the whole number, the product.
+// As torch rounds in a type of 16 bits: the quotient, the whole number, the product. NaN stays.
 __device__ __forceinline__ float rounded_8(float v, float scale, int half) {
-  return scale == 0.f ? v : rounded(fminf(fmaxf(rintf(rounded(__fdiv_rn(v, scale), half)), -128.f), 127.f) * scale, half);
+  const float q = rintf(rounded(__fdiv_rn(v, scale), half));
+  return scale == 0.f || q != q ? v : rounded(fminf(fmaxf(q, -128.f), 127.f) * scale, half);
 }
 #ifdef WHOLE
 struct Format {
