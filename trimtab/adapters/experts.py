@@ -200,8 +200,8 @@ class StackBuilder:
         if lost := [path for path, whole in missing.items() if whole or not is_named or path in rules.targeted]:
             more = ", ..." if len(lost) > LOST_SHOWN else ""
             problems.append(
-                f"{len(lost)} layers of experts have no pair, though target_modules or target_parameters names them and others have "
-                f"one: {', '.join(lost[:LOST_SHOWN])}{more}. The file was made for a model with fewer experts, or lacks tensors; "
+                f"{len(lost)} layers of experts have no pair, though target_modules or target_parameters names them and others "
+                f"have one: {', '.join(lost[:LOST_SHOWN])}{more}. The file is of a model with fewer experts, or lacks tensors; "
                 "target_modules must name the adapted experts alone if the others are to stay as they are"
             )
         yield from self._whole_targets(rows, rules, problems)

@@ -247,6 +247,10 @@ def test_experts_without_a_pair_that_target_modules_names_are_refused(work: tupl
         trimtab.plan(work[0], adapters={"x": str(fewer)}, quant="none", device="cpu")
     (problem,) = caught.value.problems
     assert problem.startswith("6 layers of experts have no pair") and all(f"experts.2.w{n}" in problem for n in "123")
+    named = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    fewer = rewritten(tmp_path / "one", tmp_path / "named by stacks", **named)
+    with pytest.raises(AdapterError, match="6 layers of experts have no pair"):
+        trimtab.plan(work[0], adapters={"x": str(fewer)}, quant="none", device="cpu")
 
 
 @pytest.mark.parametrize("saved", [("experts",), ("experts.1.w1",)])
