@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -154,6 +154,7 @@ class PlanInputs:
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     adapters: dict[str, AdapterFile] = field(default_factory=dict)
     specs: dict[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
+    files_read: dict[Hashable, Handover[Any]] = field(default_factory=dict)
 
     def checkpoint(self, model: str) -> Checkpoint:
         """Return a model's config and headers. They are read once, and again after a change. Errors: as `read_checkpoint`."""
@@ -272,8 +273,9 @@ def _planned(
     )  # fmt: skip
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
-    # The probed module tree takes a second to make and holds no weights. Only the first load can use it.
-    return replace(made, files_read=Handover(FilesRead(checkpoint, inputs.specs, inputs.probe), made.made_of))
+    # The probed module tree takes a second to make and holds no weights. Only the first load of any of these plans can use it.
+    read = Handover(FilesRead(checkpoint, inputs.specs, inputs.probe), made.made_of)
+    return replace(made, files_read=inputs.files_read.setdefault((made.made_of, inputs.probe is None), read))
 
 
 def _capability(device: str) -> tuple[int, int] | None:

@@ -59,8 +59,9 @@ class Checkpoint:
     orders: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)
 
     def is_unchanged(self) -> bool:
-        """Whether its files are still those that were read."""
-        return all(stamp_of(self.folder, self.folder / stamp[0]) == stamp for stamp in self.stamps)
+        """Whether its files are still those that were read, and those of the cache are there."""
+        is_there = all(file.is_file() for file in self.files)
+        return is_there and all(stamp_of(self.folder, self.folder / stamp[0]) == stamp for stamp in self.stamps)
 
     @property
     def is_gguf(self) -> bool:

@@ -214,7 +214,7 @@ def test_the_product_of_few_rows_compiles_for_every_form_of_a_weight(compiler, f
     weight = RandomWeights(torch.device("cpu"), quant=form).make(64, 512)
     cut = next(
         one for one in cuts.cuts(
-            (4096, 4096), 4096, 1, multiprocessors=132, shared_bytes=232448, pair=True, layout=layouts.step_layout(weight)
+            (4096, 4096), 4096, 1, multiprocessors=132, shared_bytes=232448, pair=True, layout=layouts.layout(weight) or ""
         ) if one.held
     )  # fmt: skip
     options = (

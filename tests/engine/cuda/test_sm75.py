@@ -36,6 +36,7 @@ from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.loader import load
+from trimtab.engine.loader import pieces as loaded_pieces
 from trimtab.engine.tiers.reader import Reader
 from trimtab.errors import CheckpointError, DeviceError, RequestError
 from trimtab.planning import Plan
@@ -242,7 +243,7 @@ def test_weights_that_are_cast_while_loading_are_cast_a_few_rows_at_a_time(famil
 
     monkeypatch.setattr(Reader, "take", take)
     monkeypatch.setattr(load, "CAST_VALUES", 2)  # not scalars
-    monkeypatch.setattr(load, "HEAD_PIECE_VALUES", 100)
+    monkeypatch.setattr(loaded_pieces, "HEAD_PIECE_VALUES", 100)
     folder = pico.build(family, tmp_path / "base")
     base = stock.load_stock(folder, quant, dtype=torch.float32)
     inputs = {

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.values.test_execution import E4B
+from trimtab.planning.values.blocks import _pieces_of as pieces_of
 from trimtab.planning.values.blocks import blocks_of
-from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in, pieces_of
+from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in
 
 
 @dataclass(frozen=True)

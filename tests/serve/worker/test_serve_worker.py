@@ -212,16 +212,16 @@ def test_other_steps_are_captured_after_that_while_nothing_is_asked_and_an_error
 
     def prepared(self, expected=(), *, first=False):
         prepare(self, expected, first=first)
-        self._left = [("steps", [size]) for size in (4, 2)]
+        self.left = [("steps", [size]) for size in (4, 2)]
 
     def more(self, expected=()):
         assert not self.batch.active
-        left, self._left = self._left, []
+        left, self.left = self.left, []
         tried.append(left[0])
         if fails:
             raise DeviceError("no memory", device="cuda:0")
         captured.append(left[0])
-        self._left = left[1:]
+        self.left = left[1:]
 
     monkeypatch.setattr(CaptureAhead, "prepare", prepared)
     monkeypatch.setattr(CaptureAhead, "prepare_more", more)
