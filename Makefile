@@ -18,7 +18,7 @@ CLIENTS := $(shell cat locks/clients.txt tests/clients/package-lock.json | cksum
 FUZZ := schemathesis-4.32.5
 AXE := axe-core-4.14.1
 
-.PHONY: demo test test-all test-oldest test-upstream test-slow test-ray test-peers test-clients test-page test-gpu lint format house house-timed bench clean
+.PHONY: demo mutants test test-all test-oldest test-upstream test-slow test-ray test-peers test-clients test-page test-gpu lint format house house-timed bench clean
 
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
@@ -74,6 +74,12 @@ test-ray: $(NEWEST)
 		"opentelemetry-exporter-otlp-proto-http>=1.27")
 	$(ENV) .venv-ray/bin/python -m pytest -q -m slow tests/serve/ray
 	$(ENV) .venv-ray/bin/python -m pytest -q tests/serve/observe/test_tracing.py
+
+# Do tests find a wrong line? 60 mutants of each room, a minute or two each; what is in bench/results/mutants.json is not tried again.
+mutants: $(NEWEST)
+	test -x .mutants/tools/bin/cosmic-ray || ($(PYTHON) -m venv .mutants/tools && .mutants/tools/bin/python -m pip install --quiet cosmic-ray==8.7.0)
+	test -d .mutants/coverage || .venv/bin/python -m pip install --quiet --target .mutants/coverage coverage==7.17.5
+	for room in planning adapters lora merging scheduling; do $(ENV) .venv/bin/python tools/mutants.py $$room || exit 1; done
 
 # Other servers, in an environment of their own, asked whether their adapter is alive: llama-cpp-python and `transformers serve`.
 # llama.cpp is compiled once, which takes minutes (half an hour on two busy cores); pip keeps what it built.
