@@ -194,11 +194,11 @@ class Sampler:
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """A token to be drawn. place: of the row in a step. token_ids: of its prompt and answer so far."""
+    """A token to be drawn. index: of the row in the step. token_ids: of its prompt and answer so far."""
 
     sampler: Sampler
     token_ids: Sequence[int]
-    place: int
+    index: int
 
 
 # Rows that are drawn at once: their scores take memory that no plan counts.
@@ -206,7 +206,7 @@ MOST_TOGETHER = 8
 
 
 def queue_draws(draws: Sequence[Draw], logits: Tensor, chosen: Tensor) -> dict[int, Exception]:
-    """Write drawn tokens to `chosen` [rows] int64, but where it is below 0; return why a row has none, by its place.
+    """Write drawn tokens to `chosen` [rows] int64, but where it is below 0; return why a row has none, by its index.
 
     Rows whose samplers are `alike` are drawn together: a row alone takes ten small operations, and 32 rows as many times more.
     Each row still has its generator, and gets the token that `Sampler.queue` draws. logits: [rows, V] float32.
@@ -215,29 +215,29 @@ def queue_draws(draws: Sequence[Draw], logits: Tensor, chosen: Tensor) -> dict[i
     for draw in draws:
         is_alone = draw.sampler.alike is None or logits.shape[-1] % 4 != 0  # rows of another alignment are summed otherwise
         groups.setdefault(draw if is_alone else draw.sampler.alike, []).append(draw)
-    pieces = [group[at : at + MOST_TOGETHER] for group in groups.values() for at in range(0, len(group), MOST_TOGETHER)]
+    batches = [group[at : at + MOST_TOGETHER] for group in groups.values() for at in range(0, len(group), MOST_TOGETHER)]
     failed: dict[int, Exception] = {}
-    while pieces:
-        piece = pieces.pop()
+    while batches:
+        batch = batches.pop()
         try:
-            _write_drawn(piece, logits, chosen)
+            _write_drawn(batch, logits, chosen)
         except Exception as exc:
-            if len(piece) > 1:  # memory may suffice for one at a time
-                pieces += [[draw] for draw in piece]
+            if len(batch) > 1:  # memory may suffice for one at a time
+                batches += [[draw] for draw in batch]
             else:
-                failed[piece[0].place] = exc
+                failed[batch[0].index] = exc
     return failed
 
 
-def _write_drawn(piece: Sequence[Draw], logits: Tensor, chosen: Tensor) -> None:
-    first, places = piece[0], [draw.place for draw in piece]
-    if len(piece) == 1:
-        at: slice | Tensor = slice(first.place, first.place + 1)
-        tokens = first.sampler.queue(first.token_ids, logits[first.place])
+def _write_drawn(batch: Sequence[Draw], logits: Tensor, chosen: Tensor) -> None:
+    first, rows = batch[0], [draw.index for draw in batch]
+    if len(batch) == 1:
+        at: slice | Tensor = slice(first.index, first.index + 1)
+        tokens = first.sampler.queue(first.token_ids, logits[first.index])
     else:
-        is_run = places == list(range(places[0], places[0] + len(places)))
-        at = slice(places[0], places[-1] + 1) if is_run else torch.tensor(places).to(logits.device, non_blocking=True)
-        tokens = _drawn([draw.sampler for draw in piece], first.sampler.changed(logits[at]))
+        is_run = rows == list(range(rows[0], rows[0] + len(rows)))
+        at = slice(rows[0], rows[-1] + 1) if is_run else torch.tensor(rows).to(logits.device, non_blocking=True)
+        tokens = _drawn([draw.sampler for draw in batch], first.sampler.changed(logits[at]))
     chosen[at] = torch.where(chosen[at] < 0, chosen[at], tokens)
 
 
