@@ -198,6 +198,8 @@ def main() -> None:
     print(table(rows))
     if left_out:
         raise SystemExit(f"no time left for {', '.join(left_out)}")
+    if failed := [f"{row['model']}:{row['engine']}" for row in rows if "error" in row and key(row) not in done]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -314,6 +314,8 @@ def main() -> None:
     print(table(rows))
     if left_out:
         raise SystemExit(f"no time left for {', '.join(left_out)}")
+    if failed := [name for name in wanted if any("error" in row and f"{row['model']}:{row['form']}" == name for row in rows)]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def _case(name: str, given: argparse.Namespace, left_s: float) -> dict[str, Any] | None:

@@ -75,12 +75,12 @@ from trimtab.cli.main import main
 sys.exit(main(['tune', str(prepare(sys.argv[1], Path('$work'))), '--device', '$device', '--rows', '8', '--export', sys.argv[2]]))
 "
 for one in e4b e2b qwen3-vl-4b; do step tune-$one 150 $py -c "$tune" "$(models $one)" "$out/tuned-$one.json"; done
-step formats 560 $py -m bench.formats --work "$work" --tune --save "$out/formats.json" --total-s "{S}" --timeout-s 200 --cases "$(models \
+step formats 560 $py -m bench.formats --work "$work" --again --tune --save "$out/formats.json" --total-s "{S}" --timeout-s 200 --cases "$(models \
   qwen3-8b:nf4-dq,qwen3-8b:q4_k_m,e4b:nf4-dq,e4b:mobile,e2b:mobile,qwen3-8b:ct-g128,qwen3-8b:awq,qwen3-8b:gptq,qwen3-8b:fp8,e4b:ct-g32)"
-step families 560 $py -m bench.families --work "$work" --save "$out/families.json" --total-s "{S}" --models \
+step families 560 $py -m bench.families --work "$work" --again --save "$out/families.json" --total-s "{S}" --models \
   "$(models qwen3.5-9b,qwen3-vl-4b,qwen3-8b,e4b,llama-3-8b,gemma3-4b)"
 for card in 6 5; do  # what a smaller card leaves
-  step families-$card 200 $py -m bench.families --work "$work" --save "$out/families.json" --total-s "{S}" --engines trimtab \
+  step families-$card 200 $py -m bench.families --work "$work" --again --save "$out/families.json" --total-s "{S}" --engines trimtab \
     --card-gib $card --models "$(models qwen3-8b,qwen3.5-9b)"
 done
 [ -e "$out/families.done" ] && [ -e "$out/families-5.done" ] && rm -rf "$work"/*-packed "$work"/*-packed-r8
@@ -193,6 +193,6 @@ step bench-kernels 40 $py -m bench.kernels --models "$size" --rows 1,8 --json "$
 if [ -n "${LLAMA:-}" ]; then
   plan peer
   step peer 560 bash -c '{ [ -x "$3/peer" ] || bash "$1/peer" build "$1" "$3"; } && PEER=$3/peer exec "$0" -m bench.families \
-    --work "$2" --save "$4" --models "$5" --engines llama.cpp' $py "$LLAMA" "$work" "$TMPDIR/peer" "$out/families.json" "$(models qwen3-8b)"
+    --again --work "$2" --save "$4" --models "$5" --engines llama.cpp' $py "$LLAMA" "$work" "$TMPDIR/peer" "$out/families.json" "$(models qwen3-8b)"
 fi
 exit 0

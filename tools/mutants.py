@@ -79,11 +79,18 @@ def reached(tree: Path, folder: str, tests: list[str]) -> tuple[dict[tuple[str, 
     """Return the tests that execute each line, "" for those of an import, and the seconds of each test."""
     import coverage
 
-    data, times = WORK / f"{folder.replace('/', '-')}.coverage", WORK / f"{folder.replace('/', '-')}.xml"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, check=True, capture_output=True, text=True).stdout[:12]
+    name = f"{folder.replace('/', '-')}-{commit}"
+    data, times = WORK / f"{name}.coverage", WORK / f"{name}.xml"
     if not data.exists() or not times.exists():
         (WORK / "coveragerc").write_text(f"[run]\nsource = {tree / folder}\ndynamic_context = test_function\ndata_file = {data}\n")
         command = [sys.executable, "-m", "coverage", "run", f"--rcfile={WORK / 'coveragerc'}", "-m", "pytest", "-q", "-p"]
-        subprocess.run([*command, "no:cacheprovider", f"--junitxml={times}", *tests], cwd=tree, env=environment(tree), check=True)
+        ran = subprocess.run(
+            [*command, "no:cacheprovider", f"--junitxml={times}", *tests], cwd=tree, env=environment(tree), check=False
+        )
+        if ran.returncode:
+            times.unlink(missing_ok=True)
+            raise SystemExit(f"{folder}: its tests fail without a mutant")
     lines: dict[tuple[str, int], set[str]] = {}
     found = coverage.CoverageData(str(data))
     found.read()
@@ -131,7 +138,9 @@ def outcome(tree: Path, mutant: Mutant, tests: list[str]) -> dict[str, object]:
             ran = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, timeout=MOST_MUTANT_S, check=False)
         except subprocess.TimeoutExpired:
             return said | {"outcome": "hangs"}
-        return said | {"outcome": "survives" if ran.returncode == 0 else "found"}
+        if ran.returncode not in (0, 1, 2):  # 2: a module that cannot be imported any more
+            raise SystemExit(f"{mutant.name}: pytest ended with {ran.returncode}: {ran.stdout[-500:].decode(errors='replace')}")
+        return said | {"outcome": "found" if ran.returncode else "survives"}
     finally:
         path.write_text(before)
 
@@ -146,6 +155,8 @@ def main() -> None:
     tree = WORK / "tree"
     if not tree.exists():
         subprocess.run(["git", "clone", "-q", "--local", ROOT, tree], check=True)
+    subprocess.run(["git", "fetch", "-q", ROOT, "HEAD"], cwd=tree, check=True)
+    subprocess.run(["git", "reset", "-q", "--hard", "FETCH_HEAD"], cwd=tree, check=True)  # also without a mutant of a killed run
     sys.path.append(str(WORK / "coverage"))
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     room = kept.setdefault(given.room, {"seed": given.seed, "mutants": {}})
