@@ -24,7 +24,7 @@ LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)
 # gemma4: keys and values shared by the last layers, an input of each layer's own. dense: neither, and keys that are the values.
 # qwen3, gemma3: one norm and one rotation, and two of each. qwen3_vl: positions along three axes. gemma2, gpt_oss: eager attention
 # that caps scores, and that has sinks; experts as they are. ministral3: queries grow. phi3: joined products. olmo3: norms behind,
-# of all heads together. glm4: pairs turn. granite: factors.
+# of all heads together. glm4: pairs turn. granite: factors. gemma4_moe: experts next to the MLP. qwen3_moe: in some layers.
 FAMILIES = (
     "gemma4",
     "gemma4_dense",
@@ -39,6 +39,8 @@ FAMILIES = (
     "olmo3",
     "glm4",
     "granite",
+    "gemma4_moe",
+    pytest.param("qwen3_moe", marks=pytest.mark.slow),
     pytest.param("olmo2", marks=pytest.mark.slow),
     pytest.param("llama", marks=pytest.mark.slow),
 )

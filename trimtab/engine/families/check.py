@@ -214,6 +214,9 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
     else:
         gate, up = layer.gate(x).chunk(2, dim=-1) if layer.up is None else (layer.gate(x), layer.up(x))
         made = layer.down(act(gate) * up)
+    if (own_experts := layer.experts) is not None:
+        chosen = own_experts.through(h[0], _normed(h[0], own_experts.before))
+        made = _normed(made, own_experts.after_dense) + _normed(chosen, own_experts.after)[None]
     h = h + _normed(made, layer.after_mlp) * added
     if layer.per_layer is not None and extra is not None:
         own = layer.per_layer

@@ -75,6 +75,8 @@ class ChunkLayers:
             x = middle if layer.before_mlp is None else torch.empty_like(h)
             self._add(y, h, layer.after_attention, layer.before_mlp, None, middle, x, layer.added)
             y = self._mlp(layer, x, rows)
+            if layer.experts is not None:
+                y = self.step.with_experts(layer.experts, middle, y)
             post = layer.after_mlp
             if per_layer_input is not None and layer.per_layer is not None:
                 after = torch.empty_like(h)

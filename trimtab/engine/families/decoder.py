@@ -169,10 +169,29 @@ class PerLayerInput:
 
 
 @dataclass(frozen=True, eq=False)
+class Experts:
+    """Experts next to a layer's MLP (Gemma 4). Both read the residual, and their sum is what the MLP makes. router gives the
+    weights and numbers of a token's experts, `experts` their sum: transformers' own modules. before: the norm of their input, after:
+    of what they make, after_dense: of what the MLP makes."""
+
+    router: Any
+    experts: Any
+    before: Norm
+    after: Norm
+    after_dense: Norm
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        """Return what the experts make of x [n, D], which is the residual h [n, D] behind `before`."""
+        _, weights, chosen = self.router(h)
+        made: Tensor = self.experts(x, chosen, weights)
+        return made
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One layer. mixer: what mixes tokens. Norms in front of attention and MLP, and behind them of what is added to the residual,
     None without; added: a factor of it. gate, up, down: linears; no up: gate makes both; no gate: `mlp`, a module as it is.
-    scale: of the layer's output."""
+    experts: next to the MLP. scale: of the layer's output."""
 
     module: Any
     before_attention: Norm | None
@@ -187,6 +206,12 @@ class Layer:
     scale: Tensor | None = None
     added: float | None = None
     mlp: Any = None
+    experts: Experts | None = None
+
+    @property
+    def modules(self) -> list[Any]:
+        """Modules that are computed as they are."""
+        return [self.mlp] * (self.mlp is not None) + ([self.experts.router] if self.experts is not None else [])
 
     @property
     def gates(self) -> list[Leaf]:

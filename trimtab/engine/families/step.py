@@ -1,9 +1,8 @@
 """One decode step of a described decoder in few kernels, on transformers' own modules and weights.
 
-This step computes one token in a layer of Gemma 4 in about sixteen operations where transformers' layer takes forty: products that
-read one input are one launch, and everything between two products is one. Roundings are transformers' own: each value that it
-rounds to the model's dtype is rounded here. Towers and layers with experts stay with transformers' modules; chunks of prompts use
-some of the kernels (chunk.py, last_layers.py).
+A layer of Gemma 4 takes about sixteen operations where transformers' takes forty: products that read one input are one launch, and
+everything between two products is one. Each value that transformers rounds to the model's dtype is rounded here. Towers and routers
+stay with transformers' modules; chunks of prompts use some of the kernels (chunk.py, last_layers.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families import check
-from trimtab.engine.families.decoder import Attention, DeltaNet, Layer, Norm
+from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Norm
 from trimtab.engine.families.families import describe
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
@@ -128,7 +127,7 @@ class FusedStep:
         self._make_states()
         self._why_no_pages = self._wrong_pages()
         # Linears of the decoder that a step does not compute.
-        inside = {leaf for layer in self.layers if layer.mlp is not None for leaf in layer.mlp.modules()}
+        inside = {leaf for layer in self.layers for one in layer.modules for leaf in one.modules()}
         inside |= {leaf for same in self.decoder.groups() for group in same for leaf in group}
         self._outside = [one for one in self.text.modules() if isinstance(one, Leaf) and one not in inside]
         self._difference: str | None = None
@@ -383,6 +382,8 @@ class FusedStep:
             else:
                 gated = self._products(layer.gates, y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
             y = self._products([layer.down], gated)
+        if layer.experts is not None:
+            y = self.with_experts(layer.experts, middle, y)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)
@@ -394,6 +395,15 @@ class FusedStep:
         mixed = self._products([layer.per_layer.gate], y, matvec.Gate(self.kind, extra), norm, ahead)
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
+
+    def with_experts(self, own: Experts, h: Tensor, y: Tensor) -> Tensor:
+        """Return the sum of what the MLP made, y [n, D], and what the experts next to it make of the residual h [n, D]."""
+        dense, x = torch.empty_like(y), torch.empty_like(h)
+        self.add_norm(y, own.after_dense, dense)
+        self.add_norm(h, own.before, x)
+        made, after = own.through(h, x), own.after
+        fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
+        return dense
 
     def _added(self, layer: Layer, y: Tensor) -> Tensor:
         """Return what is added to the residual."""
