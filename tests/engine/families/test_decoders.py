@@ -27,7 +27,7 @@ from trimtab.engine.families.decoder import Decoder, UndescribedError
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kv import kv_cache
 from trimtab.engine.prefill.prefill import PrefillRunner
-from trimtab.errors import DeviceError
+from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest
 
 NEW = ["gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4", "granite", "gpt_oss", "llava", "internvl"]
@@ -120,6 +120,28 @@ def test_a_step_of_recurrent_layers_is_not_tried_twice(tmp_path):
             batch.step()
         handle.remove()
         assert [row.finish for row in batch.active] == ["error"] * 3 and batch.step() == []
+
+
+@pytest.mark.parametrize("saved", ["linear_attn.norm", "conv1d"])
+def test_a_saved_module_inside_a_recurrent_layer_is_refused(saved, tmp_path):
+    """A convolution's weight is read as a tensor, so that rows with other adapters would take the base's."""
+    base = pico.build("qwen3_5", tmp_path / "base")
+    adapter = pico.adapter(base, tmp_path / "a", modules_to_save=[saved])
+    name = saved.rpartition(".")[2]
+    with pytest.raises(AdapterError, match=rf"layers\.0\.linear_attn\.{name}: a saved \w+ inside a recurrent layer"):
+        trimtab.plan(base, adapters={"a": adapter}, device="cpu", context=96)
+
+
+def test_prompts_of_recurrent_layers_are_not_prepared_without_their_kernels(tmp_path, monkeypatch):
+    """The server starts, and modules compute."""
+    with loaded("qwen3_5", tmp_path) as model:
+        batch = Batch(model, rows=2, decode="fused")
+        batch.prompts = PrefillRunner(batch, "static", (8,))
+        assert batch.prompts.sizes
+        batch.prompts.captures = True  # as on a GPU
+        monkeypatch.setattr(batch.steps, "fused_step", lambda: None)
+        batch.prompts.prepare(5, "a")
+        assert not batch.prompts.graph_bytes
 
 
 def test_an_adapter_attached_between_steps_is_examined(tmp_path):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trimtab.engine.layers.unpacked import UnpackedWeights
 
 
-# Writes the products of layers over one input, x [n, D_in] -> out [n, all D_out], with the adapters of a table.
+# Writes products over one input, x [n, D_in] -> out [n, all D_out], with the adapters of a table.
 GroupProduct = Callable[[Sequence[Leaf], Tensor, Tensor, matvec.LoraArgs | None], None]
 
 
@@ -110,8 +110,7 @@ class FusedStep:
         self, hf_model: HFModel, cache: BatchedKVCache, tokens: Tensor, kernels: DeviceKernels,
         unpacked: UnpackedWeights | None = None,
     ) -> None:  # fmt: skip
-        self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
-        self.unpacked = unpacked
+        self.hf_model, self.cache, self.tokens, self.kernels, self.unpacked = hf_model, cache, tokens, kernels, unpacked
         # For A x of their adapters, at the same time as the product over the same x.
         self.beside = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
         self.decoder = describe(hf_model)
@@ -210,6 +209,8 @@ class FusedStep:
             return self._why_no_pages
         if self.decoder.deltas and self.kernels.delta is None and self.cache.device.type == "cuda":
             return "the gated delta rule has no kernels here"
+        if any(isinstance(module, SavedModule) for module in self.text.modules()):
+            return "an adapter replaces the weights of a norm"
         weights = [delta.weights() for delta in self.decoder.deltas.values()]
         if any(one.dtype != self.dtype for own in weights for one in (own.conv, own.dt_bias, own.norm)):
             return "its delta layers have weights of other types than the model's"
@@ -220,8 +221,6 @@ class FusedStep:
                 return f"its rotation changes behind {rope.limit} tokens, and its context has {self.cache.context_tokens}"
         if len(self.cache.ring_places) > 1:
             return f"its layers have windows of {len(self.cache.ring_places)} lengths"
-        if any(isinstance(module, SavedModule) for module in self.text.modules()):
-            return "an adapter replaces the weights of a norm"
         if (name := next((leaf.module_path for leaf in self._outside if leaf.adapters), None)) is not None:
             return f"an adapter changes {name}, which its description does not have"
         return self._differs()
