@@ -30,7 +30,6 @@ from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.engine.kernels.compile_ahead import compile_ahead
 from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
@@ -268,7 +267,7 @@ class DeviceKernels:
         report = progress or (lambda done, of: None)
         if wanted:
             report(0, 2 * len(wanted))
-        tuning.compile_ahead(products, self.matvec, dtype, limit=TRIED)  # about half of the time
+        tuning.compile_tried(products, self.matvec, dtype, limit=TRIED)  # about half of the time
         for number, one in enumerate(wanted):
             report(len(wanted) + number, 2 * len(wanted))
             tuning.tune(one.groups, one.n, self.matvec, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small)
@@ -410,7 +409,7 @@ def _choose(
     checks = KeptChecks.of(device)
     forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
     if device.type == "cuda" and checks.find(PRODUCTS, str(dtype), forms) is None:
-        compile_ahead(
+        tuning.compile_ahead(
             [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
             checked=_ROWS, counts=[n for n in PRODUCT_ROWS if n <= rows], has_many=rows > KERNEL_ROWS,
             norm=norm,
