@@ -59,8 +59,14 @@ def batch_of(model, *, sizes=(8, 16), rows=1):
     return batch
 
 
+# In float32 the gated delta rule has no kernels, and grouped products of experts cannot be captured (torch 2.11).
+IN_16_BITS = ("qwen3_5", "gpt_oss", "gemma4_moe", "qwen3_moe")
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
+    if ON_GPU and request.param in IN_16_BITS:
+        pytest.skip("a GPU captures it in 16 bits, and this test is of float32")
     with load(request.param, tmp_path_factory.mktemp(request.param)) as found:
         skip_without_rings(found)
         yield found
@@ -102,7 +108,7 @@ def test_several_prompts_of_one_pass_go_through_them_too(model, names, monkeypat
     lengths = (7, 16, 3, 12)
     prompts = [batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for count, name in zip(lengths, names, strict=True)]
     passes, own = [], ChunkLayers._mlp
-    monkeypatch.setattr(ChunkLayers, "_mlp", lambda self, mlp, x, rows: passes.append(rows) or own(self, mlp, x, rows))
+    monkeypatch.setattr(ChunkLayers, "_mlp", lambda self, mlp, x, rows, h: passes.append(rows) or own(self, mlp, x, rows, h))
     assert together(batch, prompts) < len(lengths)
     assert max(passes) > 1
     for found, count, name in zip(both(batch, prompts), lengths, names, strict=True):

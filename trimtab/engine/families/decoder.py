@@ -170,28 +170,52 @@ class PerLayerInput:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """Experts next to a layer's MLP (Gemma 4). Both read the residual, and their sum is what the MLP makes. router gives the
-    weights and numbers of a token's experts, `experts` their sum: transformers' own modules. before: the norm of their input, after:
-    of what they make, after_dense: of what the MLP makes."""
+    """A layer's experts, in its MLP's place or next to it. router: transformers' module, gives weights and numbers of a token's
+    experts last; module: theirs, of stacks. shared: a module over the same input, whose output is added, times the sigmoid of
+    shared_gate's. Next to an MLP (Gemma 4) router and experts read the residual; before, after: the norms of the experts' input and
+    of what they make; after_dense: of what the MLP makes."""
 
     router: Any
-    experts: Any
-    before: Norm
-    after: Norm
-    after_dense: Norm
+    module: Any
+    shared: Any = None
+    shared_gate: Any = None
+    before: Norm | None = None
+    after: Norm | None = None
+    after_dense: Norm | None = None
 
-    def through(self, h: Tensor, x: Tensor) -> Tensor:
-        """Return what the experts make of x [n, D], which is the residual h [n, D] behind `before`."""
-        _, weights, chosen = self.router(h)
-        made: Tensor = self.experts(x, chosen, weights)
-        return made
+    @property
+    def parts(self) -> list[Any]:
+        """The modules that are computed as they are."""
+        return [one for one in (self.router, self.shared, self.shared_gate) if one is not None]
+
+    @property
+    def has_mixture(self) -> bool:
+        """Whether kernels know how the module computes: two stacks, the first with gate and up one behind the other, no biases."""
+        own = self.module
+        is_plain = getattr(type(own)._apply_gate, "__module__", "") == "transformers.integrations.moe"
+        return is_plain and own.has_gate and not (own.is_transposed or own.has_bias or hasattr(own, "post_expert_norm"))
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers [n, K] int64 of the experts of x [n, D], which the router reads, and their weights [n, K]."""
+        _, weights, numbers = self.router(x)
+        return numbers, weights
+
+    def with_shared(self, made: Tensor, x: Tensor) -> Tensor:
+        """Return what the experts made of x [n, D] with what the shared one makes."""
+        if self.shared is None:
+            return made
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        total: Tensor = made + shared
+        return total
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer. mixer: what mixes tokens. Norms in front of attention and MLP, and behind them of what is added to the residual,
-    None without; added: a factor of it. gate, up, down: linears; no up: gate makes both; no gate: `mlp`, a module as it is.
-    experts: next to the MLP. scale: of the layer's output."""
+    None without; added: a factor of it. gate, up, down: linears; no up: gate makes both; none of them: `experts` alone.
+    scale: of the layer's output."""
 
     module: Any
     before_attention: Norm | None
@@ -205,23 +229,12 @@ class Layer:
     per_layer: PerLayerInput | None = None
     scale: Tensor | None = None
     added: float | None = None
-    mlp: Any = None
     experts: Experts | None = None
-
-    @property
-    def modules(self) -> list[Any]:
-        """Modules that are computed as they are."""
-        return [self.mlp] * (self.mlp is not None) + ([self.experts.router] if self.experts is not None else [])
 
     @property
     def gates(self) -> list[Leaf]:
         """The linears over the MLP's input."""
         return [one for one in (self.gate, self.up) if one is not None]
-
-    def through(self, x: Tensor) -> Tensor:
-        """Return what the MLP's own module makes of x [n, D]."""
-        made = self.mlp(x[None])
-        return (made if isinstance(made, Tensor) else made[0])[0]  # type: ignore[no-any-return]
 
     @property
     def products(self) -> list[list[Leaf]]:

@@ -126,7 +126,7 @@ class FusedStep:
         self._make_states()
         self._why_no_pages = self._wrong_pages()
         # Linears of the decoder that a step does not compute.
-        inside = {leaf for layer in self.layers for one in layer.modules for leaf in one.modules()}
+        inside = {leaf for layer in self.layers if layer.experts for one in layer.experts.parts for leaf in one.modules()}
         inside |= {leaf for same in self.decoder.groups() for group in same for leaf in group}
         self._outside = [one for one in self.text.modules() if isinstance(one, Leaf) and one not in inside]
         self._difference: str | None = None
@@ -371,7 +371,7 @@ class FusedStep:
         middle = self.buffer("middle", h.shape, h.dtype)
         norm = self.norm(h, layer.after_attention, layer.before_mlp, None, middle)
         if layer.down is None:
-            y = layer.through(self.normed(y, norm))
+            x = self.normed(y, norm)
         else:
             if layer.up is None:
                 wide = self._products(layer.gates, y, None, norm, _ahead([layer.down]))
@@ -382,7 +382,7 @@ class FusedStep:
                 gated = self._products(layer.gates, y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
             y = self._products([layer.down], gated)
         if layer.experts is not None:
-            y = self.with_experts(layer.experts, middle, y)
+            y = self.mixture(layer.experts, middle, None, y) if layer.down is not None else self.mixture(layer.experts, middle, x)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)
@@ -395,14 +395,22 @@ class FusedStep:
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
 
-    def with_experts(self, own: Experts, h: Tensor, y: Tensor) -> Tensor:
-        """Return the sum of what the MLP made, y [n, D], and what the experts next to it make of the residual h [n, D]."""
+    def mixture(self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None) -> Tensor:
+        """Return what a layer's experts make of x [n, D]; or, next to an MLP, of the residual h [n, D], with what the MLP made, y."""
+        if x is not None:
+            return own.with_shared(self._experts(own, x, *own.chosen(x)), x)
+        assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
         dense, x = torch.empty_like(y), torch.empty_like(h)
         self.add_norm(y, own.after_dense, dense)
         self.add_norm(h, own.before, x)
-        made, after = own.through(h, x), own.after
+        made, after = self._experts(own, x, *own.chosen(h)), own.after
         fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
         return dense
+
+    def _experts(self, own: Experts, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of the chosen experts' outputs for x [n, D]: by the kernels of few rows, of many, or their module."""
+        made: Tensor = own.module(x, numbers, weights)
+        return made
 
     def _added(self, layer: Layer, y: Tensor) -> Tensor:
         """Return what is added to the residual."""
