@@ -86,7 +86,7 @@ class DecodeStep:
         self._live = -1  # rows that `cache.live` says
         self._tables = [
             module for module in self.model.hf_model.modules()
-            if isinstance(module, tables.GatheredTable) and module.seen is None
+            if isinstance(module, tables.GatheredTable) and module.asks_host
         ]  # fmt: skip
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.
         is_recurrent = hf_slots.keeps_states(self.model.hf_model)

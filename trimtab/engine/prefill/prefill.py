@@ -111,7 +111,7 @@ class PrefillRunner:
         self.tower_passes = TowerPasses(self)
         self.staged_tables = [
             module for module in self.model.hf_model.modules()
-            if isinstance(module, tables.GatheredTable) and module.seen is None
+            if isinstance(module, tables.GatheredTable) and module.asks_host
         ]  # fmt: skip
         self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
