@@ -41,7 +41,7 @@ class ExpertSlots:
         self._covered: set[nn.Module] = set()
         count = max((int(vars(module)["num_experts"]) for module in self._place), default=0)
         shape = (len(self._place), MEMBERS, slots)
-        self._addresses = torch.zeros(2, *shape, dtype=torch.int64, device=device)
+        self._A, self._B = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in "AB")
         self._rank = torch.zeros(shape, dtype=torch.int32, device=device)
         self._scale = torch.zeros(shape, device=device)
         self._outputs = torch.zeros(*shape, 2, dtype=torch.int32, device=device)
@@ -73,25 +73,24 @@ class ExpertSlots:
         if not self._covered:
             return
         shape = self._rank.shape[:2]
-        addresses, rank, scale = torch.zeros(2, *shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
+        A, B = (torch.zeros(shape, dtype=torch.int64) for _ in "AB")
+        rank, scale = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
         outputs = torch.zeros(*shape, 2, dtype=torch.int32)
         pairs = torch.full((*shape, self._pairs.shape[-1]), -1, dtype=torch.int32)
-        for own in self._changes.values():
-            for member in own:
-                member[slot] = None
+        for lines in self._changes.values():
+            for line in lines:
+                line[slot] = None
         for module, adapter in self._adapters(holders, name):
             for member, one in _members(adapter.changes).items():
                 at = self._place[module], member
-                addresses[:, *at] = torch.tensor([one.A.data_ptr(), one.B.data_ptr()])
+                A[at], B[at] = one.A.data_ptr(), one.B.data_ptr()
                 rank[at], scale[at] = one.A.shape[1], one.scale
                 outputs[at] = torch.tensor([one.outputs.start, one.outputs.stop], dtype=torch.int32)
                 pairs[at][torch.tensor(list(one.pairs))] = torch.tensor(list(one.pairs.values()), dtype=torch.int32)
                 self._changes[module][member][slot] = Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
-        for table, made in (
-            (self._rank, rank), (self._scale, scale), (self._outputs, outputs), (self._pairs, pairs)
-        ):  # fmt: skip
+        tables = (self._A, self._B, self._rank, self._scale, self._outputs, self._pairs)
+        for table, made in zip(tables, (A, B, rank, scale, outputs, pairs), strict=True):
             table[:, :, slot].copy_(self._pinned(made), non_blocking=True)
-        self._addresses[..., slot].copy_(self._pinned(addresses), non_blocking=True)
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
@@ -102,6 +101,6 @@ class ExpertSlots:
             return None
         at = self._place[module]
         return ExpertLora(
-            *self._addresses[:, at], self._rank[at], self._scale[at], self._outputs[at], self._pairs[at], row_slots,
+            self._A[at], self._B[at], self._rank[at], self._scale[at], self._outputs[at], self._pairs[at], row_slots,
             self.largest_rank, changes=self._changes[module] if self.device.type == "cpu" else None,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.cuda import launch_config as cuts
@@ -37,6 +37,7 @@ from trimtab.formats.record import rounds_change
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
     from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.kernels.experts import ExpertLora
     from trimtab.engine.lora.store import AdaptedLayer
 
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
@@ -281,6 +282,10 @@ class AdapterSlots:
             scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
             low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty, is_fixed=self.is_fixed,
         )  # fmt: skip
+
+    def expert_args(self, module: nn.Module, rows: int) -> ExpertLora | None:
+        """Return the kernels' arguments for a module of experts, None if no adapter touches it."""
+        return self.experts.args(module, self.row_slots[:rows])
 
     def columns_of(self, leaf: Leaf) -> matvec.LoraColumns:
         """Return a layer's line of the table: of every slot where A and B begin, the rank and the scale."""

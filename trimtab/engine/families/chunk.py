@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trimtab.engine.families.decoder import DeltaNet
-from trimtab.engine.families.step import FusedStep, gated_heads
+from trimtab.engine.families.step import FusedStep
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
@@ -146,7 +146,7 @@ class ChunkLayers:
             attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
                 module, by_head, *seen, mask, dropout=0.0, scaling=own.scale, sliding_window=own.window
             )  # fmt: skip
-        return gated_heads(own, made[0], attended.reshape(n, -1))
+        return own.gated(made[0], attended.reshape(n, -1))
 
     def _delta(self, own: DeltaNet, x: Tensor, held: ChunkState) -> Tensor:
         """Return the gated delta rule of a prompt's tokens [n, Hv Dv]; the row's states are those behind them then."""

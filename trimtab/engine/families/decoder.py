@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
+from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
+from trimtab.engine.lora.experts import stack_of
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.linear import Leaf
@@ -121,6 +123,14 @@ class Attention:
         shape = self.shape
         return list(made[0].split([one * shape.dim for one in (shape.heads, *[shape.kv_heads] * 2)], 1) if self.is_joined else made)
 
+    def gated(self, joined: Tensor, attended: Tensor) -> Tensor:
+        """Return attention's output [n, Hq D] times its gates, which lie behind each head of queries in `joined`."""
+        if not self.shape.is_gated:
+            return attended
+        heads, _, dim, *_ = self.shape
+        gates = joined[:, : 2 * heads * dim].view(-1, heads, 2, dim)[:, :, 1]
+        return attended.mul_(torch.sigmoid(gates).view(attended.shape))
+
     @property
     def wide_norms(self) -> list[Norm]:
         """The norms over all heads together, of queries and keys."""
@@ -194,6 +204,10 @@ class Experts:
         own = self.module
         is_plain = getattr(type(own)._apply_gate, "__module__", "") == "transformers.integrations.moe"
         return is_plain and own.has_gate and not (own.is_transposed or own.has_bias or hasattr(own, "post_expert_norm"))
+
+    def mixture(self, activation: str) -> Mixture:
+        """Return the stacks as kernels take them, of a module that they know; streamed ones are entered."""
+        return Mixture(stack_of(self.module, "gate_up_proj"), stack_of(self.module, "down_proj"), activation)
 
     def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers [n, K] int64 of the experts of x [n, D], which the router reads, and their weights [n, K]."""
@@ -282,6 +296,11 @@ class Decoder:
     def deltas(self) -> dict[int, DeltaNet]:
         """The gated delta rule of each layer that has one, by number."""
         return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet)}
+
+    def mixtures(self) -> list[Mixture]:
+        """Return one mixture of every shape and formats, of those that kernels know."""
+        made = [layer.experts.mixture(self.activation) for layer in self.layers if layer.experts and layer.experts.has_mixture]
+        return list({one.key: one for one in made}.values())
 
     @property
     def adapter_store(self) -> AdapterStore:

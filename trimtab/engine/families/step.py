@@ -19,6 +19,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families import check
 from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Norm
 from trimtab.engine.families.families import describe
+from trimtab.engine.families.mixture import experts_of
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
@@ -55,7 +56,7 @@ def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) 
     progress = phases.counting("measuring kernels on this GPU (once),")
     kernels = DeviceKernels.choose(
         groups, decoder.shapes(), rows=rows, sizes=decoder.sizes(), norm=decoder.norm, progress=progress,
-        deltas=list(dict.fromkeys(one.shape for one in decoder.deltas.values())),
+        deltas=list(dict.fromkeys(one.shape for one in decoder.deltas.values())), mixtures=decoder.mixtures(),
     )  # fmt: skip
     if is_invariant and rows <= cuts.MAX_ROWS:
         kernels.compile_fixed(groups, groups[0][0][0].dtype, rows)
@@ -71,15 +72,6 @@ def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
         near = getattr(torch.cuda.get_device_properties(tensors[0].device), "L2_cache_size", 0)
         return tensors if sum(one.nbytes for one in tensors) <= near else []
     return tensors
-
-
-def gated_heads(own: Attention, joined: Tensor, attended: Tensor) -> Tensor:
-    """Return attention's output [n, Hq D] times its gates, which lie behind each head of queries in `joined`."""
-    if not own.shape.is_gated:
-        return attended
-    heads, _, dim, *_ = own.shape
-    gates = joined[:, : 2 * heads * dim].view(-1, heads, 2, dim)[:, :, 1]
-    return attended.mul_(torch.sigmoid(gates).view(attended.shape))
 
 
 def _scale(table: Table) -> float:
@@ -397,20 +389,16 @@ class FusedStep:
 
     def mixture(self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None) -> Tensor:
         """Return what a layer's experts make of x [n, D]; or, next to an MLP, of the residual h [n, D], with what the MLP made, y."""
+        given = (self.kind, self.decoder.adapter_store, self.kernels.experts)
         if x is not None:
-            return own.with_shared(self._experts(own, x, *own.chosen(x)), x)
+            return own.with_shared(experts_of(own, x, x, *given), x)
         assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
-        dense, x = torch.empty_like(y), torch.empty_like(h)
+        dense, x, after = torch.empty_like(y), torch.empty_like(h), own.after
         self.add_norm(y, own.after_dense, dense)
         self.add_norm(h, own.before, x)
-        made, after = self._experts(own, x, *own.chosen(h)), own.after
+        made = experts_of(own, x, h, *given)
         fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
         return dense
-
-    def _experts(self, own: Experts, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of the chosen experts' outputs for x [n, D]: by the kernels of few rows, of many, or their module."""
-        made: Tensor = own.module(x, numbers, weights)
-        return made
 
     def _added(self, layer: Layer, y: Tensor) -> Tensor:
         """Return what is added to the residual."""
@@ -455,7 +443,7 @@ class FusedStep:
             queries, self._scratch(count, heads, dim), self.kernels.small, mode=own.mode, ahead=_ahead(layer.gates), pages=pages,
             sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
-        return gated_heads(own, joined, attended)
+        return own.gated(joined, attended)
 
     def _attend_int8(
         self, own: Attention, number: int, joined: Tensor, queries: Tensor, turn: tuple[Tensor, Tensor],
@@ -483,7 +471,7 @@ class FusedStep:
             queries, keys, values, self.cache.positions[:count], scores.scale, scores.softcap, attended,
             self._scratch(count, heads, dim), self.kernels.small, dependent=False, sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
-        return gated_heads(own, joined, attended)
+        return own.gated(joined, attended)
 
     def _delta(self, own: DeltaNet, number: int, x: Tensor) -> Tensor:
         """Return the gated delta rule of the rows' next tokens [n, Hv Dv]; their states are written."""

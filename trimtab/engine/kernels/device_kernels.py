@@ -25,13 +25,14 @@ from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import delta_rule, layouts
+from trimtab.engine.kernels import delta_rule, experts, layouts
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
+from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -54,6 +55,7 @@ MOST_INSTEAD = 6  # ways that are tried where a configuration cannot run
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
 DELTA = "gated delta rule"
+EXPERTS = "chosen experts"
 ROWS = "4-bit products of many rows"
 
 
@@ -74,7 +76,7 @@ class Product:
 @dataclass(eq=False)
 class DeviceKernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
-    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). delta: the gated delta rule.
+    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). delta: the gated delta rule. experts: chosen experts of a mixture.
     ends: tables in front of the layers, scores behind
     the head. left_out: name -> reason.
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
@@ -91,6 +93,7 @@ class DeviceKernels:
     ends: Any = None
     rows: Any = None
     delta: Any = None
+    experts: Any = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
     checks: KeptChecks = field(default_factory=KeptChecks)
@@ -98,7 +101,7 @@ class DeviceKernels:
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
         """Let launches overlap, or not, while the block runs: for a capture."""
-        modules = [one for one in (self.small, self.matvec, self.ends, self.rows, self.delta) if one is not None]
+        modules = [one for one in (self.small, self.matvec, self.ends, self.rows, self.delta, self.experts) if one is not None]
         for module in modules:
             module.overlap = wanted
         try:
@@ -110,7 +113,7 @@ class DeviceKernels:
     @property
     def made_of(self) -> str:
         """Which modules and launch configurations there are, as text."""
-        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows, self.delta)]
+        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows, self.delta, self.experts)]
         return repr([modules, sorted((key, str(self.matvec.products.chosen[key])) for key in self.configs)])
 
     @staticmethod
@@ -144,7 +147,7 @@ class DeviceKernels:
     def choose(
         groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], *, rows: int,
         sizes: ends.Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
-        deltas: Sequence[DeltaShape] = (),
+        deltas: Sequence[DeltaShape] = (), mixtures: Sequence[Mixture] = (),
     ) -> DeviceKernels:  # fmt: skip
         """Return the kernels that work and are faster for layers like these on their device, for steps of up to `rows` rows.
 
@@ -155,9 +158,9 @@ class DeviceKernels:
         leaf = groups[0][0][0]
         shapes = [(one[0][0].in_features, *((leaf.out_features, leaf.quant_kind) for leaf in one[0])) for one in groups]
         known = of_this_process().for_layers
-        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, tuple(deltas))
+        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, (*deltas, *(one.key for one in mixtures)))
         if key not in known:
-            known[key] = _choose(groups, attention, sizes, rows, norm, deltas)
+            known[key] = _choose(groups, attention, sizes, rows, norm, deltas, mixtures)
         chosen = known[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
@@ -372,7 +375,7 @@ class LayerShapes:
     """The key of the choice of kernels: the device, and the shapes of everything that a step computes there.
 
     attention: of each kind of layer. linear: for each group of layers its input, its outputs and its
-    format. step_ends: of both ends of a step, None where they stay with torch.
+    format. step_ends: of both ends of a step, None where they stay with torch. deltas: recurrent layers, and mixtures of experts.
     """
 
     device: str
@@ -381,7 +384,7 @@ class LayerShapes:
     linear: tuple[tuple[object, ...], ...]
     step_ends: ends.Sizes | None
     norm: NormForm
-    deltas: tuple[DeltaShape, ...]
+    deltas: tuple[object, ...]
 
 
 @dataclass(eq=False)
@@ -400,7 +403,7 @@ def of_this_process() -> ChosenKernels:
 
 def _choose(
     groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: ends.Sizes | None,
-    rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (),
+    rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (), mixtures: Sequence[Mixture] = (),
 ) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
@@ -429,6 +432,11 @@ def _choose(
             DELTA, left_out, lambda: delta_rule.load(device, deltas[0], dtype),
             lambda module, _: delta_rule.why_not(deltas[0], dtype) or delta_rule.check(module, deltas[0], dtype),
             checks, str(dtype), deltas[0], measured=measured,
+        )  # fmt: skip
+    if mixtures:
+        chosen.experts = _tried(
+            EXPERTS, left_out, lambda: experts.load(device), lambda module, _: experts.check(module, mixtures, dtype), checks,
+            str(dtype), [one.key for one in mixtures],
         )  # fmt: skip
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(

@@ -22,6 +22,7 @@ from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import can_unpack
+from trimtab.errors import DeviceError
 
 # Changes of gate_up, which may be two (of gate and of up), and one of down.
 MEMBERS = 3
@@ -37,6 +38,13 @@ class Mixture:
     gate_up: Packed | Tensor
     down: Packed | Tensor
     activation: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What of the stacks selects a kernel, as values that print the same in every process."""
+        stacks = (self.gate_up, self.down)
+        forms = [(one.kind, *sorted(one.parts)) if isinstance(one, Packed) else str(one.dtype) for one in stacks]
+        return (*(tuple(one.shape) for one in stacks), *forms, self.activation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +131,16 @@ def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype) -> str | None:
     if why is None and (layouts.is_mobile(stack) or not can_unpack(stack.expert(0))):
         why = layouts.unread(stack)
     return why
+
+
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Compile the kernels for a device. Errors: DeviceError."""
+    raise DeviceError("its kernels are not there yet", device=str(device))
+
+
+def check(module: nvrtc.Module, mixtures: Sequence[Mixture], dtype: torch.dtype) -> str | None:
+    """Return the error of the kernels over these mixtures, None if they are right."""
+    return "its kernels are not there yet"
 
 
 def experts(
