@@ -28,8 +28,11 @@ def why_not(adapter: ExpertsAdapter) -> str | None:
 
 def _members(changes: Sequence[StackChange]) -> dict[int, StackChange]:
     """Return changes by their members: the first two of the first stack are 0 and 1, the first of the second is 2."""
-    first = [one for one in changes if one.parameter != DOWN][: MEMBERS - 1]
-    return dict(enumerate(first)) | {MEMBERS - 1: one for one in changes if one.parameter == DOWN}
+    found = dict(enumerate([one for one in changes if one.parameter != DOWN][: MEMBERS - 1]))
+    for one in changes:
+        if one.parameter == DOWN:
+            found[MEMBERS - 1] = one
+    return found
 
 
 class ExpertSlots:

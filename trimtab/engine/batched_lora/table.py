@@ -64,7 +64,8 @@ class _Columns:
 
 class AdapterSlots:
     """The tables of one loaded model, for steps of up to `rows` rows. module: the compiled kernels that read them; many: those for
-    steps of more rows than they take at once (gemm4.py). is_fixed: as `matvec.LoraArgs` has it. experts: modules that kernels compute.
+    steps of more rows than they take at once (gemm4.py). is_fixed: as `matvec.LoraArgs` has it. experts: modules that
+    kernels compute.
 
     Errors: RequestError for fewer slots than rows.
 

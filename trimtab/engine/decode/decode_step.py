@@ -28,8 +28,8 @@ from trimtab.engine.decode.step_choice import Fallback, StepChoice
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels.experts import MOST_ROWS as MOST_EXPERT_ROWS
 from trimtab.engine.kernels.device_kernels import DeviceKernels
+from trimtab.engine.kernels.experts import MOST_ROWS as MOST_EXPERT_ROWS
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.batch_state import BatchState, StepBuffers
 from trimtab.engine.layers import embedding as tables
@@ -300,7 +300,7 @@ class DecodeStep:
         return graph.outputs
 
     def _reads_experts(self, names: Sequence[str | None]) -> bool:
-        """Whether a step of these rows reads on the host which experts were chosen: no kernels know them, or no table the adapters."""
+        """Whether a step of these rows reads chosen experts on the host: no kernels know them, or no table its adapters."""
         store = self.model.adapter_store
         if not store.reads_on_host(names):
             return False

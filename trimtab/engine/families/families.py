@@ -13,7 +13,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Experts, Layer, Norm, PerLayerInput, Rope, UndescribedError
+from trimtab.engine.families.decoder import (
+    Attention,
+    Decoder,
+    DeltaNet,
+    Experts,
+    Layer,
+    Norm,
+    PerLayerInput,
+    Rope,
+    UndescribedError,
+)
 from trimtab.engine.kernels.attention_and_norms import AttentionShape
 from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads

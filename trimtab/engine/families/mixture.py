@@ -1,4 +1,4 @@
-"""What do a layer's experts make of the tokens of a step or chunk? By kernels that read chosen experts alone, or by their module."""
+"""What do a layer's experts make of the tokens of a step or chunk? Kernels read chosen experts alone; else the module computes."""
 
 from __future__ import annotations
 

@@ -388,7 +388,7 @@ class FusedStep:
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
 
     def mixture(self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None) -> Tensor:
-        """Return what a layer's experts make of x [n, D]; or, next to an MLP, of the residual h [n, D], with what the MLP made, y."""
+        """Return what a layer's experts make of x [n, D]; next to an MLP: of the residual h [n, D], with what the MLP made, y."""
         given = (self.kind, self.decoder.adapter_store, self.kernels.experts)
         if x is not None:
             return own.with_shared(experts_of(own, x, x, *given), x)

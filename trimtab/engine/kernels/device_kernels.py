@@ -76,12 +76,10 @@ class Product:
 @dataclass(eq=False)
 class DeviceKernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
-    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). delta: the gated delta rule. experts: chosen experts of a mixture.
-    ends: tables in front of the layers, scores behind
-    the head. left_out: name -> reason.
+    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). delta: the gated delta rule. experts: chosen ones.
+    ends: tables in front of the layers, scores behind the head. left_out: name -> reason.
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
-    configs: how each product's launch configuration is known (shipped_configs.py); rejected: those that were not used here, and
-    why.
+    configs: how each product's launch configuration is known (shipped_configs.py); rejected: those not used here, and why.
     overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured.
     checks: those that passed on this card before."""
 
@@ -158,7 +156,8 @@ class DeviceKernels:
         leaf = groups[0][0][0]
         shapes = [(one[0][0].in_features, *((leaf.out_features, leaf.quant_kind) for leaf in one[0])) for one in groups]
         known = of_this_process().for_layers
-        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, (*deltas, *(one.key for one in mixtures)))
+        others = (*deltas, *(one.key for one in mixtures))
+        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, others)
         if key not in known:
             known[key] = _choose(groups, attention, sizes, rows, norm, deltas, mixtures)
         chosen = known[key]
@@ -227,10 +226,8 @@ class DeviceKernels:
         return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
-        return (
-            "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None,
-            self.matvec.products.norm,
-        )  # fmt: skip
+        form, has_small = _form_of(one.groups[0]), self.small is not None
+        return "configuration", one.key, form, str(dtype), one.gate, has_small, self.matvec.products.norm
 
     def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
         """Take a product's configuration, or the next one that this card can run, and record for later processes that it can."""
@@ -435,9 +432,11 @@ def _choose(
         )  # fmt: skip
     if mixtures:
         chosen.experts = _tried(
-            EXPERTS, left_out, lambda: experts.load(device), lambda module, _: experts.check(module, mixtures, dtype), checks,
+            EXPERTS, left_out, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), checks,
             str(dtype), [one.key for one in mixtures],
         )  # fmt: skip
+        for one in mixtures if chosen.experts is not None else ():
+            experts.compiled(chosen.experts, one)  # a capture finds them
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
@@ -499,6 +498,15 @@ def _wrong_small(
     measured.update(times)
     ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
+
+
+def _wrong_experts(module: nvrtc.Module, mixtures: Sequence[Mixture], dtype: torch.dtype) -> str | None:
+    """Return the error of the kernels of chosen experts over these mixtures, or why they do not know one."""
+    for one in mixtures:
+        top_k = min(8, one.down.shape[0])
+        if why := experts.why_not(one, 1, top_k, dtype, module.device) or experts.check(module, one, top_k):
+            return why
+    return None
 
 
 def _wrong_ends(

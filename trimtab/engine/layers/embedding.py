@@ -176,7 +176,7 @@ class PackedRows:
         self.packed, self.files = packed, files
 
     def seen_by(self, device: torch.device) -> Packed | None:
-        """Return the table as a device reads it in host memory; None where that is impossible (tiers/reader.py), or it is in a file."""
+        """Return the table as a device reads it in host memory; None where that is impossible, or it is in a file."""
         parts = {} if self.files is not None else {name: seen_by(part, device) for name, part in self.packed.parts.items()}
         seen = {name: part for name, part in parts.items() if part is not None}
         if not seen or len(seen) < len(parts):
