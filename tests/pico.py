@@ -271,8 +271,16 @@ _OTHERS = {
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         partial(
-            _text, "Glm4Moe", use_qk_norm=True, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
-            first_k_dense_replace=1, moe_intermediate_size=WIDTH, n_group=1, topk_group=1,
+            _text,
+            "Glm4Moe",
+            use_qk_norm=True,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            moe_intermediate_size=WIDTH,
+            n_group=1,
+            topk_group=1,
         ),
     ),
     "llava": ("LlavaForConditionalGeneration", _llava),

@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.formats.packed import formats_of
-from trimtab.formats.record import GGML_FLOATS, HEAD8, PackedEntry, packed_bytes, stored_format
+from trimtab.formats.record import GGML_FLOATS, HEAD8, WEIGHT_BLOCK, PackedEntry, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
