@@ -20,7 +20,6 @@ from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import UNREAD_PARTS
 from trimtab.planning import Plan
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "trimtab" / "demo"
@@ -139,8 +138,7 @@ def formats(work: Path) -> list[Input]:
         from trimtab.engine.tiers.reader import read_small
 
         for entry in split_packed(read_checkpoint(folder))[1].values():
-            parts = read_small({name: part for name, part in entry.parts.items() if name not in UNREAD_PARTS})
-            dequantize(prequantized(entry, parts, torch.bfloat16))
+            dequantize(prequantized(entry, read_small(entry.read_parts), torch.bfloat16))
 
     inputs = []
     golden = load_file(FOLDER / "golden.safetensors")

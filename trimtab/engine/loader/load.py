@@ -38,7 +38,7 @@ from trimtab.engine.tiers.reader import Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import HEAD8, UNREAD_PARTS, PackedEntry, packed_parts, stored_format
+from trimtab.formats.record import HEAD8, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
 from trimtab.planning.plan.files_read import FilesRead
 from trimtab.planning.request.dtypes import keeps_16bit
@@ -199,8 +199,9 @@ class _Filler:
     def _arena_bytes(self, row: ModuleRow) -> int:
         """Return the bytes of a module's packed weight in the arena: 0 unless it is quantized and stays."""
         weight = row.weight
-        if row.made is not None and self.tier[row.block] == "resident":
-            return sum(buffer_bytes(packed_parts(one.shape, row.made, one.dtype)) for one in row.tensors if self._moves(row, one))
+        if row.packs_experts and self.tier[row.block] == "resident":
+            forms = [(one, row.form_of(one)) for one in row.stacks]
+            return sum(buffer_bytes(packed_parts(one.shape, form, one.dtype)) for one, form in forms if form is not None)
         if weight is None or self.tier[row.block] != "resident":
             return 0
         if row.is_head8:
@@ -227,6 +228,10 @@ class _Filler:
                     for own in pieces.experts_of(tensor, self.entries):
                         yield from (Wanted(piece, self.device, True) for piece in own)
                     continue
+                if tensor.stored is not None:
+                    matrices = (self.packed[name] for own in pieces.names_of(tensor) for name in own)
+                    yield from (Wanted(part, self.device) for one in matrices for part in one.read_parts.values())
+                    continue
                 names = self._leaves(tensor)
                 device = self._first_device(row, tensor)
                 if (entry := self._cast_in_pieces(tensor)) is not None:
@@ -239,9 +244,7 @@ class _Filler:
                         if packed is None:
                             yield Wanted(self.entries[name], device, self._passes(row, tensor))
                             continue
-                        for part, entry in packed.parts.items():
-                            if part not in UNREAD_PARTS:
-                                yield Wanted(entry, device)
+                        yield from (Wanted(part, device) for part in packed.read_parts.values())
 
     def _cast_in_pieces(self, tensor: TensorRow) -> TensorEntry | None:
         """Return the file tensor of a large parameter that is it in a wider type: whole, it would take memory next to its cast."""
@@ -257,8 +260,7 @@ class _Filler:
         return sorted(row.tensors, key=lambda tensor: not self._moves(row, tensor))
 
     def _moves(self, row: ModuleRow, tensor: TensorRow) -> bool:
-        fused = row.kind == "experts" and len(tensor.shape) == 3 and not tensor.is_buffer
-        return fused or tensor is row.weight
+        return tensor in row.stacks or tensor is row.weight
 
     def _first_device(self, row: ModuleRow, tensor: TensorRow) -> torch.device:
         """Return where a tensor is read to: a tensor that leaves the device unquantized is never read to it."""
@@ -296,7 +298,7 @@ class _Filler:
     def _fetch_packed(self, entry: PackedEntry) -> Packed:
         assert self.reader is not None
         self.uses[entry.tensor_name] -= 1
-        parts = {name: self.reader.take(part) for name, part in entry.parts.items() if name not in UNREAD_PARTS}
+        parts = {name: self.reader.take(part) for name, part in entry.read_parts.items()}
         return prequantized(entry, parts, self.dtype)
 
     def _dense(self, tensor: TensorRow) -> Tensor | None:
@@ -339,7 +341,7 @@ class _Filler:
                 self._fill_linear(row, module, tier, writer)
             elif row.kind == "embedding":
                 self._fill_embedding(row, module)
-            elif row.made is not None:
+            elif row.packs_experts:
                 self._fill_packed_experts(row, module, tier, writer)
             elif row.kind == "experts" and tier != "resident":
                 self._fill_experts(row, module, tier, writer)
@@ -471,11 +473,11 @@ class _Filler:
         self.waiting.append(lambda streamer: leaves.stage_parameters(module, staged(streamer)))
 
     def _fill_packed_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
-        assert self.reader is not None and row.made is not None
-        pack = partial(
-            pieces.pack, kind=row.made, entries=self.entries, take=self.reader.take, codes=self.codes,
-            room=self.arena.room if tier == "resident" else pieces.host_room,
-        )  # fmt: skip
+        assert self.reader is not None
+        room = self.arena.room if tier == "resident" else pieces.host_room
+        pack = partial(pieces.stored, fetch=lambda name: self._fetch_packed(self.packed[name]), room=room)
+        if row.made is not None:
+            pack = partial(pieces.pack, kind=row.made, entries=self.entries, take=self.reader.take, codes=self.codes, room=room)
         stage = None if writer is None else lambda packed: self._staged(packed, writer.add(packed.parts), writer)
         put = pieces.hold(row, module, pack, self.codes, self.adapter_store, stage)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors if not self._moves(row, tensor)})

@@ -179,7 +179,8 @@ class _Forward:
             stack: Tensor = getattr(self.module, name)
             return stack[expert]
         held = stacks[name]
-        return dequantize((held if isinstance(held, Packed) else held.open()[1]).expert(expert))
+        own: Tensor = self.module.__dict__[name]
+        return dequantize((held if isinstance(held, Packed) else held.open()[1]).expert(expert)).to(own.dtype)
 
 
 def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store: AdapterStore, module_path: str) -> None:
@@ -187,8 +188,9 @@ def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store:
     own = module.__dict__
     for name, held in stacks.items():
         packed = held if isinstance(held, Packed) else held.packed
-        module._parameters.pop(name, None)
-        own[name] = torch.empty(packed.shape, dtype=packed.dtype, device="meta")  # for code that reads a shape
+        parameter = module._parameters.pop(name, None)
+        dtype = packed.dtype if parameter is None else parameter.dtype  # values of files may have another type
+        own[name] = torch.empty(packed.shape, dtype=dtype, device="meta")  # for code that reads a shape
         if isinstance(held, Staged):
             own["staged"] = held
     own.update(stacks=stacks, module_path=module_path)

@@ -1,0 +1,139 @@
+"""Experts that the files hold packed: kept so in every tier, with the values of the format's own library and PEFT's answers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.gguf.dequant import dequantize as dequantize_ggml
+
+import trimtab
+from tests import gguf_files
+from tests.engine.lora.test_experts import NEAR, answered, loaded, of_peft
+from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
+from tests.merged_models import load
+from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.loader import load as loading
+from trimtab.errors import RequestError
+from trimtab.gguf.header import read_gguf
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+GGUF = ("q4_0", "q4_k", "q8_0")  # with down_proj in Q6_K but for the last
+
+
+@cache
+def files(form: str, root: Path) -> tuple[Path, Path]:
+    """Return (the model in a format, the folder of the same values in float32)."""
+    folder = root / f"moe-{form}"
+    small, dense = gguf_files.model("qwen3_moe", form, folder, dtype=torch.float32)
+    return small, dense
+
+
+@cache
+def adapters(form: str, root: Path) -> tuple[Path, Path]:
+    dense = files(form, root)[1]
+    a, b = (stack_adapter(dense, root / f"moe-{form}-{name}", list(names)) for name, names in (("a", BOTH), ("b", BOTH[1:])))
+    return a, b
+
+
+@pytest.fixture
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+def stacks_in(model: Any) -> dict[str, Packed]:
+    return {
+        f"{path}.{name}": held if isinstance(held, Packed) else held.open()[1]
+        for path, module in model.hf_model.named_modules() for name, held in vars(module).get("stacks", {}).items()
+    }  # fmt: skip
+
+
+def of_gguf(file: Path) -> dict[str, Tensor]:
+    """Return the stacks float32 as transformers' reader makes them of the file's bytes."""
+    found: dict[str, Tensor] = {}
+    for name, one in read_gguf(file).tensors.items():
+        if name.endswith("_exps.weight"):
+            raw = torch.frombuffer(bytearray(file.read_bytes()[one.start : one.start + one.nbytes]), dtype=torch.uint8)
+            found[name] = dequantize_ggml(raw, gguf_files.TYPES[one.type_name]).view(one.shape)
+    joined = {}
+    for layer in range(2):
+        part = {stem: found[f"blk.{layer}.ffn_{stem}_exps.weight"] for stem in ("gate", "up", "down")}
+        joined[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat((part["gate"], part["up"]), dim=1)
+        joined[f"model.layers.{layer}.mlp.experts.down_proj"] = part["down"]
+    return joined
+
+
+def of_router(packed: Packed) -> Tensor:
+    assert packed.kind == "f32", "another weight than a router's was dequantized while the model was loaded"
+    return dequantize(packed)
+
+
+@pytest.mark.parametrize("form", GGUF)
+def test_each_expert_stays_as_the_file_holds_it(form: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, _ = files(form, root)
+    expected = of_gguf(file)
+    monkeypatch.setattr(loading, "dequantize", of_router)
+    with loaded(file, {}, quant="auto", place={"*": "resident"}) as model:
+        found, shares = stacks_in(model), {share.name: share for share in model.memory_shares()}
+        taken = model.plan.experts
+        assert set(found) == set(expected) and len(found) == 4
+        for name, packed in found.items():
+            for number, matrix in enumerate(expected[name]):
+                assert torch.equal(dequantize(packed.expert(number)).float(), matrix), (name, number)
+    assert taken is not None and taken.bytes == sum(packed.nbytes for packed in found.values())
+    blocks = {"q4_0": 4.5, "q4_k": 4.5, "q6_k": 6.5625, "q8_0": 8.5}
+    bits = blocks[form] * 2 / 3 + blocks["q8_0" if form == "q8_0" else "q6_k"] / 3
+    assert taken.bits_per_value == bits and not taken.is_made and not taken.reason
+    assert abs(shares["weights"].measured_bytes - shares["weights"].planned_bytes) <= 256 * 4 * len(found)
+    text = str(model.plan)
+    assert f"experts      {taken.format_name}, {bits:.2f} bits a weight" in text and "as the files hold them" in text
+    assert "stacked experts" not in text
+
+
+@pytest.mark.parametrize(("form", "tier"), [(form, tier) for form in GGUF for tier in ("resident", "stream", "disk", "host")])
+def test_rows_with_adapters_answer_as_peft_on_the_dequantized_values_in_every_tier(form: str, tier: str, root: Path) -> None:
+    file, dense = files(form, root)
+    a, b = adapters(form, root)
+    expected = {"a": of_peft(dense, a), "b": of_peft(dense, b), None: of_model(load(dense))}
+    names = ("a", None, "b")
+    requests = [{"prompt": IDS, "adapter": name} for name in names]
+    answers: dict[str, list[dict[int, float]]] = {}
+    for place in dict.fromkeys(("resident", tier)):
+        with loaded(file, {"a": a, "b": b}, quant="auto", place={"model.layers.*": place}) as model:
+            assert place in {row.tier for row in model.plan.placements}
+            answers[place] = [logprobs(one) for one in model.batch(requests, rows=3, max_new_tokens=3, logprobs=8)]
+            answers[place].append(answered(model, "a"))
+    assert answers[tier] == answers["resident"]
+    assert max(gap(one, expected[name]) for one, name in zip(answers[tier], (*names, "a"), strict=True)) < NEAR
+    assert min(gap(answers[tier][0], expected[None]), gap(answers[tier][2], expected[None])) > 1e-2
+
+
+def test_asked_for_in_16_bits_they_are_dequantized_and_answer_the_same(root: Path) -> None:
+    file, _ = files("q4_k", root)
+    options: dict[str, Any] = {"quant": "auto", "dtype": "bfloat16"}
+    with loaded(file, {}, **options) as model:
+        expected = model.answer(IDS, max_new_tokens=6).token_ids
+    with loaded(file, {}, experts="16bit", **options) as model:
+        assert not stacks_in(model) and model.answer(IDS, max_new_tokens=6).token_ids == expected
+        plan = model.plan
+    assert plan.experts is not None and plan.experts.bits_per_value == 16
+    assert "experts of the files, dequantized: asked for (experts='16bit')" in str(plan) and "16bit experts" in str(plan)
+    with pytest.raises(RequestError, match="quantized, and nothing is quantized twice") as caught:
+        trimtab.plan(file, device="cpu", context=64, experts="nf4")
+    assert caught.value.field == "experts" and caught.value.allowed == ("auto", "16bit")
+
+
+def test_a_plan_for_a_card_counts_them_and_says_how_steps_run(root: Path) -> None:
+    plans = [trimtab.plan(files("q4_k", root)[0], card="RTX 4060 8GB", context=64, experts=kind) for kind in ("auto", "16bit")]
+    assert all(plan.experts is not None for plan in plans)
+    packed, dense = (plan.experts.bytes for plan in plans if plan.experts is not None)
+    # The arena of packed weights has one more of 256 bytes for each part at most.
+    assert 0 <= plans[1].gpu["weights"] - plans[0].gpu["weights"] - (dense - packed) < 2**16
+    assert plans[0].execution.step.mode == "eager" and "chosen on the host" in plans[0].execution.step.reason
+    assert plans[1].execution.step.mode == "graph"
