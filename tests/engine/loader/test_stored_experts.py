@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.gguf.dequant import dequantize as dequantize_ggml
 
 import trimtab
-from tests import gguf_files
+from tests import gguf_files, pico, quantized_files
 from tests.engine.lora.test_experts import NEAR, answered, loaded, of_peft
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
+from tests.long_runs import slow_on_cpu
 from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.loader import load as loading
-from trimtab.errors import RequestError
+from trimtab.errors import CheckpointError, RequestError
 from trimtab.gguf.header import read_gguf
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 GGUF = ("q4_0", "q4_k", "q8_0")  # with down_proj in Q6_K but for the last
+# Of compressed-tensors; each expert has three tensors of its own, of which gate and up are joined.
+INTEGERS = ("ct-int4", "ct-int4-zp", "ct-int8")
+TIERS = ("resident", "stream", "disk", "host")
 
 
 @cache
 def files(form: str, root: Path) -> tuple[Path, Path]:
     """Return (the model in a format, the folder of the same values in float32)."""
     folder = root / f"moe-{form}"
-    small, dense = gguf_files.model("qwen3_moe", form, folder, dtype=torch.float32)
-    return small, dense
+    if form in GGUF:
+        return gguf_files.model("qwen3_moe", form, folder, dtype=torch.float32)
+    return quantized_files.write(pico.build("qwen3_moe", folder / "base", dtype="float32"), folder, form)
 
 
 @cache
@@ -96,7 +103,32 @@ def test_each_expert_stays_as_the_file_holds_it(form: str, root: Path, monkeypat
     assert "stacked experts" not in text
 
 
-@pytest.mark.parametrize(("form", "tier"), [(form, tier) for form in GGUF for tier in ("resident", "stream", "disk", "host")])
+@pytest.mark.parametrize("form", INTEGERS)
+def test_each_expert_has_the_values_of_its_own_tensors(form: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, dense = files(form, root)
+    expected = {name: stack for name, stack in load(dense).named_parameters() if ".experts." in name}
+    monkeypatch.setattr(loading, "dequantize", of_router)
+    with loaded(small, {}, quant="auto", place={"*": "resident"}) as model:
+        found, shares, taken = stacks_in(model), {share.name: share for share in model.memory_shares()}, model.plan.experts
+        assert set(found) == set(expected) and len(found) == 2
+        for name, packed in found.items():
+            assert packed.kind == quantized_files.FORMS[form][2]
+            for number, matrix in enumerate(expected[name]):
+                assert torch.equal(dequantize(packed.expert(number)).float(), matrix), (name, number)
+    assert taken is not None and taken.bytes == sum(packed.nbytes for packed in found.values())
+    assert taken.format_name == quantized_files.FORMS[form][2] and not taken.is_made
+    # Each stack is one weight of the arena, whose parts begin at multiples of 256 bytes.
+    assert abs(shares["weights"].measured_bytes - shares["weights"].planned_bytes) <= 256 * 4 * 14
+
+
+def cases() -> Iterator[Any]:
+    """Yield every format and tier; by default each format in two tiers."""
+    for number, form in enumerate((*GGUF, *INTEGERS)):
+        for place, tier in enumerate(TIERS):
+            yield (form, tier) if (number + place) % 2 == 0 else slow_on_cpu(form, tier)
+
+
+@pytest.mark.parametrize(("form", "tier"), list(cases()))
 def test_rows_with_adapters_answer_as_peft_on_the_dequantized_values_in_every_tier(form: str, tier: str, root: Path) -> None:
     file, dense = files(form, root)
     a, b = adapters(form, root)
@@ -137,3 +169,58 @@ def test_a_plan_for_a_card_counts_them_and_says_how_steps_run(root: Path) -> Non
     assert 0 <= plans[1].gpu["weights"] - plans[0].gpu["weights"] - (dense - packed) < 2**16
     assert plans[0].execution.step.mode == "eager" and "chosen on the host" in plans[0].execution.step.reason
     assert plans[1].execution.step.mode == "graph"
+
+
+def changed(form: str, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """Write a checkpoint in a format with other tensors."""
+    small, _ = quantized_files.write(pico.build("qwen3_moe", folder / "base", dtype="float32"), folder, form)
+    (file,) = small.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    return small
+
+
+def dequantized(number: int) -> Callable[[dict[str, Tensor]], None]:
+    """Return what gives an expert's matrix in 16 bits."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        stem = f"model.layers.0.mlp.experts.{number}.up_proj.weight"
+        for end in ("_packed", "_scale", "_shape"):
+            del tensors[stem + end]
+        tensors[stem] = torch.randn(64, 64)
+
+    return change
+
+
+def unchanged(_: dict[str, Tensor]) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "words"),
+    [
+        ("fp8-tensor", unchanged, "fp8-tensor has a scale for each whole matrix (gate_up_proj)"),
+        ("nvfp4-ct", unchanged, "nvfp4-g16 has a scale for each whole matrix (gate_up_proj)"),
+        ("gptq-ordered", unchanged, "int4-g32-zp-idx has an order of inputs for each matrix (gate_up_proj)"),
+        ("ct-int4", dequantized(3), "gate_up_proj is not made of one packed matrix or several for each expert"),
+    ],
+)
+def test_experts_that_cannot_stay_packed_are_dequantized_and_the_plan_says_why(
+    form: str, change: Callable[[dict[str, Tensor]], None], words: str, tmp_path: Path
+) -> None:
+    with loaded(changed(form, tmp_path, change), {}, quant="auto", dtype="bfloat16") as model:
+        assert not stacks_in(model) and len(model.answer(IDS, max_new_tokens=2).token_ids) == 2
+        plan = model.plan
+    assert plan.experts is not None and plan.experts.bits_per_value == 16 and words in plan.experts.reason
+    assert [row.reason for row in plan.unquantized if row.module_path.endswith("experts")] == [plan.experts.reason]
+    assert f"experts of the files, dequantized: {words}" in " ".join(str(plan).split())
+
+
+def test_an_expert_that_the_files_lack_is_an_error(tmp_path: Path) -> None:
+    def lost(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts.3.up_proj." in name]:
+            del tensors[name]
+
+    with pytest.raises(CheckpointError, match="Expected 4 in dimension 0 but got 3"):
+        trimtab.plan(changed("ct-int4", tmp_path, lost), device="cpu", context=64)
