@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,16 +21,22 @@ from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.long_runs import slow_on_cpu
 from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from trimtab.cli.flags.model_text import adapter_document
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.loader import load as loading
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.gguf.header import read_gguf
+from trimtab.stock.unsplit import load_unsplit
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-GGUF = ("q4_0", "q4_k", "q8_0")  # with down_proj in Q6_K but for the last
-# Of compressed-tensors; each expert has three tensors of its own, of which gate and up are joined.
-INTEGERS = ("ct-int4", "ct-int4-zp", "ct-int8")
+# Files of llama.cpp's converter, with down_proj in Q6_K but for the last.
+GGUF = ("q4_0", "q4_k", "q8_0")
+# Files with three matrices of each expert, of which gate and up are joined: compressed-tensors, and blocks as in official FP8.
+APART = ("ct-int4", "ct-int4-zp", "ct-int8", "fp8-128")
+OFFICIAL = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+FORMS = {"fp8-128": (OFFICIAL, lambda weight: quantized_files.fp8(weight, block=(128, 128)), "fp8-128x128")}
+FORMS |= quantized_files.FORMS
 TIERS = ("resident", "stream", "disk", "host")
 
 
@@ -39,7 +46,10 @@ def files(form: str, root: Path) -> tuple[Path, Path]:
     folder = root / f"moe-{form}"
     if form in GGUF:
         return gguf_files.model("qwen3_moe", form, folder, dtype=torch.float32)
-    return quantized_files.write(pico.build("qwen3_moe", folder / "base", dtype="float32"), folder, form)
+    # Blocks of 128 rows need wider experts than pico's.
+    base = files("q8_0", root)[1] if form == "fp8-128" else pico.build("qwen3_moe", folder / "base", dtype="float32")
+    with patch.dict(quantized_files.FORMS, FORMS):
+        return quantized_files.write(base, folder, form)
 
 
 @cache
@@ -76,54 +86,50 @@ def of_gguf(file: Path) -> dict[str, Tensor]:
     return joined
 
 
+def truth(form: str, root: Path) -> dict[str, Tensor]:
+    """Return the stacks float32: transformers' own values of GGUF and FP8 files, else those that the file was made of."""
+    small, dense = files(form, root)
+    if form in GGUF:
+        return of_gguf(small)
+    model = load_unsplit(str(small), "auto", "bfloat16", "cpu") if form == "fp8-128" else load(dense)
+    return {name: stack.detach().float() for name, stack in model.named_parameters() if ".experts." in name}
+
+
 def of_router(packed: Packed) -> Tensor:
     assert packed.kind == "f32", "another weight than a router's was dequantized while the model was loaded"
     return dequantize(packed)
 
 
-@pytest.mark.parametrize("form", GGUF)
-def test_each_expert_stays_as_the_file_holds_it(form: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, _ = files(form, root)
-    expected = of_gguf(file)
+@pytest.mark.parametrize("form", (*GGUF, *APART))
+def test_each_expert_stays_as_the_files_hold_it(form: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = truth(form, root)
     monkeypatch.setattr(loading, "dequantize", of_router)
-    with loaded(file, {}, quant="auto", place={"*": "resident"}) as model:
-        found, shares = stacks_in(model), {share.name: share for share in model.memory_shares()}
-        taken = model.plan.experts
-        assert set(found) == set(expected) and len(found) == 4
-        for name, packed in found.items():
-            for number, matrix in enumerate(expected[name]):
-                assert torch.equal(dequantize(packed.expert(number)).float(), matrix), (name, number)
-    assert taken is not None and taken.bytes == sum(packed.nbytes for packed in found.values())
-    blocks = {"q4_0": 4.5, "q4_k": 4.5, "q6_k": 6.5625, "q8_0": 8.5}
-    bits = blocks[form] * 2 / 3 + blocks["q8_0" if form == "q8_0" else "q6_k"] / 3
-    assert taken.bits_per_value == bits and not taken.is_made and not taken.reason
-    assert abs(shares["weights"].measured_bytes - shares["weights"].planned_bytes) <= 256 * 4 * len(found)
-    text = str(model.plan)
-    assert f"experts      {taken.format_name}, {bits:.2f} bits a weight" in text and "as the files hold them" in text
-    assert "stacked experts" not in text
-
-
-@pytest.mark.parametrize("form", INTEGERS)
-def test_each_expert_has_the_values_of_its_own_tensors(form: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, dense = files(form, root)
-    expected = {name: stack for name, stack in load(dense).named_parameters() if ".experts." in name}
-    monkeypatch.setattr(loading, "dequantize", of_router)
-    with loaded(small, {}, quant="auto", place={"*": "resident"}) as model:
+    with loaded(files(form, root)[0], {}, quant="auto", place={"*": "resident"}) as model:
         found, shares, taken = stacks_in(model), {share.name: share for share in model.memory_shares()}, model.plan.experts
-        assert set(found) == set(expected) and len(found) == 2
+        assert set(found) == set(expected) and len(found) >= 2
         for name, packed in found.items():
-            assert packed.kind == quantized_files.FORMS[form][2]
             for number, matrix in enumerate(expected[name]):
                 assert torch.equal(dequantize(packed.expert(number)).float(), matrix), (name, number)
     assert taken is not None and taken.bytes == sum(packed.nbytes for packed in found.values())
-    assert taken.format_name == quantized_files.FORMS[form][2] and not taken.is_made
-    # Each stack is one weight of the arena, whose parts begin at multiples of 256 bytes.
+    assert not taken.is_made and not taken.reason
+    # Two thirds of the values are gate and up.
+    bits = {"q4_0": 4.5, "q4_k": 4.5, "q6_k": 6.5625, "q8_0": 8.5, "int4-g32": 4.5, "int4-g32-zp": 4.75, "int8-g32": 8.5}
+    bits |= {"fp8-128x128": 8 + 32 / 128**2}
+    first, last = (form, "q8_0" if form == "q8_0" else "q6_k") if form in GGUF else (FORMS[form][2],) * 2
+    assert taken.format_name == ", ".join(dict.fromkeys((first, last)))
+    assert taken.bits_per_value == pytest.approx((2 * bits[first] + bits[last]) / 3)
+    # Parts begin at multiples of 256 bytes.
     assert abs(shares["weights"].measured_bytes - shares["weights"].planned_bytes) <= 256 * 4 * 14
+    text = str(model.plan)
+    assert (
+        f"experts      {taken.format_name}, {taken.bits_per_value:.2f} bits a weight" in text and "as the files hold them" in text
+    )
+    assert "stacked experts" not in text
 
 
 def cases() -> Iterator[Any]:
     """Yield every format and tier; by default each format in two tiers."""
-    for number, form in enumerate((*GGUF, *INTEGERS)):
+    for number, form in enumerate((*GGUF, *APART)):
         for place, tier in enumerate(TIERS):
             yield (form, tier) if (number + place) % 2 == 0 else slow_on_cpu(form, tier)
 
@@ -173,7 +179,8 @@ def test_a_plan_for_a_card_counts_them_and_says_how_steps_run(root: Path) -> Non
 
 def changed(form: str, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
     """Write a checkpoint in a format with other tensors."""
-    small, _ = quantized_files.write(pico.build("qwen3_moe", folder / "base", dtype="float32"), folder, form)
+    with patch.dict(quantized_files.FORMS, FORMS):
+        small, _ = quantized_files.write(pico.build("qwen3_moe", folder / "base", dtype="float32"), folder, form)
     (file,) = small.glob("*.safetensors")
     tensors = load_file(file)
     change(tensors)
@@ -200,6 +207,7 @@ def unchanged(_: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("form", "change", "words"),
     [
+        ("fp8-128", unchanged, "fp8-128x128 has blocks of 128 rows, which 64 rows cut (gate_up_proj)"),
         ("fp8-tensor", unchanged, "fp8-tensor has a scale for each whole matrix (gate_up_proj)"),
         ("nvfp4-ct", unchanged, "nvfp4-g16 has a scale for each whole matrix (gate_up_proj)"),
         ("gptq-ordered", unchanged, "int4-g32-zp-idx has an order of inputs for each matrix (gate_up_proj)"),
@@ -224,3 +232,18 @@ def test_an_expert_that_the_files_lack_is_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="Expected 4 in dimension 0 but got 3"):
         trimtab.plan(changed("ct-int4", tmp_path, lost), device="cpu", context=64)
+
+
+@pytest.mark.parametrize("form", ["ct-int4", "q4_k"])
+def test_a_merge_and_an_inspection_know_such_experts(form: str, root: Path, tmp_path: Path) -> None:
+    (small, dense), (adapter, _) = files(form, root), adapters(form, root)
+    for name, base in (("small", small), ("dense", dense)):
+        trimtab.merge(base, tmp_path / name, adapters={"a": adapter}, dtype="float32", check=True)
+    found, expected, old = (load(folder).state_dict() for folder in (tmp_path / "small", tmp_path / "dense", dense))
+    stacks = [name for name in old if ".experts." in name]
+    assert stacks and not any(torch.equal(found[name], old[name]) for name in stacks)
+    for name in stacks:  # values of the dense files are rounded to bfloat16, those of a merge are not
+        assert bool(((found[name] - expected[name]).abs() <= 2**-8 * old[name].abs() + 1e-6).all()), name
+    report = trimtab.inspect(adapter, model=small)
+    text = " ".join(str(adapter_document(report)).split())
+    assert f"{len(stacks)} stacks of experts" in text and "of experts the chosen ones" in text and "trimtab's kernels" not in text

@@ -195,9 +195,15 @@ def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, 
 
 
 def formats_on_gpu(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
-    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready."""
-    facts: dict[str, Any] = {"step_mode": "fused", "is_kept": False}
-    return [one | {"on_gpu": how_computed(one["name"], are_tables=one["is_table"], **facts)} for one in formats_of(packed)]
+    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. With packed experts steps
+    are eager."""
+    of_experts = {entry.format_name for name, entry in packed.items() if ".experts." in name}
+    facts: dict[str, Any] = {"step_mode": "eager" if of_experts else "fused", "is_kept": False}
+    found = formats_of(packed)
+    for one in found:
+        one["on_gpu"] = how_computed(one["name"], are_tables=one["is_table"], **facts)
+        one["on_gpu"] += "; of experts the chosen ones" if one["name"] in of_experts else ""
+    return found
 
 
 # Bytes -----------------------------------------------------------------------------------------------------------------
