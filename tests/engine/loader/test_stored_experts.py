@@ -25,8 +25,12 @@ from trimtab.cli.flags.model_text import adapter_document
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.loader import load as loading
+from trimtab.engine.loader import pieces
+from trimtab.engine.tiers import streaming
+from trimtab.engine.tiers.reader import HostMemory
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.gguf.header import read_gguf
+from trimtab.planning.values.blocks import blocks_of
 from trimtab.stock.unsplit import load_unsplit
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -247,3 +251,29 @@ def test_a_merge_and_an_inspection_know_such_experts(form: str, root: Path, tmp_
     report = trimtab.inspect(adapter, model=small)
     text = " ".join(str(adapter_document(report)).split())
     assert f"{len(stacks)} stacks of experts" in text and "of experts the chosen ones" in text and "trimtab's kernels" not in text
+
+
+@pytest.mark.parametrize("experts", ["auto", "nf4"])
+@pytest.mark.parametrize("tier", ["stream", "disk"])
+def test_a_block_that_leaves_the_device_is_once_in_host_memory(
+    experts: str, tier: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    class Counted(HostMemory):
+        def __init__(self, byte_count: int, *, pinned: bool) -> None:
+            taken.append(byte_count)
+            super().__init__(byte_count, pinned=pinned)
+
+    def no_other_room(forms: object) -> dict[str, Tensor]:
+        raise AssertionError("experts of a block were in host memory in addition to the block")
+
+    monkeypatch.setattr(streaming, "HostMemory", Counted)
+    monkeypatch.setattr(pieces, "host_room", no_other_room)
+    file = files("q4_k", root)[experts == "nf4"]
+    options = {"quant": "auto" if experts == "auto" else "nf4", "experts": experts}
+    with loaded(file, {}, place={"model.layers.*": tier}, **options) as model:
+        blocks = [block for block in blocks_of(model.anatomy, model.plan.request.quant) if block.is_decoder_layer]
+        held = [module.stacks["down_proj"].group for module in model.hf_model.modules() if "stacks" in vars(module)]
+    assert taken[: len(blocks)] == [block.buffer_bytes for block in blocks] == [group.nbytes for group in held]
+    assert taken[len(blocks) :] == ([max(taken)] * 2 if tier == "disk" else [])  # the buffers of the disk tier

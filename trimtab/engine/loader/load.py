@@ -116,7 +116,7 @@ class _Filler:
         self.entries, self.packed = split_packed(checkpoint)
         self.tier = {row.block: plan.tier_of(row.block) for row in self.rows}
         self.home = {placement.block_path: placement.home for placement in plan.placements}
-        self.pieces = {block.block_path: block.pieces for block in blocks_of(anatomy, plan.request.quant)}
+        self.planned = {block.block_path: block for block in blocks_of(anatomy, plan.request.quant)}
         self.codes = CodeTables()
         self.arena = Arena(sum(map(self._arena_bytes, self.rows)), self.device)
         self.owners: dict[str, nn.Parameter] = {}
@@ -189,7 +189,7 @@ class _Filler:
 
     def _in_pieces(self, block: str, rows: list[ModuleRow]) -> list[ModuleRow]:
         """Return the rows of a block piece by piece, in their own order where its modules are in that order."""
-        place, numbers = 0, {path: number for number, piece in enumerate(self.pieces[block]) for path in piece}
+        place, numbers = 0, {path: number for number, piece in enumerate(self.planned[block].pieces) for path in piece}
         numbered: list[tuple[int, ModuleRow]] = []
         for row in rows:
             place = numbers.get(row.module_path, place)
@@ -329,8 +329,9 @@ class _Filler:
 
     def _fill_block(self, block: str, rows: list[ModuleRow]) -> None:
         tier = self.tier[block]
-        writer = tiers.GroupWriter(block) if tier in ("stream", "disk") else None
-        firsts = {piece[0] for piece in self.pieces[block]}
+        is_pinned, planned = tier == "stream" and self.device.type == "cuda", self.planned[block]
+        writer = tiers.GroupWriter(block, planned.buffer_bytes, pinned=is_pinned) if tier in ("stream", "disk") else None
+        firsts = {piece[0] for piece in planned.pieces}
         for row in rows:
             if writer is not None and row.module_path in firsts:
                 writer.begin_piece()
@@ -350,7 +351,7 @@ class _Filler:
         if writer is not None and writer.group.nbytes:
             if tier == "disk" and self.spill is None:
                 self.spill = Spill(spill_folder(self.plan.request.offload_dir))
-            self.groups.append(writer.finish(pinned=self.device.type == "cuda", spill=self.spill if tier == "disk" else None))
+            self.groups.append(writer.finish(self.spill if tier == "disk" else None))
 
     def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None) -> None:
         weight = row.weight
@@ -391,7 +392,7 @@ class _Filler:
             parts = {name: torch.empty(form, dtype=dtype) for name, (form, dtype) in forms.items()}
         else:
             assert writer is not None
-            parts, places = writer.room(forms, pinned=tier == "stream" and self.device.type == "cuda")
+            parts, places = writer.room(forms), writer.places
         assert self.reader is not None
         is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts["weight"], parts["scale"])
         if not is_finite:
@@ -474,11 +475,11 @@ class _Filler:
 
     def _fill_packed_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
         assert self.reader is not None
-        room = self.arena.room if tier == "resident" else pieces.host_room
+        room = writer.room if writer is not None else self.arena.room if tier == "resident" else pieces.host_room
         pack = partial(pieces.stored, fetch=lambda name: self._fetch_packed(self.packed[name]), room=room)
         if row.made is not None:
             pack = partial(pieces.pack, kind=row.made, entries=self.entries, take=self.reader.take, codes=self.codes, room=room)
-        stage = None if writer is None else lambda packed: self._staged(packed, writer.add(packed.parts), writer)
+        stage = None if writer is None else lambda packed: self._staged(packed, writer.places, writer)
         put = pieces.hold(row, module, pack, self.codes, self.adapter_store, stage)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors if not self._moves(row, tensor)})
         if put is not None:

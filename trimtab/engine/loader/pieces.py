@@ -187,14 +187,19 @@ def hold(
     row: ModuleRow, module: nn.Module, pack_one: Callable[[TensorRow], Packed], codes: CodeTables, store: AdapterStore,
     stage: Callable[[Packed], Callable[[Streamer], Staged]] | None,
 ) -> Callable[[Streamer], None] | None:  # fmt: skip
-    """Let a module of experts compute with the stacks that `pack_one` gives. stage: puts a stack into a streamed block; what comes
-    back is then called with the streamer."""
-    held = {stack.tensor_path.rpartition(".")[2]: pack_one(stack) for stack in row.stacks}
+    """Let a module of experts compute with the stacks that `pack_one` gives. stage: gives the stack that was packed last in
+    a streamed block; what comes back is called with the streamer."""
+    staged: dict[str, Callable[[Streamer], Staged]] = {}
+    held: dict[str, Packed] = {}
+    for stack in row.stacks:
+        name = stack.tensor_path.rpartition(".")[2]
+        held[name] = pack_one(stack)
+        if stage is not None:
+            staged[name] = stage(held[name])
     if stage is None:
         here = {name: one.with_parts(one.parts, codes.on(one, one.parts["weight"].device)) for name, one in held.items()}
         hold_packed(module, here, store, row.module_path)
         return None
-    staged = {name: stage(packed) for name, packed in held.items()}
     return lambda streamer: hold_packed(module, {name: put(streamer) for name, put in staged.items()}, store, row.module_path)
 
 
