@@ -209,7 +209,7 @@ def media(work: Path) -> list[Input]:
 
 
 def gguf(work: Path) -> list[Input]:
-    """GGUF headers of three architectures, with a vocabulary and without, read as far as a checkpoint's folder; LoRAs; and a model
+    """GGUF headers of four architectures, with a vocabulary and without, read as far as a checkpoint's folder; LoRAs; and a model
     with its projector file."""
 
     def use(folder: Path) -> None:
@@ -221,10 +221,13 @@ def gguf(work: Path) -> list[Input]:
         gguf_files.pack("Q8_0", torch.zeros(pico.VOCABULARY, gguf_files.WIDTH))[0],
         (pico.VOCABULARY, gguf_files.WIDTH),
     )
-    for place, family in enumerate(("qwen3", "gemma4", "qwen3_5")):
+    for place, family in enumerate(("qwen3", "gemma4", "qwen3_5", "qwen3_moe")):
         keys = gguf_files.FAMILIES[family][2] | (gguf_files.tokenizer_keys() if place == 0 else {})
         norm = ("F32", torch.ones(gguf_files.WIDTH), (gguf_files.WIDTH,))
-        gguf_files.write(_made(work / family) / "a.gguf", keys, {"token_embd.weight": table, "output_norm.weight": norm})
+        tensors = {"token_embd.weight": table, "output_norm.weight": norm}
+        if family == "qwen3_moe":
+            tensors["blk.0.ffn_up_exps.weight"] = ("Q8_0", torch.zeros(4 * 32 * 34, dtype=torch.uint8), (4, 32, 32))
+        gguf_files.write(_made(work / family) / "a.gguf", keys, tensors)
         inputs.append(Input(work / family, (("a.gguf", mutate.of_start),), use))
     pair = {f"blk.0.attn_q.weight.lora_{role}": ("F32", torch.ones(2, 2), (2, 2)) for role in "ab"}
     own = {"general.type": "adapter", "general.architecture": "qwen3", "adapter.type": "lora", "adapter.lora.alpha": 2.0}
