@@ -284,6 +284,7 @@ VALUES = {
 }  # fmt: skip
 
 
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "norm_topk_prob": True}
 # family -> (class, config, keys, names, what the converter makes of a tensor)
 FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any], dict[str, str], Callable[[str, Tensor], Tensor]]] = {
     "llama": (
@@ -299,6 +300,15 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any], dict[str, str]
         _keys("qwen3", **{"attention.key_length": 32, "attention.value_length": 32}), DENSE, _same,
     ),
     "qwen2": ("Qwen2ForCausalLM", _config("Qwen2Config", tie_word_embeddings=False), _keys("qwen2"), DENSE, _same),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM", _config("Qwen3MoeConfig", **_MOE, tie_word_embeddings=False),
+        _keys(
+            "qwen3moe", expert_count=4, expert_used_count=2, expert_feed_forward_length=WIDTH,
+            **{"attention.key_length": 32, "attention.value_length": 32},
+        ),
+        {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down_proj": "ffn_down_exps"}
+        | DENSE | {"mlp.gate": "ffn_gate_inp"}, _same,
+    ),
     "gemma4": ("Gemma4ForCausalLM", _config("Gemma4TextConfig", **_GEMMA), _GEMMA_KEYS, _GEMMA_NAMES, _same),
     "qwen3_5": ("Qwen3_5ForCausalLM", _config("Qwen3_5TextConfig", **_QWEN35), _QWEN35_KEYS, _QWEN35_NAMES, _qwen35),
 }  # fmt: skip
@@ -312,7 +322,7 @@ FORMS: dict[str, tuple[str, str]] = {
 def own_name(name: str, names: Mapping[str, str]) -> str:
     """Return llama.cpp's name of a model's tensor."""
     path, _, end = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
-    if name.endswith("layer_scalar"):
+    if name.endswith("layer_scalar") or ".experts." in name:
         end = "weight"
     layer = re.search(r"\.layers\.(\d+)\.", name)
     stem = next((new for old, new in names.items() if path == old or path.endswith(f".{old}")), None)
@@ -320,8 +330,8 @@ def own_name(name: str, names: Mapping[str, str]) -> str:
     return f"blk.{layer[1]}.{stem}.{end}".rstrip(".") if layer else f"{stem}.{end}"
 
 
-def model(family: str, form: str, folder: Path, **more: Any) -> tuple[Path, Path]:
-    """Write a model of a family; returns (the GGUF file, the folder of the same values in bfloat16). more: other keys."""
+def model(family: str, form: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, **more: Any) -> tuple[Path, Path]:
+    """Write a model of a family; returns (the GGUF file, the folder of the same values in `dtype`). more: other keys."""
     import transformers
 
     class_name, make_config, keys, names, change = FAMILIES[family]
@@ -335,11 +345,16 @@ def model(family: str, form: str, folder: Path, **more: Any) -> tuple[Path, Path
         for name, tensor in list(built.named_parameters()) + [one for one in built.named_buffers() if one[0] in built.state_dict()]:
             tensor.copy_(pico._value(name, tensor, 2, generator, unit_scores=not family.startswith("gemma4")))
             is_wide = any(part in name for part in ("embed", "lm_head", "v_proj", "down_proj"))
-            kind = "F32" if tensor.dim() != 2 else wide if is_wide else usual
+            is_matrix = (tensor.dim() == 2 and not name.endswith("mlp.gate.weight")) or ".experts." in name
+            kind = (wide if is_wide else usual) if is_matrix else "F32"
             there, back = next((pair for ends, pair in VALUES.get(family, {}).items() if name.endswith(ends)), (_plain, _plain))
             stored = there(change(name, tensor.detach()))
-            blocks, values = pack(kind, stored)
-            tensors[own_name(name, names)] = (kind, blocks, tuple(stored.shape))
+            is_joined = name.endswith("gate_up_proj")  # of experts: two tensors of the file
+            owns = [name.replace("gate_up_proj", end) for end in ("gate", "up")[: 1 + is_joined]]
+            packed = [pack(kind, one) for one in stored.chunk(len(owns), dim=int(is_joined))]
+            for own, (blocks, part) in zip(owns, packed, strict=True):
+                tensors[own_name(own, names)] = (kind, blocks, tuple(part.shape))
+            values = torch.cat([part for _, part in packed], dim=int(is_joined))
             # The converter's changes move rows and values of their own: the inverse of what it made of the model's tensor.
             tensor.copy_(_undone(name, tensor, back(values), change))
     if family == "gemma4":  # the full layers turn a quarter of a head
@@ -347,7 +362,7 @@ def model(family: str, form: str, folder: Path, **more: Any) -> tuple[Path, Path
         tensors["rope_freqs.weight"] = ("F32", frequencies, (32,))
     folder.mkdir(parents=True, exist_ok=True)
     file = write(folder / f"tiny-{form}.gguf", keys | more, tensors)
-    built.to(torch.bfloat16).save_pretrained(folder / "dense")
+    built.to(dtype).save_pretrained(folder / "dense")
     return file, folder / "dense"
 
 

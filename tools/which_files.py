@@ -44,7 +44,7 @@ ELSEWHERE = {
     **dict.fromkeys((name.lower() for form in gguf_files.FORMS.values() for name in form), ("llama", "gemma4")),
     **dict.fromkeys(("mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8", "mobile2-row", "mobile4-g256"), ("gemma4",)),
 }
-OTHERS = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3.5"}
+OTHERS = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3.5", "qwen3_moe": "Qwen3 MoE"}
 # Sides of a large weight, for the bits per value.
 SHAPE = (4096, 4096)
 
@@ -57,7 +57,7 @@ def table() -> str:
     lines = [heads, ("---", "---:", *["---"] * (len(heads) - 2))]
     lines += [_row(name, formats[name]) for name in sorted(formats, key=lambda name: (stored_format(name).family, name))]
     rows = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-    others = ", ".join(OTHERS[name] for name in gguf_files.FAMILIES if name not in FAMILIES)
+    others = ", ".join(OTHERS[name] for name in gguf_files.FAMILIES if name in OTHERS)
     return (
         f"{rows}\nall: {', '.join(TIERS)}. table: a table of embeddings, resident or gather.\n"
         f"Types of GGUF files (`q4_0` to `f32`) are loaded in {others} as well.\n"

@@ -27,8 +27,9 @@ STORED = re.compile(
 )
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
-# Stacked experts as the model computes them, or packed expert by expert.
-EXPERTS = ("16bit", "nf4", "nf4-dq")
+# Stacked experts as the files hold them, dequantized, or packed expert by expert while they are loaded.
+EXPERTS = ("auto", "16bit", "nf4", "nf4-dq")
+MADE_EXPERTS = EXPERTS[2:]
 # Values of a request's head: "auto" lets the plan choose.
 HEAD_CHOICES = ("auto", *HEADS)
 # Keys and values as the model computes them, or in 8 bits.
@@ -145,8 +146,8 @@ class LoadRequest:
     values; 0 is no cache. batch_invariant: an answer has the same bits alone and in a batch: a step computes all rows,
     and prompts are computed one at a time in chunks of fixed size. kv_tokens: how many tokens of prompts and answers
     the rows of a batch hold together, in pages of a shared pool; at least one context. None: each row has its whole
-    context. kv: "full" keys and values, or "int8", which rounds them to 8 bits. experts: "16bit" stacked experts, or the format
-    in which each expert is packed.
+    context. kv: "full" keys and values, or "int8", which rounds them to 8 bits. experts: "auto" keeps stacked experts as the
+    files hold them, packed or not, "16bit" dequantizes them; else the format in which each expert is packed.
     Errors: RequestError with the field, for values of another type or out of range.
     """
 

@@ -20,7 +20,6 @@ from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import UNREAD_PARTS
 from trimtab.planning import Plan
 
 DEMO = Path(__file__).resolve().parent.parent.parent / "trimtab" / "demo"
@@ -139,8 +138,7 @@ def formats(work: Path) -> list[Input]:
         from trimtab.engine.tiers.reader import read_small
 
         for entry in split_packed(read_checkpoint(folder))[1].values():
-            parts = read_small({name: part for name, part in entry.parts.items() if name not in UNREAD_PARTS})
-            dequantize(prequantized(entry, parts, torch.bfloat16))
+            dequantize(prequantized(entry, read_small(entry.read_parts), torch.bfloat16))
 
     inputs = []
     golden = load_file(FOLDER / "golden.safetensors")
@@ -211,7 +209,7 @@ def media(work: Path) -> list[Input]:
 
 
 def gguf(work: Path) -> list[Input]:
-    """GGUF headers of three architectures, with a vocabulary and without, read as far as a checkpoint's folder; LoRAs; and a model
+    """GGUF headers of four architectures, with a vocabulary and without, read as far as a checkpoint's folder; LoRAs; and a model
     with its projector file."""
 
     def use(folder: Path) -> None:
@@ -223,10 +221,13 @@ def gguf(work: Path) -> list[Input]:
         gguf_files.pack("Q8_0", torch.zeros(pico.VOCABULARY, gguf_files.WIDTH))[0],
         (pico.VOCABULARY, gguf_files.WIDTH),
     )
-    for place, family in enumerate(("qwen3", "gemma4", "qwen3_5")):
+    for place, family in enumerate(("qwen3", "gemma4", "qwen3_5", "qwen3_moe")):
         keys = gguf_files.FAMILIES[family][2] | (gguf_files.tokenizer_keys() if place == 0 else {})
         norm = ("F32", torch.ones(gguf_files.WIDTH), (gguf_files.WIDTH,))
-        gguf_files.write(_made(work / family) / "a.gguf", keys, {"token_embd.weight": table, "output_norm.weight": norm})
+        tensors = {"token_embd.weight": table, "output_norm.weight": norm}
+        if family == "qwen3_moe":
+            tensors["blk.0.ffn_up_exps.weight"] = ("Q8_0", torch.zeros(4 * 32 * 34, dtype=torch.uint8), (4, 32, 32))
+        gguf_files.write(_made(work / family) / "a.gguf", keys, tensors)
         inputs.append(Input(work / family, (("a.gguf", mutate.of_start),), use))
     pair = {f"blk.0.attn_q.weight.lora_{role}": ("F32", torch.ones(2, 2), (2, 2)) for role in "ab"}
     own = {"general.type": "adapter", "general.architecture": "qwen3", "adapter.type": "lora", "adapter.lora.alpha": 2.0}

@@ -260,18 +260,18 @@ def test_a_file_with_changed_bytes_is_read_or_refused(data, tmp_path_factory):
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-def tiny(tmp_path, keys=None, **tensors):
-    """Return a Qwen3 file without layers' weights: what its keys and names say is read first."""
+def tiny(tmp_path, keys=None, *, family="qwen3", **tensors):
+    """Return a file without layers' weights: what its keys and names say is read first."""
     table = ("Q8_0", *gguf_files.pack("Q8_0", torch.randn(320, 256))[:1], (320, 256))
     whole = {"token_embd.weight": table, "output_norm.weight": ("F32", torch.ones(256), (256,))} | tensors
-    given = {name: one for name, one in (gguf_files.FAMILIES["qwen3"][2] | (keys or {})).items() if one is not None}
+    given = {name: one for name, one in (gguf_files.FAMILIES[family][2] | (keys or {})).items() if one is not None}
     return gguf_files.write(tmp_path / "tiny.gguf", given, whole)
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"general.architecture": "rwkv7"}, "is of the architecture 'rwkv7'; llama, qwen2, qwen3, gemma4, qwen35 are read"),
+        ({"general.architecture": "rwkv7"}, "is of the architecture 'rwkv7'; llama, qwen2, qwen3, qwen3moe, gemma4, "),
         ({"general.type": "adapter"}, "is an adapter in GGUF, not a model"),
         ({"general.type": "mmproj"}, "has the towers of a model"),
         ({"qwen3.block_count": None}, "has no qwen3.block_count"), ({"qwen3.block_count": 10**6}, "1 to 512 is read"),
@@ -287,6 +287,29 @@ def tiny(tmp_path, keys=None, **tensors):
 def test_a_model_that_is_not_read_is_refused_by_name(keys, words, tmp_path):
     with pytest.raises(CheckpointError, match="tiny.gguf") as told:
         find_folder(tiny(tmp_path, keys))
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"expert_count": None}, "has no qwen3moe.expert_count"),
+        ({"expert_count": 0}, "has 0 experts in each of 2 layers, 2 chosen, 256 wide"),
+        ({"expert_count": 10**9}, "has 1000000000 experts in each of 2 layers"),
+        ({"expert_used_count": 5}, "has 4 experts in each of 2 layers, 5 chosen"),
+        ({"expert_feed_forward_length": 0}, "2 chosen, 0 wide; at most 65536 in all are read"),
+        ({"expert_gating_func": 2}, "expert_gating_func is 2, 1 is read"),
+        ({"expert_weights_norm": False}, "expert_weights_norm is False, True is read"),
+        ({"expert_count": 3}, "has the shape [4, 256, 256], matrices of 3 experts are needed"),
+        ({}, "meaning is not known here: blk.1.ffn_gate.weight"),
+    ],
+)  # fmt: skip
+def test_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
+    blocks = gguf_files.pack("Q8_0", torch.randn(4, 256, 256))[0]
+    layer = {"blk.0.ffn_up_exps.weight": ("Q8_0", blocks, (4, 256, 256)), "blk.1.ffn_gate.weight": ("Q8_0", blocks, (4, 256, 256))}
+    changed = {f"qwen3moe.{name}": one for name, one in keys.items()}
+    with pytest.raises(CheckpointError, match="tiny.gguf") as told:
+        find_folder(tiny(tmp_path, changed, family="qwen3_moe", **layer))
     assert words in str(told.value)
 
 

@@ -39,14 +39,14 @@ def big_groups(count: int, nbytes: int, pieces: int = 1):
     """Return blocks in so many pieces, neighbours cut at other places: (group, places of pieces) of each, and the pieces' sums."""
     groups, expected = [], []
     for number in range(count):
-        writer, places = tiers.GroupWriter(f"layers.{number}"), []
+        writer, places = tiers.GroupWriter(f"layers.{number}", nbytes + 256 * pieces, pinned=True), []
         shares = [1 + (number + piece) % 3 for piece in range(pieces)]
         for share in shares:
             writer.begin_piece()
             data = torch.randint(0, 256, (nbytes * share // sum(shares),), dtype=torch.uint8, device=GPU)
             places.append(writer.add({"weight": data})["weight"])
             expected.append(int(data.sum()))
-        groups.append((writer.finish(pinned=True), places))
+        groups.append((writer.finish(), places))
     return groups, expected
 
 

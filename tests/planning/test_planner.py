@@ -444,7 +444,6 @@ def searches(draw, has_total=False):
         host_load_bytes=2,
         context_bytes=1,
         reserve=lambda peak: peak * 3 // 100,
-        held_bytes=2,
     )
     return items, limits
 
@@ -534,7 +533,7 @@ def test_a_disk_that_holds_some_blocks_but_not_all_lowers_the_smallest_budget(na
     limits = Limits(
         device_budget_bytes=50, host_budget_bytes=10**6 if name == "total_budget_bytes" else 33, disk_budget_bytes=89,
         total_budget_bytes=60 if name == "total_budget_bytes" else None, run_bytes=5, load_bytes=3, host_bytes=3,
-        host_load_bytes=2, context_bytes=1, reserve=lambda peak: peak * 3 // 100, held_bytes=2,
+        host_load_bytes=2, context_bytes=1, reserve=lambda peak: peak * 3 // 100,
     )  # fmt: skip
     for count in range(2, len(sizes) + 1):
         items = [_layer(size, 1.0) for size in sizes[:count]]

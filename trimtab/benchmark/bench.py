@@ -22,7 +22,7 @@ from trimtab.machine.environment import read_environment
 from trimtab.planning import Plan
 from trimtab.process import packages, phases
 from trimtab.process.work_folder import work_folder
-from trimtab.request import DECODE_MODES, EXPERTS, LoadRequest, check_choice
+from trimtab.request import DECODE_MODES, MADE_EXPERTS, LoadRequest, check_choice
 from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.routes.runner import run_module
 
@@ -161,7 +161,7 @@ def _run(
         row["host_peak_bytes"] = outcome.peak_host_bytes
     if name == "stock" and plan.request.keep_unquantized:
         row["notes"] = [*row["notes"], "quantizes what --keep-unquantized names as well"]
-    if name == "stock" and plan.request.experts != EXPERTS[0]:
+    if name == "stock" and plan.request.experts in MADE_EXPERTS:
         row["notes"] = [*row["notes"], "computes with experts in 16 bits"]
     if name == "stock" and plan.request.head != "full":
         row["notes"] = [*row["notes"], "computes with the full head, not with an 8-bit copy"]

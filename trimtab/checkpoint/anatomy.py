@@ -31,7 +31,8 @@ class TensorRow:
     tensor_path: full path in the model. sources: the file tensors it is made of, empty when it is computed at load.
     tied_to: path of the tensor whose storage it shares, None for an owner. copy_of: path of the tensor that it would
     share if it had the same format (an 8-bit head). halves: 1 if `sources` are one matrix of each expert, in order; n if n
-    such lists follow each other, joined along the outputs; else 0.
+    such lists follow each other, joined along the outputs; else 0. stored: of a stack, the format in which the files hold each
+    expert, and loading keeps it; None if the stack is in `dtype` or packed while it is loaded.
     """
 
     tensor_path: str
@@ -42,6 +43,7 @@ class TensorRow:
     tied_to: str | None = None
     copy_of: str | None = None
     halves: int = 0
+    stored: str | None = None
 
     @property
     def numel(self) -> int:
@@ -68,7 +70,7 @@ class ModuleRow:
     the checkpoint's files hold its quantized weight, or its quantized table (`formats/record.py`); None if the files hold it
     unquantized. Of experts: is_transposed: the stacks are [E, D_in, D_out]; is_interleaved: gate and up take turns in the outputs;
     takes_lora: their forward is known (`engine/lora/experts.py`); made: the format in which loading packs each expert, None if
-    they stay as they are.
+    they stay as they are in the files (`TensorRow.stored`).
     """
 
     module_path: str
@@ -95,6 +97,20 @@ class ModuleRow:
             if row.tensor_path == f"{self.module_path}.weight":
                 return row
         return None
+
+    @cached_property
+    def stacks(self) -> tuple[TensorRow, ...]:
+        """The stacks of a module of experts."""
+        return tuple(row for row in self.tensors if self.kind == "experts" and len(row.shape) == 3 and not row.is_buffer)
+
+    def form_of(self, stack: TensorRow) -> str | None:
+        """Return the format of each expert of a stack after loading, None for the stack's own type."""
+        return self.made or stack.stored
+
+    @cached_property
+    def packs_experts(self) -> bool:
+        """Whether its experts stay packed, or are packed while they are loaded."""
+        return any(self.form_of(one) is not None for one in self.stacks)
 
 
 @dataclass(frozen=True)
@@ -166,8 +182,8 @@ class Anatomy:
 
     @cached_property
     def packs_experts(self) -> bool:
-        """Whether loading packs experts: a pass then reads on the host which are chosen."""
-        return any(row.made is not None for row in self.rows)
+        """Whether experts are packed in memory: a pass then reads on the host which are chosen."""
+        return any(row.packs_experts for row in self.rows)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:

@@ -152,6 +152,18 @@ class StoredFormat:
             return ()
         return tuple(CODE_BYTES) if self.name == "nf4-dq" else ("code",)
 
+    def why_not_stacked(self, rows: Sequence[int]) -> str | None:
+        """Return why matrices of this format are not kept packed in a stack of experts, None if they are. rows: of the matrices
+        of one expert, whose outputs follow each other there."""
+        if self.family not in ("grouped", "float8", "float4", "ggml"):
+            return "is not read in stacks"
+        if self.has_index:
+            return "has an order of inputs for each matrix"
+        if len(rows) > 1 and ((self.family == "float4" and self.group == 16) or (self.family == "float8" and not self.block[0])):
+            return "has a scale for each whole matrix"
+        cut = next((count for count in rows[:-1] if self.family == "float8" and count % self.block[0]), None)
+        return None if cut is None else f"has blocks of {self.block[0]} rows, which {cut} rows cut"
+
     def groups(self, columns: int) -> int:
         """Return the number of groups in a row of this many values."""
         return ceil(columns / self.group) if self.group else 1
@@ -159,13 +171,13 @@ class StoredFormat:
     def parts(self, shape: Sequence[int], dtype: str) -> dict[str, int]:
         """Return the bytes of each part of a weight, by part name. shape: [D_out, D_in] or [E, D_out, D_in]. dtype: of family none.
 
-        An odd number of 4-bit weights is padded to a whole byte, of a row where groups are of rows. In bitsandbytes' formats each
-        expert of a stack is packed by itself, as in its pull request 1965 (472b36a, nn/experts.py: open, and without double
+        An odd number of 4-bit weights is padded to a whole byte, of a row where groups are of rows. Each expert of a stack is
+        packed by itself, in bitsandbytes' formats as in its pull request 1965 (472b36a, nn/experts.py: open, and without double
         quantization). Source: bitsandbytes 0.50.2, quantize_4bit (absmax float32, or uint8 with float32 second-level scales and
         one float32 offset) and int8_vectorwise_quant (one float32 per output row).
         """
         numel, rows = prod(shape), prod(shape[:-1])
-        if self.family == "codebook" and len(shape) == 3:
+        if len(shape) == 3:
             return {name: shape[0] * nbytes for name, nbytes in self.parts(shape[1:], dtype).items()}
         if self.family == "none":
             return {"weight": numel * DTYPE_BYTES[dtype]}
@@ -268,6 +280,11 @@ class PackedEntry:
     nested: bool
     parts: Mapping[str, TensorEntry]
     state: Mapping[str, Any]
+
+    @property
+    def read_parts(self) -> dict[str, TensorEntry]:
+        """The file tensors that are read with the weights."""
+        return {name: part for name, part in self.parts.items() if name not in UNREAD_PARTS}
 
     @property
     def format_name(self) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.gguf.header import GgufHeader, GgufTensor, read_bytes, refuse
@@ -21,6 +21,8 @@ Order = tuple[int, int, int, int, int]
 # Keys of a vocabulary that config.json takes.
 TOKEN_IDS = ("bos", "eos", "padding", "eot", "eom")
 MOST_FREQUENCIES, MOST_LAYERS, MOST_SIDE = 4096, 512, 2**31
+# Of all layers: the largest released model has 48,000.
+MOST_EXPERTS = 2**16
 HINT = "Use the safetensors files that this file was made from"
 
 
@@ -50,7 +52,7 @@ class Mapped:
 class Architecture:
     """model_types, class_name: of transformers; a file is of the first type, the others compute the same. names: stem of a tensor
     in a layer, or of the model -> the model's path ({} is the prefix of the layer). changes: stem -> change. orders: stem -> (side,
-    order) of a config. config: what the keys do not name."""
+    order) of a config. config: what the keys do not name. experts: stem of a stack [E, D_out, D_in] -> the path of each matrix."""
 
     model_types: tuple[str, ...]
     class_name: str
@@ -59,6 +61,7 @@ class Architecture:
     fields: Mapping[str, str]
     changes: Mapping[str, str] = field(default_factory=dict)
     orders: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, Order]]] = field(default_factory=dict)
+    experts: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Keys:
@@ -178,6 +181,25 @@ def _dense(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
 
 
+def _qwen3moe(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+    """Every layer has experts: llama.cpp has no other kind of this architecture, and always norms the weights of the chosen."""
+    file, layers = header.files[0], config["num_hidden_layers"]
+    count, chosen, width = (keys.take(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length"))
+    if not 0 < chosen <= count or not 0 < count * layers <= MOST_EXPERTS or not 0 < width <= MOST_SIDE:
+        refuse(
+            file, f"has {count} experts in each of {layers} layers, {chosen} chosen, {width} wide; at most {MOST_EXPERTS} in all "
+            "are read", hint=HINT,
+        )  # fmt: skip
+    for name, known in (("weights_norm", True), ("weights_scale", 1.0), ("gating_func", 1), ("shared_count", 0)):
+        keys.expect(f"expert_{name}", known)
+    config |= {
+        "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": keys.take("feed_forward_length", int, width),
+    }  # fmt: skip
+    _dense(keys, header, config)
+    del config["mlp_bias"]
+
+
 def _llama(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     _dense(keys, header, config)
     # llama.cpp gives Mistral the name of Llama; what they compute is the same.
@@ -279,6 +301,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2": Architecture(("qwen2",), "Qwen2ForCausalLM", _LLAMA_NAMES, _dense, _DENSE_FIELDS),
     "qwen3": Architecture(("qwen3",), "Qwen3ForCausalLM", _LLAMA_NAMES | _QK_NORMS, _dense, _DENSE_FIELDS),
+    "qwen3moe": Architecture(
+        ("qwen3_moe",), "Qwen3MoeForCausalLM",
+        {stem: path for stem, path in _LLAMA_NAMES.items() if ".mlp." not in path}
+        | _QK_NORMS | {"ffn_gate_inp": "{}.mlp.gate"},
+        _qwen3moe, _FIELDS | {"attention.head_count_kv": "num_key_value_heads"},
+        experts={f"ffn_{name}_exps": f"{{}}.mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+    ),
     "gemma4": Architecture(
         ("gemma4_text", "gemma4"), "Gemma4ForCausalLM",
         _NAMES | _QK_NORMS | {
@@ -374,6 +403,9 @@ def tensors_of(header: GgufHeader, config: Mapping[str, Any]) -> list[Mapped]:
         is_known = path is not None and ("{}" in path) is (layer is not None) and end in ("weight", "bias", "")
         if name in _IN_CONFIG or (layer and int(layer[1]) >= layers and "full_attention_interval" in config):
             continue  # the last are a second head for drafts, which transformers has no module for
+        if stem in made.experts and end == "weight" and layer and int(layer[1]) < layers:
+            mapped += _experts(tensor, config["num_experts"], made.experts[stem].replace("{}", f"model.layers.{layer[1]}", 1))
+            continue
         if path is None or not is_known or (layer and int(layer[1]) >= layers):
             lost.append(name)
             continue
@@ -391,6 +423,16 @@ def tensors_of(header: GgufHeader, config: Mapping[str, Any]) -> list[Mapped]:
         shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         refuse(header.files[0], f"has tensors whose meaning is not known here: {shown}", hint=HINT)
     return mapped
+
+
+def _experts(tensor: GgufTensor, count: int, path: str) -> Iterator[Mapped]:
+    """Yield the matrix of each expert of a stack: its blocks are side by side in the file. path: {} is the expert's number."""
+    if len(tensor.shape) != 3 or tensor.shape[0] != count:
+        refuse(tensor.file, f"has the shape {list(tensor.shape)}, matrices of {count} experts are needed", tensor.name, HINT)
+    nbytes = tensor.nbytes // count
+    for expert in range(count):
+        own = replace(tensor, shape=tensor.shape[1:], start=tensor.start + expert * nbytes, nbytes=nbytes)
+        yield Mapped(f"{path.format(expert)}.weight", own)
 
 
 def _check_order(tensor: GgufTensor, side: str, order: Order) -> None:

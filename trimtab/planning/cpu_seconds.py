@@ -59,7 +59,8 @@ def _read_s(anatomy: Anatomy, quant: str, rates: Rates, *, is_unpacked: bool) ->
     tied, is_packed = tied_paths(anatomy), anatomy.prequantized is not None
     taken: dict[str, float] = {}
     for row in anatomy.rows:
-        is_dequantized = row.quantized and stored_format(row.stored or row.made or quant).is_dequantized
+        form = next((row.form_of(one) for one in row.stacks), row.stored) or quant
+        is_dequantized = row.quantized and stored_format(form).is_dequantized
         for leaf in leaves_of(row, quant, tied, prequantized=is_packed):
             own_Bps = rates.host_matmul_Bps if is_dequantized else rates.host_int8_Bps
             dense = is_unpacked and row.part == "language" and is_dequantized

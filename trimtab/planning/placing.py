@@ -38,10 +38,8 @@ from trimtab.planning.values.pipeline import evened
 from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
 from trimtab.request import LoadRequest
 
-# A ring of page-locked buffers for file tensors, tensors that are read before they are used, and packed weights of a
-# block that wait on the device until the block is complete (engine/tiers/reader.py, engine/tiers/streaming.py).
+# A ring of page-locked buffers for file tensors, and tensors that are read before they are used (engine/tiers/reader.py).
 READ_BUFFER_BYTES = 128 * 2**20
-HELD_BYTES = 128 * 2**20
 UNLIMITED_BYTES = 2**62
 
 
@@ -320,7 +318,6 @@ class _Planner:
             host_load_bytes=READ_BUFFER_BYTES,
             context_bytes=0 if on_cpu else machine.context_bytes + outside,
             reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
-            held_bytes=HELD_BYTES,
         )  # fmt: skip
 
     # The result -------------------------------------------------------------------------------------------------------

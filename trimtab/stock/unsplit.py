@@ -18,7 +18,7 @@ import torch
 from trimtab.adapters.file import for_peft
 from trimtab.adapters.rules import Rules
 from trimtab.process.json_file import read_object
-from trimtab.request import EXPERTS
+from trimtab.request import MADE_EXPERTS
 from trimtab.stock.load import load_adapter, load_base, model_class, quantization, without_repacking
 
 # quant_method -> the package that transformers needs to dequantize such weights while it loads (None: no other).
@@ -54,7 +54,7 @@ def load_unsplit(folder: str, quant: str, dtype: str, device: str) -> Any:
 
 def round_experts(model: Any, kind: str) -> None:
     """Give every stacked expert the values that bitsandbytes reads back after it packed that matrix: stock holds none packed."""
-    if kind == EXPERTS[0]:
+    if kind not in MADE_EXPERTS:
         return
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -116,13 +116,11 @@ def _dense_state(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     from trimtab.engine.formats.weights import dequantize, prequantized
     from trimtab.engine.tiers.reader import read_small
     from trimtab.formats.packed import split_packed
-    from trimtab.formats.record import UNREAD_PARTS
 
     plain, packed = split_packed(read_checkpoint(folder))
     state: dict[str, torch.Tensor] = dict(read_small(plain))
     for name, entry in packed.items():
-        parts = read_small({part: tensor for part, tensor in entry.parts.items() if part not in UNREAD_PARTS})
-        state[name] = dequantize(prequantized(entry, parts, dtype))
+        state[name] = dequantize(prequantized(entry, read_small(entry.read_parts), dtype))
     return state
 
 

@@ -12,7 +12,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan
-from trimtab.request import EXPERTS, LoadRequest
+from trimtab.request import EXPERTS, MADE_EXPERTS, LoadRequest
 from trimtab.verification.routes import compare
 from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.routes.runner import Route
@@ -143,13 +143,13 @@ def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
 
 
 def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    if (request.quant == "none" and request.experts == EXPERTS[0]) or split_packed(checkpoint)[1]:
+    if (request.quant == "none" and request.experts not in MADE_EXPERTS) or split_packed(checkpoint)[1]:
         raise RequestError(
             "compares a quantized load with the unquantized checkpoint: give quant= and the original checkpoint",
             field="against", value="bf16",
         )  # fmt: skip
     whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full", experts=EXPERTS[0])
-    experts = "" if request.experts == EXPERTS[0] else f", {request.experts} experts"
+    experts = f", {request.experts} experts" if request.experts in MADE_EXPERTS else ""
     subject = replace(ours, label=f"{'nf4-dq' if request.quant == 'auto' else request.quant} weights{experts}")
     return Case(against="bf16", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
 

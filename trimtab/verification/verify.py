@@ -23,7 +23,7 @@ from trimtab.process import phases
 from trimtab.process.packages import STOCK, check_installed, stack_versions
 from trimtab.process.runner import check_python
 from trimtab.process.work_folder import work_folder
-from trimtab.request import EXPERTS, LoadRequest
+from trimtab.request import EXPERTS, MADE_EXPERTS, LoadRequest
 from trimtab.verification.comparisons import AGAINST, Case, case_of
 from trimtab.verification.render.report import ParityReport, PromptParity
 from trimtab.verification.routes import compare, inputs
@@ -75,9 +75,9 @@ def verify(
             "logits are compared in passes that keep no keys and values, so 8 bits would not be compared", field="kv",
             value=request.kv, allowed=("full",), hint="Omit it: weights and placement are compared",
         )  # fmt: skip
-    if lanes and request.experts != EXPERTS[0]:
+    if lanes and request.experts in MADE_EXPERTS:
         raise RequestError(
-            "the merge lanes compare experts in 16 bits", field="experts", value=request.experts, allowed=EXPERTS[:1]
+            "the merge lanes compare experts in 16 bits", field="experts", value=request.experts, allowed=EXPERTS[:2]
         )
     checkpoint = read_checkpoint(request.model)
     chosen = _prompts(prompts)

@@ -21,7 +21,7 @@ from trimtab.engine.formats import float8, grouped, weights
 from trimtab.engine.tiers.reader import PositionedFile, read_small
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import UNREAD_PARTS, packed_parts, stored_format
+from trimtab.formats.record import packed_parts, stored_format
 from trimtab.merging.changes.dequantize import packed_rows
 
 CONFIGS = json.loads((FOLDER / "cases.json").read_text())["configs"]
@@ -54,8 +54,7 @@ def written(folder: Path, parts: dict[str, torch.Tensor], quantization: dict[str
 
 def read(checkpoint, dtype=torch.bfloat16):
     entry = split_packed(checkpoint)[1]["m.x.weight"]
-    parts = {name: part for name, part in entry.parts.items() if name not in UNREAD_PARTS}
-    return entry, weights.prequantized(entry, read_small(parts), dtype)
+    return entry, weights.prequantized(entry, read_small(entry.read_parts), dtype)
 
 
 @pytest.mark.parametrize("case", CONFIGS)

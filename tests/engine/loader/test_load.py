@@ -209,7 +209,7 @@ def test_a_failed_load_gives_everything_back(built, monkeypatch):
     before = sum(isinstance(item, leaves.Leaf) for item in gc.get_objects())
     calls = []
 
-    def fail(self, *, pinned, spill=None):
+    def fail(self, spill=None):
         calls.append(1)
         raise RuntimeError("planted")
 

@@ -198,7 +198,7 @@ def test_experts_that_cannot_be_packed_are_refused_before_loading(tmp_path: Path
         return caught.value
 
     odd = refused(build("gpt_oss", tmp_path / "odd"))
-    assert odd.allowed == ("16bit",) and str(odd).count("rows of 80 values, no multiple of the block of 64") == 2
+    assert odd.allowed == ("auto", "16bit") and str(odd).count("rows of 80 values, no multiple of the block of 64") == 2
     assert str(odd).count("rows of 48 values") == 2
     assert "the model has no stacked experts" in str(refused(pico.build("llama", tmp_path / "dense")))
-    assert refused(tmp_path / "dense", experts="nf3").allowed == ("16bit", "nf4", "nf4-dq")
+    assert refused(tmp_path / "dense", experts="nf3").allowed == ("auto", "16bit", "nf4", "nf4-dq")

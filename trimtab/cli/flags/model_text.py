@@ -64,7 +64,7 @@ def _match_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 _KINDS = {
     "linear": "linears", "wrapped": "linears inside a wrapper", "embedding": "embeddings", "router": "routers",
-    "saved": "saved whole",
+    "saved": "saved whole", "experts": "stacks of experts",
 }  # fmt: skip
 
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.names import is_under, matches, near_names
 from trimtab.checkpoint.renames import Rename
-from trimtab.engine.loader.pieces import why_not_packed
+from trimtab.engine.loader.pieces import formats_of_files, why_not_packed
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import why_no_lora
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import format_names
 from trimtab.formats.record import SHOWN_PROBLEMS, PackedEntry, stored_format
-from trimtab.request import EXPERTS
+from trimtab.request import EXPERTS, MADE_EXPERTS
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -42,14 +42,14 @@ def build_anatomy(
     model: HFModel, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
     windows: tuple[int | None, ...] | None, renames: tuple[Rename, ...], head: str = "full",
-    file_dtype: Callable[[str], str | None] | None = None, experts: str = EXPERTS[0],
+    file_dtype: Callable[[str], str | None] | None = None, experts: str = EXPERTS[1],
 ) -> Anatomy:  # fmt: skip
     """Return one row a module that owns tensors or wraps one.
 
     windows: of the layers of stock's cache, None to read them from the config. renames: of `read_renames`. head: "int8" makes the
     output head a separate module, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up
-    or multiplied stay in it if it has fewer bits than `dtype`; None where all are cast. experts: the format of
-    stacked ones. Errors: RequestError for a pattern that names nothing, for a model without such a head, and with all reasons why
+    or multiplied stay in it if it has fewer bits than `dtype`; None where all are cast. experts: of stacked ones, as `LoadRequest`
+    has it. Errors: RequestError for a pattern that names nothing, for a model without such a head, and with all reasons why
     experts cannot be packed.
     """
     copies: dict[str, str] | None = None
@@ -60,8 +60,10 @@ def build_anatomy(
     rows = tuple(_rows(places, formats, sources, ties, copies, config))
     if file_dtype is not None:
         rows = _narrowed(rows, places, sources, file_dtype)
-    if experts != EXPERTS[0]:
+    if experts in MADE_EXPERTS:
         rows = _packed_experts(rows, places, sources, packed, ties, experts)
+    elif packed:
+        rows = tuple(_stored_experts(row, places, packed, ties, is_kept=experts == EXPERTS[0]) for row in rows)
     _check_keep(keep_unquantized, rows)
     caches = _Caches(places, config.get_text_config(), windows)
     text = config.get_text_config()
@@ -127,8 +129,20 @@ def _packed_experts(
     if problems or not stacked:
         more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         why = "; ".join(problems[:SHOWN_PROBLEMS]) + more or "the model has no stacked experts"
-        raise RequestError(f"cannot be packed: {why}", field="experts", value=kind, allowed=EXPERTS[:1])
+        raise RequestError(f"cannot be packed: {why}", field="experts", value=kind, allowed=EXPERTS[:2])
     return tuple(replace(row, quantized=True, why_unquantized="", made=kind) if row.module_path in stacked else row for row in rows)
+
+
+def _stored_experts(
+    row: ModuleRow, places: _Places, packed: Mapping[str, PackedEntry], ties: Mapping[str, str], *, is_kept: bool
+) -> ModuleRow:
+    """Return a row whose experts stay in the format of the files, or say why they do not. is_kept: whether they may."""
+    formats, problems = formats_of_files(places.modules[row.module_path], row, packed, {*ties, *ties.values()})
+    if not formats or not is_kept:
+        why = "; ".join(problems) or (f"asked for (experts={EXPERTS[1]!r})" if formats else "")
+        return replace(row, why_unquantized=f"experts of the files, dequantized: {why}") if why else row
+    tensors = tuple(replace(one, stored=formats.get(one.tensor_path)) for one in row.tensors)
+    return replace(row, quantized=True, why_unquantized="", tensors=tensors)
 
 
 def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) -> None:
@@ -269,7 +283,7 @@ class _Formats:
         if self.quant == "none" and not self.packed:
             return False, ""
         if kind == "experts":
-            return False, f"stacked experts: packed only on request (experts={EXPERTS[1]!r}), which changes answers"
+            return False, f"stacked experts: packed only on request (experts={MADE_EXPERTS[0]!r}), which changes answers"
         if kind == "linear":
             why = self._why_not(path)
             return not why, why

@@ -38,7 +38,7 @@ from trimtab.engine.tiers.reader import Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import HEAD8, UNREAD_PARTS, PackedEntry, packed_parts, stored_format
+from trimtab.formats.record import HEAD8, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
 from trimtab.planning.plan.files_read import FilesRead
 from trimtab.planning.request.dtypes import keeps_16bit
@@ -116,7 +116,7 @@ class _Filler:
         self.entries, self.packed = split_packed(checkpoint)
         self.tier = {row.block: plan.tier_of(row.block) for row in self.rows}
         self.home = {placement.block_path: placement.home for placement in plan.placements}
-        self.pieces = {block.block_path: block.pieces for block in blocks_of(anatomy, plan.request.quant)}
+        self.planned = {block.block_path: block for block in blocks_of(anatomy, plan.request.quant)}
         self.codes = CodeTables()
         self.arena = Arena(sum(map(self._arena_bytes, self.rows)), self.device)
         self.owners: dict[str, nn.Parameter] = {}
@@ -189,7 +189,7 @@ class _Filler:
 
     def _in_pieces(self, block: str, rows: list[ModuleRow]) -> list[ModuleRow]:
         """Return the rows of a block piece by piece, in their own order where its modules are in that order."""
-        place, numbers = 0, {path: number for number, piece in enumerate(self.pieces[block]) for path in piece}
+        place, numbers = 0, {path: number for number, piece in enumerate(self.planned[block].pieces) for path in piece}
         numbered: list[tuple[int, ModuleRow]] = []
         for row in rows:
             place = numbers.get(row.module_path, place)
@@ -199,8 +199,9 @@ class _Filler:
     def _arena_bytes(self, row: ModuleRow) -> int:
         """Return the bytes of a module's packed weight in the arena: 0 unless it is quantized and stays."""
         weight = row.weight
-        if row.made is not None and self.tier[row.block] == "resident":
-            return sum(buffer_bytes(packed_parts(one.shape, row.made, one.dtype)) for one in row.tensors if self._moves(row, one))
+        if row.packs_experts and self.tier[row.block] == "resident":
+            forms = [(one, row.form_of(one)) for one in row.stacks]
+            return sum(buffer_bytes(packed_parts(one.shape, form, one.dtype)) for one, form in forms if form is not None)
         if weight is None or self.tier[row.block] != "resident":
             return 0
         if row.is_head8:
@@ -227,6 +228,10 @@ class _Filler:
                     for own in pieces.experts_of(tensor, self.entries):
                         yield from (Wanted(piece, self.device, True) for piece in own)
                     continue
+                if tensor.stored is not None:
+                    matrices = (self.packed[name] for own in pieces.names_of(tensor) for name in own)
+                    yield from (Wanted(part, self.device) for one in matrices for part in one.read_parts.values())
+                    continue
                 names = self._leaves(tensor)
                 device = self._first_device(row, tensor)
                 if (entry := self._cast_in_pieces(tensor)) is not None:
@@ -239,9 +244,7 @@ class _Filler:
                         if packed is None:
                             yield Wanted(self.entries[name], device, self._passes(row, tensor))
                             continue
-                        for part, entry in packed.parts.items():
-                            if part not in UNREAD_PARTS:
-                                yield Wanted(entry, device)
+                        yield from (Wanted(part, device) for part in packed.read_parts.values())
 
     def _cast_in_pieces(self, tensor: TensorRow) -> TensorEntry | None:
         """Return the file tensor of a large parameter that is it in a wider type: whole, it would take memory next to its cast."""
@@ -257,8 +260,7 @@ class _Filler:
         return sorted(row.tensors, key=lambda tensor: not self._moves(row, tensor))
 
     def _moves(self, row: ModuleRow, tensor: TensorRow) -> bool:
-        fused = row.kind == "experts" and len(tensor.shape) == 3 and not tensor.is_buffer
-        return fused or tensor is row.weight
+        return tensor in row.stacks or tensor is row.weight
 
     def _first_device(self, row: ModuleRow, tensor: TensorRow) -> torch.device:
         """Return where a tensor is read to: a tensor that leaves the device unquantized is never read to it."""
@@ -296,7 +298,7 @@ class _Filler:
     def _fetch_packed(self, entry: PackedEntry) -> Packed:
         assert self.reader is not None
         self.uses[entry.tensor_name] -= 1
-        parts = {name: self.reader.take(part) for name, part in entry.parts.items() if name not in UNREAD_PARTS}
+        parts = {name: self.reader.take(part) for name, part in entry.read_parts.items()}
         return prequantized(entry, parts, self.dtype)
 
     def _dense(self, tensor: TensorRow) -> Tensor | None:
@@ -327,8 +329,9 @@ class _Filler:
 
     def _fill_block(self, block: str, rows: list[ModuleRow]) -> None:
         tier = self.tier[block]
-        writer = tiers.GroupWriter(block) if tier in ("stream", "disk") else None
-        firsts = {piece[0] for piece in self.pieces[block]}
+        is_pinned, planned = tier == "stream" and self.device.type == "cuda", self.planned[block]
+        writer = tiers.GroupWriter(block, planned.buffer_bytes, pinned=is_pinned) if tier in ("stream", "disk") else None
+        firsts = {piece[0] for piece in planned.pieces}
         for row in rows:
             if writer is not None and row.module_path in firsts:
                 writer.begin_piece()
@@ -339,7 +342,7 @@ class _Filler:
                 self._fill_linear(row, module, tier, writer)
             elif row.kind == "embedding":
                 self._fill_embedding(row, module)
-            elif row.made is not None:
+            elif row.packs_experts:
                 self._fill_packed_experts(row, module, tier, writer)
             elif row.kind == "experts" and tier != "resident":
                 self._fill_experts(row, module, tier, writer)
@@ -348,7 +351,7 @@ class _Filler:
         if writer is not None and writer.group.nbytes:
             if tier == "disk" and self.spill is None:
                 self.spill = Spill(spill_folder(self.plan.request.offload_dir))
-            self.groups.append(writer.finish(pinned=self.device.type == "cuda", spill=self.spill if tier == "disk" else None))
+            self.groups.append(writer.finish(self.spill if tier == "disk" else None))
 
     def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None) -> None:
         weight = row.weight
@@ -389,7 +392,7 @@ class _Filler:
             parts = {name: torch.empty(form, dtype=dtype) for name, (form, dtype) in forms.items()}
         else:
             assert writer is not None
-            parts, places = writer.room(forms, pinned=tier == "stream" and self.device.type == "cuda")
+            parts, places = writer.room(forms), writer.places
         assert self.reader is not None
         is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts["weight"], parts["scale"])
         if not is_finite:
@@ -471,12 +474,12 @@ class _Filler:
         self.waiting.append(lambda streamer: leaves.stage_parameters(module, staged(streamer)))
 
     def _fill_packed_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
-        assert self.reader is not None and row.made is not None
-        pack = partial(
-            pieces.pack, kind=row.made, entries=self.entries, take=self.reader.take, codes=self.codes,
-            room=self.arena.room if tier == "resident" else pieces.host_room,
-        )  # fmt: skip
-        stage = None if writer is None else lambda packed: self._staged(packed, writer.add(packed.parts), writer)
+        assert self.reader is not None
+        room = writer.room if writer is not None else self.arena.room if tier == "resident" else pieces.host_room
+        pack = partial(pieces.stored, fetch=lambda name: self._fetch_packed(self.packed[name]), room=room)
+        if row.made is not None:
+            pack = partial(pieces.pack, kind=row.made, entries=self.entries, take=self.reader.take, codes=self.codes, room=room)
+        stage = None if writer is None else lambda packed: self._staged(packed, writer.places, writer)
         put = pieces.hold(row, module, pack, self.codes, self.adapter_store, stage)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors if not self._moves(row, tensor)})
         if put is not None:

@@ -1,11 +1,12 @@
-"""How is a large tensor of the files read piece by piece: a head by its rows, a stack of experts to be packed one by one?
+"""How is a large tensor of the files read piece by piece: a head by its rows, a stack of experts one by one?
 
-Each expert [D_out, D_in] of a stack is packed as bitsandbytes packs that matrix; in each part the experts follow each other.
+Each expert [D_out, D_in] of a stack is packed as bitsandbytes packs that matrix, or stays as the files hold it; where they hold it
+in several matrices, their rows are joined. In each part of the stack the experts follow each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -21,7 +22,7 @@ from trimtab.engine.lora.experts import hold_packed, why_no_lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.streaming import Staged, Streamer
 from trimtab.errors import DeviceError
-from trimtab.formats.record import WEIGHT_BLOCK
+from trimtab.formats.record import WEIGHT_BLOCK, PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -57,6 +58,33 @@ def why_not_packed(
     return problems
 
 
+def formats_of_files(
+    module: nn.Module, row: ModuleRow, packed: Mapping[str, PackedEntry], tied: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return (path of each stack -> the format in which the files hold each of its experts, why they do not stay so); neither for
+    experts that the files hold unquantized. tied: paths that share storage."""
+    if not any(name in packed for stack in row.stacks for name in stack.sources):
+        return {}, []
+    unknown = why_no_lora(module)
+    formats: dict[str, str] = {}
+    problems = [] if unknown is None else [unknown]
+    for stack in row.stacks:
+        name, count = stack.tensor_path.rpartition(".")[2], stack.shape[0]
+        entries = [packed[source] for source in stack.sources if source in packed]
+        kinds = sorted({(one.format_name, one.dtype) for one in entries})
+        if not _are_single(stack) or len(entries) != len(stack.sources):
+            problems.append(f"{name} is not made of one packed matrix or several for each expert")
+        elif len(kinds) > 1:
+            problems.append(f"the matrices of {name} are in several formats ({', '.join(' of '.join(kind) for kind in kinds)})")
+        elif (why := stored_format(kinds[0][0]).why_not_stacked([one.shape[0] for one in entries[::count]])) is not None:
+            problems.append(f"{kinds[0][0]} {why} ({name})")
+        elif stack.tensor_path in tied:
+            problems.append(f"{name} is shared with another module")
+        else:
+            formats[stack.tensor_path] = kinds[0][0]
+    return ({}, problems) if problems else (formats, [])
+
+
 def _is_whole(expression: Expression) -> bool:
     return expression.cast_leaf is not None
 
@@ -89,11 +117,16 @@ def joined(shape: Sequence[int], dtype: str, pieces: Iterable[TensorEntry], take
     return whole
 
 
+def names_of(stack: TensorRow) -> Iterator[tuple[str, ...]]:
+    """Yield the names of the file tensors that each expert of a stack is, whose rows follow each other."""
+    return (stack.sources[expert :: stack.shape[0]] for expert in range(stack.shape[0]))
+
+
 def experts_of(tensor: TensorRow, entries: Mapping[str, TensorEntry]) -> list[list[TensorEntry]]:
     """Return what of the files each expert of a stack is: pieces whose rows follow each other."""
     count, *matrix = tensor.shape
     if tensor.halves:
-        return [[entries[name] for name in tensor.sources[expert::count]] for expert in range(count)]
+        return [[entries[name] for name in names] for names in names_of(tensor)]
     entry = entries[tensor.sources[0]]
     return [[replace(_piece(entry, expert, (1, *matrix)), shape=tuple(matrix))] for expert in range(count)]
 
@@ -111,20 +144,41 @@ def pack(
 
     take: gives a piece on the device that packs. room: gives the tensors of the parts, where they stay. Errors: DeviceError.
     """
+
+    def experts() -> Iterator[Packed]:
+        for pieces in experts_of(tensor, entries):
+            one = codes.share(quantize(joined(tensor.shape[1:], tensor.dtype, pieces, take), kind))
+            yield replace(one, parts={name: part.reshape(-1) for name, part in one.parts.items()})
+
+    return _stacked(tensor, experts(), room)
+
+
+def stored(tensor: TensorRow, fetch: Callable[[str], Packed], room: Callable[[Forms], dict[str, Tensor]]) -> Packed:
+    """Return a stack as the files hold its experts, one at a time. fetch: gives a matrix of the files. room: as of `pack`."""
+
+    def experts() -> Iterator[Packed]:
+        for names in names_of(tensor):
+            own = [fetch(name) for name in names]
+            parts = {name: torch.cat([one.parts[name] for one in own]) for name in own[0].parts} if len(own) > 1 else own[0].parts
+            yield replace(own[0], parts=parts)
+
+    return _stacked(tensor, experts(), room)
+
+
+def _stacked(tensor: TensorRow, experts: Iterable[Packed], room: Callable[[Forms], dict[str, Tensor]]) -> Packed:
     parts: dict[str, Tensor] = {}
     first: Packed | None = None
-    for expert, pieces in enumerate(experts_of(tensor, entries)):
-        one = codes.share(quantize(joined(tensor.shape[1:], tensor.dtype, pieces, take), kind))
+    for expert, one in enumerate(experts):
         if first is None:
             first = one
-            parts = room({name: ((tensor.shape[0], part.numel()), part.dtype) for name, part in one.parts.items()})
+            parts = room({name: ((tensor.shape[0], *part.shape), part.dtype) for name, part in one.parts.items()})
         if any(one.codes[name] is not code for name, code in first.codes.items()):
             raise DeviceError(
                 f"bitsandbytes packs the experts of {tensor.tensor_path} with different tables",
                 device=str(one.parts["weight"].device), hint='Choose experts="nf4", which has one table',
             )  # fmt: skip
         for name, part in one.parts.items():
-            parts[name][expert].copy_(part.reshape(-1))
+            parts[name][expert].copy_(part)
     assert first is not None
     return replace(first, shape=tensor.shape, parts=parts)
 
@@ -133,14 +187,19 @@ def hold(
     row: ModuleRow, module: nn.Module, pack_one: Callable[[TensorRow], Packed], codes: CodeTables, store: AdapterStore,
     stage: Callable[[Packed], Callable[[Streamer], Staged]] | None,
 ) -> Callable[[Streamer], None] | None:  # fmt: skip
-    """Let a module of experts compute with its stacks, packed by `pack_one`. stage: puts a stack into a streamed block; what comes
-    back is then called with the streamer."""
-    held = {t.tensor_path.rpartition(".")[2]: pack_one(t) for t in row.tensors if len(t.shape) == 3 and not t.is_buffer}
+    """Let a module of experts compute with the stacks that `pack_one` gives. stage: gives the stack that was packed last in
+    a streamed block; what comes back is called with the streamer."""
+    staged: dict[str, Callable[[Streamer], Staged]] = {}
+    held: dict[str, Packed] = {}
+    for stack in row.stacks:
+        name = stack.tensor_path.rpartition(".")[2]
+        held[name] = pack_one(stack)
+        if stage is not None:
+            staged[name] = stage(held[name])
     if stage is None:
         here = {name: one.with_parts(one.parts, codes.on(one, one.parts["weight"].device)) for name, one in held.items()}
         hold_packed(module, here, store, row.module_path)
         return None
-    staged = {name: stage(packed) for name, packed in held.items()}
     return lambda streamer: hold_packed(module, {name: put(streamer) for name, put in staged.items()}, store, row.module_path)
 
 

@@ -384,14 +384,14 @@ def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquant
 
 def anatomy_of(
     probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full",
-    keeps_16bit: bool = False, experts: str = EXPERTS[0], is_to_plan: bool = True,
+    keeps_16bit: bool = False, experts: str = EXPERTS[1], is_to_plan: bool = True,
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a probed checkpoint, made once.
 
     keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). is_to_plan: also
     find which executions it supports, which a load of a finished plan does not ask. Errors: RequestError if a keep_unquantized
     pattern names no linear, or if the model has no head that could be in 8 bits, or no experts that
-    could be in the format `experts`.
+    could be in the format `experts`; without one they are dequantized.
     """
     key = quant, tuple(keep_unquantized), head, keeps_16bit, experts
     if key in probed.anatomies:

@@ -175,7 +175,10 @@ class _Forward:
     def _weight(self, name: str, expert: int) -> Tensor:
         """Return one expert's matrix as it is in the stack."""
         stack = stack_of(self.module, name)
-        return stack[expert] if isinstance(stack, Tensor) else dequantize(stack.expert(expert))
+        if isinstance(stack, Tensor):
+            return stack[expert]
+        own: Tensor = self.module.__dict__[name]
+        return dequantize(stack.expert(expert)).to(own.dtype)
 
 
 def stack_of(module: nn.Module, name: str) -> Packed | Tensor:
@@ -192,8 +195,9 @@ def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store:
     own = module.__dict__
     for name, held in stacks.items():
         packed = held if isinstance(held, Packed) else held.packed
-        module._parameters.pop(name, None)
-        own[name] = torch.empty(packed.shape, dtype=packed.dtype, device="meta")  # for code that reads a shape
+        parameter = module._parameters.pop(name, None)
+        dtype = packed.dtype if parameter is None else parameter.dtype  # values of files may have another type
+        own[name] = torch.empty(packed.shape, dtype=dtype, device="meta")  # for code that reads a shape
         if isinstance(held, Staged):
             own["staged"] = held
     own.update(stacks=stacks, module_path=module_path)

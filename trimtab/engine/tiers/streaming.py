@@ -27,8 +27,6 @@ from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError
 from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in
 
-HELD_BYTES = 128 * 2**20
-
 
 @dataclass(eq=False)
 class Group:
@@ -49,13 +47,16 @@ class Group:
 
 
 class GroupWriter:
-    """Packs the weights of one block into one host buffer and remembers where each part went."""
+    """Writes the weights of one block into one host buffer as they come, and remembers where each part went.
 
-    def __init__(self, block: str) -> None:
-        self.group = Group(block, 0)
-        self._parts: list[tuple[Part, Tensor]] = []
-        self._device_bytes = 0
-        self._memory: HostMemory | None = None
+    nbytes: of the whole block, as planned. pinned: whether its memory is page-locked, for blocks that stay in host memory. places:
+    of the tensors that came last.
+    """
+
+    def __init__(self, block: str, nbytes: int, *, pinned: bool) -> None:
+        self.group, self.pinned = Group(block, 0), pinned
+        self._memory = HostMemory(nbytes, pinned=pinned)
+        self.places: dict[str, Part] = {}
 
     def begin_piece(self) -> None:
         """Begin another piece: tensors added from here on are used after those added before."""
@@ -63,43 +64,33 @@ class GroupWriter:
             self.group.piece_starts.append(self.group.nbytes)
 
     def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-        """Take over tensors (they are copied at `finish`) and return their places."""
-        places = {}
+        """Copy tensors into the block and return their places."""
+        room = self.room({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
-            nbytes = tensor.numel() * tensor.element_size()
-            places[name] = Part(self.group.nbytes, nbytes, tuple(tensor.shape), tensor.dtype)
-            self._device_bytes += nbytes
-            # A few fused experts can be larger than the device's room while loading.
-            kept = tensor.contiguous() if self._device_bytes <= HELD_BYTES else tensor.cpu().contiguous()
-            self._parts.append((places[name], kept))
-            self.group.nbytes += aligned(nbytes)
-        return places
+            room[name].copy_(tensor)
+        return self.places
 
-    def room(
-        self, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, pinned: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Part]]:
-        """Return tensors of these shapes and types to be filled, in the block's own memory, and their positions. The block
-        holds nothing else. pinned: as in `finish`, for memory that stays."""
-        assert not self._parts and self._memory is None
-        places = {}
+    def room(self, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+        """Return tensors of these shapes and types to be filled before the next call, in the block's memory at `places`."""
+        self.places = {}
         for name, (shape, dtype) in forms.items():
-            places[name] = Part(self.group.nbytes, prod(shape) * dtype.itemsize, shape, dtype)
-            self.group.nbytes += aligned(places[name].nbytes)
-        self._memory = HostMemory(self.group.nbytes, pinned=pinned)
-        return {name: place.view(self._memory.tensor) for name, place in places.items()}, places
+            self.places[name] = Part(self.group.nbytes, prod(shape) * dtype.itemsize, shape, dtype)
+            self.group.nbytes += aligned(self.places[name].nbytes)
+        if self.group.nbytes > (planned := self._memory.tensor.numel()):  # files of bitsandbytes may have more scales
+            larger = HostMemory(self.group.nbytes, pinned=self.pinned)
+            larger.tensor[:planned].copy_(self._memory.tensor)
+            self._memory.close()
+            self._memory = larger
+        return {name: place.view(self._memory.tensor) for name, place in self.places.items()}
 
-    def finish(self, *, pinned: bool, spill: Spill | None = None) -> Group:
-        """Copy every part to the host in one piece (page-locked for a GPU), or on to the spill file."""
-        group = self.group
-        memory = self._memory or HostMemory(group.nbytes, pinned=pinned and spill is None)
-        for place, tensor in self._parts:
-            place.view(memory.tensor).copy_(tensor)
-        self._parts.clear()
+    def finish(self, spill: Spill | None = None) -> Group:
+        """Return the block, its bytes in host memory or in the spill file."""
+        self._memory.tensor = self._memory.tensor[: self.group.nbytes]
         if spill is None:
-            group.host = memory
+            self.group.host = self._memory
         else:
-            group.spill_start = spill.append(memory.tensor)
-        return group
+            self.group.spill_start = spill.append(self._memory.tensor)
+        return self.group
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats.weights import dequantize_rows, prequantized
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
-from trimtab.formats.record import UNREAD_PARTS, PackedEntry, stored_format
+from trimtab.formats.record import PackedEntry, stored_format
 from trimtab.merging.changes.delta import EntryRows
 
 INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes spells it
@@ -83,8 +83,7 @@ class StoredRows:
     """Rows of a weight in another format than bitsandbytes', float32 without rounding. The packed weight is kept in memory."""
 
     def __init__(self, entry: PackedEntry, open_file: OpenFile) -> None:
-        read = {name: part for name, part in entry.parts.items() if name not in UNREAD_PARTS}
-        parts = {name: EntryRows(open_file(part), part).all() for name, part in read.items()}
+        parts = {name: EntryRows(open_file(part), part).all() for name, part in entry.read_parts.items()}
         packed = prequantized(entry, parts, torch.float32)
         wide = {name: part.float() if name == "scale" and part.is_floating_point() else part for name, part in packed.parts.items()}
         self.shape, self._packed = entry.shape, replace(packed.with_parts(wide, {}), dtype=torch.float32)

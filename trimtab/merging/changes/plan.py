@@ -25,11 +25,13 @@ from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.loader.transformers_model import Probe
 from trimtab.engine.tiers.reader import PositionedFile
 from trimtab.errors import AdapterError, CheckpointError
+from trimtab.formats.packed import split_packed
 from trimtab.merging.changes import experts
 from trimtab.merging.changes.delta import Change, EntryRows, Rows, row_pieces
 from trimtab.merging.changes.inverse import CannotLayBackError, is_cast, lay_back, name_of
 from trimtab.merging.changes.request import Part
 
+Shapes = Mapping[str, tuple[int, ...]]
 _CUTS = ("chunk", "split", "tensor_split", "narrow", "select", "__getitem__", "unbind")
 
 
@@ -166,12 +168,13 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: 
         partners.setdefault(owner, []).append(path)
     untied: list[str] = []
     done: set[str] = set()
+    shapes = {name: entry.shape for found in split_packed(checkpoint) for name, entry in found.items()}
     for path in asks:
         owner = probe.ties.get(path, path)
         if owner in done:
             continue
         done.add(owner)
-        if _by_expert(path, asks[path], recipe, probe, checkpoint):
+        if _by_expert(path, asks[path], recipe, probe, shapes):
             continue
         group = [owner, *partners.get(owner, ())]
         leave = _leaving(adapters, group, asks)
@@ -180,7 +183,7 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: 
         untied += leave
         _check_shared(owner, group, asks, probe, users, problems)
     recipe.untied = tuple(untied)
-    _check_shapes(recipe, checkpoint, problems)
+    _check_shapes(recipe, shapes, problems)
     if problems:
         first = adapters.specs[0].file.folder
         raise AdapterError(first, problems, hint="Load the adapter unmerged, which needs no inverse")
@@ -209,9 +212,8 @@ def _check_alone(asks: Mapping[str, tuple[Ask, ...]], adapters: Adapters) -> Non
         raise AdapterError(adapters.specs[0].file.folder, problems, hint=hint)
 
 
-def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, probe: Probe, checkpoint: Checkpoint) -> bool:
+def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, probe: Probe, shapes: Shapes) -> bool:
     """Return whether a stack of experts could be split: each file tensor then changes by its own rows."""
-    shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
     expression = probe.sources[path]
     if expression.is_leaf or path in probe.ties or not all(ask.stack is not None for ask in asks):
         return False
@@ -341,9 +343,8 @@ def _cuts(expression: Expression) -> bool:
     return False
 
 
-def _check_shapes(recipe: Recipe, checkpoint: Checkpoint, problems: list[str]) -> None:
+def _check_shapes(recipe: Recipe, shapes: Shapes, problems: list[str]) -> None:
     """Try every inverse on tensors without data, so that none fails when half of the files are written."""
-    shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
     for leaf, edits in recipe.edits.items():
         for edit in edits:
             if edit.by_rows:

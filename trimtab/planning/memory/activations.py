@@ -16,7 +16,7 @@ from functools import lru_cache
 from math import ceil, prod
 from types import MappingProxyType
 
-from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part, TensorRow
 from trimtab.formats.record import (
     DEQUANTIZED_BYTES,
     DEQUANTIZED_VALUES,
@@ -277,9 +277,8 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
         if row.part != part:
             continue
         if row.kind == "experts":
-            expert = max(expert, sum(t.shape[1] for t in row.tensors if len(t.shape) == 3))
-            if row.made is not None:  # one expert at a time, and its scales
-                own_bytes = max(own_bytes, *((t.nbytes + t.numel) // max(t.shape[0], 1) for t in row.tensors if len(t.shape) == 3))
+            expert = max(expert, sum(one.shape[1] for one in row.stacks))
+            own_bytes = max(own_bytes, *(_expert_bytes(one, row.made) for one in row.stacks if row.form_of(one)), 0)
         weight = row.weight
         if row.kind != "linear" or weight is None or not _is_layer(row):
             continue
@@ -292,8 +291,16 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
         else:
             mlp = max(mlp, out_features, in_features)
         hidden = max(hidden, min(out_features, in_features))
-    packs = any(row.made is not None and row.part == part for row in anatomy.rows)
+    packs = any(row.packs_experts and row.part == part for row in anatomy.rows)
     return Widths(hidden, query, mlp, dequantized, expert, own_bytes, packs)
+
+
+def _expert_bytes(stack: TensorRow, made: str | None) -> int:
+    """Return the bytes of dequantizing one expert: its values and scales, of a file's format also its values before the cast."""
+    count = max(stack.shape[0], 1)
+    if made is not None:
+        return (stack.nbytes + stack.numel) // count
+    return 2 * stack.nbytes // count + DEQUANTIZED_BYTES * min(stack.numel // count, DEQUANTIZED_VALUES)
 
 
 @lru_cache(maxsize=KEPT)

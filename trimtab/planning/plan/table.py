@@ -13,7 +13,7 @@ from trimtab.planning.values.execution import Execution, Phase, how_computed
 from trimtab.planning.values.kv_bytes import KV8_KL
 from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, ExpertWeights, Placement, Unquantized
 from trimtab.report.document import Block, Document, Facts, Table, Text
-from trimtab.request import EXPERTS
+from trimtab.request import EXPERTS, MADE_EXPERTS
 
 if TYPE_CHECKING:
     from trimtab.planning.plan.plan import Plan
@@ -173,8 +173,10 @@ def _experts(taken: ExpertWeights) -> str:
     """Return how stacked experts are kept, and what that means for answers."""
     size = f"{taken.bits_per_value:.2f} bits a weight, {gib(taken.bytes)} in {taken.modules} modules"
     if taken.format_name is None:
-        return f"{size}: as the model computes; experts={EXPERTS[1]!r} packs them, which changes answers"
-    return f"{taken.format_name}, {size}: asked for; their rounding changes answers; chosen ones are dequantized one at a time"
+        return f"{size}: {taken.reason or f'as the model computes; experts={MADE_EXPERTS[0]!r} packs them, which changes answers'}"
+    why = "asked for; their rounding changes answers" if taken.is_made else "as the files hold them"
+    rest = f"; others are {taken.reason}" if taken.reason else ""
+    return f"{taken.format_name}, {size}: {why}; chosen ones are dequantized one at a time{rest}"
 
 
 def keys_and_values(plan: Plan) -> list[tuple[str, str]]:

@@ -57,10 +57,10 @@ class Leaf:
 
     @property
     def load_transient_bytes(self) -> int:
+        if len(self.shape) == 3 and (self.packs or len(self.parts) > 1):  # an expert at a time, of pieces that are joined
+            return (2 * (self.dense_bytes if self.packs else self.nbytes) + self.nbytes + self.reading_bytes) // self.shape[0]
         if not self.packs:
             return self.nbytes + self.reading_bytes
-        if len(self.shape) == 3:  # an expert at a time, of pieces that are joined
-            return (2 * self.dense_bytes + self.nbytes) // self.shape[0]
         if "scale" in self.parts:
             return min(HEAD_PIECE_BYTES, 13 * prod(self.shape))
         return self.dense_bytes + self.nbytes + (2 * prod(self.shape) if "SCB" in self.parts else 0)
@@ -133,22 +133,22 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
     if row.kind == "linear" or (row.kind == "embedding" and row.gather_only):
         tensors = [row.weight] if row.weight is not None else []
     elif row.kind == "experts":
-        tensors = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
+        tensors = list(row.stacks)
     else:
         return ()
-    own = row.stored or row.made or quant
-    kind = HEAD8 if row.is_head8 else own if row.quantized or (row.stored and row.kind == "embedding") else "none"
-    form = stored_format(kind)
-    return tuple(
-        Leaf(
+    is_packed = row.quantized or (row.stored and row.kind == "embedding")
+
+    def leaf(tensor: TensorRow) -> Leaf:
+        kind = HEAD8 if row.is_head8 else row.form_of(tensor) or row.stored or quant if is_packed else "none"
+        is_stored = bool(row.stored or tensor.stored)
+        return Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
             packs=kind == HEAD8 or (kind != "none" and (row.made is not None or not prequantized)),
-            reading_bytes=form.reading_bytes(tensor.shape) if row.stored else 0,
-        )
-        for tensor in tensors
-        if tensor.tensor_path not in tied
-    )  # fmt: skip
+            reading_bytes=stored_format(kind).reading_bytes(tensor.shape) if is_stored else 0,
+        )  # fmt: skip
+
+    return tuple(leaf(tensor) for tensor in tensors if tensor.tensor_path not in tied)
 
 
 @lru_cache(maxsize=KEPT)
@@ -331,11 +331,18 @@ def _sum_of(leaves: Sequence[Leaf]) -> int:
 
 def experts_of(anatomy: Anatomy) -> ExpertWeights | None:
     """Return what the stacked experts of a model take, None if it has none."""
-    rows = [row for row in anatomy.rows if row.kind == "experts"]
-    stacks = [(one, row.made or "none") for row in rows for one in row.tensors if len(one.shape) == 3 and not one.is_buffer]
+    rows = [row for row in anatomy.rows if row.stacks]
+    stacks = [(one, row.form_of(one) or "none") for row in rows for one in row.stacks]
     if not stacks:
         return None
+    values: dict[str, int] = {}
+    for one, kind in stacks:
+        values[kind] = values.get(kind, 0) + one.numel
+    names = sorted(values, key=lambda kind: (-values[kind], kind))
     return ExpertWeights(
-        format_name=rows[0].made, modules=len(rows), values=sum(one.numel for one, _ in stacks),
+        format_name=None if names == ["none"] else ", ".join("16 bits" if name == "none" else name for name in names),
+        modules=len(rows), values=sum(values.values()),
         bytes=sum(packed_bytes(one.shape, kind, one.dtype) for one, kind in stacks),
+        is_made=any(row.made is not None for row in rows),
+        reason=next((row.why_unquantized for row in rows if row.why_unquantized), "") if anatomy.prequantized else "",
     )  # fmt: skip

@@ -85,7 +85,7 @@ class Limits:
     total_budget_bytes: device and host together, on a machine where both are the same memory. run_bytes, load_bytes: on
     the device in addition to the blocks, while running and while loading. host_bytes: base of the process.
     context_bytes: the driver's share. reserve: peak -> bytes that the allocator holds beyond it. While loading:
-    host_load_bytes of read buffers, held_bytes of a block's packed weights on the device until the block is complete.
+    host_load_bytes of read buffers.
     slots: staging buffers, at most.
     """
 
@@ -99,7 +99,6 @@ class Limits:
     host_load_bytes: int
     context_bytes: int
     reserve: Callable[[int], int]
-    held_bytes: int
     slots: int = STAGING_SLOTS
 
     def device_need(self, peak_bytes: int) -> int:
@@ -156,10 +155,9 @@ def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
     # pass through two buffers of the largest one's size, allocated for the whole load.
     places = 2 * max(transient, leaving_transient)
     filling = resident + places
-    packing = places + min(limits.held_bytes, staged) if leaving_transient else 0
     reading = limits.host_load_bytes + spilled
     return Totals(
-        run_bytes=limits.run_bytes + running, load_bytes=limits.load_bytes + max(filling, packing, running),
+        run_bytes=limits.run_bytes + running, load_bytes=limits.load_bytes + max(filling, running),
         host_bytes=limits.host_bytes + host + max(buffers, reading), disk_bytes=disk, slots=slots, staged_bytes=staged,
         buffer_bytes=buffers, read_buffer_bytes=reading, cost_s=cost_s,
     )  # fmt: skip

@@ -168,18 +168,17 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
     if stored_format(quant).layout is None:
         return f"trimtab's kernels do not read weights in {quant}"
-    return next((why for row in anatomy.rows if (why := _unread_experts(row)) is not None), None)
+    return next((why for row in anatomy.rows if (why := _unread_experts(row, anatomy.dtype)) is not None), None)
 
 
-def _unread_experts(row: ModuleRow) -> str | None:
+def _unread_experts(row: ModuleRow, dtype: str) -> str | None:
     """Return why kernels do not read a row's packed experts, which are then chosen on the host; None if they do."""
-    if row.made is None:
-        return None
-    shapes = [tensor.shape[1:] for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
-    if row.is_transposed or row.is_interleaved or any(size % WEIGHT_BLOCK for shape in shapes for size in shape):
-        return "the packed experts of a token are chosen on the host: kernels do not know how their stacks lie"
-    if stored_format(row.made).layout is None:
-        return f"the packed experts of a token are chosen on the host: no kernel reads {row.made}"
+    for stack in row.stacks if row.packs_experts else ():
+        name = row.form_of(stack)
+        if row.is_transposed or row.is_interleaved or any(size % WEIGHT_BLOCK for size in stack.shape[1:]) or name is None:
+            return "the packed experts of a token are chosen on the host: kernels do not know how their stacks lie"
+        if stored_format(name).layout is None or GGML_FLOATS.get(name.removesuffix("-idx"), dtype) != dtype:
+            return f"the packed experts of a token are chosen on the host: no kernel reads {name} in {dtype}"
     return None
 
 
@@ -207,9 +206,15 @@ def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, 
 
 
 def formats_on_gpu(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
-    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready."""
-    facts: dict[str, Any] = {"step_mode": "fused", "is_kept": False}
-    return [one | {"on_gpu": how_computed(one["name"], are_tables=one["is_table"], **facts)} for one in formats_of(packed)]
+    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. With packed experts steps
+    are eager."""
+    of_experts = {entry.format_name for name, entry in packed.items() if ".experts." in name}
+    facts: dict[str, Any] = {"step_mode": "eager" if of_experts else "fused", "is_kept": False}
+    found = formats_of(packed)
+    for one in found:
+        one["on_gpu"] = how_computed(one["name"], are_tables=one["is_table"], **facts)
+        one["on_gpu"] += "; of experts the chosen ones" if one["name"] in of_experts else ""
+    return found
 
 
 # Bytes -----------------------------------------------------------------------------------------------------------------

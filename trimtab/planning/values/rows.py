@@ -47,12 +47,15 @@ class StoredWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """The stacked experts of a model: the format that loading makes (None: 16 or 32 bits), how many modules, values and bytes."""
+    """The stacked experts of a model: their formats (None: 16 or 32 bits), how many modules, values and bytes, whether loading
+    packs them, and why experts that the files hold packed do not stay so."""
 
     format_name: str | None
     modules: int
     values: int
     bytes: int
+    is_made: bool
+    reason: str
 
     @property
     def bits_per_value(self) -> float:

@@ -12,7 +12,6 @@ from trimtab.adapters.adapter import AdapterTarget, match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import UNREAD_PARTS
 from trimtab.merging.changes.experts import StackPairs
 from trimtab.process import phases
 from trimtab.verification.merges.packed_grid import Grid, read_grid
@@ -67,8 +66,7 @@ class _Weights:
         if name not in self.packed:
             return read_small({name: self.entries[name]})[name]
         entry = self.packed[name]
-        parts = {part: tensor for part, tensor in entry.parts.items() if part not in UNREAD_PARTS}
-        return dequantize(prequantized(entry, read_small(parts), torch.float32))
+        return dequantize(prequantized(entry, read_small(entry.read_parts), torch.float32))
 
 
 def survival_of_files(base: Path, merged: Path, adapter: Path) -> tuple[Survival, ...]:

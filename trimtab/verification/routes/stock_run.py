@@ -23,7 +23,7 @@ import torch
 from trimtab.bridge.row_scales import wrong_scales
 from trimtab.process import phases
 from trimtab.process.packages import stack_versions, version_of
-from trimtab.request import EXPERTS
+from trimtab.request import MADE_EXPERTS
 from trimtab.stock.unsplit import dense_note, load_unsplit, round_experts, with_adapters
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.loaded_changes import sketch
@@ -47,7 +47,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             round_experts(model, route["experts"])
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
             notes = dense_note(route["folder"]) + notes
-            if route["experts"] != EXPERTS[0]:
+            if route["experts"] in MADE_EXPERTS:
                 notes.append(f"the stacked experts have the values that bitsandbytes' {route['experts']} gives each of them")
         emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
