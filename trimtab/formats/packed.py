@@ -22,7 +22,7 @@ READERS: Mapping[str, Read] = {
 # Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
 MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".embedding_quantized")
 # What no reader leaves over: a weight would be computed from its integers, or without a part of what it means.
-LEFT_OVER = (*MARKS, ".qzeros", ".act.scales")
+LEFT_OVER = (*MARKS, ".qzeros", ".act.scales", ".weight_zero_point", ".weight_g_idx")
 INTEGERS = ("int8", "uint8", "int32")
 HINT = "Use the unquantized checkpoint of the same model: trimtab quantizes while it loads"
 

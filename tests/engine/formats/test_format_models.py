@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -93,6 +94,25 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(form, root, tmp_path):
     off = (written[name].double() - (base + delta)).abs()
     assert bool((off <= 2**-8 * ((base + delta).abs() + base.abs())).all())
     assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("nvfp4-modelopt", "hf_quant_config.json"), ("gptq", "quantize_config.json"), ("awq", "quant_config.json"),
+     ("gptq", "quantization_config.json"), ("ct-int4", None)],
+)  # fmt: skip
+@pytest.mark.parametrize("requantize", [None, "nf4"])
+def test_a_merge_does_not_say_that_its_weights_are_packed_as_the_bases(form, name, requantize, root, tmp_path):
+    base = shutil.copytree(files("llama", form, root)[0], tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    settings = config["quantization_config"]
+    (base / (name or "config.json")).write_text(json.dumps(settings if name else config | {"compression_config": settings}))
+    trimtab.merge(base, tmp_path / "merged", adapters=adapter("llama", "lora", root), requantize=requantize)
+    kept = {path.name for path in base.iterdir() if path.suffix == ".json"} - {name}
+    assert {path.name for path in (tmp_path / "merged").glob("*.json")} == kept | {"trimtab_merge.json"}
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "compression_config" not in written
+    assert written.get("quantization_config", {}).get("quant_method") == ("bitsandbytes" if requantize else None)
 
 
 @pytest.mark.parametrize("form", FORMS)

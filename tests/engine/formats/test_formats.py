@@ -89,6 +89,18 @@ def test_a_merge_reads_the_weight_without_rounding(golden, case, tmp_path):
     assert rows.dtype == torch.float32 and torch.equal(rows.to(expected.dtype), expected[2:7])
 
 
+@pytest.mark.parametrize("order", [("zp", "even"), ("even", "zp")])
+def test_the_zero_points_of_a_weight_are_those_of_a_config_group_that_fits_it(golden, order, tmp_path):
+    declared = CONFIGS["ct-int8-g32-zp"]["config_groups"]["group_0"]["weights"]
+    groups = {"zp": {"weights": declared}, "even": {"weights": declared | {"symmetric": True}}}
+    parts = stored(golden, "ct-int8-g32-zp")
+    expected, zero = parts.pop("expected"), parts["weight_zero_point"]
+    config = CONFIGS["ct-int8-g32-zp"] | {"config_groups": {name: groups[name] for name in order}}
+    assert torch.equal(weights.dequantize(read(written(tmp_path / "a", parts, config))[1]), expected)
+    entry, even = read(written(tmp_path / "b", {name: part for name, part in parts.items() if part is not zero}, config))
+    assert entry.kind == "int8-g32" and not torch.equal(weights.dequantize(even), expected)
+
+
 def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
     parts = stored(golden, "gptq-g32")
     parts.pop("expected")
@@ -210,6 +222,11 @@ def changed(name, change):
         ("ct-int4-g32", changed("weight_scale", lambda t: t[:-1]), "weight_scale is"),
         ("ct-int4-g32", changed("weight_scale", lambda t: t.to(torch.int8)), "weight_scale is"),
         ("ct-int4-g128-zp-f16", changed("weight_zero_point", lambda t: t[:-1]), "weight_zero_point is"),
+        ("ct-int4-g128-zp-f16", without("weight_zero_point"), "no weight_zero_point, config.json says symmetric false"),
+        ("ct-int8-g32-zp", without("weight_zero_point"), "no weight_zero_point, config.json says symmetric false"),
+        ("ct-int4-g32", lambda parts: parts.update({"weight_zero_point": words(torch.ones(3, 24), 4).t()}), "symmetric true"),
+        ("ct-int4-g32", lambda parts: parts.update({"weight_g_idx": torch.zeros(96)}), "weight_g_idx"),
+        ("ct-fp8-row", lambda parts: parts.update({"weight_zero_point": torch.ones(20, 1)}), "weight_zero_point: belongs to"),
         ("ct-fp8-row", changed("weight", lambda t: t.to(torch.float8_e5m2)), "float8_e5m2"),
         ("ct-fp8-row", without("weight_scale"), "needs one of"),
         ("ct-fp8-row", changed("weight_scale", lambda t: t[:7]), "no scale of a weight"),
@@ -218,6 +235,7 @@ def changed(name, change):
         ("awq-g32", changed("scales", lambda t: t[:1]), "groups"),
         ("awq-g32", changed("qweight", lambda t: t[:, :-1]), "qweight is"),
         ("gptq-g32", changed("g_idx", lambda t: t[:-1]), "g_idx is"),
+        ("gptq-ordered", without("g_idx"), "no g_idx, but config.json says that inputs are in another order"),
         ("gptq-g32", changed("qzeros", lambda t: t.to(torch.int64)), "qzeros are"),
         ("awq-g32", lambda parts: parts.update({"act.scales": torch.ones(4)}), "not read"),
         ("fp8-bf16", lambda parts: parts.update({"y.weight": torch.ones(4, 4, dtype=torch.int8)}), "without its quantization"),
