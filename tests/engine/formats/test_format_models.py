@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import pico, quantized_files, stock
@@ -113,6 +113,24 @@ def test_a_merge_does_not_say_that_its_weights_are_packed_as_the_bases(form, nam
     written = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert "compression_config" not in written
     assert written.get("quantization_config", {}).get("quant_method") == ("bitsandbytes" if requantize else None)
+
+
+@pytest.mark.parametrize("form", ["ct-fp8", "nvfp4-ct", "nvfp4-modelopt", "fp8-tensor"])
+@pytest.mark.parametrize("shape", [(1,), (), (4, 1, 1)], ids=str)
+def test_the_scales_of_a_rounded_kv_cache_are_left_out(form, shape, root, tmp_path):
+    base = shutil.copytree(files("llama", form, root)[0], tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    (base / "config.json").write_text(json.dumps(config))
+    names = [f"model.layers.0.self_attn.{name}" for name in ("q_scale", "k_scale", "v_scale", "k_proj.output_scale")]
+    tensors = load_file(base / "model.safetensors")
+    save_file(tensors | {name: torch.full(shape, 0.5) for name in names}, base / "model.safetensors", {"format": "pt"})
+    with trimtab.load(trimtab.plan(base, device="cpu", context=64, place={"*": "resident"})) as model:
+        found = stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config))
+    assert torch.equal(found, expected("llama", form, "none", root))
+    trimtab.merge(base, tmp_path / "merged", adapters=adapter("llama", "lora", root))
+    dense = load_file(files("llama", form, root)[1] / "model.safetensors")
+    assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(dense)
 
 
 @pytest.mark.parametrize("form", FORMS)
