@@ -273,7 +273,7 @@ def _planned(
         anatomy_of=lambda changed: anatomy_for(checkpoint, changed, inputs, may_be_kept=is_known, keeps_16bit=narrow),
     )  # fmt: skip
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
-    window = window_reason(checkpoint, request.context_tokens)
+    window = window_reason(checkpoint, request.context_tokens) if checkpoint.is_gguf else ""
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason, window_reason=window)
     # The probed module tree takes a second to make and holds no weights. Only the first load of any of these plans can use it.
     read = Handover(FilesRead(checkpoint, inputs.specs, inputs.probe), made.made_of)

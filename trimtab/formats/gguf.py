@@ -36,13 +36,13 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pack
 
 
 def window_reason(checkpoint: Checkpoint, context_tokens: int) -> str:
-    """Return why answers to a longer context than the window of Mistral 7B 0.1 may differ from it; "" for other files and contexts.
+    """Return why answers to a longer context than the window of Mistral 7B 0.1 may differ from it; "" for others.
 
     llama.cpp's converter writes no window for the architecture `llama`, and llama.cpp computes none. Of its released models only
     that one has these positions. Source: config.json of mistralai/Mistral-7B-v0.1.
     """
     config, rope = checkpoint.config, {"rope_theta": 10000.0, "rope_type": "default"}
-    if not checkpoint.is_gguf or config.get("model_type") not in ("llama", "mistral") or context_tokens <= MISTRAL_WINDOW:
+    if config.get("model_type") not in ("llama", "mistral") or context_tokens <= MISTRAL_WINDOW:
         return ""
     if config.get("rope_parameters") != rope or config.get("max_position_embeddings") != 8 * MISTRAL_WINDOW:
         return ""

@@ -30,7 +30,8 @@ NAMES = {
     "ct-int4-row-odd": "int4-row", "ct-int8-g32-zp": "int8-g32-zp", "ct-int8-row": "int8-row", "ct-fp8-row": "fp8-row",
     "ct-fp8-tensor": "fp8-tensor", "ct-fp8-block": "fp8-128x128", "fp8-bf16": "fp8-128x128", "fp8-f32": "fp8-128x128",
     "awq-g32": "int4-g32-zp", "awq-g128": "int4-g128-zp", "gptq-g32": "int4-g32-zp", "gptq-ordered": "int4-g32-zp-idx",
-    "gptq_v2-int8": "int8-row-zp",
+    "gptq_v2-int8": "int8-row-zp", "awq-g64": "int4-g64-zp", "gptq-g64": "int4-g64-zp", "gptq-g128": "int4-g128-zp",
+    "gptq-ordered-g64": "int4-g64-zp-idx", "gptq-ordered-g128": "int4-g128-zp-idx",
 }  # fmt: skip
 CPU = torch.device("cpu")
 
