@@ -14,11 +14,13 @@ COMPILER := .venv/compiler-$(shell cksum < locks/compiler.txt | cut -d ' ' -f 1)
 
 PEERS := .venv-peers/made-from-$(shell cat locks/peers.txt | cksum | cut -d ' ' -f 1)
 
+FORMATS := .venv-formats/made-from-$(shell cksum < locks/formats.txt | cut -d ' ' -f 1)
+
 CLIENTS := $(shell cat locks/clients.txt tests/clients/package-lock.json | cksum | cut -d ' ' -f 1)
 FUZZ := schemathesis-4.32.5
 AXE := axe-core-4.14.1
 
-.PHONY: demo mutants test test-all test-oldest test-upstream test-slow test-ray test-peers test-clients test-page test-gpu lint format house house-timed bench clean
+.PHONY: demo mutants test test-all test-oldest test-upstream test-slow test-ray test-peers test-formats test-clients test-page test-gpu lint format house house-timed bench clean
 
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
@@ -92,6 +94,15 @@ $(PEERS):
 	CMAKE_BUILD_PARALLEL_LEVEL=2 CMAKE_ARGS=-DLLAVA_BUILD=OFF .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r locks/peers.txt
 	touch $@
 
+# The formats' own libraries, next to the newest environment: they make the golden files again, and read models themselves.
+test-formats: $(NEWEST) $(FORMATS)
+	$(ENV) PYTHONPATH=.:$(CURDIR)/.venv-formats .venv/bin/python -m pytest -q tests/golden/formats tests/gguf/test_foreign.py
+
+$(FORMATS): $(NEWEST)
+	rm -rf .venv-formats
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-formats -r locks/formats.txt
+	touch $@
+
 # The page in a headless Chromium of the system (apt-get install chromium), and every state of it looked through by axe-core
 # (from npm, for this alone). What is not there is skipped with a reason.
 test-page: $(NEWEST)
@@ -125,7 +136,7 @@ bench:
 	$(ENV) $(PYTHON) -m bench.memory --work $${TMPDIR:-/tmp}/trimtab-bench --save bench/results/memory.json
 
 clean:
-	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .venv-clients tests/clients/node_modules .venv-peers .npm-page .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .venv-clients tests/clients/node_modules .venv-peers .venv-formats .npm-page .mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(NEWEST): LOCK = locks/newest.txt
 $(OLDEST): LOCK = locks/oldest.txt

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests import pico
 
 Packed = tuple[dict[str, Tensor], Tensor]
 LINEAR = ("_proj.weight", "linear.weight", "fc1.weight", "fc2.weight", "qkv.weight", "proj.weight")
@@ -45,7 +49,7 @@ def rounded(weight: Tensor, bits: int, group: int, scale_dtype: torch.dtype, *, 
 
 
 def ct(weight: Tensor, *, bits: int = 4, group: int = 32, symmetric: bool = True) -> Packed:
-    q, zero, scale, dense = rounded(weight, bits, group, torch.bfloat16, symmetric=symmetric)
+    q, zero, scale, dense = rounded(weight, bits, group or weight.shape[1], torch.bfloat16, symmetric=symmetric)
     parts = {"weight_packed": words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
     if not symmetric:
         parts["weight_zero_point"] = words(zero.t(), bits).t().contiguous()
@@ -90,6 +94,14 @@ def fp8(weight: Tensor, *, block: tuple[int, int], name: str = "weight_scale_inv
     return {"weight": q, name: scale.reshape(1) if block == (0, 0) else scale}, dense
 
 
+def mxfp8(weight: Tensor) -> Packed:
+    blocks = weight.float().view(weight.shape[0], -1, 32)
+    exponent = (blocks.abs().amax(-1).clamp(min=1e-6) / 448).log2().ceil()
+    q = (blocks / exponent.exp2()[..., None]).to(torch.float8_e4m3fn)
+    dense = (q.double() * exponent.double().exp2()[..., None]).to(torch.bfloat16).view(weight.shape)
+    return {"weight": q.view(weight.shape), "weight_scale": (exponent + 127).to(torch.uint8)}, dense
+
+
 def float4(weight: Tensor, *, group: int, layout: str) -> Packed:
     """NVFP4 (group 16, layout ct or modelopt) and MXFP4 (group 32)."""
     rows = weight.shape[0]
@@ -121,7 +133,7 @@ def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
     form = (
         "pack-quantized"
         if kind == "int"
-        else "float-quantized"
+        else f"{'mxfp8' if 'group_size' in weights else 'float'}-quantized"
         if bits == 8
         else f"{'nv' if weights['group_size'] == 16 else 'mx'}fp4-pack-quantized"
     )
@@ -130,6 +142,7 @@ def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
 
 TIERS = ("resident", "stream", "disk", "host")
 FAMILIES = ("llama", "qwen3_vl", "gemma4", "qwen3_moe", "gemma3n")
+OFFICIAL_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 # name -> (quantization_config, what packs a weight [D_out, D_in], the format's name in plans)
 FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
     "ct-int4": (ct_config(4, "int", strategy="group", group_size=32), ct, "int4-g32"),
@@ -141,14 +154,14 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
     "ct-fp8": (
         ct_config(8, "float", strategy="channel"), lambda weight: fp8(weight, block=(1, 0), name="weight_scale"), "fp8-row",
     ),
-    "fp8-block": (
-        {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
-        lambda weight: fp8(weight, block=(32, 32)), "fp8-32x32",
+    "ct-int4-g128": (
+        ct_config(4, "int", strategy="group", group_size=128), lambda weight: ct(weight, group=128), "int4-g128",
     ),
-    "fp8-f32": (
-        {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"},
-        lambda weight: fp8(weight, block=(32, 32), dtype=torch.float32), "fp8-32x32",
-    ),
+    "ct-int4-row": (ct_config(4, "int", strategy="channel"), lambda weight: ct(weight, group=0), "int4-row"),
+    "ct-int8-row": (ct_config(8, "int", strategy="channel"), lambda weight: ct(weight, bits=8, group=0), "int8-row"),
+    "fp8-block": (OFFICIAL_FP8, lambda weight: fp8(weight, block=(128, 128)), "fp8-128x128"),
+    "fp8-f32": (OFFICIAL_FP8, lambda weight: fp8(weight, block=(128, 128), dtype=torch.float32), "fp8-128x128"),
+    "mxfp8": (ct_config(8, "float", strategy="group", group_size=32), mxfp8, "fp8-1x32"),
     "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, lambda weight: fp8(weight, block=(0, 0)), "fp8-tensor"),
     "nvfp4-ct": (
         ct_config(4, "float", strategy="tensor_group", group_size=16),
@@ -163,16 +176,34 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq, "int4-g32-zp"),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq, "int4-g32-zp"),
-    "gptq-ordered": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
-        lambda weight: gptq(weight, ordered=True), "int4-g32-zp-idx",
-    ),
+    **{
+        f"gptq-ordered{mark}": (
+            {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": True},
+            partial(gptq, group=group, ordered=True), f"int4-g{group}-zp-idx",
+        )
+        for group, mark in ((32, ""), (64, "-g64"), (128, "-g128"))
+    },
 }  # fmt: skip
+# Those whose blocks and groups are larger than the weights of the smallest models.
+WIDE = ("ct-int4-g128", "fp8-block", "fp8-f32", "gptq-ordered-g64", "gptq-ordered-g128")
+
+
+@cache
+def base_of(family: str, form: str) -> Path:
+    """Return the checkpoint of a family that is written in a form; of a wide one, with a text model of 256 values."""
+    if form not in WIDE:
+        return pico.built(family)
+    folder = Path(pico._cache_folder().name) / f"{family}-wide"
+    if not folder.exists():
+        with patch.dict(pico._TEXT, hidden_size=256, intermediate_size=512), patch.object(pico, "WIDTH", 256):
+            pico.make_model(family).save_pretrained(folder)
+    return folder
 
 
 def write(source: Path, folder: Path, form: str) -> tuple[Path, Path]:
     """Write `source` quantized, and with the same values unquantized; returns both folders."""
     settings, pack, _ = FORMS[form]
+    step = 256 if form in WIDE else 64
     small, dense = folder / "small", folder / "dense"
     for target in (small, dense):
         shutil.copytree(source, target, dirs_exist_ok=True)
@@ -181,7 +212,7 @@ def write(source: Path, folder: Path, form: str) -> tuple[Path, Path]:
     for file in source.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             packed_tensors[name] = dense_tensors[name] = tensor
-            if not name.endswith(LINEAR) or tensor.dim() != 2 or tensor.shape[1] % 64 or tensor.shape[0] % 8:
+            if not name.endswith(LINEAR) or tensor.dim() != 2 or tensor.shape[1] % step or tensor.shape[0] % 8:
                 continue
             parts, values = pack(tensor)
             del packed_tensors[name]

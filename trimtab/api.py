@@ -20,6 +20,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
 from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.formats.gguf import window_reason
 from trimtab.formats.packed import format_names, split_packed
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
@@ -273,7 +274,8 @@ def _planned(
         anatomy_of=lambda changed: anatomy_for(checkpoint, changed, inputs, may_be_kept=is_known, keeps_16bit=narrow),
     )  # fmt: skip
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
-    made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason)
+    window = window_reason(checkpoint, request.context_tokens) if checkpoint.is_gguf else ""
+    made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason, window_reason=window)
     # The probed module tree takes a second to make and holds no weights. Only the first load of any of these plans can use it.
     read = Handover(FilesRead(checkpoint, inputs.specs, inputs.probe), made.made_of)
     return replace(made, files_read=inputs.files_read.setdefault((made.made_of, inputs.probe is None), read))

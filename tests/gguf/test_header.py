@@ -226,6 +226,13 @@ def test_files_of_a_set_are_one_model_from_any_of_them(tmp_path):
         find_folder(tmp_path)
 
 
+def test_the_kind_of_a_file_is_not_asked_of_more_keys_than_are_read(tmp_path, monkeypatch):
+    file = small(tmp_path, {"general.name": "a", "general.type": "adapter"})
+    assert header_module.file_kind(file) == "adapter"
+    monkeypatch.setattr(header_module, "MOST_KEYS", 2)
+    assert header_module.file_kind(file) == "model" and "at most 2 are read in all" in refusal(file)
+
+
 def test_the_limits_of_headers_are_those_of_a_whole_set(tmp_path, monkeypatch):
     file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
     parts = gguf_files.split(file, tmp_path)

@@ -111,10 +111,13 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[s
     if scale.dtype not in SCALE_DTYPES or scale.shape[:1] != (rows,) or len(scale.shape) > 2:
         return f"weight_scale is {scale.dtype} {list(scale.shape)}, a float for each of {rows} rows or of their groups is needed"
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
-    size = _group_size(columns, groups, bits, schemes)
-    if size is None:
+    fitting = [one for one in schemes if one.get("num_bits") == bits and (groups == 1 or _has_groups(one, columns, groups))]
+    if not fitting:
         return f"weight_scale has {groups} groups a row of {columns}, which no config group declares"
+    size = 0 if groups == 1 else int(fitting[0]["group_size"])
     zero = parts.get("weight_zero_point")
+    if all(bool(one.get("symmetric", True)) is (zero is not None) for one in fitting):
+        return f"has {'no' if zero is None else 'a'} weight_zero_point, config.json says symmetric {str(zero is not None).lower()}"
     if zero is not None and (zero.dtype != "int32" or zero.shape != (ceil(rows * bits / 32), groups)):
         return f"weight_zero_point is {zero.dtype} {list(zero.shape)}, int32 [{ceil(rows * bits / 32)}, {groups}] is needed"
     kind = f"int{bits}-{f'g{size}' if size else 'row'}{'-zp' if zero is not None else ''}"
@@ -123,16 +126,10 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[s
     return PackedEntry(name, kind, shape, scale.dtype, size or None, False, kept, {"layout": "packed"})
 
 
-def _group_size(columns: int, groups: int, bits: int, schemes: list[Mapping[str, Any]]) -> int | None:
-    """Return the values of a row with one scale, 0 for all of them, as a config group with these bits declares it."""
-    if groups == 1:
-        return 0
-    for one in schemes:
-        size = one.get("group_size")
-        if one.get("num_bits") == bits and isinstance(size, int) and not isinstance(size, bool) and size > 0:
-            if ceil(columns / size) == groups and size < 10**6:
-                return size
-    return None
+def _has_groups(scheme: Mapping[str, Any], columns: int, groups: int) -> bool:
+    """Return whether a config group declares this many groups for a row."""
+    size = scheme.get("group_size")
+    return type(size) is int and 0 < size < 10**6 and ceil(columns / size) == groups
 
 
 def _shape(entry: TensorEntry) -> tuple[int, int] | str:

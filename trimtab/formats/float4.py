@@ -3,8 +3,8 @@
 compressed-tensors: `X.weight_packed` uint8 [D_out, D_in / 2], the first value in the low half, `X.weight_scale` float8_e4m3fn
 [D_out, D_in / 16], and `X.weight_global_scale` float32 [1], by which scales are divided. MXFP4 has `X.weight_scale` uint8 [D_out,
 D_in / 32], powers of 2 (e8m0), alone. ModelOpt: `X.weight`, `X.weight_scale` and `X.weight_scale_2`, by which scales are
-multiplied; its FP8 weights have one `X.weight_scale` (float8.py). Scales of activations and of the KV cache are left out: trimtab
-does not round activations. Source: compressed-tensors 0.20.0, compressors/nvfp4 and mxfp4; ModelOpt,
+multiplied; its FP8 weights have one `X.weight_scale` (float8.py). Scales of activations are left out: trimtab does not round
+activations. Source: compressed-tensors 0.20.0, compressors/nvfp4 and mxfp4; ModelOpt,
 torch/quantization/qtensor/nvfp4_tensor.py (read, not run). Only headers are read.
 """
 
@@ -24,7 +24,6 @@ GROUPS = {float8.E4M3: (16, "nvfp4-g16", True), "uint8": (32, "mxfp4-g32", False
 # Name of the packed values -> name of the scale of the weight: compressed-tensors, ModelOpt.
 LAYOUTS = {"weight_packed": "weight_global_scale", "weight": "weight_scale_2"}
 ACTIVATIONS = ("input_global_scale", "input_scale")
-CACHE = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "FP8", "MIXED_PRECISION")
 
 
@@ -39,7 +38,6 @@ def read_modelopt(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[
         )  # fmt: skip
     problems: list[tuple[str, str]] = []
     packed, used = weights(checkpoint.tensors, problems)
-    used |= {name for name, entry in checkpoint.tensors.items() if name.endswith(CACHE) and prod(entry.shape) == 1}
     left = {name: entry for name, entry in checkpoint.tensors.items() if name not in used}
     others, more = float8.weights(left, problems, None)
     problems += [

@@ -12,6 +12,8 @@ from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.formats.record import GGML_BLOCKS, INDEXED, PackedEntry, refuse
 
+MISTRAL_WINDOW = 4096
+
 
 def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
     """Return (plain tensors, packed weights by name). Errors: CheckpointError for a type that is not read."""
@@ -31,3 +33,20 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pack
         packed[name] = PackedEntry(name, named, entry.shape, "bfloat16", None, False, {"weight": part}, orders)
     refuse(checkpoint, problems)
     return plain, packed
+
+
+def window_reason(checkpoint: Checkpoint, context_tokens: int) -> str:
+    """Return why answers to a longer context than the window of Mistral 7B 0.1 may differ from it; "" for others.
+
+    llama.cpp's converter writes no window for the architecture `llama`, and llama.cpp computes none. Of its released models only
+    that one has these positions. Source: config.json of mistralai/Mistral-7B-v0.1.
+    """
+    config, rope = checkpoint.config, {"rope_theta": 10000.0, "rope_type": "default"}
+    if config.get("model_type") not in ("llama", "mistral") or context_tokens <= MISTRAL_WINDOW:
+        return ""
+    if config.get("rope_parameters") != rope or config.get("max_position_embeddings") != 8 * MISTRAL_WINDOW:
+        return ""
+    return (
+        f"each token attends to all before it, as in llama.cpp: the file names no window, and Mistral 7B 0.1, whose positions it "
+        f"has, was trained with one of {MISTRAL_WINDOW} tokens"
+    )

@@ -22,7 +22,9 @@ READERS: Mapping[str, Read] = {
 # Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
 MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".embedding_quantized")
 # What no reader leaves over: a weight would be computed from its integers, or without a part of what it means.
-LEFT_OVER = (*MARKS, ".qzeros", ".act.scales")
+LEFT_OVER = (*MARKS, ".qzeros", ".act.scales", ".weight_zero_point", ".weight_g_idx")
+# Scales of a rounded KV cache, of keys and values as a whole or of each head: trimtab's cache is not rounded.
+CACHE = (".q_scale", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 INTEGERS = ("int8", "uint8", "int32")
 HINT = "Use the unquantized checkpoint of the same model: trimtab quantizes while it loads"
 
@@ -46,6 +48,8 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
         named = f"is quantized with {method!r:.60}" if method else "is quantized, and config.json names no quant_method"
         raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.path, hint=HINT)
     plain, packed = read(checkpoint)
+    if method is not None:
+        plain = {name: entry for name, entry in plain.items() if not name.endswith(CACHE)}
     refuse(checkpoint, list(_left_over(plain)))
     if method is not None and checkpoint.has_weights and not packed:
         raise CheckpointError(

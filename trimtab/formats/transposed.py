@@ -67,7 +67,7 @@ def _read(checkpoint: Checkpoint, bits: int, settings: Mapping[str, Any], layout
             continue
         parts = {part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in PARTS if f"{stem}{dot}{part}" in checkpoint.tensors}
         used |= {f"{stem}{dot}{part}" for part in parts}
-        found = _weight(f"{stem}{dot}weight", parts, bits, size, layout, desc_act=settings.get("desc_act") is True)
+        found = _weight(f"{stem}{dot}weight", parts, bits, size, layout, desc_act=bool(settings.get("desc_act")))
         if isinstance(found, str):
             problems.append((f"{stem}{dot}weight", found))
         else:
@@ -102,6 +102,8 @@ def _weight(
     index = parts.get("g_idx")
     if index is not None and (index.dtype != "int32" or index.shape != (columns,)):
         return f"g_idx is {index.dtype} {list(index.shape)}, int32 [{columns}] is needed"
+    if index is None and groups > 1 and desc_act and layout != "awq":
+        return "has no g_idx, but config.json says that inputs are in another order (desc_act)"
     # Without the order of activations (desc_act) the index says nothing that the size of groups does not: checked when it is read.
     is_ordered = index is not None and groups > 1 and desc_act
     marks = "-zp" + ("-idx" if is_ordered else "") + ("-f32" if scale.dtype == "float32" else "")

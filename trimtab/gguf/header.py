@@ -189,7 +189,7 @@ def file_kind(path: Path) -> str:
     with suppress(CheckpointError, OSError), open(path, "rb") as file:
         cursor = _Cursor(path, file, _Left())
         magic, _, _, keys = cursor.take(4, "its first bytes"), cursor.take(4, ""), cursor.take(8, ""), cursor.number("Q", "")
-        for _ in range(keys if magic == MAGIC else 0):
+        for _ in range(keys if magic == MAGIC and keys <= MOST_KEYS else 0):
             name = cursor.text("a key's name", MOST_KEY_BYTES)
             value = cursor.value(cursor.number("I", name), name)
             if name == "general.type":

@@ -44,6 +44,11 @@ WEIGHT_ENDINGS = (
     ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
     ".msgpack", ".onnx", ".onnx_data", ".ot",
 )  # fmt: skip
+# The table of a GGUF folder, the record of an earlier merge, and what says how the base's weights were packed (ModelOpt, GPTQ,
+# AWQ, auto-round). Loaders read it where config.json has no quantization_config.
+NOT_COPIED = (
+    TABLE, RECORD_NAME, "hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json",
+)  # fmt: skip
 # One file uses about four cores and about 40 MiB of chunks, a packed one more. Two plain files are written at once even
 # on one core: while one waits for the disk, the other computes.
 CORES_A_FILE, MIN_FILES_AT_ONCE, MAX_FILES_AT_ONCE = 4, 2, 4
@@ -248,7 +253,7 @@ def versions() -> dict[str, str]:
 
 
 def _small_files(checkpoint: Checkpoint, replaced: Mapping[str, bytes]) -> dict[str, Path | bytes]:
-    """Return the other files of the base's folder, by relative path: all that are no weight files."""
+    """Return the other files of the base's folder, by relative path: all but weights and what says how they are packed."""
     files: dict[str, Path | bytes] = {}
     indexes = {stamp[0] for stamp in checkpoint.stamps}
     for folder, inside, names in os.walk(checkpoint.folder):
@@ -257,7 +262,7 @@ def _small_files(checkpoint: Checkpoint, replaced: Mapping[str, bytes]) -> dict[
             path = Path(folder, name)
             place = path.relative_to(checkpoint.folder).as_posix()
             is_weight = name.endswith(WEIGHT_ENDINGS) and place not in indexes
-            if name.startswith(".") or is_weight or path in checkpoint.files or place in (RECORD_NAME, TABLE):
+            if name.startswith(".") or is_weight or path in checkpoint.files or place in NOT_COPIED:
                 continue
             if path.is_file():
                 files[place] = replaced.get(place, path)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import pico, quantized_files, stock
 from tests.long_runs import slow_on_cpu
-from tests.quantized_files import FAMILIES, FORMS, TIERS, write
+from tests.quantized_files import FAMILIES, FORMS, TIERS, base_of, write
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.stock import unsplit
@@ -25,12 +26,13 @@ VARIANTS = {"none": None, "lora": {}, "dora": {"dora": True}, "rslora": {"rslora
 
 @cache
 def files(family: str, form: str, root: Path) -> tuple[Path, Path]:
-    return write(pico.built(family), root / f"{family}-{form}", form)
+    return write(base_of(family, form), root / f"{family}-{form}", form)
 
 
 @cache
-def adapter(family: str, variant: str, root: Path) -> Path:
-    return pico.adapter(pico.built(family), root / f"{family}-{variant}", targets="all", **VARIANTS[variant])
+def adapter(family: str, form: str, variant: str, root: Path) -> Path:
+    base = base_of(family, form)
+    return pico.adapter(base, root / f"{base.name}-{variant}", targets="all", **VARIANTS[variant])
 
 
 @cache
@@ -38,7 +40,7 @@ def expected(family: str, form: str, variant: str, root: Path) -> torch.Tensor:
     model = stock.load_stock(files(family, form, root)[1])
     given = pico.inputs(family, model.config)
     if VARIANTS[variant] is not None:
-        model = stock.with_adapter(model, adapter(family, variant, root))
+        model = stock.with_adapter(model, adapter(family, form, variant, root))
     return stock.logits(model, given)
 
 
@@ -67,7 +69,7 @@ def cases():
 @pytest.mark.parametrize(("family", "form", "tier", "variant"), list(cases()))
 def test_logits_are_those_of_the_stock_stack(family, form, tier, variant, root):
     small, _ = files(family, form, root)
-    adapters = {} if VARIANTS[variant] is None else {"one": adapter(family, variant, root)}
+    adapters = {} if VARIANTS[variant] is None else {"one": adapter(family, form, variant, root)}
     place = {"*": tier} if tier == "resident" else {"language": tier}
     plan = trimtab.plan(small, adapters=adapters, place=place, device="cpu", context=64, audio_s=1.0)
     assert plan.request.quant == FORMS[form][2]
@@ -80,7 +82,7 @@ def test_logits_are_those_of_the_stock_stack(family, form, tier, variant, root):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_merge_is_the_sum_in_float64_rounded_once(form, root, tmp_path):
     small, dense = files("llama", form, root)
-    folder = adapter("llama", "lora", root)
+    folder = adapter("llama", form, "lora", root)
     trimtab.merge(small, tmp_path / "merged", adapters=folder, check=True)
     written = load_file(tmp_path / "merged" / "model.safetensors")
     lora = {name: tensor.double() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
@@ -89,10 +91,47 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(form, root, tmp_path):
     stem = f"base_model.model.{name.removesuffix('.weight')}"
     delta = lora[f"{stem}.lora_B.weight"] @ lora[f"{stem}.lora_A.weight"] * (settings["lora_alpha"] / settings["r"])
     base = load_file(dense / "model.safetensors")[name].double()
-    # Half a unit of bfloat16 for the result, and for the base, which stands here rounded to it.
+    # Half a unit of bfloat16 for the result, and for the base, rounded to it (of GPTQ and AWQ to float16 before).
     off = (written[name].double() - (base + delta)).abs()
-    assert bool((off <= 2**-8 * ((base + delta).abs() + base.abs())).all())
+    assert bool((off <= 2**-8 * (base + delta).abs() + (2**-8 + 2**-11) * base.abs()).all())
     assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("nvfp4-modelopt", "hf_quant_config.json"), ("gptq", "quantize_config.json"), ("awq", "quant_config.json"),
+     ("gptq", "quantization_config.json"), ("ct-int4", None)],
+)  # fmt: skip
+@pytest.mark.parametrize("requantize", [None, "nf4"])
+def test_a_merge_does_not_say_that_its_weights_are_packed_as_the_bases(form, name, requantize, root, tmp_path):
+    base = shutil.copytree(files("llama", form, root)[0], tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    settings = config["quantization_config"]
+    (base / (name or "config.json")).write_text(json.dumps(settings if name else config | {"compression_config": settings}))
+    trimtab.merge(base, tmp_path / "merged", adapters=adapter("llama", form, "lora", root), requantize=requantize)
+    kept = {path.name for path in base.iterdir() if path.suffix == ".json"} - {name}
+    assert {path.name for path in (tmp_path / "merged").glob("*.json")} == kept | {"trimtab_merge.json"}
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "compression_config" not in written
+    assert written.get("quantization_config", {}).get("quant_method") == ("bitsandbytes" if requantize else None)
+
+
+@pytest.mark.parametrize("form", ["ct-fp8", "nvfp4-ct", "nvfp4-modelopt", "fp8-tensor"])
+@pytest.mark.parametrize("shape", [(1,), (), (4, 1, 1)], ids=str)
+def test_the_scales_of_a_rounded_kv_cache_are_left_out(form, shape, root, tmp_path):
+    base = shutil.copytree(files("llama", form, root)[0], tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    (base / "config.json").write_text(json.dumps(config))
+    names = [f"model.layers.0.self_attn.{name}" for name in ("q_scale", "k_scale", "v_scale", "k_proj.output_scale")]
+    tensors = load_file(base / "model.safetensors")
+    save_file(tensors | {name: torch.full(shape, 0.5) for name in names}, base / "model.safetensors", {"format": "pt"})
+    with trimtab.load(trimtab.plan(base, device="cpu", context=64, place={"*": "resident"})) as model:
+        found = stock.logits(model.hf_model, pico.inputs("llama", model.hf_model.config))
+    assert torch.equal(found, expected("llama", form, "none", root))
+    trimtab.merge(base, tmp_path / "merged", adapters=adapter("llama", form, "lora", root))
+    dense = load_file(files("llama", form, root)[1] / "model.safetensors")
+    assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(dense)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -132,8 +171,8 @@ def test_a_format_of_files_is_not_made(quant):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_quantized_table_is_looked_up_or_refused_by_name(form, tmp_path, monkeypatch):
     monkeypatch.setattr(quantized_files, "LINEAR", (*quantized_files.LINEAR, "embed_tokens.weight"))
-    small, dense = write(pico.built("llama"), tmp_path, form)
-    if FORMS[form][2] in ("fp8-32x32", "fp8-tensor", "nvfp4-g16", "int4-g32-zp-idx"):
+    small, dense = write(base_of("llama", form), tmp_path, form)
+    if FORMS[form][2].endswith("-idx") or FORMS[form][2] in ("fp8-128x128", "fp8-tensor", "nvfp4-g16"):
         with pytest.raises(CheckpointError, match="cannot be looked up") as told:
             trimtab.plan(small, device="cpu", context=64)
         assert told.value.tensor_name == "model.embed_tokens.weight"

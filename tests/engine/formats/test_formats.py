@@ -30,7 +30,8 @@ NAMES = {
     "ct-int4-row-odd": "int4-row", "ct-int8-g32-zp": "int8-g32-zp", "ct-int8-row": "int8-row", "ct-fp8-row": "fp8-row",
     "ct-fp8-tensor": "fp8-tensor", "ct-fp8-block": "fp8-128x128", "fp8-bf16": "fp8-128x128", "fp8-f32": "fp8-128x128",
     "awq-g32": "int4-g32-zp", "awq-g128": "int4-g128-zp", "gptq-g32": "int4-g32-zp", "gptq-ordered": "int4-g32-zp-idx",
-    "gptq_v2-int8": "int8-row-zp",
+    "gptq_v2-int8": "int8-row-zp", "awq-g64": "int4-g64-zp", "gptq-g64": "int4-g64-zp", "gptq-g128": "int4-g128-zp",
+    "gptq-ordered-g64": "int4-g64-zp-idx", "gptq-ordered-g128": "int4-g128-zp-idx",
 }  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -86,6 +87,18 @@ def test_a_merge_reads_the_weight_without_rounding(golden, case, tmp_path):
         rows = packed_rows(entry, lambda part: opened)(2, 7)
     # One rounding from there to what the library makes; in float32 nothing is lost but bits below its own type.
     assert rows.dtype == torch.float32 and torch.equal(rows.to(expected.dtype), expected[2:7])
+
+
+@pytest.mark.parametrize("order", [("zp", "even"), ("even", "zp")])
+def test_the_zero_points_of_a_weight_are_those_of_a_config_group_that_fits_it(golden, order, tmp_path):
+    declared = CONFIGS["ct-int8-g32-zp"]["config_groups"]["group_0"]["weights"]
+    groups = {"zp": {"weights": declared}, "even": {"weights": declared | {"symmetric": True}}}
+    parts = stored(golden, "ct-int8-g32-zp")
+    expected, zero = parts.pop("expected"), parts["weight_zero_point"]
+    config = CONFIGS["ct-int8-g32-zp"] | {"config_groups": {name: groups[name] for name in order}}
+    assert torch.equal(weights.dequantize(read(written(tmp_path / "a", parts, config))[1]), expected)
+    entry, even = read(written(tmp_path / "b", {name: part for name, part in parts.items() if part is not zero}, config))
+    assert entry.kind == "int8-g32" and not torch.equal(weights.dequantize(even), expected)
 
 
 def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
@@ -209,6 +222,11 @@ def changed(name, change):
         ("ct-int4-g32", changed("weight_scale", lambda t: t[:-1]), "weight_scale is"),
         ("ct-int4-g32", changed("weight_scale", lambda t: t.to(torch.int8)), "weight_scale is"),
         ("ct-int4-g128-zp-f16", changed("weight_zero_point", lambda t: t[:-1]), "weight_zero_point is"),
+        ("ct-int4-g128-zp-f16", without("weight_zero_point"), "no weight_zero_point, config.json says symmetric false"),
+        ("ct-int8-g32-zp", without("weight_zero_point"), "no weight_zero_point, config.json says symmetric false"),
+        ("ct-int4-g32", lambda parts: parts.update({"weight_zero_point": words(torch.ones(3, 24), 4).t()}), "symmetric true"),
+        ("ct-int4-g32", lambda parts: parts.update({"weight_g_idx": torch.zeros(96)}), "weight_g_idx"),
+        ("ct-fp8-row", lambda parts: parts.update({"weight_zero_point": torch.ones(20, 1)}), "weight_zero_point: belongs to"),
         ("ct-fp8-row", changed("weight", lambda t: t.to(torch.float8_e5m2)), "float8_e5m2"),
         ("ct-fp8-row", without("weight_scale"), "needs one of"),
         ("ct-fp8-row", changed("weight_scale", lambda t: t[:7]), "no scale of a weight"),
@@ -217,6 +235,7 @@ def changed(name, change):
         ("awq-g32", changed("scales", lambda t: t[:1]), "groups"),
         ("awq-g32", changed("qweight", lambda t: t[:, :-1]), "qweight is"),
         ("gptq-g32", changed("g_idx", lambda t: t[:-1]), "g_idx is"),
+        ("gptq-ordered", without("g_idx"), "no g_idx, but config.json says that inputs are in another order"),
         ("gptq-g32", changed("qzeros", lambda t: t.to(torch.int64)), "qzeros are"),
         ("awq-g32", lambda parts: parts.update({"act.scales": torch.ones(4)}), "not read"),
         ("fp8-bf16", lambda parts: parts.update({"y.weight": torch.ones(4, 4, dtype=torch.int8)}), "without its quantization"),

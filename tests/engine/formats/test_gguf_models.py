@@ -21,6 +21,7 @@ from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.planning.plan.plan import Plan
 from trimtab.planning.plan.table import stored_rows
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.stock import unsplit
@@ -144,6 +145,21 @@ def test_a_plan_counts_the_bytes_of_each_type(root):
 def test_a_plan_says_that_values_of_16_bits_are_rounded(dtype, is_rounded, root):
     plan = trimtab.plan(files("qwen3", "f16", root)[0], device="cpu", context=64, dtype=dtype)
     assert all(("its values rounded to bfloat16" in row[-1]) is is_rounded for row in stored_rows(plan)[1:])
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "context", "is_named"),
+    [("mistral", {}, 4097, True), ("mistral", {}, 4096, False), ("llama", {}, 8192, True), ("qwen3", {}, 8192, False),
+     ("mistral", {"rope.freq_base": 1e6}, 8192, False), ("mistral", {"context_length": 16384}, 8192, False)],
+)  # fmt: skip
+def test_a_plan_names_the_window_that_a_file_of_mistral_lacks(family, keys, context, is_named, tmp_path):
+    prefix = "qwen3" if family == "qwen3" else "llama"
+    own = {f"{prefix}.{name}": value for name, value in ({"context_length": 32768, "rope.freq_base": 10000.0} | keys).items()}
+    file, dense = gguf_files.model(family, "q8_0", tmp_path, **own)
+    plan = trimtab.plan(file, device="cpu", context=context)
+    assert ("was trained with one of 4096 tokens" in plan.window_reason) is is_named
+    assert (f" {plan.window_reason}\n" in str(plan)) is is_named and Plan.from_json(plan.to_json()) == plan
+    assert trimtab.plan(dense, quant="none", device="cpu", context=64).window_reason == ""
 
 
 @pytest.mark.parametrize("home", ["device", "host", "file"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -24,6 +25,8 @@ TIERS = {
     "disk": ({"language": "disk", "table": "gather"}, "file"), "host": ({"language": "host", "table": "gather"}, "host"),
 }  # fmt: skip
 
+VARIANTS = {"lora": {}, "dora": {"dora": True}, "rslora": {"rslora": True}, "saved": {"modules_to_save": ["norm"]}}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _factor_of_tables_is_rounded():
@@ -45,30 +48,54 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    return pico.adapter(pico.built("gemma4"), tmp_path_factory.mktemp("adapter"), targets="all")
+def adapters(tmp_path_factory):
+    """Return name -> an adapter on all parts."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {name: pico.adapter(pico.built("gemma4"), root / name, targets="all", **more) for name, more in VARIANTS.items()}
 
 
 @pytest.fixture(scope="module")
-def expected(folder, adapter):
-    """The logits of transformers' own layers: without an adapter, and with its change added by hooks of plain torch."""
+def adapter(adapters):
+    return adapters["lora"]
+
+
+def with_adapter(model, folder):
+    """Add an adapter's change to a stock model by hooks of plain torch, as PEFT computes it: arXiv 2106.09685, 2402.09353."""
+    tensors, settings = load_file(folder / "adapter_model.safetensors"), json.loads((folder / "adapter_config.json").read_text())
+    scale = settings["lora_alpha"] / settings["r"] ** (0.5 if settings["use_rslora"] else 1)
+    linear = torch.nn.functional.linear
+    for name, A in tensors.items():
+        path, _, role = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        if "lora" not in role:
+            module = model.get_submodule(f"{path}.{role}")
+            module.weight = torch.nn.Parameter(A.to(module.weight.dtype))
+        if role != "lora_A":
+            continue
+        module, B = model.get_submodule(path), tensors[name.replace("lora_A", "lora_B")]
+        magnitude = tensors.get(name.replace("lora_A.weight", "lora_magnitude_vector"))
+        if magnitude is not None:
+            weight = module.weight if type(module) is torch.nn.Linear else module._dequantize_weights(torch.bfloat16)
+            magnitude = magnitude / torch.linalg.norm(weight.float() + linear(linear(torch.eye(A.shape[1]), A), B).T * scale, dim=1)
+
+        def add(module, inputs, y, A=A, B=B, magnitude=magnitude):
+            change = linear(linear(inputs[0].float(), A), B)
+            if magnitude is None:
+                return (y + change * scale).to(y.dtype)
+            plain = y if getattr(module, "bias", None) is None else y - module.bias
+            return (y + ((magnitude - 1) * plain + magnitude * change * scale)).to(y.dtype)
+
+        module.register_forward_hook(add)
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(folder, adapters):
+    """The logits of transformers' own layers: without an adapter, and with each adapter's change."""
     model = mobile_files.stock(folder)
     given = pico.inputs("gemma4", model.config)
     found = {None: stock.logits(model, given)}
-    lora = load_file(adapter / "adapter_model.safetensors")
-    for name, A in lora.items():
-        if not name.endswith("lora_A.weight"):
-            continue
-        path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        B = lora[name.replace("lora_A", "lora_B")]
-
-        def add(module, inputs, y, A=A, B=B):
-            change = torch.nn.functional.linear(torch.nn.functional.linear(inputs[0].float(), A), B) * 2.0
-            return (y + change).to(y.dtype)
-
-        model.get_submodule(path).register_forward_hook(add)
-    found["one"] = stock.logits(model, given)
-    assert not torch.equal(found[None], found["one"])
+    found |= {name: stock.logits(with_adapter(mobile_files.stock(folder), one), given) for name, one in adapters.items()}
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(found.values(), 2))
     return given, found
 
 
@@ -83,9 +110,9 @@ def planned(folder, tier="resident", **options):
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_logits_are_those_of_transformers_own_layers(folder, adapter, expected, tier):
+def test_logits_are_those_of_transformers_own_layers(folder, adapters, expected, tier):
     given, truth = expected
-    with trimtab.load(planned(folder, tier, adapters={"one": adapter})) as model:
+    with trimtab.load(planned(folder, tier, adapters=adapters)) as model:
         for name, logits in truth.items():
             model.adapter_store.set(name)
             assert torch.equal(stock.logits(model.hf_model, given), logits), name

@@ -75,7 +75,10 @@ def test_a_mobile_layer_answers_as_transformers_does(golden, case, name, tmp_pat
     assert torch.equal(kept(x), made[f"{name}/rounded"])
     stored |= {"input_activation_scale": torch.zeros(()), "output_activation_scale": torch.zeros(())}
     _, packed = read(written(tmp_path / "plain", stored, CONFIGS[case]), dtype)
-    assert torch.equal(weights.shell(packed, None, dtype)(x), made[f"{name}/plain"])
+    plain, off = weights.shell(packed, None, dtype)(x), 0.0
+    if name == "float32":  # processors add in other orders: two sums, each off by this part of its terms' sizes a term
+        off = 2 * x.shape[1] * 2**-24 * torch.nn.functional.linear(x.abs(), made[name].abs())
+    assert bool(((plain - made[f"{name}/plain"]).abs() <= off).all())
 
 
 @given(

@@ -1,7 +1,8 @@
 """Writes the golden weights of the formats: file tensors as a format's own library stores them, and what it makes of them.
 
-    python -m tests.golden.formats.make         (with compressed-tensors 0.20.0 and auto-round 0.16.1, without their dependencies)
-    python -m tests.golden.formats.make ggml    (with gguf 0.19.0)
+    make test-formats    (installs the libraries of locks/formats.txt and compares; the others need them in PYTHONPATH)
+    python -m tests.golden.formats.make
+    python -m tests.golden.formats.make ggml
 
 golden.safetensors has, for each case of `cases.json`, `CASE/part` and `CASE/expected`. compressed-tensors packs and unpacks its
 own files and AWQ's; transformers' Fp8Dequantize unpacks official FP8 files; auto-round's layers unpack GPTQ's. No line of trimtab
@@ -150,6 +151,11 @@ CASES = {
     "gptq-g32": lambda: gptq(32, 96, 32, 4),
     "gptq-ordered": lambda: gptq(32, 128, 32, 4, ordered=True),
     "gptq_v2-int8": lambda: gptq(32, 64, 64, 8, form="gptq_v2"),
+    "awq-g64": lambda: awq(16, 128, 64),
+    "gptq-g64": lambda: gptq(16, 128, 64, 4),
+    "gptq-g128": lambda: gptq(16, 256, 128, 4),
+    "gptq-ordered-g64": lambda: gptq(16, 128, 64, 4, ordered=True),
+    "gptq-ordered-g128": lambda: gptq(16, 256, 128, 4, ordered=True),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Writes the golden weights of Gemma's mobile files and of 4-bit and 8-bit floats with scales of groups.
 
-    python -m tests.golden.formats.make_small    (with transformers 5.23 and compressed-tensors 0.20.0 without its dependencies)
+    python -m tests.golden.formats.make_small    (with transformers 5.23 and the libraries of locks/formats.txt)
 
 small.safetensors has, for each case of `small.json`, `CASE/part` and what the format's own library makes of it: of mobile files
 transformers' layers in three types, of NVFP4, MXFP4 and MXFP8 compressed-tensors. Of ModelOpt's layout it is the formula of its

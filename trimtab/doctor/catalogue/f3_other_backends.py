@@ -21,7 +21,8 @@ BUG = Bug(
     way_round="bitsandbytes for a base that carries adapters, all of it on one device",
     owner=("transformers", "peft"),
     trackers=("huggingface/accelerate#3973 (merged)",),
-    trimtab="other formats are refused by name; bitsandbytes' own can be placed anywhere, still quantized",
+    trimtab="files of GPTQ and AWQ are read, placed anywhere, still packed, and merged to 16 bits; torchao, HQQ, quanto and AQLM "
+    "are refused by name",
     evidence="source",
 )  # fmt: skip
 

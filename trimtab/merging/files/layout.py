@@ -219,7 +219,8 @@ def new_config(checkpoint: Checkpoint, *, dtype: str | None, pack: str | None, u
     before = json.dumps(config)
     is_packed = checkpoint.quantization is not None
     for part in parts:
-        part.pop("quantization_config", None)
+        for key in ("quantization_config", "compression_config"):  # the second: compressed-tensors before release 0.5
+            part.pop(key, None)
         for key in ("dtype", "torch_dtype"):
             if key in part and (dtype is not None):
                 part[key] = dtype

@@ -51,7 +51,8 @@ class Plan:
     adapter_stamps: name -> the stamps of its files. card: the profile behind all figures, None for this machine's card.
     dtype_reason: why the dtype was chosen, or the cost of a requested one; "" for a usual one. media_reason: the limits
     behind the host memory of a server's images and audio; "" if none is counted. prefix_reason: the capacity in tokens
-    of a prefix cache that is smaller than one prompt of the context; "" for others. version: of the file format.
+    of a prefix cache that is smaller than one prompt of the context; "" for others. window_reason: a window of attention that the
+    file may lack; "" for others. version: of the file format.
     stored: the formats of the checkpoint's files, experts: what stacked experts take, for the table; files_read: from planning
     to the first load. None of them is part of the plan's value: not compared, not saved.
     """
@@ -82,6 +83,7 @@ class Plan:
     dtype_reason: str = ""
     media_reason: str = ""
     prefix_reason: str = ""
+    window_reason: str = ""
     version: int = PLAN_VERSION
     stored: tuple[StoredWeights, ...] = field(default=(), compare=False, repr=False)
     files_read: Handover[Any] = field(default_factory=Handover, compare=False, repr=False)

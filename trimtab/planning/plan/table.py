@@ -165,6 +165,7 @@ def _execution(plan: Plan) -> list[tuple[str, str]]:
         took = sum(phase.bytes.values())
         rows.append((name, f"{phase.mode}{f', {gib(took)}' if took else ''}, {speed}: {phase.reason}"))
     rows += [("type", f"{plan.request.dtype}: {plan.dtype_reason}")] if plan.dtype_reason else []
+    rows += [("attention", plan.window_reason)] if plan.window_reason else []
     rows += [("experts", _experts(plan.experts))] if plan.experts is not None else []
     return [*rows, ("output head", f"{execution.head}: {execution.head_reason}"), *keys_and_values(plan)]
 
