@@ -6,7 +6,7 @@ A layer of transformers' modules takes 26 operations other than products, adapte
 gates. For a few hundred tokens each takes longer to start than to compute. Here one kernel adds a residual and makes the next norm,
 one rotates queries and keys and writes them in attention's layout, one applies a gate: six a layer. Products, attention and the
 cache stay as they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps
-weights unpacked, products over one input are one, with the adapter of the prompt inside (unpacked_columns.py).
+weights unpacked, products over one input are one, with the adapter of the prompt inside (columns.py).
 
 Passes of several prompts use them too. Layers that see the last token alone do not (last_layers.py).
 """
@@ -22,14 +22,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trimtab.engine.families.decoder import DeltaNet
 from trimtab.engine.families.step import FusedStep, gated_heads
-from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
+from trimtab.engine.formats.matmul_table import LayerProduct, Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.plain_attention import attention_torch
 from trimtab.engine.layers.linear import Leaf
 
 if TYPE_CHECKING:
-    from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns
+    from trimtab.engine.batched_lora.columns import Columns, KeptWeights
     from trimtab.engine.families.decoder import Attention, Layer, Norm
     from trimtab.engine.passes.chunk_forward import ChunkState
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 class ChunkLayers:
     """The layers in front of those that see the last token alone. They use the kernels of `step`."""
 
-    def __init__(self, step: FusedStep, first_shared: int, columns: UnpackedColumns | None = None) -> None:
+    def __init__(self, step: FusedStep, first_shared: int, columns: Columns[KeptWeights] | None = None) -> None:
         self.step, self.first_shared, self.columns = step, first_shared, columns
         self.layers = step.layers
-        self.matmuls = MatmulTable[Callable[[Sequence[Leaf], Tensor], Tensor | None]](
+        self.matmuls = MatmulTable[LayerProduct](
             None if columns is None else columns.matmul(),
             None if step.unpacked is None else Matmul("kept", step.unpacked.layers, self._kept),
         )
