@@ -51,7 +51,7 @@ engine/kv (runtime): batch_state int8<hf_kv_int8 kv_cache<hf_slots pages<kv_page
 engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<compile_ahead
     dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice
     selfcheck<fused_check
-engine/batched_lora (runtime): columns<adapter_columns table<slots unpacked_columns
+engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns table<slots
 engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill media_embeddings<hf_prompt_media
     packed_forward<packed_prefill prompt_job
 engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from trimtab.engine.batched_lora import columns as adapter_columns
-from trimtab.engine.batched_lora import unpacked_columns
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import attention_and_norms as fused
@@ -132,7 +131,7 @@ def findings_of_many(
                 found = many_rows.wrong(group, many, dtype, counts=rows)
                 if found is not None:
                     yield f"many rows, {quant}, {dtype}: {found}"
-    if (found := unpacked_columns.wrong(prompts, torch.device(device))) is not None:
+    if (found := adapter_columns.wrong_kept(prompts)) is not None:
         yield f"adapters inside products of unpacked weights: {found}"
     for shape in HEADS:
         for bias in (None, torch.randn(shape[0], device=device).bfloat16()):

@@ -12,7 +12,7 @@ from tests.engine.families.test_last_layers import BFLOAT16_TOLERANCE
 from tests.engine.prefill.test_prefill import DEVICE, answered, differ, eager, ids
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.families.last_layers import OneAdapter
+from trimtab.engine.batched_lora.table import AdapterSlots
 
 NAMES = ("specialist", "style", None, "rslora-dora")
 
@@ -30,7 +30,7 @@ def test_graphs_have_the_bits_of_the_same_pass_and_the_scores_of_the_modules(bud
             for name in NAMES:
                 found = [answered(batch, model.prepare(ids(tokens)), adapter=name) for _ in range(3)]
                 assert batch.prompts._forward.lasts.__self__ is batch.prompts.lasts
-                assert isinstance(batch.prompts.lasts._table, OneAdapter) == (name in ("specialist", "style"))
+                assert isinstance(batch.prompts.lasts._table, AdapterSlots) == (name in ("specialist", "style"))
                 # As it is, captured, replayed: the prompt's scores, bit for bit.
                 assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[1][0], found[2][0])
                 wanted = answered(expected, model.prepare(ids(tokens)), adapter=name)

@@ -14,7 +14,8 @@ from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.kernels.test_many_step import wide as wide_checkpoint
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks
 from trimtab.engine.batched_lora import columns as adapter_columns
-from trimtab.engine.batched_lora.columns import LARGEST_ERROR, AdapterColumns, extended_width, groups_of, wrong
+from trimtab.engine.batched_lora.columns import LARGEST_ERROR, Columns, DequantizedWeights, extended_width, wrong
+from trimtab.engine.batched_lora.table import groups_of
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.matmul_table import MatmulTable
@@ -37,6 +38,10 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 def packed(shape, quant="nf4-dq"):
     return quantize(random(*shape, dtype=BF16), quant)
+
+
+def columns_of(leaves, kernels):
+    return Columns(DequantizedWeights(kernels), list(groups_of(leaves).values()), kernels.module, CPU)
 
 
 def room_for(high, wide):
@@ -104,7 +109,7 @@ class Layers:
             self.leaves[name] = leaf
         self.kernels = PromptKernels(self.module, unpacks=True)
         self.kernels.reserve(list(self.leaves.values()), columns=ADAPTER_COLUMNS)
-        self.columns = AdapterColumns(list(self.leaves.values()), self.kernels, CPU)
+        self.columns = columns_of(list(self.leaves.values()), self.kernels)
         self.adapter_store.select(Selection("a"))
 
     def run(self, *inputs):
@@ -281,7 +286,7 @@ def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch
         leaves = prompt_kernels.four_bit(model.hf_model)
         kernels = PromptKernels(cpu_module(), unpacks=True)
         kernels.reserve(leaves, columns=ADAPTER_COLUMNS)
-        columns = AdapterColumns(leaves, kernels, CPU)
+        columns = columns_of(leaves, kernels)
         for name in adapters:
             expected = answered(eager(model), model.prepare(ids(40)), adapter=name)
             kernels.module.launches.clear()
@@ -292,7 +297,7 @@ def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch
             products = [one for one in launches(kernels.module) if one.startswith("unpack_columns")]
             adapted = [leaf for leaf in leaves if name in leaf.adapters]
             # transformers gives q, k and v one tensor, and gate and up another.
-            inputs = {columns._groups[leaf] for leaf in adapted}
+            inputs = {columns.groups[leaf] for leaf in adapted}
             assert launches(kernels.module).count("extend_input") <= len(inputs) < len(products) <= len(adapted)
             for leaf in adapted:
                 leaf.adapters[name].B.mul_(-1)  # and another adapter is seen
@@ -303,7 +308,7 @@ def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch
 # Choosing --------------------------------------------------------------------------------------------------------------
 
 
-def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, quant="nf4", kept=None):
+def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, quant="nf4", kept=None, check=None):
     common = {"device": CPU, "dtype": BF16, "store": AdapterStore()}
     leaf = ResidentLeaf("q_proj", packed((64, 64), quant), bias=None, **common)
     decoder = torch.nn.ModuleList([leaf])
@@ -320,7 +325,7 @@ def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, 
 
     kept = KeptChecks() if kept is None else kept
     monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: kept))
-    monkeypatch.setattr(adapter_columns, "wrong", lambda *given: checked.append("wrong") or why)
+    monkeypatch.setattr(adapter_columns, "wrong", check or (lambda *given: checked.append("wrong") or why))
     monkeypatch.setattr(prompt_kernels, "why_slower", measured)
     columns = adapter_columns.choose(model, kernels, lambda why, what: said.append((why, what)))
     return columns, checked, said
@@ -331,7 +336,7 @@ def test_what_is_right_and_faster_is_used_and_not_checked_again(monkeypatch):
     for checks in (["wrong"], []):
         columns, checked, said = chosen(monkeypatch, kept=kept)
         assert columns is not None and checked == checks and not said
-        assert columns.kernels.measured_us[adapter_columns.NAME] == (1.0, 2.0)
+        assert columns.weights.kernels.measured_us[adapter_columns.NAME] == (1.0, 2.0)
 
 
 def test_what_is_wrong_or_slower_is_named_and_checked_again(monkeypatch):
@@ -350,8 +355,5 @@ def test_kernels_that_cannot_be_launched_leave_the_other_way(monkeypatch):
     def broken(*given):
         raise RuntimeError("no launch")
 
-    columns, _, _ = chosen(monkeypatch)
-    leaf = columns.leaves[0]
-    monkeypatch.setattr(adapter_columns, "wrong", broken)
-    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: KeptChecks()))
-    assert adapter_columns._why_not(columns, leaf) == "RuntimeError: no launch"
+    columns, _, said = chosen(monkeypatch, check=broken)
+    assert columns is None and said == [("RuntimeError: no launch", adapter_columns.NAME)]

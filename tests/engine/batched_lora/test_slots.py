@@ -23,7 +23,7 @@ def model():
 
 
 def slots_of(model, rows=4, **options):
-    return AdapterSlots(model.hf_model, model.adapter_store, rows, torch.device("cpu"), module=None, **options)
+    return AdapterSlots(model.hf_model.modules(), model.adapter_store, rows, torch.device("cpu"), module=None, **options)
 
 
 def leaves_of(model):
@@ -211,3 +211,20 @@ def test_an_adapter_comes_and_goes_without_a_walk_through_the_model(model, monke
     leaf = next(leaf for leaf in leaves_of(model) if "specialist" in leaf.adapters)
     args = slots._table["A_ptr"][slots._place[leaf], int(slots.row_slots[0])]
     assert int(args) == leaf.adapters["specialist"].A.data_ptr()
+
+
+def test_layers_whose_adapters_are_set_have_their_addresses_and_the_others_are_not_looked_up(model):
+    """As the last layers of a prompt do: other adapters than those of the store, and one row."""
+    leaves = [leaf for leaf in leaves_of(model) if leaf.module_path.startswith(f"{TEXT}.1.")]
+    q, gate, up = (next(leaf for leaf in leaves if leaf.module_path.endswith(name)) for name in ("q_proj", "gate_proj", "up_proj"))
+    A, B = torch.randn(4, up.in_features), torch.randn(up.out_features, 4)
+    table = AdapterSlots(leaves, model.adapter_store, 1, torch.device("cpu"), module=None, slots=1)
+    table.set_layers({up: lora.LinearAdapter("language", 0.5, A, B)})
+    assert table.args([q], 1) is None
+    args = table.args([gate, up], 1, is_empty=True)
+    assert args.A_ptr.tolist() == [[0], [A.data_ptr()]] and args.B_ptr.tolist() == [[0], [B.data_ptr()]]
+    assert args.rank.tolist() == [[0], [4]] and args.scale.tolist() == [[0.0], [0.5]] and args.row_slots.tolist() == [0]
+    assert args.low.shape == (1, 2, RANK_STEP) and args.is_empty
+    args.low.zero_()
+    table.empty(1)
+    assert (args.low.view(torch.int32) == -1).all()

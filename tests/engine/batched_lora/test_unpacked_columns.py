@@ -17,11 +17,12 @@ from tests.engine.families.test_last_layers import BFLOAT16_TOLERANCE
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import ON_GPU, answered, differ, eager, ids
 from tests.planning.values.test_execution import E4B, plan
-from trimtab.engine.batched_lora import unpacked_columns
-from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns, wrong
+from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.batched_lora.columns import Columns, KeptWeights, are_inside, inside_of, wrong_kept
 from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.layers.unpacked import UnpackedWeights
+from trimtab.engine.lora.store import Selection
 from trimtab.engine.prefill.selection import layers_of
 from trimtab.errors import DeviceError
 from trimtab.planning.memory.unpacked import COLUMNS, ITEM, unpacked_bytes
@@ -33,7 +34,7 @@ needs_sources = pytest.mark.skipif(ON_GPU or run.why_not() is not None, reason="
 @pytest.mark.parametrize("order", [0, 1])
 def test_the_check_passes_in_any_order_of_threads(order):
     module = cpu_module(order)
-    assert wrong(module, torch.device("cpu")) is None
+    assert wrong_kept(module) is None
     assert module.launches.count("write_columns") == 2
 
 
@@ -51,21 +52,20 @@ def test_the_check_sees_a_kernel_that_is_wrong(what):
     before, after = FAULTS[what]
     source = prompt_kernels.source()
     assert before in source
-    assert wrong(cpu_module(source=source.replace(before, after)), torch.device("cpu")) is not None
+    assert wrong_kept(cpu_module(source=source.replace(before, after))) is not None
 
 
 def test_a_kernel_that_cannot_run_is_named_and_left_out(monkeypatch):
     kernels = prompt_kernels.PromptKernels(module=object(), adds=True)
     model = SimpleNamespace(device=torch.device("cpu"), unpacked=SimpleNamespace(columns=COLUMNS))
-    prompts = SimpleNamespace(model=model, kernels=lambda: kernels)
 
     def broken(*given):
         raise DeviceError("no such kernel", device="cpu")
 
     told = []
-    monkeypatch.setattr(unpacked_columns, "wrong", broken)
-    assert unpacked_columns.choose(prompts, [], lambda why, what: told.append((what, why))) is None
-    assert [what for what, _ in told] == [unpacked_columns.NAME] and "no such kernel" in told[0][1]
+    monkeypatch.setattr(adapter_columns, "wrong_kept", broken)
+    assert adapter_columns.choose_kept(model, kernels, [], lambda why, what: told.append((what, why))) is None
+    assert [what for what, _ in told] == [adapter_columns.NAME_KEPT] and "no such kernel" in told[0][1]
 
 
 def test_a_plan_with_adapters_counts_their_columns():
@@ -85,7 +85,8 @@ def columned(on_cpu):  # noqa: F811
         first = batch.prompts.firsts.first_shared
         groups = [group for layer in step.layers[:first] for group in layer.products]
         module = cpu_module()
-        batch.prompts.firsts = ChunkLayers(step, first, UnpackedColumns(model.unpacked, groups, module, model.device))
+        weights = KeptWeights(model.unpacked, groups, module)
+        batch.prompts.firsts = ChunkLayers(step, first, Columns(weights, weights.groups, module, model.device))
         yield model, batch, module
 
 
@@ -107,12 +108,12 @@ def test_prompts_with_adapters_in_turn_have_the_scores_of_the_modules(columned):
 @pytest.mark.slow
 def test_an_adapter_whose_table_has_gone_has_its_columns_written_again(columned, monkeypatch):
     model, batch, _ = columned
-    monkeypatch.setattr(unpacked_columns, "MOST_TABLES", 1)
+    monkeypatch.setattr(adapter_columns, "MOST_ADAPTERS", 1)
     expected = eager(model)
     for name in ("specialist", "style", "specialist"):
         wanted, found = (answered(one, model.prepare(ids(20)), adapter=name)[0] for one in (expected, batch))
         assert differ(found, wanted) < BFLOAT16_TOLERANCE, name
-    assert len(batch.prompts.firsts.columns._tables) == 1
+    assert len(batch.prompts.firsts.columns.weights._lines) == 1
 
 
 @needs_sources
@@ -121,7 +122,9 @@ def test_a_short_chunk_and_passes_whose_rows_look_theirs_up_do_without(columned)
     answered(batch, model.prepare(ids(6)), adapter="specialist")  # 8 tokens: written, not read
     assert "extend_input" not in module.launches
     columns = batch.prompts.firsts.columns
-    group = next(one for one in columns.groups if one[0] in columns._table.changed)
+    name = columns.weights._name
+    model.adapter_store.select(Selection(name))  # as in a pass
+    group = next(one for one in columns.weights.groups if are_inside(one, name, inside_of(one, name)))
     x = torch.zeros(64, group[0].in_features, dtype=torch.bfloat16)
     assert columns.product(group, x) is not None
     layers_of(batch.prompts, batch.prompts._forward)  # as a pass of several prompts asks for them
@@ -134,17 +137,17 @@ def test_columns_of_another_adapter_would_be_seen(columned):
     expected = eager(model)
     wanted = answered(expected, model.prepare(ids(20)), adapter="specialist")[0]
     answered(batch, model.prepare(ids(20)), adapter="style")
-    own = UnpackedColumns.hold
+    own = KeptWeights.hold
 
     def kept(self, key, name, content):
         self.unpacked.holds = (key, content)  # as if they were there already
         own(self, key, name, content)
 
-    UnpackedColumns.hold = kept
+    KeptWeights.hold = kept
     try:
         found = answered(batch, model.prepare(ids(20)), adapter="specialist")[0]
     finally:
-        UnpackedColumns.hold = own
+        KeptWeights.hold = own
     assert differ(found, wanted) > BFLOAT16_TOLERANCE
 
 

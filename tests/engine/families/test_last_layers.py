@@ -6,7 +6,6 @@ import gc
 import weakref
 
 import pytest
-import torch
 
 import trimtab
 from tests import pico
@@ -15,7 +14,8 @@ from tests.engine.decode.test_graphs import demo
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import DEVICE, LENGTHS, ON_GPU, TOLERANCE, answered, differ, eager, ids, through
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.families.last_layers import LastLayers, OneAdapter
+from trimtab.engine.batched_lora.table import AdapterSlots
+from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
@@ -151,7 +151,7 @@ def test_the_sources_themselves_compute_them_with_the_adapter_in_the_products(on
             launched = [one for one in on_cpu.matvec.launches[before:] if one.startswith("matvec")]
             assert len(launched) >= 5 * (len(lasts.layers) - lasts.first)
             assert differ(prompt.logits, wanted[0]) < BFLOAT16_TOLERANCE
-            assert isinstance(lasts._table, OneAdapter) == (name == "specialist")
+            assert isinstance(lasts._table, AdapterSlots) == (name == "specialist")
             if name is None:
                 buffers = set(lasts.step._buffers)
             batch.leave(batch.join(prompt).row)
@@ -166,22 +166,3 @@ def test_the_sources_themselves_compute_them_with_the_adapter_in_the_products(on
         model.unload_adapter("specialist")
         gc.collect()
         assert held() is None
-
-
-def test_a_table_has_the_addresses_of_each_layer_of_a_group():
-    class Leaf:
-        pass
-
-    from trimtab.engine.lora.layers import LinearAdapter
-
-    q, gate, up = Leaf(), Leaf(), Leaf()
-    A, B = torch.randn(4, 8), torch.randn(6, 4)
-    table = OneAdapter([[q], [gate, up]], {up: LinearAdapter("language", 0.5, A, B)}, torch.device("cpu"))
-    assert table.args([q], 1) is None
-    args = table.args([gate, up], 1)
-    assert args.A_ptr.tolist() == [[0], [A.data_ptr()]] and args.B_ptr.tolist() == [[0], [B.data_ptr()]]
-    assert args.rank.tolist() == [[0], [4]] and args.scale.tolist() == [[0.0], [0.5]] and args.row_slots.tolist() == [0]
-    assert args.low.shape == (1, 2, 16) and args.is_empty
-    args.low.zero_()
-    table.empty(1)
-    assert (args.low.view(torch.int32) == -1).all()

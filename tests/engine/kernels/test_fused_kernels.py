@@ -84,7 +84,7 @@ def test_layers_share_a_x_only_of_the_very_same_numbers(on_cpu, tmp_path, monkey
     base = pico.build("llama", tmp_path / "base")
     adapters = {"a": pico.adapter(base, tmp_path / "a", seed=1, rank=6)}
     with trimtab.load(trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")) as model:
-        table = slots.AdapterSlots(model.hf_model, model.adapter_store, 2, torch.device("cpu"), module=on_cpu.matvec)
+        table = slots.AdapterSlots(model.hf_model.modules(), model.adapter_store, 2, torch.device("cpu"), module=on_cpu.matvec)
         table.set_rows(["a", "a"])
         attention = model.hf_model.model.layers[0].self_attn
         q, k = attention.q_proj, attention.k_proj

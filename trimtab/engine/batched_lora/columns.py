@@ -1,45 +1,54 @@
 """LoRA of a prompt inside its layers' products: [x | v] times [W | B] with a longer inner dimension, and no pass over the output.
 
-    columns = choose(model, kernels)              # None where it is not possible, not right or not faster
-    columns.matmul()                              # a line of a MatmulTable: base and adapter in one product
+    columns = choose(model, kernels, fall_back)                # over weights that a product unpacks; None where it is not possible,
+    columns = choose_kept(model, kernels, groups, fall_back)   # not right or not faster. Over weights that the plan keeps unpacked
+    columns.matmul()                                           # a line of a MatmulTable: base and adapter in one product
 
 v = scale * (A x) is computed in float32. v and B enter the product as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v)
 rounded: hi(v) hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17 of it. So a rank takes three columns. Layers that read
 one tensor (q, k, v; gate, up) share one extended input [x | v of all of them | zeros]; a layer's weight has zeros in the columns of
-the others. The kernel that unpacks the weight writes the columns of B in every pass: a captured graph reads the adapter that is in
-its buffer then.
+the others.
+
+The kernel that unpacks a weight writes the columns of B in every pass: a captured graph reads the adapter that is in its buffer
+then. Weights that are kept unpacked have columns behind their rows, which stay there. One kernel writes those of an adapter before
+the first pass that uses it, and again only after another adapter's turn; products without an adapter use the weights in front.
 
 PEFT rounds the base product, the change and the sum. Here cuBLAS sums in float32 and rounds once, which is more precise.
 
-`prompt_kernels.add` and torch compute the rest: float16, whose range the parts of v would leave; ranks above MOST_RANK; rows with
-different adapters (table.py); DoRA and all but plain LoRA; weights that the plan keeps unpacked; models whose plan
-counts no adapter, since the shared room for an unpacked weight then has no place for the columns.
+`prompt_kernels.add` and torch compute the rest: float16, whose range the parts of v would leave; ranks above MOST_RANK, or above
+what is behind kept weights; rows with different adapters (table.py); DoRA and all but plain LoRA; models whose plan counts no
+adapter, since neither the shared room for an unpacked weight nor a kept one then has a place for the columns.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.batched_lora.table import TOGETHER
+from trimtab.engine.batched_lora.table import groups_of, rank_of
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.linear import Leaf, ResidentLeaf
+from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.formats.record import stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
+from trimtab.planning.memory.unpacked import COLUMNS
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
@@ -60,7 +69,9 @@ LARGEST_COLUMN_ERROR, LARGEST_ERROR = 2**-14, 4e-3
 CHECKED_ROWS = 256
 # Tokens and rank that are timed.
 TIMED_TOKENS, TIMED_RANK = 512, 8
-NAME = "adapters inside products of a prompt"
+NAME, NAME_KEPT = "adapters inside products of a prompt", "adapters inside products of unpacked weights"
+# Adapters whose lines for the kernel that writes columns are kept.
+MOST_ADAPTERS = 8
 
 assert MOST_LAYERS * PARTS * MOST_RANK + STEP <= ADAPTER_COLUMNS
 
@@ -114,57 +125,152 @@ def unpack_extended(packed: Packed, B: Tensor, before: int, wide: int, out: Tens
     return weight
 
 
-def fits(adapter: Any, leaf: Leaf) -> bool:
+def fits(adapter: lora.LinearAdapter, leaf: Leaf) -> bool:
     """Whether the kernels know this adapter of a layer."""
-    if not short_ops.is_plain(adapter):
-        return False
     A, B = adapter.A, adapter.B
-    return bool(
-        A.shape[0] <= MOST_RANK and B.dtype == torch.float32 and A.is_contiguous() and B.is_contiguous()
+    return (
+        short_ops.is_plain(adapter) and A is not None and B is not None and A.shape[0] <= MOST_RANK
+        and B.dtype == torch.float32 and A.is_contiguous() and B.is_contiguous()
         and A.data_ptr() % 16 == 0 and leaf.in_features % 16 == 0
         and prompt_kernels.is_read(leaf) and not stored_format(leaf.quant_kind).has_rounding  # an adapter reads x as it was
     )  # fmt: skip
 
 
-def groups_of(leaves: Sequence[Leaf]) -> dict[Leaf, tuple[Leaf, ...]]:
-    """Return for each layer those that read its input, itself among them, in the order in which they run."""
-    siblings: dict[tuple[str, int], dict[str, Leaf]] = {}
-    for leaf in leaves:
-        parent, _, last = leaf.module_path.rpartition(".")
-        siblings.setdefault((parent, leaf.in_features), {})[last] = leaf
-    groups: dict[Leaf, tuple[Leaf, ...]] = {leaf: (leaf,) for leaf in leaves}
-    for here in siblings.values():
-        for names in TOGETHER:
-            group = tuple(here[name] for name in names if name in here)
-            groups |= dict.fromkeys(group, group)
-    return groups
+# Of layers over one input: those whose adapter is inside the product, in the order of their columns.
+Inside = Mapping[Leaf, lora.LinearAdapter]
 
 
-class AdapterColumns:
-    """Products of layers with their adapters inside, for one model's prompts. kernels: have the room that weights are unpacked
-    into."""
+def inside_of(group: Sequence[Leaf], name: str) -> Inside:
+    """Return the layers of a group that have an adapter of this name which the kernels know."""
+    return {leaf: leaf.adapters[name] for leaf in group if name in leaf.adapters and fits(leaf.adapters[name], leaf)}
 
-    def __init__(self, leaves: Sequence[Leaf], kernels: PromptKernels, device: torch.device) -> None:
-        self.leaves, self.kernels = list(leaves), kernels
-        assert kernels.module is not None
-        self.module = kernels.module
-        self._groups = groups_of(self.leaves)
+
+def are_inside(leaves: Sequence[Leaf], name: str, inside: Inside) -> bool:
+    """Whether these layers have adapters of this name, all of which are inside."""
+    own = [leaf for leaf in leaves if name in leaf.adapters]
+    return bool(own) and all(leaf in inside for leaf in own)
+
+
+def width_of(inside: Inside) -> int:
+    """Return the values of a row of the extended input."""
+    return extended_width(next(iter(inside)).in_features, sum(map(rank_of, inside.values())))
+
+
+# The weights ---------------------------------------------------------------------------------------------------------
+
+
+class ColumnWeights(Protocol):
+    """Where the weights with columns are."""
+
+    def find(self, leaves: Sequence[Leaf], name: str, inside: Inside) -> Callable[[], Tensor] | None:
+        """Return the function that gives [all D_out, values of a row] of layers over one input; None where there is none. name: of
+        the adapter."""
+
+
+class DequantizedWeights:
+    """Weights that each product unpacks, with the columns, into memory that all of them share."""
+
+    def __init__(self, kernels: PromptKernels) -> None:
+        self.kernels = kernels
+
+    def find(self, leaves: Sequence[Leaf], name: str, inside: Inside) -> Callable[[], Tensor] | None:
+        """See `ColumnWeights`: of one layer."""
+        (leaf,) = leaves
+        packed, room, wide = leaf.packed(), self.kernels.room(torch.bfloat16), width_of(inside)
+        # The plan counts an extended input that is at most twice x (planning/memory/activations.py).
+        if wide > 2 * leaf.in_features or room is None or room.numel() < leaf.out_features * wide:
+            return None
+        if not prompt_kernels.fits_type(packed, room.dtype) or not prompt_kernels.can_unpack(packed):
+            return None
+        B, module = inside[leaf].B, self.kernels.module
+        assert B is not None and module is not None
+        before = [rank_of(one) for one in inside.values()][: list(inside).index(leaf)]
+        return partial(unpack_extended, packed, B, sum(before), wide, room, module)
+
+
+class KeptWeights:
+    """Weights that the plan keeps unpacked, with columns behind their rows for one adapter at a time. groups: of layers over one
+    input."""
+
+    def __init__(self, unpacked: UnpackedWeights, groups: Sequence[Sequence[Leaf]], module: nvrtc.Module) -> None:
+        self.unpacked, self.module = unpacked, module
+        self.groups = [group for group in groups if unpacked.extended(group) is not None and all(one.bias is None for one in group)]
+        # By an adapter's part of a graph's key: lines of the kernel, with addresses alone, and the columns of the largest weight.
+        self._lines: OrderedDict[Hashable, tuple[Tensor | None, int]] = OrderedDict()
+        self._name: str | None = None
+
+    def hold(self, key: Hashable, name: str | None, content: Hashable) -> None:
+        """Use an adapter from now on: write its columns unless they are there. key: its part of a graph's key; name: in the layers;
+        content: the digest that tells it from others of this key."""
+        self._name = None
+        if name is None:
+            return
+        if key not in self._lines:
+            while len(self._lines) >= MOST_ADAPTERS:
+                self._lines.popitem(last=False)
+            self._lines[key] = self._lines_of(name)
+        self._lines.move_to_end(key)
+        lines, widest = self._lines[key]
+        if lines is not None and self.unpacked.holds != (key, content):
+            self.module.launch("write_columns", (-(-widest // _WRITTEN), len(lines)), (_THREADS,), [lines])
+            self.unpacked.holds = (key, content)
+        self._name = name
+
+    def _lines_of(self, name: str) -> tuple[Tensor | None, int]:
+        lines: list[list[int]] = []
+        widest = 0
+        for group in self.groups:
+            inside, width, columns = inside_of(group, name), group[0].in_features, self.unpacked.columns
+            if not are_inside(group, name, inside) or (end := width_of(inside)) > width + columns:
+                continue
+            before = 0
+            for leaf in group:
+                one = inside.get(leaf)
+                rank, start = (0, 0) if one is None or one.B is None else (rank_of(one), one.B.data_ptr())
+                rows = self.unpacked.weight(leaf)
+                lines.append([start, rows.data_ptr(), rank, before, leaf.out_features, width, end, width + columns])
+                before += rank
+                widest = max(widest, leaf.out_features * (end - width))
+        return torch.tensor(lines, device=self.module.device) if lines else None, widest
+
+    def find(self, leaves: Sequence[Leaf], name: str, inside: Inside) -> Callable[[], Tensor] | None:
+        """See `ColumnWeights`: with the adapter that `hold` wrote."""
+        weight, wide = self.unpacked.extended(leaves), width_of(inside)
+        if name != self._name or weight is None or wide > weight.shape[1]:
+            return None
+        part = weight[:, :wide]
+        return lambda: part
+
+
+# The products --------------------------------------------------------------------------------------------------------
+
+Weights = TypeVar("Weights", bound=ColumnWeights)
+
+
+class Columns(Generic[Weights]):
+    """Products of layers with their adapters inside, for one model's prompts. groups: of layers over one input."""
+
+    def __init__(self, weights: Weights, groups: Sequence[Sequence[Leaf]], module: nvrtc.Module, device: torch.device) -> None:
+        self.weights, self.module = weights, module
+        self.groups = {leaf: tuple(group) for group in groups for leaf in group}
         # One permanent piece: captured graphs have its address.
         self.counts = torch.zeros(MOST_TOKENS // TOKENS, dtype=torch.int32, device=device)
         # The last extended input while layers of its group are still to run: x, its version, the adapters, the result.
-        self._last: tuple[weakref.ref[Tensor], int, tuple[object, ...], Tensor] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, tuple[lora.LinearAdapter, ...], Tensor] | None = None
 
     def matmul(self) -> Matmul[LayerProduct]:
         """Return the way to compute base and adapter of the layers as one product. Call `forget` after each pass."""
-        return Matmul("columns", self._groups, self.product, LEAST_TOKENS, MOST_TOKENS, has_adapter=True)
+        return Matmul("columns", self.groups, self.product, LEAST_TOKENS, MOST_TOKENS, has_adapter=True)
 
     def forget(self) -> None:
         """Drop the extended input of a pass that has ended."""
         self._last = None
 
-    def product(self, leaf: Leaf, x: Tensor) -> Tensor | None:
-        """Return the layer's output with its adapter, [..., D_out], None where another way computes it."""
-        store = leaf.adapter_store
+    def product(self, layers: Leaf | Sequence[Leaf], x: Tensor) -> Tensor | None:
+        """Return the output [..., D_out] of a layer, or of all layers of a group side by side, with their adapters; None where
+        another way computes it."""
+        leaves = (layers,) if isinstance(layers, Leaf) else tuple(layers)
+        store = leaves[0].adapter_store
         name = store.selection.name
         if name is None or store.table is not None or x.dtype != torch.bfloat16:
             return None
@@ -172,26 +278,12 @@ class AdapterColumns:
         if flat.stride(1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16:
             return None
         # Whether a tensor that counts no versions was changed in between is not known.
-        group = (leaf,) if x.is_inference() else self._groups[leaf]
-        found = [(one, one.adapters.get(name)) for one in group]
-        members = [(one, adapter) for one, adapter in found if adapter is not None and fits(adapter, one)]
-        place = next((number for number, (one, _) in enumerate(members) if one is leaf), None)
-        if place is None:
+        inside = inside_of(leaves if x.is_inference() else self.groups[leaves[0]], name)
+        if not are_inside(leaves, name, inside) or (weight := self.weights.find(leaves, name, inside)) is None:
             return None
-        adapters = tuple(adapter for _, adapter in members if adapter is not None)
-        ranks = [rank_of(one) for one in adapters]
-        wide = extended_width(leaf.in_features, sum(ranks))
-        packed, room = leaf.packed(), self.kernels.room(x.dtype)
-        # The plan counts an extended input that is at most twice x (planning/memory/activations.py).
-        if wide > 2 * leaf.in_features or room is None or room.numel() < leaf.out_features * wide:
-            return None
-        if not prompt_kernels.fits_type(packed, x.dtype) or not prompt_kernels.can_unpack(packed):
-            return None
-        extended = self._extended(x, flat, adapters, is_last=place == len(members) - 1)
-        B = adapters[place].B
-        assert B is not None
-        weight = unpack_extended(packed, B, sum(ranks[:place]), wide, room, self.module)
-        return functional.linear(extended, weight, leaf.bias).view(*x.shape[:-1], leaf.out_features)
+        extended = self._extended(x, flat, tuple(inside.values()), is_last=list(inside)[-1] in leaves)
+        y = functional.linear(extended, weight(), leaves[0].bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def _extended(self, x: Tensor, flat: Tensor, adapters: tuple[lora.LinearAdapter, ...], *, is_last: bool) -> Tensor:
         """Return the extended input of a group, the one made for a layer before if x has not changed since."""
@@ -207,54 +299,68 @@ class AdapterColumns:
         return extended
 
 
-def rank_of(adapter: lora.LinearAdapter) -> int:
-    assert adapter.A is not None
-    return int(adapter.A.shape[0])
-
-
 # Whether a model uses it ---------------------------------------------------------------------------------------------
 
 
-def choose(model: EngineContext, kernels: PromptKernels, fall_back: Callable[[str, str], None]) -> AdapterColumns | None:
-    """Return the products with adapters inside, None where they are not possible, not right or not faster on this card.
+def choose(
+    model: EngineContext, kernels: PromptKernels, fall_back: Callable[[str, str], None]
+) -> Columns[DequantizedWeights] | None:  # fmt: skip
+    """Return the products over weights that each of them unpacks, None where they are not possible, not right or not faster on this
+    card.
 
     fall_back: called with the reason and the name if they could be but are not used.
     """
-    leaves = prompt_kernels.four_bit(model.hf_model)
-    if not kernels.unpacks or model.unpacked is not None or kernels.room(torch.bfloat16) is None:
+    leaves, room = prompt_kernels.four_bit(model.hf_model), kernels.room(torch.bfloat16)
+    if not kernels.unpacks or kernels.module is None or model.unpacked is not None or room is None:
         return None
     if not prompt_kernels.has_adapters(model):
         return None
-    known = [one for one in leaves if one.in_features % 16 == 0 and one.dtype == torch.bfloat16]
-    leaf = prompt_kernels.tried_leaf(known)
+    leaf = prompt_kernels.tried_leaf([one for one in leaves if one.in_features % 16 == 0 and one.dtype == torch.bfloat16])
     if leaf is None:
         return None
-    columns = AdapterColumns(leaves, kernels, model.device)
-    why = _why_not(columns, leaf)
+    packed, module = leaf.packed(), kernels.module
+    columns = Columns(DequantizedWeights(kernels), list(groups_of(leaves).values()), module, model.device)
+
+    def check() -> str | None:
+        why = wrong(packed, room, module)
+        return why or prompt_kernels.why_slower(kernels, NAME, *runs([packed], room, columns.counts, kernels), model.device)
+
+    key = (NAME, leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds)
+    why = _why_not(kernels, model.device, key, check)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the tensors of checks and timings are free
     if why is not None:
         fall_back(why, NAME)
+    return columns if why is None else None
+
+
+def choose_kept(
+    model: EngineContext, kernels: PromptKernels, groups: Sequence[Sequence[Leaf]], fall_back: Callable[[str, str], None]
+) -> Columns[KeptWeights] | None:  # fmt: skip
+    """Return the products over weights that the plan keeps unpacked, None where these have no columns or where a product is not
+    right on this card. groups: of layers over one input; fall_back: as above."""
+    unpacked, module = model.unpacked, kernels.module
+    if unpacked is None or not unpacked.columns or module is None or not kernels.adds:
         return None
-    return columns
+    why = _why_not(kernels, model.device, (NAME_KEPT,), partial(wrong_kept, module))
+    if why is not None:
+        fall_back(why, NAME_KEPT)
+        return None
+    weights = KeptWeights(unpacked, groups, module)
+    return Columns(weights, weights.groups, module, model.device)
 
 
-def _why_not(columns: AdapterColumns, leaf: Leaf) -> str | None:
-    kernels, device = columns.kernels, columns.counts.device
-    checks = KeptChecks.of(device)
-    key = (NAME, leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts), kernels.adds)
+def _why_not(kernels: PromptKernels, device: torch.device, key: tuple[object, ...], check: Callable[[], str | None]) -> str | None:
+    """Return the result of a check, None if it passes or did so before. key: its name, and everything that decides it."""
+    checks, name = KeptChecks.of(device), str(key[0])
     before = checks.find(*key)
     if before is not None:
-        kernels.measured_us[NAME] = (before["us"][0], before["us"][1])
+        if (times := before.get("us")) is not None:  # what is not timed has none
+            kernels.measured_us[name] = times[0], times[1]
         return None
     try:
         with torch.no_grad():
-            room = kernels.room(torch.bfloat16)
-            assert room is not None
-            why = wrong(leaf.packed(), room, columns.module)
-            if why is None:
-                ours, theirs = runs([leaf.packed()], room, columns.counts, kernels)
-                why = prompt_kernels.why_slower(kernels, NAME, ours, theirs, device)
+            why = check()
     except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
         if is_out_of_memory(exc):
             raise
@@ -262,7 +368,7 @@ def _why_not(columns: AdapterColumns, leaf: Leaf) -> str | None:
             torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing can run
         return f"{type(exc).__name__}: {exc}"
     if why is None:
-        checks.keep({"us": kernels.measured_us[NAME]}, *key)
+        checks.keep({"us": kernels.measured_us.get(name)}, *key)
         checks.save()
     return why
 
@@ -312,6 +418,52 @@ def wrong(
             error = float((functional.linear(extended, weight)[:, rows].double() - expected).norm() / expected.norm())
             if not error < LARGEST_ERROR:
                 return f"{what}: relative error {error:.1e}"
+    return None
+
+
+def wrong_kept(module: nvrtc.Module, *, tokens: Sequence[int] = (17, 130)) -> str | None:
+    """Return the error of products over weights that are kept with columns, None if there is none, in float64: three layers over
+    one input, one of them without an adapter; columns of the adapter before must not be left."""
+    from trimtab.engine.kernels.autotune import RandomWeights
+
+    device, store = module.device, AdapterStore()
+    generator, make = torch.Generator(device=device).manual_seed(4), RandomWeights(device).make
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    width = 1104  # two slices of the sums, the second one not whole
+    layers: list[Leaf] = [
+        ResidentLeaf(f"{rows} rows", make(rows, width), bias=None, device=device, dtype=torch.bfloat16, store=store)
+        for rows in (96, 40, 64)
+    ]
+    unpacked = UnpackedWeights(layers, COLUMNS)
+    for leaf in layers:
+        whole = unpacked.extended([leaf])
+        assert whole is not None
+        whole[:, width:] = torch.nan
+    weights = KeptWeights(unpacked, [layers], module)
+    columns = Columns(weights, [layers], module, device)
+    for number, (n, ranks) in enumerate(zip(tokens, ((20, None, 12), (None, 8, 4)), strict=False)):
+        name, what = f"check {number}", f"{n} tokens of ranks {ranks}"
+        x, wanted = random(n, width).bfloat16(), []
+        for leaf, rank in zip(layers, ranks, strict=True):
+            y = x.double() @ unpacked.weight(leaf).double().T
+            if rank is not None:
+                A, B = random(rank, width) / width**0.5, random(leaf.out_features, rank)
+                leaf.adapters[name] = lora.LinearAdapter("language", 0.5, A, B)
+                y += 0.5 * (x.double() @ A.double().T @ B.double().T)
+            wanted.append(y)
+        weights.hold(name, name, None)
+        store.select(Selection(name))
+        made, expected = columns.product(layers, x), torch.cat(wanted, dim=1)
+        if made is None:
+            return f"{what}: no product"
+        error = float((made.double() - expected).norm() / expected.norm())
+        if not error < LARGEST_ERROR:
+            return f"{what}: relative error {error:.1e}"
+        if bool(columns.counts.any()):
+            return f"{what}: counts are left"
     return None
 
 

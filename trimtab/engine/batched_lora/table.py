@@ -1,10 +1,11 @@
-"""The adapter of each row of a step as numbers on the device: switching adapters changes a table, not the graph.
+"""The adapter of each row of a pass as numbers on the device: switching adapters changes a table, not the graph.
 
 A kernel that is captured in a CUDA graph cannot receive new arguments, so it looks them up: for every linear layer and
 every slot the table has the addresses of A and B, the rank and the scale of the adapter in that slot, rank 0 where the
 adapter does not touch the layer; a row has the number of its slot, -1 for the base. Nothing is copied or padded: the
 adapters stay where `lora.attach` put them, for any ranks. Only plain LoRA has this form; an adapter that replaces
-weights, biases or norms or that rescales (DoRA) is refused by `why_not`.
+weights, biases or norms or that rescales (DoRA) is refused by `why_not`. A row has one token in a step, and several in a pass of
+prompts (packing.py); a pass of one prompt has a table of one row, whose adapter `set_layers` writes (last_layers.py).
 
 Which layers look an adapter up is part of the program. They are those of every kind (q_proj, say, of all layers) that any
 adapter attached so far changes in any layer, whether a row uses it or not: so rows that switch among attached adapters
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -25,18 +26,18 @@ from torch import Tensor, nn
 
 from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.experts import ExpertsAdapter
-from trimtab.engine.lora.store import TOWERS, AdapterStore, AdapterTable
+from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable
 from trimtab.errors import RequestError
 from trimtab.formats.record import rounds_change
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
-    from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.kernels.experts import ExpertLora
     from trimtab.engine.lora.store import AdaptedLayer
 
@@ -62,10 +63,24 @@ class _Columns:
     is_there: Tensor
 
 
+def groups_of(leaves: Sequence[Leaf]) -> dict[Leaf, tuple[Leaf, ...]]:
+    """Return for each layer those that read its input, itself among them, in the order in which they run."""
+    siblings: dict[tuple[str, int], dict[str, Leaf]] = {}
+    for leaf in leaves:
+        parent, _, last = leaf.module_path.rpartition(".")
+        siblings.setdefault((parent, leaf.in_features), {})[last] = leaf
+    groups: dict[Leaf, tuple[Leaf, ...]] = {leaf: (leaf,) for leaf in leaves}
+    for here in siblings.values():
+        for names in TOGETHER:
+            group = tuple(here[name] for name in names if name in here)
+            groups |= dict.fromkeys(group, group)
+    return groups
+
+
 class AdapterSlots:
-    """The tables of one loaded model, for steps of up to `rows` rows. module: the compiled kernels that read them; many: those for
-    steps of more rows than they take at once (gemm4.py). is_fixed: as `matvec.LoraArgs` has it. experts: modules that
-    kernels compute.
+    """The tables of the linear layers among `modules`, for passes of up to `rows` rows. module: the compiled kernels that read
+    them; many: those for more rows than they take at once (gemm4.py); prompt: those for rows of several tokens (dequantize.py).
+    is_fixed: as `matvec.LoraArgs` has it. experts: modules of experts that kernels compute.
 
     Errors: RequestError for fewer slots than rows.
 
@@ -74,28 +89,23 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, hf_model: HFModel, store: AdapterStore, rows: int, device: torch.device, *, module: nvrtc.Module | None,
-        slots: int = LEAST_SLOTS, many: nvrtc.Module | None = None, is_fixed: bool = False, experts: Sequence[nn.Module] = (),
+        self, modules: Iterable[nn.Module], store: AdapterStore, rows: int, device: torch.device, *, module: nvrtc.Module | None,
+        slots: int = LEAST_SLOTS, many: nvrtc.Module | None = None, prompt: nvrtc.Module | None = None, is_fixed: bool = False,
+        experts: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
         if slots < rows:
             raise RequestError("each row may need a separate slot", field="slots", value=slots, hint=f"At least {rows}")
-        self.hf_model, self.adapter_store, self.device, self.slots, self.module = hf_model, store, device, slots, module
-        self.many, self.is_fixed = many, is_fixed
+        self.adapter_store, self.device, self.slots, self.is_fixed = store, device, slots, is_fixed
+        self.module, self.many, self.prompt = module, many, prompt
         self.experts, self._has_experts = expert_table.ExpertSlots(experts, device, slots), set(experts)
-        leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]
+        leaves = [one for one in modules if isinstance(one, Leaf)]
         self._place = {leaf: number for number, leaf in enumerate(leaves)}
         self._of_kind: dict[str, list[Leaf]] = {}
         for leaf in leaves:
             self._of_kind.setdefault(lora.kind_of(leaf.module_path), []).append(leaf)
         self._columns: WeakKeyDictionary[lora.Fitting, _Columns] = WeakKeyDictionary()
-        # Layers that read one tensor, where they are next to each other.
-        self._groups: dict[Leaf, tuple[Leaf, ...]] = {}
-        for first in range(len(leaves)):
-            for names in TOGETHER:
-                group = leaves[first : first + len(names)]
-                parents = {leaf.module_path.rpartition(".")[0] for leaf in group}
-                if tuple(leaf.module_path.rpartition(".")[2] for leaf in group) == names and len(parents) == 1:
-                    self._groups |= dict.fromkeys(group, tuple(group))
+        # Layers that read one tensor, where all of them are there and next to each other.
+        self._groups = {leaf: group for leaf, group in groups_of(leaves).items() if self._is_whole(group)}
         self._shared: tuple[weakref.ref[Tensor], int, tuple[Leaf, ...], matvec.LoraArgs] | None = None
         shape = (len(leaves), slots)
         types = dict(zip(_COLUMNS, (torch.int64, torch.int64, torch.int32, torch.float32), strict=True))
@@ -112,6 +122,11 @@ class AdapterSlots:
         # The scratch that `empty` was last called for, and the layers whose part of it is still unused.
         self._empty: tuple[tuple[int, int], set[int]] = ((0, 0), set())
         self.largest_rank = 0
+
+    def _is_whole(self, group: Sequence[Leaf]) -> bool:
+        first = self._place[group[0]]
+        names = tuple(leaf.module_path.rpartition(".")[2] for leaf in group)
+        return names in TOGETHER and [self._place[leaf] for leaf in group] == list(range(first, first + len(group)))
 
     def why_not(self, name: str | None) -> str | None:
         """Return why this adapter cannot be used by table, None if it can."""
@@ -149,8 +164,10 @@ class AdapterSlots:
         return self
 
     def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """See `AdapterApplier`: layers that no attached adapter changes keep their output."""
-        return self.add(layer, x, y) if layer in self._covered else y
+        """See `AdapterApplier`: layers of the table that no attached adapter changes keep their output."""
+        if layer in self._covered:
+            return self.add(layer, x, y)
+        return y if layer in self._place else EAGER.apply(layer, x, y)
 
     @property
     def shape_key(self) -> tuple[int, ...]:
@@ -171,7 +188,7 @@ class AdapterSlots:
         for fitting in fittings:
             for kind in fitting.kinds:
                 self._covered.update(self._of_kind.get(kind, ()))
-            self.largest_rank = max(self.largest_rank, -(-fitting.largest_rank // RANK_STEP) * RANK_STEP)
+            self.largest_rank = max(self.largest_rank, _stepped(fitting.largest_rank))
 
     def _cover_attached(self) -> None:
         if self._seen_serial == self.adapter_store.last_serial:
@@ -219,18 +236,30 @@ class AdapterSlots:
         columns = self._columns_of(holders.fitting)
         integers, scale = columns.integers.clone(), columns.scale.clone()
         integers[:2] += columns.is_there * holders.address
-        for _, module in holders.rest:
-            adapter = module.__dict__["adapters"][name]
-            if isinstance(module, Leaf) and adapter.A is not None and adapter.B is not None:
-                values = (adapter.A.data_ptr(), adapter.B.data_ptr(), adapter.A.shape[0])
-                integers[:, self._place[module]] = torch.tensor(values)
-                scale[self._place[module]] = adapter.scale
+        self._write(slot, integers, scale, {leaf: leaf.adapters[name] for _, leaf in holders.rest if isinstance(leaf, Leaf)})
+        self.experts.put(slot, holders, name)
+        self._held[key] = slot
+
+    def set_layers(self, adapters: Mapping[Leaf, lora.LinearAdapter]) -> None:
+        """Let every row use these adapters, by layer, which need no name in the store: plain LoRA in contiguous float32."""
+        self._covered = set(adapters)
+        self.largest_rank = _stepped(max(rank_of(one) for one in adapters.values()))
+        count = len(self._place)
+        self._write(0, torch.zeros(3, count, dtype=torch.int64), torch.zeros(count), adapters)
+        self.row_slots.zero_()
+        self._lows(self.row_slots.numel())  # nothing is allocated in a pass
+
+    def _write(self, slot: int, integers: Tensor, scale: Tensor, more: Mapping[Leaf, lora.LinearAdapter]) -> None:
+        """Write the numbers of a slot to the device. integers, scale: as `_Columns` has them, A and B as addresses; more: of other
+        layers."""
+        for leaf, one in more.items():
+            if one.A is not None and one.B is not None:
+                integers[:, self._place[leaf]] = torch.tensor((one.A.data_ptr(), one.B.data_ptr(), rank_of(one)))
+                scale[self._place[leaf]] = one.scale
         on_device = self._to_device(integers).to(self.device, non_blocking=True)
         lines = (*on_device, self._to_device(scale).to(self.device, non_blocking=True))
         for column, line in zip(_COLUMNS, lines, strict=True):
             self._table[column][:, slot].copy_(line)
-        self.experts.put(slot, holders, name)
-        self._held[key] = slot
 
     def _columns_of(self, fitting: lora.Fitting) -> _Columns:
         """Return the columns, made once: an adapter that comes back has another address and nothing else."""
@@ -288,16 +317,20 @@ class AdapterSlots:
         """Return the kernels' arguments for a module of experts, None if no adapter touches it."""
         return self.experts.args(module, self.row_slots[:rows])
 
-    def columns_of(self, leaf: Leaf) -> matvec.LoraColumns:
-        """Return a layer's line of the table: of every slot where A and B begin, the rank and the scale."""
-        number = self._place[leaf]
-        return matvec.LoraColumns(*(self._table[name][number] for name in _COLUMNS))
-
     def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
-        """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token per row."""
-        rows = x.shape[0]
+        """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out]. A row has several tokens only
+        where there are kernels for them."""
+        rows, tokens, round_change = x.shape[0], x.shape[1:-1].numel(), rounds_change(leaf.quant_kind)
+        if self.prompt is not None and tokens > 1:
+            number = self._place[leaf]
+            line = matvec.LoraColumns(*(self._table[name][number] for name in _COLUMNS))
+            prompt_kernels.add_rows(
+                line, self.row_slots[:rows], tokens, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]), self.prompt,
+                largest_rank=self.largest_rank, round_change=round_change,
+            )  # fmt: skip
+            return y
+        assert tokens == 1
         args, made_of = self._taken(leaf, x)
-        round_change = rounds_change(leaf.quant_kind)
         if self.many is not None and rows > cuts.MAX_ROWS:
             many_rows.add(y.view(rows, -1), args, self.many, x=made_of, round_change=round_change)
         else:
@@ -320,3 +353,13 @@ class AdapterSlots:
         assert arguments is not None
         self._shared = None if len(leaves) == 1 else (weakref.ref(x), version, group, arguments)
         return arguments, x.reshape(rows, -1)
+
+
+def rank_of(adapter: lora.LinearAdapter) -> int:
+    """Return the rank of a LoRA."""
+    assert adapter.A is not None
+    return int(adapter.A.shape[0])
+
+
+def _stepped(rank: int) -> int:
+    return -(-rank // RANK_STEP) * RANK_STEP

@@ -331,7 +331,7 @@ class DecodeStep:
 
         if self._slots is None:
             self._slots = AdapterSlots(
-                self.model.hf_model, self.model.adapter_store, self.rows, self.device, module=self.kernels.matvec,
+                self.model.hf_model.modules(), self.model.adapter_store, self.rows, self.device, module=self.kernels.matvec,
                 slots=max(LEAST_SLOTS, self.rows), many=self.kernels.rows, is_fixed=self.is_invariant,
                 experts=self._kernel_experts(),
             )  # fmt: skip

@@ -6,7 +6,7 @@ A layer of transformers' modules takes 26 operations other than products, adapte
 gates. For a few hundred tokens each takes longer to start than to compute. Here one kernel adds a residual and makes the next norm,
 one rotates queries and keys and writes them in attention's layout, one applies a gate: six a layer. Products, attention and the
 cache stay as they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps
-weights unpacked, products over one input are one, with the adapter of the prompt inside (unpacked_columns.py).
+weights unpacked, products over one input are one, with the adapter of the prompt inside (columns.py).
 
 Passes of several prompts use them too. Layers that see the last token alone do not (last_layers.py).
 """
@@ -22,14 +22,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trimtab.engine.families.decoder import DeltaNet
 from trimtab.engine.families.step import FusedStep
-from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
+from trimtab.engine.formats.matmul_table import LayerProduct, Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.plain_attention import attention_torch
 from trimtab.engine.layers.linear import Leaf
 
 if TYPE_CHECKING:
-    from trimtab.engine.batched_lora.unpacked_columns import UnpackedColumns
+    from trimtab.engine.batched_lora.columns import Columns, KeptWeights
     from trimtab.engine.families.decoder import Attention, Layer, Norm
     from trimtab.engine.passes.chunk_forward import ChunkState
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 class ChunkLayers:
     """The layers in front of those that see the last token alone. They use the kernels of `step`."""
 
-    def __init__(self, step: FusedStep, first_shared: int, columns: UnpackedColumns | None = None) -> None:
+    def __init__(self, step: FusedStep, first_shared: int, columns: Columns[KeptWeights] | None = None) -> None:
         self.step, self.first_shared, self.columns = step, first_shared, columns
         self.layers = step.layers
-        self.matmuls = MatmulTable[Callable[[Sequence[Leaf], Tensor], Tensor | None]](
+        self.matmuls = MatmulTable[LayerProduct](
             None if columns is None else columns.matmul(),
             None if step.unpacked is None else Matmul("kept", step.unpacked.layers, self._kept),
         )
@@ -74,7 +74,7 @@ class ChunkLayers:
             middle = torch.empty_like(h)
             x = middle if layer.before_mlp is None else torch.empty_like(h)
             self._add(y, h, layer.after_attention, layer.before_mlp, None, middle, x, layer.added)
-            y = self._mlp(layer, x, rows, middle)
+            y = self._mlp(layer, x, rows)
             post = layer.after_mlp
             if per_layer_input is not None and layer.per_layer is not None:
                 after = torch.empty_like(h)
@@ -158,16 +158,14 @@ class ChunkLayers:
         )  # fmt: skip
         return out
 
-    def _mlp(self, layer: Layer, x: Tensor, rows: int, residual: Tensor) -> Tensor:
+    def _mlp(self, layer: Layer, x: Tensor, rows: int) -> Tensor:
         if layer.down is None:
-            assert layer.experts is not None
-            return self.step.mixture(layer.experts, residual, x)
+            return layer.through(x)
         made = self._products(layer.gates, x, rows)
         gate, up = made if layer.up is not None else made[0].chunk(2, dim=1)
         gated = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         fused.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
-        y = self._products([layer.down], gated, rows)[0]
-        return y if layer.experts is None else self.step.mixture(layer.experts, residual, None, y)
+        return self._products([layer.down], gated, rows)[0]
 
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
         """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""

@@ -12,77 +12,23 @@ The modules compute the rest: keys and values in 8 bits, several prompts in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from trimtab.engine.batched_lora.table import RANK_STEP
+from trimtab.engine.batched_lora.table import AdapterSlots
 from trimtab.engine.families.step import FusedStep, TokenPositions
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.engine.kv.pages import PageTable
-from trimtab.engine.layers.linear import Leaf
-from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.fewer_ops import is_plain
-from trimtab.engine.lora.store import EAGER, AdapterTable
 
 if TYPE_CHECKING:
     from trimtab.engine.families.decoder import Norm
-    from trimtab.engine.lora.store import AdaptedLayer
     from trimtab.engine.passes.chunk_forward import Buffers
-
-
-class OneAdapter:
-    """Tables as slots.AdapterSlots has them, with one adapter, which is the only row's. groups: layers that read one input;
-    adapters: by layer, of those that it changes. It has addresses alone: the tensors are the layers'."""
-
-    def __init__(self, groups: Sequence[Sequence[Leaf]], adapters: Mapping[Leaf, lora.LinearAdapter], device: torch.device) -> None:
-        lines: list[list[int]] = []
-        ranks: list[int] = []
-        scales, starts = [], []
-        for group in groups:
-            starts.append(len(lines))
-            for leaf in group:
-                one = adapters.get(leaf)
-                lines.append([0, 0] if one is None or one.A is None or one.B is None else [one.A.data_ptr(), one.B.data_ptr()])
-                ranks.append(0 if one is None or one.A is None else int(one.A.shape[0]))
-                scales.append(0.0 if one is None else float(one.scale))
-        width = -(-max(ranks) // RANK_STEP) * RANK_STEP
-        addresses = torch.tensor(lines).T.contiguous().to(device)[:, :, None]
-        rank = torch.tensor(ranks, dtype=torch.int32).to(device)[:, None]
-        scale = torch.tensor(scales, dtype=torch.float32).to(device)[:, None]
-        row = torch.zeros(1, dtype=torch.int32, device=device)
-        self._low = torch.empty(len(lines), width, device=device)
-        self._args: dict[Leaf, matvec.LoraArgs] = {}
-        for group, start in zip(groups, starts, strict=True):
-            part = slice(start, start + len(group))
-            if any(ranks[part]):
-                self._args[group[0]] = matvec.LoraArgs(
-                    A_ptr=addresses[0, part], B_ptr=addresses[1, part], rank=rank[part], scale=scale[part], row_slots=row,
-                    low=self._low[None, part], is_empty=True,
-                )  # fmt: skip
-
-    @property
-    def table(self) -> AdapterTable:
-        return self
-
-    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
-        """As `EagerAdapters`: these layers are computed by kernels, which read the table."""
-        return EAGER.apply(layer, x, y)
-
-    def empty(self, count: int) -> None:
-        """As AdapterSlots.empty."""
-        self._low.view(torch.int32).fill_(matvec.EMPTY)
-
-    def args(self, leaves: Sequence[Leaf], count: int, *, is_empty: bool = False) -> matvec.LoraArgs | None:
-        """As AdapterSlots.args."""
-        return self._args.get(leaves[0])
-
-    def expert_args(self, module: object, rows: int) -> None:
-        """No layer here has experts: these read earlier layers' keys and values."""
 
 
 @dataclass(eq=False)
@@ -111,8 +57,8 @@ class LastLayers:
         self.adapter_store = step.decoder.adapter_store
         self._groups = [group for layer in self.layers[first:] for group in layer.products]
         # The tables of each adapter, None where there are none; the key is the adapter's part of a graph's key.
-        self._tables: dict[Hashable, OneAdapter | None] = {}
-        self._table: OneAdapter | None = None
+        self._tables: dict[Hashable, AdapterSlots | None] = {}
+        self._table: AdapterSlots | None = None
         self._multiplies = step.multiplies(self._groups)
         device = step.cache.device
         self._position, self._ring = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
@@ -134,12 +80,15 @@ class LastLayers:
             return self.adapter_store.serials.get(key[0]) != key[1]
         return key is not None and key not in layouts
 
-    def _table_of(self, name: str | None) -> OneAdapter | None:
+    def _table_of(self, name: str | None) -> AdapterSlots | None:
         leaves = [leaf for group in self._groups for leaf in group]
         held = {leaf: leaf.adapters[name] for leaf in leaves if name is not None and name in leaf.adapters}
         fits = all(is_plain(one) and _is_whole(one.A) and _is_whole(one.B) for one in held.values())
-        # Without a table the layers add the adapter in their usual way.
-        return OneAdapter(self._groups, held, self._ring.device) if held and fits and self._multiplies else None
+        if not (held and fits and self._multiplies):  # the layers add the adapter in their usual way
+            return None
+        table = AdapterSlots(leaves, self.adapter_store, 1, self._ring.device, module=self.step.kernels.matvec, slots=1)
+        table.set_layers(held)
+        return table
 
     # One pass --------------------------------------------------------------------------------------------------------
 

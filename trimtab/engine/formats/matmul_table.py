@@ -17,7 +17,7 @@ from torch import Tensor
 # over one that is unpacked for this product; columns: either of them with the adapter in further columns of the weight.
 MatmulName = Literal["gemv4", "gemm4", "kept", "dequantized", "columns"]
 Run = TypeVar("Run")
-# Of a layer: (layer, x [..., D_in]) -> [..., D_out].
+# Of a layer, or of the layers over one input: (layer or layers, x [..., D_in]) -> [..., D_out].
 LayerProduct = Callable[[Any, Tensor], Tensor | None]
 
 

@@ -7,7 +7,7 @@
 They are the bits that bitsandbytes unpacks, so a product equals its own up to the order of a sum. On a CPU bitsandbytes unpacks a
 weight and multiplies as torch does: there every product of the layers reads the kept weight, and its bits are the same. All lie
 in one piece of memory, in the order of the modules: layers that read the same input and follow one another are one matrix. Behind
-each row there may be columns for the adapter of a prompt (unpacked_columns.py), which nothing else reads.
+each row there may be columns for the adapter of a prompt (columns.py), which nothing else reads.
 """
 
 from __future__ import annotations

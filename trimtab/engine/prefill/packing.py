@@ -18,12 +18,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from trimtab.engine.batched_lora.table import LEAST_SLOTS, AdapterSlots
-from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kv.prefix_store import Match
 from trimtab.engine.kv.sequence import PrefillState
@@ -32,11 +31,6 @@ from trimtab.engine.passes.packed_forward import PackForward, Piece
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import Passes
 from trimtab.engine.prefill.selection import layers_of
-from trimtab.formats.record import rounds_change
-
-if TYPE_CHECKING:
-    from trimtab.engine.cuda import nvrtc
-    from trimtab.engine.layers.linear import Leaf
 
 
 @dataclass(frozen=True)
@@ -110,27 +104,6 @@ def choose_shape(
     return best
 
 
-class ChunkSlots(AdapterSlots):
-    """The table of adapters of a pass: a row has as many tokens as the pass has places for."""
-
-    def __init__(self, *args: Any, prompt_module: nvrtc.Module, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.prompt_module = prompt_module
-
-    def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
-        """Return the layer's output with each row's adapter: x [rows, ..., D_in], y [rows, ..., D_out]."""
-        rows = x.shape[0]
-        flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        tokens = flat.shape[0] // rows
-        if tokens == 1:
-            return super().add(leaf, x, y)
-        prompt_kernels.add_rows(
-            self.columns_of(leaf), self.row_slots[:rows], tokens, flat, out, self.prompt_module,
-            largest_rank=self.largest_rank, round_change=rounds_change(leaf.quant_kind),
-        )  # fmt: skip
-        return y
-
-
 class PackedPrefill:
     """The passes of several prompts of one batch."""
 
@@ -138,7 +111,7 @@ class PackedPrefill:
         # A weak reference: the owner has this object, and a cycle would keep the memory of both.
         self._owner = weakref.ref(prompts)
         self._forward: PackForward | None = None
-        self._slots: ChunkSlots | None = None
+        self._slots: AdapterSlots | None = None
         self.passes = 0
 
     @property
@@ -241,15 +214,15 @@ class PackedPrefill:
         table = self._table()
         return table is not None and table.why_not(name) is None
 
-    def _table(self) -> ChunkSlots | None:
+    def _table(self) -> AdapterSlots | None:
         """Return the table that rows find their adapters in, None where there are no kernels that read it."""
         prompts = self.prompts
         kernels, own = prompts.kernels(), prompts.batch.steps.kernels
         if self._slots is None and kernels.adds and own.has_lora:
             assert kernels.module is not None
-            self._slots = ChunkSlots(
-                prompts.model.hf_model, prompts.model.adapter_store, MOST_PROMPTS, prompts.device, module=own.matvec, many=own.rows,
-                slots=LEAST_SLOTS, prompt_module=kernels.module,
+            self._slots = AdapterSlots(
+                prompts.model.hf_model.modules(), prompts.model.adapter_store, MOST_PROMPTS, prompts.device, module=own.matvec,
+                many=own.rows, prompt=kernels.module,
             )  # fmt: skip
         return self._slots
 

@@ -98,7 +98,7 @@ class PrefillRunner:
         self._short: short_ops.ShortOps | None = None
         self._kernels: prompt_kernels.PromptKernels | None = None
         self._tower_ops: TowerOps | None = None
-        self._columns: adapter_columns.AdapterColumns | None = None
+        self._columns: adapter_columns.Columns[adapter_columns.DequantizedWeights] | None = None
         self.four_bit: list[Leaf] = []
         self.room = self.model.prompt_room if self.captures and batch.rows == 1 else None
         self._graphs: GraphCache[_Captured] = GraphCache(lambda: None if self.room is None else self.room.handle)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
-from trimtab.engine.batched_lora import unpacked_columns
+from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.passes.chunk_forward import ChunkForward
@@ -26,11 +26,11 @@ def layers_of(
         return None
     if prompts.firsts is None or prompts.firsts.step is not step:
         groups = [group for layer in step.layers[: forward.first_shared] for group in layer.products]
-        columns = unpacked_columns.choose(prompts, groups, prompts.fall_back)
+        columns = adapter_columns.choose_kept(prompts.model, prompts.kernels(), groups, prompts.fall_back)
         prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
     prompts.firsts.forget()
     if (columns := prompts.firsts.columns) is not None:
-        columns.hold(key, None if key is None else store.selection.name, (name, None if name is None else store.serials.get(name)))
+        columns.weights.hold(key, None if key is None else store.selection.name, (name, prompts.serial_of(name)))
     return prompts.firsts.forward
 
 

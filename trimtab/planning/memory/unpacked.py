@@ -23,7 +23,7 @@ from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, KERNEL_ROWS
 
 ITEM = "unpacked_weights"
-# Columns after each row for a prompt's adapter (engine/batched_lora/unpacked_columns.py): three for each rank of the
+# Columns after each row for a prompt's adapter (engine/batched_lora/columns.py): three for each rank of the
 # layers over one input. Queries, keys and values of rank 16 take 144, and rows stay multiples of 128 bytes.
 COLUMNS = 192
 # Share of the unused budget: the rest is for later adapters and for memory that the plan does not count.

@@ -206,10 +206,11 @@ def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, 
 
 
 def formats_on_gpu(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
-    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. With packed experts steps
-    are eager."""
+    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. With packed experts that
+    no kernel reads steps are eager."""
     of_experts = {entry.format_name for name, entry in packed.items() if ".experts." in name}
-    facts: dict[str, Any] = {"step_mode": "eager" if of_experts else "fused", "is_kept": False}
+    is_read = all(stored_format(one).layout and GGML_FLOATS.get(one.removesuffix("-idx")) != "float16" for one in of_experts)
+    facts: dict[str, Any] = {"step_mode": "fused" if is_read else "eager", "is_kept": False}
     found = formats_of(packed)
     for one in found:
         one["on_gpu"] = how_computed(one["name"], are_tables=one["is_table"], **facts)
