@@ -46,7 +46,8 @@ CLASSES = {
     "qwen3-30b-a3b": "Qwen3MoeForCausalLM",
     "26b-a4b": "Gemma4ForConditionalGeneration",
 }
-READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b", "qwen3-30b-a3b", "26b-a4b"]  # that neither see nor hear
+# That neither see nor hear.
+READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b", "qwen3-30b-a3b", "26b-a4b"]
 # A few narrow layers of a size: every bench runs on a CPU with it, to see that it will on a GPU.
 TINY = "-tiny"
 CLASSES |= {size + TINY: name for size, name in CLASSES.items()}
@@ -93,8 +94,8 @@ def config_of(size: str) -> Any:
 
     if size == "26b-a4b":
         text = {
-            "vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512,
+            "vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512,
             "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 1024,
             "final_logit_softcapping": 30.0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
             "moe_intermediate_size": 704,
