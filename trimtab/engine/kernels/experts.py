@@ -226,12 +226,12 @@ def _outputs(stack: Packed | Tensor) -> tuple[int, int]:
 
 
 def _warps(units: int) -> int:
-    """Return how many warps of a block share so many chunks evenly."""
+    """Return how many warps of a block share this many chunks evenly."""
     return -(-units // -(-units // _MOST_WARPS))
 
 
 def _shared_bytes(stack: Packed | Tensor, units: int, sums: int, which: int) -> int:
-    """Return the shared memory of a block of one kernel (0: gate and up, 1: down) for so many chunks and sums of all outputs."""
+    """Return the shared memory of a block of one kernel (0: gate and up, 1: down) for this many chunks and sums of all outputs."""
     is_coded = isinstance(stack, Packed) and stored_format(stack.kind).family == "codebook"
     front = 256 * 32 + 18 + _warps(units) * 144 if is_coded else 0  # words: codes, zeros, x
     return 4 * (front + sums * _outputs(stack)[which] * (1 if which else 2))
