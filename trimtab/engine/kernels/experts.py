@@ -55,6 +55,13 @@ class Mixture:
     down: Packed | Tensor
     activation: str
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What of the stacks selects a kernel, as values that print the same in every process."""
+        stacks = (self.gate_up, self.down)
+        forms = [(one.kind, *sorted(one.parts)) if isinstance(one, Packed) else str(one.dtype) for one in stacks]
+        return (*(tuple(one.shape) for one in stacks), *forms, self.activation)
+
 
 @dataclass(frozen=True, eq=False)
 class Change:
@@ -120,6 +127,12 @@ def load(device: torch.device | str) -> nvrtc.Module:
     Those of a stack's format are compiled when they are first needed, which must not be within a capture: `check` does it.
     """
     return nvrtc.Module(source(), device=device, name="experts.cu")
+
+
+def compiled(module: nvrtc.Module, mixture: Mixture) -> None:
+    """Compile what a capture of this mixture needs, or find it in the cache."""
+    for stack in (mixture.gate_up, mixture.down):
+        module.variant(options(stack, stack.dtype))
 
 
 def options(stack: Packed | Tensor, dtype: torch.dtype) -> tuple[str, ...]:

@@ -174,12 +174,17 @@ class _Forward:
 
     def _weight(self, name: str, expert: int) -> Tensor:
         """Return one expert's matrix as it is in the stack."""
-        stacks: Mapping[str, Packed | Staged] | None = self.module.__dict__.get("stacks")
-        if stacks is None:
-            stack: Tensor = getattr(self.module, name)
-            return stack[expert]
-        held = stacks[name]
-        return dequantize((held if isinstance(held, Packed) else held.open()[1]).expert(expert))
+        stack = stack_of(self.module, name)
+        return stack[expert] if isinstance(stack, Tensor) else dequantize(stack.expert(expert))
+
+
+def stack_of(module: nn.Module, name: str) -> Packed | Tensor:
+    """Return a stack [E, D_out, D_in] as it is held; a streamed block is entered."""
+    stacks: Mapping[str, Packed | Staged] = module.__dict__.get("stacks", {})
+    if (held := stacks.get(name)) is None:
+        stack: Tensor = getattr(module, name)
+        return stack
+    return held if isinstance(held, Packed) else held.open()[1]
 
 
 def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store: AdapterStore, module_path: str) -> None:

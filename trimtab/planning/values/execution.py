@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.formats.packed import formats_of
-from trimtab.formats.record import GGML_FLOATS, HEAD8, PackedEntry, packed_bytes, stored_format
+from trimtab.formats.record import GGML_FLOATS, HEAD8, WEIGHT_BLOCK, PackedEntry, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
@@ -154,7 +154,7 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return "CUDA graphs require a GPU"
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
-    if anatomy.packs_experts:
+    if mode == "graph" and anatomy.packs_experts:
         return "the packed experts of a token are chosen on the host"
     if mode == "graph":
         is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
@@ -168,6 +168,18 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
     if stored_format(quant).layout is None:
         return f"trimtab's kernels do not read weights in {quant}"
+    return next((why for row in anatomy.rows if (why := _unread_experts(row)) is not None), None)
+
+
+def _unread_experts(row: ModuleRow) -> str | None:
+    """Return why kernels do not read a row's packed experts, which are then chosen on the host; None if they do."""
+    if row.made is None:
+        return None
+    shapes = [tensor.shape[1:] for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
+    if row.is_transposed or row.is_interleaved or any(size % WEIGHT_BLOCK for shape in shapes for size in shape):
+        return "the packed experts of a token are chosen on the host: kernels do not know how their stacks lie"
+    if stored_format(row.made).layout is None:
+        return f"the packed experts of a token are chosen on the host: no kernel reads {row.made}"
     return None
 
 
