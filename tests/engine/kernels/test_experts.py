@@ -213,7 +213,7 @@ def test_the_check_at_load_passes_and_finds_faults(module):
     for mixture in (mixture_of(4, 192, 64, BF16, "nf4-dq"), mixture_of(4, 72, 40, HALF)):
         assert ours.check(module, mixture, 2) is None
     for right, wrong in (
-        ("scales[j + k][1]", "scales[j + k][0]"),
+        ("fmaf(a, even, b * odd)", "fmaf(a, even, b * even)"),
         ("changes[m * ROWS + half", "changes[half"),
         ("two[1], HALF)", "1.f, HALF)"),
     ):

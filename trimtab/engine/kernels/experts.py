@@ -42,8 +42,8 @@ _OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
 _OTHER_OUTPUTS = (8, 16)
 # Seven roundings of each value, and weights of a format's library that round; the largest seen: 5.4e-3 and 7.2e-4.
 CHECK_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
-# Of a block, in addition to the table of codes.
-_MOST_SHARED_BYTES = 14 * 1024
+# Of a block on any card.
+_MOST_SHARED_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,8 +156,10 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
         why = _why_not_read(stack, dtype)
         if why is not None:
             return why
-    chunks = -(-width // _CHUNK), top_k * -(-(both // 2) // _CHUNK)
-    shared_bytes = max(_shared_bytes(mixture.gate_up, chunks[0] + 2, 0), _shared_bytes(mixture.down, chunks[1] + top_k, 1))
+    chunks, units = -(-width // _CHUNK), top_k * -(-both // 2 // _CHUNK)
+    shared_bytes = max(
+        _shared_bytes(mixture.gate_up, chunks, chunks + 2, 0), _shared_bytes(mixture.down, units, units + top_k, 1)
+    )  # fmt: skip
     if shared_bytes > _MOST_SHARED_BYTES:
         return f"the sums of {top_k} experts need {shared_bytes} B of shared memory, more than {_MOST_SHARED_BYTES}"
     return nvrtc.why_not(device)
@@ -198,19 +200,19 @@ def experts(
     chosen_here: list[nvrtc.Argument] = [index, chosen, count]
     if lora is not None and lora.largest_rank:
         given = [*chosen_here, 0, *_lora_arguments(lora, low, is_A=True)]
-        launch(mixture.gate_up, "experts_low", (lora.largest_rank, pairs, 2), 8, [x, x.stride(0), width, 0, *given])
+        launch(mixture.gate_up, "experts_low", (lora.largest_rank, 2 * chosen, n), 8, [x, x.stride(0), width, 0, *given])
     outputs, chunks = _outputs(mixture.gate_up)[0], -(-width // _CHUNK)
     launch(
-        mixture.gate_up, "experts_gate_up", (inner // outputs, pairs), _warps(chunks),
+        mixture.gate_up, "experts_gate_up", (inner // outputs, chosen, n), _warps(chunks),
         [
-            x, x.stride(0), *chosen_here, *_stack_arguments(mixture.gate_up), inner, width,
+            x, x.stride(0), index, count, *_stack_arguments(mixture.gate_up), inner, width,
             fused.ACTIVATIONS.index(mixture.activation), h, *tables,
         ],
-        _shared_bytes(mixture.gate_up, chunks + 2, 0),
+        _shared_bytes(mixture.gate_up, chunks, chunks + 2, 0),
     )  # fmt: skip
     if lora is not None and lora.largest_rank:
         given = [*chosen_here, 2, *_lora_arguments(lora, low, is_A=True)]
-        launch(mixture.down, "experts_low", (lora.largest_rank, pairs, 1), 8, [h, inner, inner, 1, *given])
+        launch(mixture.down, "experts_low", (lora.largest_rank, chosen, n), 8, [h, inner, inner, 1, *given])
     outputs, units = _outputs(mixture.down)[1], chosen * -(-inner // _CHUNK)
     launch(
         mixture.down, "experts_down", (width // outputs, n), _warps(units),
@@ -218,7 +220,7 @@ def experts(
             h, index, weights, int(weights.dtype == torch.float32), chosen, count, *_stack_arguments(mixture.down), inner, out,
             out.stride(0), *tables,
         ],
-        _shared_bytes(mixture.down, units + chosen, 1),
+        _shared_bytes(mixture.down, units, units + chosen, 1),
     )  # fmt: skip
     return out
 
@@ -237,21 +239,24 @@ def _outputs(stack: Packed | Tensor) -> tuple[int, int]:
 
 
 def _warps(units: int) -> int:
-    """Return how many warps of a block share so many chunks evenly."""
+    """Return how many warps of a block share this many chunks evenly."""
     return -(-units // -(-units // _MOST_WARPS))
 
 
-def _shared_bytes(stack: Packed | Tensor, sums: int, which: int) -> int:
-    return 4 * sums * _outputs(stack)[which] * (1 if which else 2)
+def _shared_bytes(stack: Packed | Tensor, units: int, sums: int, which: int) -> int:
+    """Return the shared memory of a block of one kernel (0: gate and up, 1: down) for this many chunks and sums of all outputs."""
+    is_coded = isinstance(stack, Packed) and stored_format(stack.kind).family == "codebook"
+    front = 256 * 32 + 18 + _warps(units) * 144 if is_coded else 0  # words: codes, zeros, x
+    return 4 * (front + sums * _outputs(stack)[which] * (1 if which else 2))
 
 
 def _stack_arguments(stack: Packed | Tensor) -> list[nvrtc.Argument]:
     if isinstance(stack, Tensor):
-        return [stack, nvrtc.Long(_each_bytes(stack)), None, nvrtc.Long(0), None, nvrtc.Long(0), None, None, None]
+        return [stack, _each_bytes(stack), None, 0, None, 0, None, None, None]
     weight, scale, second, offset = layouts.tensors(stack)
     given: list[nvrtc.Argument] = []
     for part in (weight, scale, second):
-        given += [part, nvrtc.Long(0 if part is None else _each_bytes(part))]
+        given += [part, 0 if part is None else _each_bytes(part)]
     return [*given, offset, stack.codes.get("nested_code"), stack.codes.get("code")]
 
 

@@ -12,40 +12,57 @@
 
 // One stack as it lies in memory; *_bytes: of one expert.
 #define STACK_PARAMETERS                                                                                                       \
-  const u8 *weight, i64 weight_bytes, const u8 *scale, i64 scale_bytes, const u8 *second, i64 second_bytes, const float *offset, \
+  const u8 *weight, int weight_bytes, const u8 *scale, int scale_bytes, const u8 *second, int second_bytes, const float *offset, \
       const float *code2, const float *code
 #define STACK_GIVEN {weight, scale, second, offset, code2, weight_bytes, scale_bytes, second_bytes}
 struct Stack {
   const u8 *weight, *scale, *second;
   const float *offset, *code2;
-  i64 weight_bytes, scale_bytes, second_bytes;
+  int weight_bytes, scale_bytes, second_bytes;
 };
+__device__ __forceinline__ const u8* nth(const u8* first, int bytes, u32 n) { return first + (u64)(u32)bytes * n; }
+
+__device__ __forceinline__ u32 clamped(i64 number, int count) { return number < 0 ? 0 : number >= count ? count - 1 : (u32)number; }
 
 // One expert of a stack, and what a warp asked for of ROWS of its rows: `row(r)` [., width], in one chunk. `sums` writes the rows' sums.
 #if FORMAT == 0
 struct Expert {
   static constexpr int UP_ROWS = 32, DOWN_ROWS = 16;
   const u8 *weight, *scale;
-  const float *outer, *code2;
-  float offset;
-  __device__ __forceinline__ Expert(const Stack& s, int expert, int)
-      : weight(s.weight + expert * s.weight_bytes), scale(s.scale + expert * s.scale_bytes),
-        outer((const float*)(s.second + expert * s.second_bytes)), code2(s.code2), offset(NESTED ? __ldg(s.offset + expert) : 0.f) {}
-  __device__ __forceinline__ float scale_at(i64 block) const {
-    if constexpr (!NESTED) return __ldg((const float*)scale + block);
-    return __fadd_rn(__fmul_rn(__ldg(code2 + __ldg(scale + block)), __ldg(outer + (block >> 8))), offset);
+  const float *outer, *code2, *offset;
+  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int)
+      : weight(nth(s.weight, s.weight_bytes, expert)), scale(nth(s.scale, s.scale_bytes, expert)),
+        outer((const float*)nth(s.second, s.second_bytes, expert)), code2(s.code2),
+        offset(s.offset + expert) {}
+  // A scale as it is stored, and what it is.
+  struct Scale {
+    u32 bits;
+    float outer;
+  };
+  __device__ __forceinline__ Scale scale_at(u32 block) const {
+    if constexpr (!NESTED) return {__ldcg((const u32*)scale + block), 0.f};
+    return {__ldcg(scale + block), __ldcg(outer + (block >> 8))};
+  }
+  __device__ __forceinline__ float scale_of(Scale own) const {
+    return NESTED ? __fadd_rn(__fmul_rn(__ldg(code2 + own.bits), own.outer), __ldg(offset)) : __uint_as_float(own.bits);
   }
 };
-// The two codes of each byte in fp16, a copy for each lane: no two lanes meet in a bank. Needs a barrier before it is read.
-__device__ __forceinline__ const u8* table_of(const float* code) {
-  __shared__ __align__(16) u32 table[256 * 32];
+// In front of a block's sums: the two codes of each byte in fp16, a copy for each lane so that no two lanes meet in a bank, then zeros,
+// then each warp's x, 32 columns on 72 bytes for the same reason. Needs a barrier before it is read.
+#define TABLE_WORDS (256 * 32)
+#define ZERO_WORDS 18
+#define X_WORDS (8 * 18)
+__device__ __forceinline__ void prepare(u32* shared, const float* code) {
   const int lane = threadIdx.x & 31;
   for (int byte = threadIdx.x; byte < 256; byte += blockDim.x) {
     const u32 two = two_halves(__ldg(code + (byte >> 4)), __ldg(code + (byte & 15)));
 #pragma unroll
-    for (int k = 0; k < 8; k++) *(uint4*)(table + byte * 32 + ((k + lane) & 7) * 4) = make_uint4(two, two, two, two);
+    for (int k = 0; k < 8; k++) *(uint4*)(shared + byte * 32 + ((k + lane) & 7) * 4) = make_uint4(two, two, two, two);
   }
-  return (const u8*)table;
+  if (threadIdx.x < ZERO_WORDS) shared[TABLE_WORDS + threadIdx.x] = 0;
+}
+__device__ __forceinline__ float* behind(u32* shared) {
+  return (float*)(shared + TABLE_WORDS + ZERO_WORDS + (blockDim.x >> 5) * X_WORDS);
 }
 // By tensor cores, codes times x in fp16, sums of 64 columns times their scale. x is fp16 times a power of two of the chunk: what that
 // cannot hold is 2^-39 of the largest. Lane 4 g + t has of the rows g + 8 j the 32 columns from 32 t on in either half of the chunk;
@@ -53,80 +70,69 @@ __device__ __forceinline__ const u8* table_of(const float* code) {
 template <int ROWS>
 struct Asked {
   static constexpr int OWN = ROWS / 8;
-  uint4 words[OWN][2], x[4];
-  float scales[OWN][2];
+  uint4 words[OWN][2], x;
+  Expert::Scale scales[OWN];  // of the t-th quarter
   template <typename Row>
   __device__ __forceinline__ void ask(const Expert& expert, const u16* from, int width, int chunk, Row row) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, first = chunk * CHUNK;
+    // What lies behind a row is multiplied by zeros: the row's own words stand there.
+    const int low = first + t * 32 < width ? first + t * 32 : first, high = first + 128 + t * 32 < width ? 64 : 0;
+    const int quarter = first + t * 64 < width ? first + t * 64 : first;
 #pragma unroll
-    for (int j = 0; j < OWN; j++)
-#pragma unroll
-      for (int p = 0; p < 2; p++) {
-        const int column = first + p * 128 + t * 32;
-        words[j][p] = make_uint4(0, 0, 0, 0);
-        if (column < width) words[j][p] = streamed_16(expert.weight + (((i64)row(g + 8 * j) * width + column) >> 1));
-      }
-#pragma unroll
-    for (int j = 0; j < OWN; j++)
-#pragma unroll
-      for (int s = 0; s < 2; s++) {
-        const int column = first + t * 128 + s * 64;
-        scales[j][s] = 0.f;
-        if (t < 2 && column < width) scales[j][s] = expert.scale_at(((i64)row(g + 8 * j) * width + column) >> 6);
-      }
-    const int column = first + (g >> 1) * 128 + t * 32;
-    const bool is_mine = g < 4 && (t >> 1) == (g & 1) && column < width;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (is_mine) x[i] = __ldcg((const uint4*)(from + column + 8 * i));
+    for (int j = 0; j < OWN; j++) {
+      const u8* here = expert.weight + (((u32)row(g + 8 * j) * width + low) >> 1);
+      words[j][0] = __ldcg((const uint4*)here), words[j][1] = __ldcg((const uint4*)(here + high));
     }
+#pragma unroll
+    for (int j = 0; j < OWN; j++) scales[j] = expert.scale_at(((u32)row(g + 8 * j) * width + quarter) >> 6);
+    x = make_uint4(0, 0, 0, 0);
+    if (first + lane * 8 < width) x = __ldcg((const uint4*)(from + first + lane * 8));
   }
-  __device__ __forceinline__ void sums(const Expert&, const u8* table, float* to) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    u32 halves[16];
-    float most = 0.f;
+  __device__ __forceinline__ void sums(const Expert& expert, u32* shared, float* to) const {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5;
+    float v[8], most = 0.f;
+    unpack_8(v, x, HALF);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float v[8];
-      unpack_8(v, x[i], HALF);
-#pragma unroll
-      for (int k = 0; k < 8; k++) most = fmaxf(most, fabsf(v[k]));
-    }
+    for (int k = 0; k < 8; k++) most = fmaxf(most, fabsf(v[k]));
     most = warp_max(most);
     // 2^14 over the largest, or 1 where that is no number; both are powers of two.
     const int exponent = max((int)(__float_as_uint(most) >> 23), 15);
     const bool is_plain = exponent == 255 || most == 0.f;
     const float up = is_plain ? 1.f : __uint_as_float((u32)(268 - exponent) << 23);
     const float down = is_plain ? 1.f : __uint_as_float((u32)(exponent - 14) << 23);
+    u32* own = shared + TABLE_WORDS + ZERO_WORDS + warp * X_WORDS;
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float v[8];
-      unpack_8(v, x[i], HALF);
+    for (int k = 0; k < 4; k += 2)
+      *(uint2*)(own + g * 18 + t * 4 + k) =
+          make_uint2(two_halves(v[2 * k] * up, v[2 * k + 1] * up), two_halves(v[2 * k + 2] * up, v[2 * k + 3] * up));
+    __syncwarp();
+    const bool is_mine = g < 4 && (t >> 1) == (g & 1);
+    const u32* given = is_mine ? own + ((g >> 1) * 4 + t) * 18 : shared + TABLE_WORDS;
+    float c[OWN / 2][2][4] = {};
 #pragma unroll
-      for (int k = 0; k < 4; k++) halves[4 * i + k] = two_halves(v[2 * k] * up, v[2 * k + 1] * up);
+    for (int m = 0; m < 8; m++) {
+      const uint2 b = *(const uint2*)(given + 2 * m);
+      const auto codes = [&](const uint4& four, int byte) {
+        const u32 word = byte < 4 ? four.x : byte < 8 ? four.y : byte < 12 ? four.z : four.w;
+        const u32 shifted = byte % 4 ? word >> (8 * (byte % 4) - 7) : word << 7;
+        return *(const u32*)((const u8*)shared + ((shifted & 0x7f80u) | (lane * 4)));
+      };
+#pragma unroll
+      for (int j = 0; j < OWN; j += 2)
+#pragma unroll
+        for (int p = 0; p < 2; p++)
+          mma_m16n8k16(c[j / 2][p], codes(words[j][p], 2 * m), codes(words[j + 1][p], 2 * m), codes(words[j][p], 2 * m + 1),
+                       codes(words[j + 1][p], 2 * m + 1), b.x, b.y);
     }
-    const auto codes = [&](const uint4& own, int byte) {
-      const u32 word = byte < 4 ? own.x : byte < 8 ? own.y : byte < 12 ? own.z : own.w;
-      const u32 shifted = byte % 4 ? word >> (8 * (byte % 4) - 7) : word << 7;
-      return *(const u32*)(table + ((shifted & 0x7f80u) | (lane * 4)));
-    };
 #pragma unroll
-    for (int j = 0; j < OWN; j += 2) {
-      float c[2][4] = {};
-#pragma unroll
-      for (int p = 0; p < 2; p++)
-#pragma unroll
-        for (int m = 0; m < 8; m++)
-          mma_m16n8k16(c[p], codes(words[j][p], 2 * m), codes(words[j + 1][p], 2 * m), codes(words[j][p], 2 * m + 1),
-                       codes(words[j + 1][p], 2 * m + 1), halves[2 * m], halves[2 * m + 1]);
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const float a = t ? c[1][2 * k] : c[0][2 * k], b = t ? c[1][2 * k + 1] : c[0][2 * k + 1];
-        float sum = fmaf(a, scales[j + k][0], b * scales[j + k][1]);
-        sum += __shfl_xor_sync(ALL, sum, 1);
-        if (t == 0) to[g + 8 * (j + k)] = sum * down;
-      }
+    for (int j = 0; j < OWN; j++) {
+      const float* pair = c[j / 2][0] + 2 * (j & 1);
+      const float a = t ? pair[4] : pair[0], b = t ? pair[5] : pair[1], factor = expert.scale_of(scales[j]);
+      const float even = __shfl_sync(ALL, factor, (lane & 28) | (2 * t & 3)), odd = __shfl_sync(ALL, factor, (lane & 28) | (2 * t + 1 & 3));
+      float sum = fmaf(a, even, b * odd);
+      sum += __shfl_xor_sync(ALL, sum, 1);
+      if (t == 0) to[g + 8 * j] = sum * down;
     }
   }
 };
@@ -137,9 +143,9 @@ struct Expert {
   struct Scale {};
   static constexpr int UP_ROWS = 8, DOWN_ROWS = 8;
   const u8* weight;
-  __device__ __forceinline__ Expert(const Stack& s, int expert, int) : weight(s.weight + expert * s.weight_bytes) {}
-  __device__ __forceinline__ Word word_at(i64 at) const { return streamed_16(weight + at * 2); }
-  __device__ __forceinline__ Scale scale_at(i64) const { return {}; }
+  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : weight(nth(s.weight, s.weight_bytes, expert)) {}
+  __device__ __forceinline__ Word word_at(u32 at) const { return __ldcg((const uint4*)(weight + (u64)at * 2)); }
+  __device__ __forceinline__ Scale scale_at(u32) const { return {}; }
   __device__ __forceinline__ void values(float* v, Word word, Scale) const { unpack_8(v, word, HALF); }
 };
 #else
@@ -150,15 +156,16 @@ struct Expert {
   static constexpr int UP_ROWS = 16, DOWN_ROWS = 16;
   const u8* weight;
   Own own;
-  __device__ __forceinline__ Expert(const Stack& s, int expert, int width)
-      : weight(s.weight + expert * s.weight_bytes),
-        own(s.scale + expert * s.scale_bytes, s.second + expert * s.second_bytes, nullptr, nullptr, nullptr, width, 0) {}
-  __device__ __forceinline__ Word word_at(i64 at) const { return Own::word_at(weight, at); }
-  __device__ __forceinline__ Scale scale_at(i64 at) const { return own.scale_at(at); }
+  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int width)
+      : weight(nth(s.weight, s.weight_bytes, expert)),
+        own(nth(s.scale, s.scale_bytes, expert), nth(s.second, s.second_bytes, expert), nullptr, nullptr, nullptr, width, 0) {}
+  __device__ __forceinline__ Word word_at(u32 at) const { return Own::word_at(weight, at); }
+  __device__ __forceinline__ Scale scale_at(u32 at) const { return own.scale_at(at); }
   __device__ __forceinline__ void values(float* v, Word word, Scale scale) const { own.values(v, word, scale, HALF); }
 };
 #endif
-__device__ __forceinline__ const u8* table_of(const float*) { return nullptr; }
+__device__ __forceinline__ void prepare(u32*, const float*) {}
+__device__ __forceinline__ float* behind(u32* shared) { return (float*)shared; }
 // v[r] of all lanes, added: lane l has that of r = l % ROWS.
 template <int ROWS>
 __device__ __forceinline__ float scattered_sums(float* v) {
@@ -181,24 +188,19 @@ struct Asked {
   typename Expert::Word words[ROWS];
   typename Expert::Scale scales[ROWS];
   uint4 x;
+  bool is_there;  // whether the row has these columns; else they are read from its beginning, and left out
   template <typename Row>
   __device__ __forceinline__ void ask(const Expert& expert, const u16* from, int width, int chunk, Row row) {
-    const int column = chunk * CHUNK + (threadIdx.x & 31) * 8;
-    const bool is_there = column < width;
-    x = make_uint4(0, 0, 0, 0);
-    if (is_there) x = __ldcg((const uint4*)(from + column));
+    const int lane_column = chunk * CHUNK + (threadIdx.x & 31) * 8;
+    is_there = lane_column < width;
+    const int column = is_there ? lane_column : 0;
+    x = __ldcg((const uint4*)(from + column));
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      words[r] = {};
-      if (is_there) words[r] = expert.word_at((i64)row(r) * width + column);
-    }
+    for (int r = 0; r < ROWS; r++) words[r] = expert.word_at((u32)row(r) * width + column);
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      scales[r] = {};
-      if (is_there) scales[r] = expert.scale_at((i64)row(r) * width + column);
-    }
+    for (int r = 0; r < ROWS; r++) scales[r] = expert.scale_at((u32)row(r) * width + column);
   }
-  __device__ __forceinline__ void sums(const Expert& expert, const u8*, float* to) const {
+  __device__ __forceinline__ void sums(const Expert& expert, u32*, float* to) const {
     float given[8], sum[ROWS];
     unpack_8(given, x, HALF);
 #pragma unroll
@@ -208,6 +210,7 @@ struct Asked {
       sum[r] = 0.f;
 #pragma unroll
       for (int i = 0; i < 8; i++) sum[r] = fmaf(v[i], given[i], sum[r]);
+      if (!is_there) sum[r] = 0.f;
     }
     const float own = scattered_sums<ROWS>(sum);
     if ((threadIdx.x & 31) < ROWS) to[threadIdx.x & 31] = own;
@@ -262,61 +265,61 @@ __device__ __forceinline__ float change_of(const Lora& lora, const Adapter& adap
 }
 
 // low = A x of every pair's adapter; places that nothing reads are left. members: from `member` on. is_pair: x has a row for each pair.
-// Grid: [largest rank, pairs, members].
+// Grid: [largest rank, K members, n].
 extern "C" __global__ void __launch_bounds__(256) experts_low(
     const u16* x, int x_stride, int width, int is_pair, const i64* index, int chosen, int count, int member, LORA_PARAMETERS) {
   const Lora lora = LORA_GIVEN;
   __shared__ float sums[8];
-  const int r = blockIdx.x, pair = blockIdx.y, row = pair / chosen;
+  const int r = blockIdx.x, row = blockIdx.z, m = blockIdx.y / chosen, pair = row * chosen + blockIdx.y - m * chosen;
   let_next_start();
   wait_for_previous();
-  const Adapter own = adapter_of(lora, member + blockIdx.z, row, __ldcg(index + pair), count, false, width);
+  const Adapter own = adapter_of(lora, member + m, row, __ldcg(index + pair), count, false, width);
   if (!own.values || r >= own.rank) return;
   x += (size_t)(is_pair ? pair : row) * x_stride;
   float sum = 0.f;
 #pragma unroll 8
   for (int c = threadIdx.x; c < width; c += 256) sum = fmaf(value(__ldcg(x + c), HALF), lora_value(own.values, (i64)r * width + c, lora.wide), sum);
   sum = block_sum(sum, sums);
-  if (threadIdx.x == 0) lora.low[((size_t)pair * gridDim.z + blockIdx.z) * largest_rank + r] = lora_rounded(sum, lora.wide);
+  if (threadIdx.x == 0) lora.low[((size_t)pair * (gridDim.y / chosen) + m) * largest_rank + r] = lora_rounded(sum, lora.wide);
 }
 
-// h [pairs, inner] = act(gate) up. Grid: [tiles of UP_ROWS / 2 outputs, pairs]. Shared: [chunks + 2, UP_ROWS] floats.
+// h [pairs, inner] = act(gate) up. Grid: [tiles of UP_ROWS / 2 outputs, K, n]. Shared: what is in front, then
+// [chunks + 2, UP_ROWS] floats.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
-    const u16* x, int x_stride, const i64* index, int chosen, int count, STACK_PARAMETERS, int inner, int width, int kind, u16* h,
+    const u16* x, int x_stride, const i64* index, int count, STACK_PARAMETERS, int inner, int width, int kind, u16* h,
     LORA_PARAMETERS) {
   constexpr int ROWS = Expert::UP_ROWS, OUTPUTS = ROWS / 2;
-  extern __shared__ __align__(16) float parts[];
+  extern __shared__ __align__(16) u32 shared[];
+  float* parts = behind(shared);
   const Stack stack = STACK_GIVEN;
   const Lora lora = LORA_GIVEN;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
-  const int pair = blockIdx.y, row = pair / chosen, first = blockIdx.x * OUTPUTS;
+  const int row = blockIdx.z, pair = row * gridDim.y + blockIdx.y, first = blockIdx.x * OUTPUTS;
   let_next_start();
-  const u8* table = table_of(code);
+  prepare(shared, code);
   wait_for_previous();
   const i64 number = __ldcg(index + pair);
-  const Expert expert(stack, (int)(number < 0 ? 0 : number >= count ? count - 1 : number), width);
+  const Expert expert(stack, clamped(number, count), width);
   const auto output = [&](int r) { return first + r + (r < OUTPUTS ? 0 : inner - OUTPUTS); };
-  Asked<ROWS> asked;
-  asked.ask(expert, x + (size_t)row * x_stride, width, warp, output);
+  x += (size_t)row * x_stride;
+#pragma unroll 1
+  for (int chunk = warp; chunk < chunks; chunk += warps) {
+    Asked<ROWS> asked;
+    asked.ask(expert, x, width, chunk, output);
+    if (chunk == warp) __syncthreads();
+    asked.sums(expert, shared, parts + chunk * ROWS);
+  }
   float* changes = parts + chunks * ROWS;
   if (low) {
 #pragma unroll 1
     for (int m = 0; m < 2; m++) {
       const Adapter own = adapter_of(lora, m, row, number, count, true, width);
-#pragma unroll 1
+#pragma unroll 4
       for (int r = warp; r < ROWS; r += warps) {
         const float change = change_of(lora, own, low + ((size_t)pair * 2 + m) * largest_rank, output(r));
         if (lane == 0) changes[m * ROWS + r] = change;
       }
     }
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int chunk = warp;;) {
-    asked.sums(expert, table, parts + chunk * ROWS);
-    chunk += warps;
-    if (chunk >= chunks) break;
-    asked.ask(expert, x + (size_t)row * x_stride, width, chunk, output);
   }
   __syncthreads();
   const int r = threadIdx.x;
@@ -332,28 +335,32 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
 }
 
 // out [n, outputs] = the sum over a row's experts of (down h) weight. wide_weights: they are float32, else of the model's type. Grid:
-// [tiles of DOWN_ROWS outputs, n]. Shared: [K (chunks + 1), DOWN_ROWS] floats.
+// [tiles of DOWN_ROWS outputs, n]. Shared: what is in front, then [K (chunks + 1), DOWN_ROWS] floats.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
     const u16* h, const i64* index, const void* weights, int wide_weights, int chosen, int count, STACK_PARAMETERS, int width,
     u16* out, int out_stride, LORA_PARAMETERS) {
   constexpr int ROWS = Expert::DOWN_ROWS;
-  extern __shared__ __align__(16) float parts[];
+  extern __shared__ __align__(16) u32 shared[];
+  float* parts = behind(shared);
   const Stack stack = STACK_GIVEN;
   const Lora lora = LORA_GIVEN;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
   const int row = blockIdx.y, first = blockIdx.x * ROWS, units = chosen * chunks;
   let_next_start();
-  const u8* table = table_of(code);
+  prepare(shared, code);
   wait_for_previous();
   index += (size_t)row * chosen, h += (size_t)row * chosen * width;
   const auto output = [&](int r) { return first + r; };
-  const auto expert_of = [&](int k) {
+#pragma unroll 1
+  for (int unit = warp; unit < units; unit += warps) {
+    const int k = unit / chunks;
     const i64 number = __ldcg(index + k);
-    return Expert(stack, (int)(number < 0 ? 0 : number >= count ? count - 1 : number), width);
-  };
-  Asked<ROWS> asked;
-  Expert expert = expert_of(warp / chunks);
-  asked.ask(expert, h + (size_t)(warp / chunks) * width, width, warp % chunks, output);
+    const Expert expert(stack, clamped(number, count), width);
+    Asked<ROWS> asked;
+    asked.ask(expert, h + (size_t)k * width, width, unit - k * chunks, output);
+    if (unit == warp) __syncthreads();
+    asked.sums(expert, shared, parts + unit * ROWS);
+  }
   float* changes = parts + units * ROWS;
   if (low) {
 #pragma unroll 1
@@ -363,15 +370,6 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
       const float change = change_of(lora, own, low + ((size_t)row * chosen + k) * largest_rank, output(at % ROWS));
       if (lane == 0) changes[at] = change;
     }
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int unit = warp;;) {
-    asked.sums(expert, table, parts + unit * ROWS);
-    unit += warps;
-    if (unit >= units) break;
-    expert = expert_of(unit / chunks);
-    asked.ask(expert, h + (size_t)(unit / chunks) * width, width, unit % chunks, output);
   }
   __syncthreads();
   const int r = threadIdx.x;
