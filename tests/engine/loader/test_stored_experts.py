@@ -104,7 +104,7 @@ def of_router(packed: Packed) -> Tensor:
     return dequantize(packed)
 
 
-@pytest.mark.parametrize("form", (*GGUF, *APART))
+@pytest.mark.parametrize("form", (*GGUF, *APART, "awq", "gptq", "mxfp4", "ct-fp8"))
 def test_each_expert_stays_as_the_files_hold_it(form: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = truth(form, root)
     monkeypatch.setattr(loading, "dequantize", of_router)
@@ -118,7 +118,7 @@ def test_each_expert_stays_as_the_files_hold_it(form: str, root: Path, monkeypat
     assert not taken.is_made and not taken.reason
     # Two thirds of the values are gate and up.
     bits = {"q4_0": 4.5, "q4_k": 4.5, "q6_k": 6.5625, "q8_0": 8.5, "int4-g32": 4.5, "int4-g32-zp": 4.75, "int8-g32": 8.5}
-    bits |= {"fp8-128x128": 8 + 32 / 128**2}
+    bits |= {"fp8-128x128": 8 + 32 / 128**2, "fp8-row": 8.5, "mxfp4-g32": 4.25}
     first, last = (form, "q8_0" if form == "q8_0" else "q6_k") if form in GGUF else (FORMS[form][2],) * 2
     assert taken.format_name == ", ".join(dict.fromkeys((first, last)))
     assert taken.bits_per_value == pytest.approx((2 * bits[first] + bits[last]) / 3)
