@@ -95,7 +95,8 @@ def config_of(size: str) -> Any:
     if size == "26b-a4b":
         text = {
             "vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30,
-            "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256,
+            "global_head_dim": 512,
             "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 1024,
             "final_logit_softcapping": 30.0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
             "moe_intermediate_size": 704,
