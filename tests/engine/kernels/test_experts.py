@@ -208,6 +208,28 @@ def test_kernels_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n
 
 
 @on_cpu
+@pytest.mark.parametrize("kind, dtype, sizes, n, chosen, weights", [
+    ("none", BF16, (5, 128, 64), 70, 2, BF16), ("none", HALF, (3, 64, 128), 65, 1, HALF), ("nf4", BF16, (9, 128, 64), 131, 3, FLOAT),
+    ("nf4-dq", BF16, (4, 64, 192), 66, 2, BF16), ("nf4-dq", HALF, (40, 64, 64), 80, 8, FLOAT),
+])  # fmt: skip
+def test_many_tokens_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n, chosen, weights):
+    """More tokens than a step has: pairs sorted by experts, some with none, some with more than a tile holds."""
+    torch.manual_seed(4)
+    mixture = mixture_of(*sizes, dtype, kind, ours.fused.ACTIVATIONS[n % 3])
+    x, index, given, _ = case(mixture, n, chosen, dtype, weights=weights)
+    index[: n // 2] = torch.arange(chosen) % sizes[0]
+    before = len(module.launches)
+    out = ours.experts(x, index, given, mixture, torch.full_like(x, math.nan), module=module)
+    assert module.launches[before:] == ["experts_sort", *(f"experts_many_{name}" for name in ("gate_up", "down", "sum"))]
+    assert relative_error(out, ours.experts(x, index, given, mixture, torch.empty_like(x))) < FROM_TORCH["none", dtype]
+    assert relative_error(out, exact(x, index, given, mixture, None)) < LARGEST[dtype]
+    index[3, 0], index[n - 1, chosen - 1] = sizes[0], -1
+    again = ours.experts(x, index, given, mixture, torch.empty_like(x), module=module)
+    lost = again.isnan().all(dim=1)
+    assert lost.nonzero()[:, 0].tolist() == [3, n - 1] and torch.equal(again[~lost], out[~lost])
+
+
+@on_cpu
 def test_the_check_at_load_passes_and_finds_faults(module):
     torch.manual_seed(5)
     for mixture in (mixture_of(4, 192, 64, BF16, "nf4-dq"), mixture_of(4, 72, 40, HALF)):

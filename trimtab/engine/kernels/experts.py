@@ -34,10 +34,13 @@ from trimtab.formats.record import stored_format
 # Changes of gate_up, which may be two (of gate and of up), and one of down.
 MEMBERS = 3
 MOST_ROWS, MOST_CHOSEN = 64, 32
-NAMES = ("experts_low", "experts_gate_up", "experts_down")
+NAMES = (
+    "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_gate_up", "experts_many_down", "experts_many_sum",
+)  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/experts.cu: columns of a warp, warps of a block, and outputs of one by format: of gate and of up, and of down.
 _CHUNK, _MOST_WARPS = 256, 24
+_TILE = 64  # pairs of a block of many, and rows of a stack
 _OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
 _OTHER_OUTPUTS = (8, 16)
 # Seven roundings of each value, and weights of a format's library that round; the largest seen: 5.4e-3 and 7.2e-4.
@@ -118,7 +121,7 @@ def lora_tables(changes: Sequence[Sequence[Change | None]], row_slots: Tensor, c
 
 def source() -> str:
     """Return the source as it is compiled."""
-    return layouts.source("experts.cu")
+    return layouts.source("experts.cu") + nvrtc.source("experts_many.cu")
 
 
 def load(device: torch.device | str) -> nvrtc.Module:
@@ -194,6 +197,9 @@ def experts(
     count, _, width = mixture.gate_up.shape
     inner, pairs, dtype = mixture.down.shape[2], n * chosen, x.dtype
     launch = partial(_launch, module, dtype, dependent)
+    if n > MOST_ROWS:
+        assert lora is None
+        return _many(x, index, weights, mixture, out, launch)
     h = torch.empty(pairs, inner, dtype=dtype, device=x.device)
     low = None if lora is None else torch.empty(pairs * 2 * lora.largest_rank, device=x.device)
     tables = _lora_arguments(lora, low)
@@ -221,6 +227,35 @@ def experts(
             out.stride(0), *tables,
         ],
         _shared_bytes(mixture.down, units, units + chosen, 1),
+    )  # fmt: skip
+    return out
+
+
+def _many(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, launch: Callable[..., None]) -> Tensor:
+    """Do what `experts` does for the tokens of a prompt: [n K, D] float32 and [n K, I] are in memory meanwhile."""
+    (n, chosen), (count, _, width), inner = index.shape, mixture.gate_up.shape, mixture.down.shape[2]
+    pairs, tiles = n * chosen, n * chosen // _TILE + min(count, n * chosen)
+    order, first = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (pairs, count + 1))
+    launch(mixture.gate_up, "experts_sort", (1,), 32, [index, pairs, count, order, first], 4 * (count + 1))
+    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    sorted_pairs: list[nvrtc.Argument] = [order, first, chosen, count]
+    launch(
+        mixture.gate_up, "experts_many_gate_up", (2 * inner // _TILE, tiles), 4,
+        [
+            x, x.stride(0), *sorted_pairs, *_stack_arguments(mixture.gate_up), width, inner,
+            fused.ACTIVATIONS.index(mixture.activation), h,
+        ],
+    )  # fmt: skip
+    parts = torch.empty(pairs, width, device=x.device)
+    launch(
+        mixture.down, "experts_many_down", (width // _TILE, tiles), 4,
+        [
+            h, inner, *sorted_pairs, *_stack_arguments(mixture.down), inner, weights, int(weights.dtype == torch.float32), width,
+            parts,
+        ],
+    )  # fmt: skip
+    launch(
+        mixture.down, "experts_many_sum", (-(-width // 512), n), 4, [parts, index, chosen, count, width, out, out.stride(0)]
     )  # fmt: skip
     return out
 
