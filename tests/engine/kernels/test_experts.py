@@ -13,8 +13,8 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed
 from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.kernels import autotune, layouts
 from trimtab.engine.kernels import experts as ours
-from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.experts import Change, Mixture
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.lora import experts as host
@@ -39,12 +39,12 @@ def mixture_of(count, width, inner, dtype, kind="none", activation="silu"):
     return Mixture(*(one if kind == "none" else packed_stack(one, kind) for one in stacks), activation)
 
 
-def changes_of(count, width, inner):
+def changes_of(count, width, inner, dtype=FLOAT):
     """Three slots: of gate and up together on some experts and of down; of gate alone; of gate and of up apart, of other ranks."""
 
     def change(rank, width, high, first, pairs):
         A, B = torch.randn(len(pairs), rank, width) / width**0.5, torch.randn(len(pairs), high, rank) / rank**0.5
-        return Change(A, B, 0.7, first, {expert: place for place, expert in enumerate(pairs)})
+        return Change(A.to(dtype), B.to(dtype), 0.7, first, {expert: place for place, expert in enumerate(pairs)})
 
     whole, some = list(range(count)), list(range(count))[::-2]
     return [
@@ -54,7 +54,7 @@ def changes_of(count, width, inner):
     ]
 
 
-def case(mixture, n, chosen, dtype, *, slots=None, weights=FLOAT):
+def case(mixture, n, chosen, dtype, *, slots=None, weights=FLOAT, adapters=FLOAT):
     """Return (x, index, weights, tables of adapters)."""
     count, _, width = mixture.gate_up.shape
     index = torch.stack([torch.randperm(count)[:chosen] for _ in range(n)])
@@ -62,7 +62,7 @@ def case(mixture, n, chosen, dtype, *, slots=None, weights=FLOAT):
     tables = None
     if slots is not None:
         rows = torch.tensor([slots[i % len(slots)] for i in range(n)], dtype=torch.int32)
-        tables = ours.lora_tables(changes_of(count, width, mixture.down.shape[2]), rows, count)
+        tables = ours.lora_tables(changes_of(count, width, mixture.down.shape[2], adapters), rows, count)
     return torch.randn(n, width).to(dtype), index, given, tables
 
 
@@ -71,14 +71,14 @@ def unpacked(stack, *, is_rounded):
         return stack.double()
     count, rows, _ = stack.shape
     matrices = [stack.expert(expert) for expert in range(count)]
-    if is_rounded or "absmax" not in stack.parts:
+    if is_rounded:
         return torch.stack([dequantize(one).double() for one in matrices])
     return torch.stack([layouts.decoded(one, range(rows), torch.float64) for one in matrices])
 
 
 def exact(x, index, weights, mixture, tables, *, is_rounded=False):
-    """Stock's module in float64, once for each slot with the slot's changes merged into its stacks. is_rounded: whether weights of
-    bitsandbytes are those of its library, in the model's type."""
+    """Stock's module in float64, once for each slot with the slot's changes merged into its stacks. is_rounded: whether packed
+    weights are rounded to the model's type, as their formats' libraries do it."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -180,8 +180,8 @@ def module():
     return kernels()
 
 
-# Values that are one step of the type apart where float32 sums in another order round otherwise, and weights of bitsandbytes that
-# torch rounds to the type: then the seven roundings of both paths are others.
+# Values that are one step of the type apart where float32 sums in another order round otherwise, and packed weights that torch
+# rounds: then the seven roundings of both paths are others.
 FROM_TORCH = {("none", BF16): 2e-3, ("none", HALF): 2.5e-4, ("nf4", BF16): 8e-3, ("nf4", HALF): 1e-3}
 
 
@@ -205,6 +205,42 @@ def test_kernels_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n
     own = ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables)
     assert relative_error(out, own) < FROM_TORCH["none" if kind == "none" else "nf4", dtype]
     assert relative_error(out, exact(x, index, given, mixture, tables)) < LARGEST[dtype]
+
+
+def file_stack(form, count, rows, columns):
+    """A stack in a publisher's format: random experts, each by itself."""
+    made = autotune.RandomWeights(torch.device("cpu"), quant=form)
+    experts = [made.make(rows, columns) for _ in range(count)]
+    parts = {name: torch.stack([one.parts[name] for one in experts]) for name in experts[0].parts}
+    return replace(experts[0], shape=(count, rows, columns), parts=parts)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "form", ["int4-g32", "int4-g128-zp", "int4-row", "fp8-128x128", "fp8-row", "q4_0", "q8_0", "q4_k", "q6_k", "nvfp4-g16"]
+)
+def test_kernels_read_stacks_in_publishers_formats(module, form):
+    """Gate and up in this format, down in 16 bits: two formats in a mixture."""
+    torch.manual_seed(4)
+    stack = file_stack(form, 3, 128, 512)
+    mixture = Mixture(stack, torch.randn(3, 512, 64).bfloat16() / 8, "silu")
+    assert ours.why_not(mixture, 2, 2, BF16, "cpu") == "cpu is not a CUDA device"
+    x, index, given, tables = case(mixture, 2, 2, BF16, slots=(1, -1))
+    out = ours.experts(x, index, given, mixture, torch.full_like(x, math.nan), lora=tables, module=module)
+    own = ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables)
+    assert relative_error(out, own) < FROM_TORCH["nf4", BF16]
+    assert relative_error(out, exact(x, index, given, mixture, tables)) < LARGEST[BF16]
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", [BF16, HALF])
+def test_adapters_in_the_models_type_are_rounded_as_torch_rounds_them(module, dtype):
+    torch.manual_seed(8)
+    mixture = mixture_of(4, 128, 64, dtype)
+    x, index, given, tables = case(mixture, 4, 2, dtype, slots=(0, 1, 2, -1), weights=dtype, adapters=dtype)
+    out = ours.experts(x, index, given, mixture, torch.full_like(x, math.nan), lora=tables, module=module)
+    own = ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables)
+    assert tables.dtype == dtype and relative_error(out, own) < FROM_TORCH["none", dtype]
 
 
 @on_cpu

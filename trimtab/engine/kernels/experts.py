@@ -4,10 +4,10 @@
 
 The torch path computes what `engine/lora/experts.py` computes and rounds where it does: products, an adapter's change of each, the
 activation, gate times up, a product times its weight; the sum over K runs in float32, in the order of K, and is rounded once. The
-kernels round at the same places. Two things differ: their sums run in another order, and weights of bitsandbytes enter as a
-float16 code (2^-12 off) times a float32 scale where torch rounds that product. The order depends on the shape of the stacks alone,
-so a row's bits do not depend on the other rows. Which experts are chosen is never read on the host: both paths can be captured in a
-CUDA graph. An index without an expert makes its row NaN.
+kernels round at the same places. Two things differ: their sums run in another order, and packed weights enter unrounded where torch
+rounds them to their type (those of bitsandbytes are a float16 code, 2^-12 off, times a float32 scale). The order depends on the
+shape of the stacks alone, so a row's bits do not depend on the other rows. Which experts are chosen is never read on the host: both
+paths can be captured in a CUDA graph. An index without an expert makes its row NaN.
 
 A module serves one stream at a time. What it does not know: whether the kernels are faster here (the caller measures and decides).
 """
@@ -43,7 +43,7 @@ _CHUNK, _MOST_WARPS = 256, 24
 _TILE = 64  # pairs of a block of many, and rows of a stack
 _OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
 _OTHER_OUTPUTS = (8, 16)
-# Seven roundings of each value, and weights of a format's library that round; the largest seen: 5.4e-3 and 7.2e-4.
+# Seven roundings of each value, and codes in float16; the largest seen: 5.4e-3 and 7.2e-4.
 CHECK_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 # Of a block on any card.
 _MOST_SHARED_BYTES = 64 * 1024
