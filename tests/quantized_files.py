@@ -168,7 +168,9 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
         ct_config(4, "float", strategy="group", group_size=32), lambda weight: float4(weight, group=32, layout="ct"), "mxfp4-g32"
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq, "int4-g32-zp"),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq, "int4-g32-zp"),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, partial(gptq, group=128), "int4-g128-zp",
+    ),
     **{
         f"gptq-ordered{mark}": (
             {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": True},
@@ -178,7 +180,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
     },
 }  # fmt: skip
 # Those whose blocks and groups are larger than the weights of the smallest models.
-WIDE = ("ct-int4-g128", "fp8-block", "fp8-f32", "gptq-ordered-g64", "gptq-ordered-g128")
+WIDE = ("ct-int4-g128", "fp8-block", "fp8-f32", "gptq", "gptq-ordered-g64", "gptq-ordered-g128")
 
 
 @cache
