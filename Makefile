@@ -96,7 +96,8 @@ $(PEERS):
 
 # The formats' own libraries, next to the newest environment: they make the golden files again, and read models themselves.
 test-formats: $(NEWEST) $(FORMATS)
-	$(ENV) PYTHONPATH=.:$(CURDIR)/.venv-formats .venv/bin/python -m pytest -q tests/golden/formats tests/gguf/test_foreign.py
+	$(ENV) PYTHONPATH=.:$(CURDIR)/.venv-formats .venv/bin/python -m pytest -q tests/golden/formats tests/gguf/test_foreign.py \
+		tests/engine/formats/test_format_models.py -k "golden or foreign or stock_route or stock_computes"
 
 $(FORMATS): $(NEWEST)
 	rm -rf .venv-formats

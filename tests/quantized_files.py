@@ -62,11 +62,8 @@ def awq(weight: Tensor, *, group: int = 32) -> Packed:
     def in_order(values: Tensor) -> Tensor:
         return words(values.view(values.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
 
-    return {
-        "qweight": in_order(q.t().contiguous()),
-        "qzeros": in_order(zero.t().contiguous()),
-        "scales": scale.t().contiguous(),
-    }, dense
+    q, zero, scale = (one.t().contiguous() for one in (q, zero, scale))
+    return {"qweight": in_order(q), "qzeros": in_order(zero), "scales": scale}, dense
 
 
 def gptq(weight: Tensor, *, group: int = 32, ordered: bool = False) -> Packed:
@@ -130,13 +127,9 @@ def float4(weight: Tensor, *, group: int, layout: str) -> Packed:
 
 def ct_config(bits: int, kind: str, **weights: Any) -> dict[str, Any]:
     scheme = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
-    form = (
-        "pack-quantized"
-        if kind == "int"
-        else f"{'mxfp8' if 'group_size' in weights else 'float'}-quantized"
-        if bits == 8
-        else f"{'nv' if weights['group_size'] == 16 else 'mx'}fp4-pack-quantized"
-    )
+    size = weights.get("group_size", 0)
+    forms = {("int", size): "pack", (8, 0): "float", (8, 32): "mxfp8", (4, 16): "nvfp4-pack", (4, 32): "mxfp4-pack"}
+    form = f"{forms['int' if kind == 'int' else bits, size]}-quantized"
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}
 
 
@@ -175,7 +168,9 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
         ct_config(4, "float", strategy="group", group_size=32), lambda weight: float4(weight, group=32, layout="ct"), "mxfp4-g32"
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq, "int4-g32-zp"),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq, "int4-g32-zp"),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, partial(gptq, group=128), "int4-g128-zp",
+    ),
     **{
         f"gptq-ordered{mark}": (
             {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": True},
@@ -185,7 +180,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed], str]] = {
     },
 }  # fmt: skip
 # Those whose blocks and groups are larger than the weights of the smallest models.
-WIDE = ("ct-int4-g128", "fp8-block", "fp8-f32", "gptq-ordered-g64", "gptq-ordered-g128")
+WIDE = ("ct-int4-g128", "fp8-block", "fp8-f32", "gptq", "gptq-ordered-g64", "gptq-ordered-g128")
 
 
 @cache

@@ -111,7 +111,7 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[s
     if scale.dtype not in SCALE_DTYPES or scale.shape[:1] != (rows,) or len(scale.shape) > 2:
         return f"weight_scale is {scale.dtype} {list(scale.shape)}, a float for each of {rows} rows or of their groups is needed"
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
-    fitting = [one for one in schemes if one.get("num_bits") == bits and (groups == 1 or _has_groups(one, columns, groups))]
+    fitting = [one for one in schemes if one.get("num_bits") == bits and _has_groups(one, columns, groups)]
     if not fitting:
         return f"weight_scale has {groups} groups a row of {columns}, which no config group declares"
     size = 0 if groups == 1 else int(fitting[0]["group_size"])
@@ -127,8 +127,10 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[s
 
 
 def _has_groups(scheme: Mapping[str, Any], columns: int, groups: int) -> bool:
-    """Return whether a config group declares this many groups for a row."""
+    """Return whether a config group declares this many groups for a row; without a size, or with -1, a row is one."""
     size = scheme.get("group_size")
+    if size is None or size == -1:
+        return groups == 1
     return type(size) is int and 0 < size < 10**6 and ceil(columns / size) == groups
 
 

@@ -143,6 +143,18 @@ def test_the_stock_route_of_verify_has_the_same_weights(form, root):
     assert set(truth) <= set(found) and all(torch.equal(found[name], truth[name]) for name in truth)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if FORMS[form][0]["quant_method"] in unsplit.DEQUANTIZED_BY_STOCK])
+def test_stock_computes_the_same_with_an_adapter_over_the_packed_files(form, root):
+    """transformers reads FP8 itself, the others with the package that made them: `make test-formats` has it."""
+    pytest.importorskip(unsplit.DEQUANTIZED_BY_STOCK[FORMS[form][0]["quant_method"]] or "transformers")
+    small, _ = files("llama", form, root)
+    model = unsplit.load_unsplit(str(small), "auto", "bfloat16", "cpu")
+    assert unsplit.dense_note(str(small)) == []
+    given = pico.inputs("llama", model.config)
+    found = stock.logits(stock.with_adapter(model, adapter("llama", form, "lora", root)), given)
+    assert torch.equal(found, expected("llama", form, "lora", root))
+
+
 def test_a_plan_counts_the_bytes_of_the_format(root):
     small, dense = files("llama", "ct-int4", root)
     plan = trimtab.plan(small, device="cpu", context=64, place={"*": "resident"})

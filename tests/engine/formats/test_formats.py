@@ -143,12 +143,8 @@ def test_integers_are_the_formula_in_float64(tmp_path_factory, rows, groups, siz
     generator = torch.Generator().manual_seed(seed)
     columns = groups * size
     q = torch.randint(0, 1 << bits, (rows, columns), generator=generator)
-    each = 32 // bits
-    wide = torch.cat((q, torch.zeros(rows, -columns % each, dtype=torch.int64)), 1).view(rows, -1, each)
-    packed = (wide << (torch.arange(each) * bits)).sum(-1)
-    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
     scale = (torch.rand(rows, groups, generator=generator) + 0.1).to(torch.bfloat16)
-    parts = {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor([rows, columns])}
+    parts = {"weight_packed": words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor([rows, columns])}
     declared = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": size, "symmetric": True}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": {"weights": declared}}}
     _, found = read(written(tmp_path_factory.mktemp("w"), parts, config))
@@ -221,6 +217,7 @@ def changed(name, change):
         ("ct-int4-g32", changed("weight_packed", lambda t: t.to(torch.uint8)), "NVFP4"),
         ("ct-int4-g32", changed("weight_scale", lambda t: t[:-1]), "weight_scale is"),
         ("ct-int4-g32", changed("weight_scale", lambda t: t.to(torch.int8)), "weight_scale is"),
+        ("ct-int4-g32", changed("weight_scale", lambda t: t[:, :1]), "1 groups a row of 96, which no config group declares"),
         ("ct-int4-g128-zp-f16", changed("weight_zero_point", lambda t: t[:-1]), "weight_zero_point is"),
         ("ct-int4-g128-zp-f16", without("weight_zero_point"), "no weight_zero_point, config.json says symmetric false"),
         ("ct-int8-g32-zp", without("weight_zero_point"), "no weight_zero_point, config.json says symmetric false"),

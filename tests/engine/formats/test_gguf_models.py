@@ -114,11 +114,8 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(family, form, root, tmp_path
         # Half a unit of bfloat16 for the result, and for the base, which stands here rounded to it.
         exact = tensor.double() + delta
         assert bool(((written[name].double() - exact).abs() <= 2**-8 * (exact.abs() + tensor.double().abs())).all()), name
-    assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "trimtab_merge.json",
-    ]
+    names = sorted(path.name for path in (tmp_path / "merged").iterdir())
+    assert names == ["config.json", "model.safetensors", "trimtab_merge.json"]
     assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
     # Stock loads what was written.
     assert stock.load_stock(tmp_path / "merged").dtype == torch.bfloat16
@@ -136,9 +133,8 @@ def test_a_plan_counts_the_bytes_of_each_type(root):
     # While a weight is read, its blocks become parts.
     anatomy = hf.read_anatomy(read_checkpoint(file), quant="none", dtype="bfloat16")
     blocks = {block.block_path: block for block in blocks_of(anatomy, "auto")}
-    assert (
-        blocks["lm_head"].load_transient_bytes == 2 * 320 * 210 and blocks["model.layers.0"].load_transient_bytes == 2 * 512 * 210
-    )
+    peaks = [blocks[name].load_transient_bytes for name in ("lm_head", "model.layers.0")]
+    assert peaks == [2 * 320 * 210, 2 * 512 * 210]
 
 
 @pytest.mark.parametrize(("dtype", "is_rounded"), [("bfloat16", True), ("float16", False), ("float32", False)])

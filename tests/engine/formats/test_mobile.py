@@ -138,13 +138,8 @@ def test_a_plan_counts_the_bytes_of_the_file(folder):
     stored = {name: t for name, t in tensors.items() if name.rpartition(".")[0] in packed}
     modules = [one for one in plan.unquantized if "linear" in one.module_path or "proj" in one.module_path]
     with trimtab.load(plan) as model:
-        held = sum(
-            part.nbytes
-            for module in model.hf_model.modules()
-            if (one := getattr(module, "stored", None))
-            for part in one.parts.values()
-            if one.kind != "none"
-        )
+        layers = [one for module in model.hf_model.modules() if (one := getattr(module, "stored", None)) and one.kind != "none"]
+        held = sum(part.nbytes for one in layers for part in one.parts.values())
     assert held == sum(t.nbytes for t in stored.values())
     assert plan.gpu["weights"] == held + sum(one.bytes for one in modules)
 
@@ -152,11 +147,8 @@ def test_a_plan_counts_the_bytes_of_the_file(folder):
 def test_a_merge_is_the_sum_in_float64_rounded_once(folder, adapter, tmp_path):
     trimtab.merge(folder, tmp_path / "merged", adapters=adapter, check=True)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
-    assert not [
-        name
-        for name in merged
-        if name.endswith(("weight_scale", "activation_scale", "cache_scale", "embedding_scale", "_quantized"))
-    ]
+    sides = ("weight_scale", "activation_scale", "cache_scale", "embedding_scale", "_quantized")
+    assert not [name for name in merged if name.endswith(sides)]
     assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
     lora = load_file(adapter / "adapter_model.safetensors")
     modules = dict(mobile_files.stock(folder).named_modules())
@@ -165,11 +157,10 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(folder, adapter, tmp_path):
         module, stem = modules[path], f"base_model.model.{path}.lora"
         is_table = "embed" in path
         scale = module.embedding_scale if is_table else module.weight_scale
-        q = (
-            module._dequantize_weights(module.embedding_quantized, scale.new_ones(scale.shape))
-            if is_table
-            else (module._dequantize_weights(torch.float32) / scale).round()
-        )
+        if is_table:
+            q = module._dequantize_weights(module.embedding_quantized, scale.new_ones(scale.shape))
+        else:
+            q = (module._dequantize_weights(torch.float32) / scale).round()
         exact = q.double() * scale.double().repeat_interleave(q.shape[1] // scale.shape[1], 1)
         if f"{stem}_A.weight" in lora:
             exact += lora[f"{stem}_B.weight"].double() @ lora[f"{stem}_A.weight"].double() * 2

@@ -82,12 +82,9 @@ def test_a_mobile_layer_answers_as_transformers_does(golden, case, name, tmp_pat
 
 
 @given(
-    rows=st.integers(1, 9),
-    groups=st.integers(1, 4),
-    nv=st.booleans(),
-    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 9), groups=st.integers(1, 4), nv=st.booleans(), seed=st.integers(0, 10**6),
     whole=st.floats(2**-10, 2**13, width=32),
-)
+)  # fmt: skip
 def test_4_bit_floats_are_the_formula_in_float64(tmp_path_factory, rows, groups, nv, seed, whole):
     generator = torch.Generator().manual_seed(seed)
     size = 16 if nv else 32
@@ -121,16 +118,9 @@ def test_patterns_of_bits_are_read_in_bounded_time(golden, pattern, words, tmp_p
 
 @pytest.mark.parametrize(
     ("patterns", "bits"),
-    [
-        ({"x": 4}, 4),
-        ({"^x": 2, "m": 4}, 4),
-        ({"x$": 2, r"^m\.": 4}, 4),
-        ({r"m\.x": 4, "m": 2}, 4),
-        ({}, 4),
-        ({"y": 2}, 4),
-        ({"m": None}, 4),
-    ],
-)
+    [({"x": 4}, 4), ({"^x": 2, "m": 4}, 4), ({"x$": 2, r"^m\.": 4}, 4), ({r"m\.x": 4, "m": 2}, 4), ({}, 4), ({"y": 2}, 4),
+     ({"m": None}, 4)],
+)  # fmt: skip
 def test_bits_are_those_of_the_pattern_that_is_found_first(golden, patterns, bits, tmp_path):
     stored, _ = case_of(golden, "mobile4")
     listed = {pattern: {} if bits is None else {"num_bits": bits} for pattern, bits in patterns.items()}
@@ -178,10 +168,7 @@ def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp
 )  # fmt: skip
 def test_scales_that_are_not_finite_are_refused(golden, case, name, tmp_path):
     stored, _ = case_of(golden, case)
-    stored[name] = (
-        stored[name].fill_(255)
-        if stored[name].dtype == torch.uint8
-        else torch.full_like(stored[name].float(), math.nan).to(stored[name].dtype)
-    )
+    kind = stored[name].dtype
+    stored[name] = torch.full_like(stored[name].float(), 255 if kind == torch.uint8 else math.nan).to(kind)
     with pytest.raises(CheckpointError, match="not finite"):
         read(written(tmp_path, stored, CONFIGS[case]))

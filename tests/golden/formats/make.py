@@ -44,10 +44,8 @@ def compressed(rows: int, columns: int, *, scale_dtype: str = "bfloat16", **weig
     elif args.strategy == "block":
         high_side, wide = args.block_structure
         shape = (-(-rows // high_side), -(-columns // wide))
-        low, high = (
-            torch.full(shape, -0.4),
-            torch.full(shape, 0.4) * torch.rand(shape, generator=torch.Generator().manual_seed(3)).add(0.5),
-        )
+        spread = torch.rand(shape, generator=torch.Generator().manual_seed(3)).add(0.5)
+        low, high = torch.full(shape, -0.4), torch.full(shape, 0.4) * spread
     elif args.strategy == "channel":
         low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     else:
@@ -121,15 +119,8 @@ def gptq(rows: int, columns: int, group: int, bits: int, *, ordered: bool = Fals
     if ordered:
         layer.g_idx = stored["g_idx"]
     expected = layer(torch.eye(columns, dtype=torch.float16)).t().contiguous()
-    config = {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group,
-        "desc_act": ordered,
-        "sym": False,
-        "checkpoint_format": form,
-    }
-    return stored, expected, config
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": ordered, "sym": False}
+    return stored, expected, config | {"checkpoint_format": form}
 
 
 CASES = {
