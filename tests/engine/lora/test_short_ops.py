@@ -21,6 +21,7 @@ from tests.engine.decode.test_graphs import ASKED, answers, demo, joined, replay
 from tests.engine.lora.toy_lora import Toy, make_adapter, ours, put_on
 from tests.long_runs import crossed
 from trimtab.engine.decode import decode_step
+from trimtab.engine.kv.kv_cache import step_masks
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
@@ -425,18 +426,19 @@ def model():
         yield loaded
 
 
-def test_masks_added_to_scores_give_the_same_attention_bit_for_bit(model):
-    mask = torch.tensor([[True, False, True, True], [True, True, False, False]]).view(2, 1, 1, 4)
-    added = short_ops.added_masks(model.hf_model, {"full_attention": mask}, torch.bfloat16)["full_attention"]
-    q, k, v = (torch.randn(2, 4, n, 32).bfloat16() for n in (1, 4, 4))
+def test_masks_added_to_scores_give_the_same_attention_bit_for_bit(model, monkeypatch):
+    batch = joined(model, "eager", [ASKED[4], ASKED[4]])
+    batch.logits()
+    given = model.hf_model, batch.cache, 2, torch.bfloat16
+    masks, added = step_masks(*given), step_masks(*given, are_added=True)
     attend = nn.functional.scaled_dot_product_attention
-    assert torch.equal(attend(q, k, v, attn_mask=mask), attend(q, k, v, attn_mask=added))
-    config = model.hf_model.config.get_text_config()
-    before, config._attn_implementation = config._attn_implementation, "eager"
-    try:
-        assert short_ops.added_masks(model.hf_model, mask, torch.bfloat16) is mask
-    finally:
-        config._attn_implementation = before
+    for kind, mask in masks.items():
+        q, k, v = (torch.randn(2, 4, n, 32).bfloat16() for n in (1, mask.shape[-1], mask.shape[-1]))
+        assert mask.dtype == torch.bool and 0 < int(mask.sum()) < mask.numel() and added[kind].dtype == torch.bfloat16
+        assert torch.equal(attend(q, k, v, attn_mask=mask), attend(q, k, v, attn_mask=added[kind]))
+    monkeypatch.setattr(model.hf_model.config.get_text_config(), "_attn_implementation", "eager")
+    for kind, mask in step_masks(*given).items():  # numbers anyway
+        assert torch.equal(mask, step_masks(*given, are_added=True)[kind]) and bool(mask.isfinite().all())
 
 
 # Of the demo's eight layers, for one row in bfloat16; before: 99 and 135 (an adapter on six linears of each layer). In a

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.batched_lora.table import groups_of, rank_of
+from trimtab.engine.batched_lora.table import groups_of, rank_of, why_not_plain
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
@@ -41,7 +41,6 @@ from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.layers.unpacked import UnpackedWeights
-from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -127,12 +126,11 @@ def unpack_extended(packed: Packed, B: Tensor, before: int, wide: int, out: Tens
 
 def fits(adapter: lora.LinearAdapter, leaf: Leaf) -> bool:
     """Whether the kernels know this adapter of a layer."""
-    A, B = adapter.A, adapter.B
+    A = adapter.A
     return (
-        short_ops.is_plain(adapter) and A is not None and B is not None and A.shape[0] <= MOST_RANK
-        and B.dtype == torch.float32 and A.is_contiguous() and B.is_contiguous()
-        and A.data_ptr() % 16 == 0 and leaf.in_features % 16 == 0
-        and prompt_kernels.is_read(leaf) and not stored_format(leaf.quant_kind).has_rounding  # an adapter reads x as it was
+        why_not_plain(adapter) is None and A is not None and A.shape[0] <= MOST_RANK and A.data_ptr() % 16 == 0
+        and leaf.in_features % 16 == 0 and prompt_kernels.is_read(leaf)
+        and not stored_format(leaf.quant_kind).has_rounding  # an adapter reads x as it was
     )  # fmt: skip
 
 

@@ -150,12 +150,8 @@ class AdapterSlots:
                 continue
             if not isinstance(adapter, lora.LinearAdapter) or not isinstance(module, Leaf):
                 return f"adapter {name} changes {path}, which is no linear layer"
-            if adapter.A is None or adapter.B is None or adapter.weight is not None or adapter.bias is not None:
-                return f"adapter {name} replaces the weights of {path}"
-            if adapter.magnitude is not None or adapter.B_bias is not None:
-                return f"adapter {name} uses {'DoRA' if adapter.magnitude is not None else 'a LoRA bias'} at {path}"
-            if adapter.A.dtype != torch.float32 or not (adapter.A.is_contiguous() and adapter.B.is_contiguous()):
-                return f"adapter {name} is not held in contiguous float32 at {path}"
+            if (why := why_not_plain(adapter)) is not None:
+                return f"adapter {name} {why} at {path}"
         return None
 
     @property
@@ -241,7 +237,7 @@ class AdapterSlots:
         self._held[key] = slot
 
     def set_layers(self, adapters: Mapping[Leaf, lora.LinearAdapter]) -> None:
-        """Let every row use these adapters, by layer, which need no name in the store: plain LoRA in contiguous float32."""
+        """Let every row use these adapters, by layer, which need no name in the store. Ask `why_not_plain` about each first."""
         self._covered = set(adapters)
         self.largest_rank = _stepped(max(rank_of(one) for one in adapters.values()))
         count = len(self._place)
@@ -353,6 +349,17 @@ class AdapterSlots:
         assert arguments is not None
         self._shared = None if len(leaves) == 1 else (weakref.ref(x), version, group, arguments)
         return arguments, x.reshape(rows, -1)
+
+
+def why_not_plain(adapter: lora.LinearAdapter) -> str | None:
+    """Return why kernels cannot read this adapter of a layer where it is, None if it is plain LoRA in contiguous float32."""
+    A, B = adapter.A, adapter.B
+    if A is None or B is None or adapter.weight is not None or adapter.bias is not None:
+        return "replaces weights"
+    if adapter.magnitude is not None or adapter.B_bias is not None:
+        return f"uses {'DoRA' if adapter.magnitude is not None else 'a LoRA bias'}"
+    is_read = A.dtype == B.dtype == torch.float32 and A.is_contiguous() and B.is_contiguous()
+    return None if is_read else "is not stored in contiguous float32"
 
 
 def rank_of(adapter: lora.LinearAdapter) -> int:

@@ -195,22 +195,20 @@ class DecodeStep:
             many_rows.matmul(self._choice.four_bit, self.kernels.rows),
         )  # fmt: skip
         with self._short_ops.step(), self.model.adapter_store.multiplying(table):
-            return self._modules(count, added_masks=True)
+            return self._modules(count, are_added=True)
 
     def _may_be_short(self) -> bool:
         return self.device.type == "cuda"  # on a CPU the operations themselves take the time
 
-    def _modules(self, count: int, *, added_masks: bool = False) -> Tensor:
-        """Return the logits [count, V] of transformers' own forward pass."""
+    def _modules(self, count: int, *, are_added: bool = False) -> Tensor:
+        """Return the logits [count, V] of transformers' own forward pass. are_added: see `step_masks`."""
         cache = self.cache
         if (table := self.model.adapter_store.table) is not None:
             table.empty(count)
         cache.begin()
         cache.step_count = count
-        masks = hf_slots.step_masks(self.model.hf_model, cache, count, self.model.dtype)
+        masks = hf_slots.step_masks(self.model.hf_model, cache, count, self.model.dtype, are_added=are_added)
         step = cache.rows_of_step(count)
-        if added_masks:
-            masks = short_ops.added_masks(self.model.hf_model, masks, self.model.dtype)
         output = self.model.hf_model(
             input_ids=self.tokens[step], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
             attention_mask=masks, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True,

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.engine.batched_lora.table import AdapterSlots
+from trimtab.engine.batched_lora.table import AdapterSlots, why_not_plain
 from trimtab.engine.families.step import FusedStep, TokenPositions
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.engine.kv.pages import PageTable
-from trimtab.engine.lora.fewer_ops import is_plain
 
 if TYPE_CHECKING:
     from trimtab.engine.families.decoder import Norm
@@ -41,10 +40,6 @@ class _Pass:
     turns: dict[str, tuple[Tensor, Tensor]]
     states: dict[int, tuple[Tensor, Tensor]]
     where: TokenPositions
-
-
-def _is_whole(part: Tensor | None) -> bool:
-    return part is not None and part.is_contiguous()
 
 
 class LastLayers:
@@ -83,8 +78,8 @@ class LastLayers:
     def _table_of(self, name: str | None) -> AdapterSlots | None:
         leaves = [leaf for group in self._groups for leaf in group]
         held = {leaf: leaf.adapters[name] for leaf in leaves if name is not None and name in leaf.adapters}
-        fits = all(is_plain(one) and _is_whole(one.A) and _is_whole(one.B) for one in held.values())
-        if not (held and fits and self._multiplies):  # the layers add the adapter in their usual way
+        is_read = all(why_not_plain(one) is None for one in held.values())
+        if not (held and is_read and self._multiplies):  # the layers add the adapter in their usual way
             return None
         table = AdapterSlots(leaves, self.adapter_store, 1, self._ring.device, module=self.step.kernels.matvec, slots=1)
         table.set_layers(held)

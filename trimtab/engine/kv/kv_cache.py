@@ -466,29 +466,31 @@ def _unsupported(number: int, layer: object) -> str:
 
 
 def step_masks(
-    hf_model: HFModel, cache: BatchedKVCache, count: int, dtype: torch.dtype
+    hf_model: HFModel, cache: BatchedKVCache, count: int, dtype: torch.dtype, *, are_added: bool = False
 ) -> Tensor | dict[str, Tensor | None]:  # fmt: skip
     """Return the `attention_mask` of a decode step of `count` rows: a mask, or one for each kind of layer of the family.
 
-    `sdpa` selects by a mask of bool, other attention adds one of `dtype` to its scores. A family whose configuration lists the
-    kinds of its layers takes a dictionary (transformers, `create_masks_for_generate`).
+    `sdpa` selects by a mask of bool, other attention adds one of `dtype` to its scores. are_added: `sdpa` too, which makes the same
+    of a mask of bool by three operations in each layer. A family whose configuration lists the kinds of its layers takes a
+    dictionary (transformers, `create_masks_for_generate`).
     """
     config = hf_model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return _as_taken(cache.mask(count, is_ring=cache.has_rings), config, dtype)
+        return _as_taken(cache.mask(count, is_ring=cache.has_rings), config, dtype, are_added)
     masks = {kind: None if kind == "linear_attention" else cache.mask(count, is_ring=False) for kind in set(kinds)}
     if "sliding_attention" in masks and cache.has_rings:
         masks["sliding_attention"] = cache.mask(count, is_ring=True)
     elif "sliding_attention" in masks:  # transformers 5.6.2 gives Gemma 4 without shared layers no sliding cache
         masks["sliding_attention"] = cache.window_mask(count, int(config.sliding_window))
-    return {kind: None if mask is None else _as_taken(mask, config, dtype) for kind, mask in masks.items()}
+    return {kind: None if mask is None else _as_taken(mask, config, dtype, are_added) for kind, mask in masks.items()}
 
 
-def _as_taken(mask: Tensor, config: object, dtype: torch.dtype) -> Tensor:
-    if getattr(config, "_attn_implementation", "sdpa") == "sdpa":
+def _as_taken(mask: Tensor, config: object, dtype: torch.dtype, is_added: bool) -> Tensor:
+    is_sdpa = getattr(config, "_attn_implementation", "sdpa") == "sdpa"
+    if is_sdpa and not is_added:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf if is_sdpa else torch.finfo(dtype).min)
 
 
 def step_positions(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor:

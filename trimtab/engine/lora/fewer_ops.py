@@ -2,7 +2,7 @@
 
     short = ShortOps(hf_model, store, device, print)
     with short.step():                # within: norms and adapters are short; after it, also after an error: as before
-        hf_model(..., attention_mask=added_masks(hf_model, masks, dtype))
+        hf_model(...)
 
 On one token a kernel takes about as long as its launch, even in a CUDA graph, so a step's time is proportional to its operations.
 An RMS norm of transformers is eight of them; torch has one. The operation that equals a norm is not looked up by family but
@@ -10,10 +10,9 @@ tried, before it is used: `FORMS` lists them, `why_other` decides when one count
 stays as it is and is reported.
 
 An adapter that no kernel looks up in a table (`batched_lora/table.py`) is added as y + scale B A x in float32, rounded once; PEFT,
-whose roundings prompts keep (`layers.py`), rounds the change over a quantized layer before it adds it. Masks are in attention's
-form, made once instead of in every layer. Other operations between products (rotation, attention,
-gates) stays transformers'. No class is touched: a module's `forward` is covered by one in its own `__dict__` while the
-step lasts.
+whose roundings prompts keep (`layers.py`), rounds the change over a quantized layer before it adds it. Other operations between
+products (rotation, attention, gates) stay transformers'. No class is touched: a module's `forward` is covered by one in its own
+`__dict__` while the step lasts (`covered`).
 
 What it does not know: whether a product of one row is faster another way; it counts operations, the time is the GPU's.
 """
@@ -21,7 +20,7 @@ What it does not know: whether a product of one row is faster another way; it co
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -211,19 +210,19 @@ def _is_rms_norm(module: nn.Module) -> bool:
     return kept in ([], ["weight"]) and not module._buffers and not module._modules and "forward" not in vars(module)
 
 
-# Masks ---------------------------------------------------------------------------------------------------------------
-
-
-def added_masks(hf_model: HFModel, masks: Any, dtype: torch.dtype) -> Any:
-    """Return the masks of a step (True where a row looks), one or a dictionary of them, as numbers added to the scores.
-
-    Torch's attention makes the same of a mask of True and False, with three operations in each layer.
-    """
-    if getattr(hf_model.config.get_text_config(), "_attn_implementation", None) != "sdpa":
-        return masks
-    if isinstance(masks, dict):
-        return {kind: None if mask is None else added_masks(hf_model, mask, dtype) for kind, mask in masks.items()}
-    return torch.zeros_like(masks, dtype=dtype).masked_fill_(~masks, float("-inf"))
+@contextmanager
+def covered(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
+    """Let each module compute with another forward while the block runs; no class is touched."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
+        yield
+    finally:
+        for module, own in before.items():
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------
@@ -388,16 +387,10 @@ class ShortOps:
         """Run norms and adapters in their short forms while the block runs. adapters: the applier, None for its own. Where
         adapters are looked up in a table they stay there."""
         adapters = adapters or self.adapters
-        covered: list[nn.Module] = []
+        adapters.clear()
+        norms = {module: short for module, short in self.norms().items() if "forward" not in vars(module)}
         try:
-            for module, short in self.norms().items():
-                if "forward" not in vars(module):
-                    vars(module)["forward"] = short
-                    covered.append(module)
-            adapters.clear()
-            with self.adapter_store.applying(None if self.adapter_store.table is not None else adapters):
+            with covered(norms), self.adapter_store.applying(None if self.adapter_store.table is not None else adapters):
                 yield
         finally:
-            for module in covered:
-                vars(module).pop("forward", None)
             adapters.clear()

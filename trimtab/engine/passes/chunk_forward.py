@@ -22,8 +22,7 @@ Not covered: attention other than torch's `sdpa` and eager, layers with a state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +33,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer
+from trimtab.engine.lora.fewer_ops import covered
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.kernels.delta_rule import DeltaShape
     from trimtab.engine.passes.media_embeddings import Media
@@ -289,21 +287,6 @@ class Buffers:
     def nbytes(self) -> int:
         tensors = [self._held, self.numbers, self.causal, *self.deep, *self.own_masks.values()]
         return sum(one.nbytes for one in tensors) + (0 if self.embeddings is None else self.embeddings.nbytes)
-
-
-@contextmanager
-def covered(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Let each module compute with another forward while the block runs; no class is touched."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            vars(module)["forward"] = forward
-        yield
-    finally:
-        for module, own in before.items():
-            vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
 
 
 # The pass ------------------------------------------------------------------------------------------------------------
