@@ -14,9 +14,12 @@ from tests.cuda_on_cpu import run
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
+from tests.engine.prefill.test_prefill import through
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families import families
 from trimtab.engine.kernels import delta_rule, experts
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError
 
 FAMILIES = ["qwen3_moe", "gemma4_moe"]
@@ -49,6 +52,20 @@ def test_a_step_of_mixed_rows_is_the_modules(family, kind, on_cpu, replayed, tmp
         names = on_cpu.experts.launches
         mixtures = sum(layer.experts is not None for layer in families.describe(model.hf_model).layers)
         assert names.count("experts_gate_up") >= mixtures and names.count("experts_low") == 2 * names.count("experts_gate_up")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])
+def test_a_prompt_of_packed_experts_is_the_modules(family, on_cpu, replayed, tmp_path):  # noqa: F811
+    """More tokens than a step has rows: pairs are sorted by experts on the device. Adapters on experts are the module's."""
+    with loaded(family, tmp_path, "nf4", context=192) as model:
+        with_kernels(on_cpu, model)
+        expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
+        expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (128,))
+        for name in ("a", None, "b"):
+            before = on_cpu.experts.launches.count("experts_sort")
+            wanted, found = (through(one, model.prepare(list(range(5, 75))), adapter=name).logits for one in (expected, batch))
+            assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max(), name
+            assert (on_cpu.experts.launches.count("experts_sort") > before) is (name != "b")
 
 
 def test_packed_experts_without_their_kernels_are_not_captured(on_cpu, replayed, tmp_path):  # noqa: F811

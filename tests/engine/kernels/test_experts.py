@@ -245,8 +245,9 @@ def test_adapters_in_the_models_type_are_rounded_as_torch_rounds_them(module, dt
 
 @on_cpu
 @pytest.mark.parametrize("kind, dtype, sizes, n, chosen, weights", [
-    ("none", BF16, (5, 128, 64), 70, 2, BF16), ("none", HALF, (3, 64, 128), 65, 1, HALF), ("nf4", BF16, (9, 128, 64), 131, 3, FLOAT),
-    ("nf4-dq", BF16, (4, 64, 192), 66, 2, BF16), ("nf4-dq", HALF, (40, 64, 64), 80, 8, FLOAT),
+    ("none", BF16, (5, 128, 64), 70, 2, BF16), ("none", HALF, (3, 64, 128), 65, 1, HALF),
+    ("nf4", BF16, (9, 128, 64), 131, 3, FLOAT), ("nf4-dq", BF16, (4, 64, 192), 66, 2, BF16),
+    ("nf4-dq", HALF, (40, 64, 64), 80, 8, FLOAT),
 ])  # fmt: skip
 def test_many_tokens_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n, chosen, weights):
     """More tokens than a step has: pairs sorted by experts, some with none, some with more than a tile holds."""
@@ -269,7 +270,7 @@ def test_many_tokens_agree_with_torch_and_with_float64(module, kind, dtype, size
 def test_the_check_at_load_passes_and_finds_faults(module):
     torch.manual_seed(5)
     for mixture in (mixture_of(4, 192, 64, BF16, "nf4-dq"), mixture_of(4, 72, 40, HALF)):
-        assert ours.check(module, mixture, 2) is None
+        assert ours.check(module, mixture, 2, mixture.gate_up.dtype) is None
     for right, wrong in (
         ("fmaf(a, even, b * odd)", "fmaf(a, even, b * even)"),
         ("changes[m * ROWS + half", "changes[half"),
@@ -277,7 +278,7 @@ def test_the_check_at_load_passes_and_finds_faults(module):
     ):
         assert right in ours.source()
         assert "relative error" in str(
-            ours.check(kernels(ours.source().replace(right, wrong)), mixture_of(4, 192, 64, BF16, "nf4"), 2)
+            ours.check(kernels(ours.source().replace(right, wrong)), mixture_of(4, 192, 64, BF16, "nf4"), 2, BF16)
         )
 
 

@@ -205,6 +205,11 @@ class Experts:
         is_plain = getattr(type(own)._apply_gate, "__module__", "") == "transformers.integrations.moe"
         return is_plain and own.has_gate and not (own.is_transposed or own.has_bias or hasattr(own, "post_expert_norm"))
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether its stacks are in 4 or 8 bits."""
+        return "stacks" in vars(self.module)
+
     def mixture(self, activation: str) -> Mixture:
         """Return the stacks as kernels take them, of a module that they know; streamed ones are entered."""
         return Mixture(stack_of(self.module, "gate_up_proj"), stack_of(self.module, "down_proj"), activation)

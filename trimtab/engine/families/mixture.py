@@ -19,11 +19,13 @@ def experts_of(
 ) -> Tensor:  # fmt: skip
     """Return the experts' output for x [n, D], of which the router reads `read` [n, D]. module: of the kernels, None without."""
     numbers, weights = own.chosen(read)
-    table, selection = store.table, store.selection
+    table, adapters = store.table, vars(own.module).get("adapters", {})
     # Adapters that no table holds are added by the module's own way.
-    is_apart = table is None and bool(selection.name or selection.rows) and bool(vars(own.module).get("adapters"))
-    if module is None or is_apart or not own.has_mixture or len(x) > kernels.MOST_ROWS:
+    is_apart = table is None and any(name in adapters for name in store.selection.active())
+    lora = None if table is None else table.expert_args(own.module, len(x))
+    # Of many tokens the kernels take packed stacks without adapters; torch's grouped product is for 16 bits.
+    is_many = len(x) > kernels.MOST_ROWS and (lora is not None or not own.is_packed)
+    if module is None or is_apart or is_many or not own.has_mixture:
         made: Tensor = own.module(x, numbers, weights)
         return made
-    lora = None if table is None else table.expert_args(own.module, len(x))
     return kernels.experts(x, numbers, weights, own.mixture(activation), x.new_empty(x.shape), lora=lora, module=module)

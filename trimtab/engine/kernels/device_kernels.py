@@ -436,7 +436,7 @@ def _choose(
             str(dtype), [one.key for one in mixtures],
         )  # fmt: skip
         for one in mixtures if chosen.experts is not None else ():
-            experts.compiled(chosen.experts, one)  # a capture finds them
+            experts.compiled(chosen.experts, one, dtype)  # a capture finds them
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
@@ -504,7 +504,7 @@ def _wrong_experts(module: nvrtc.Module, mixtures: Sequence[Mixture], dtype: tor
     """Return the error of the kernels of chosen experts over these mixtures, or why they do not know one."""
     for one in mixtures:
         top_k = min(8, one.down.shape[0])
-        if why := experts.why_not(one, 1, top_k, dtype, module.device) or experts.check(module, one, top_k):
+        if why := experts.why_not(one, 1, top_k, dtype, module.device) or experts.check(module, one, top_k, dtype):
             return why
     return None
 

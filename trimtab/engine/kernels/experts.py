@@ -35,7 +35,8 @@ from trimtab.formats.record import stored_format
 MEMBERS = 3
 MOST_ROWS, MOST_CHOSEN = 64, 32
 NAMES = (
-    "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_gate_up", "experts_many_down", "experts_many_sum",
+    "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_gate_up", "experts_many_down",
+    "experts_many_sum",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/experts.cu: columns of a warp, warps of a block, and outputs of one by format: of gate and of up, and of down.
@@ -132,10 +133,10 @@ def load(device: torch.device | str) -> nvrtc.Module:
     return nvrtc.Module(source(), device=device, name="experts.cu")
 
 
-def compiled(module: nvrtc.Module, mixture: Mixture) -> None:
+def compiled(module: nvrtc.Module, mixture: Mixture, dtype: torch.dtype) -> None:
     """Compile what a capture of this mixture needs, or find it in the cache."""
     for stack in (mixture.gate_up, mixture.down):
-        module.variant(options(stack, stack.dtype))
+        module.variant(options(stack, dtype))
 
 
 def options(stack: Packed | Tensor, dtype: torch.dtype) -> tuple[str, ...]:
@@ -169,7 +170,7 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
 
 
 def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype) -> str | None:
-    if stack.dtype != dtype:
+    if stack.dtype != dtype and not (isinstance(stack, Packed) and "scale" in stack.parts and stack.dtype in _TYPES):
         return f"the stack is {stack.dtype}, not {dtype}"
     multiple = 8 if isinstance(stack, Tensor) else 64
     if any(size % multiple for size in stack.shape[1:]):
@@ -356,11 +357,14 @@ def _chosen(stack: Packed | Tensor, expert: Tensor) -> Tensor:
 # At load ----------------------------------------------------------------------------------------------------------------
 
 
-def check(module: nvrtc.Module, mixture: Mixture, top_k: int, *, rows: Sequence[int] = (1, 3)) -> str | None:
-    """Return the error of the kernels over this mixture on this device, or None: random inputs with and without adapters against
-    float64. Compiles what a capture needs. Takes up to one expert's matrices in float64 in addition to the mixture."""
+def check(
+    module: nvrtc.Module, mixture: Mixture, top_k: int, dtype: torch.dtype, *, rows: Sequence[int] = (1, 3)
+) -> str | None:  # fmt: skip
+    """Return the error of the kernels over this mixture on this device, or None: random inputs of a type with and without adapters
+    against float64; of packed stacks many tokens too. Compiles what a capture needs. Takes up to one expert's matrices in float64
+    in addition to the mixture."""
     count, both, width = mixture.gate_up.shape
-    dtype, inner = mixture.gate_up.dtype, both // 2
+    inner = both // 2
     generator = torch.Generator(device=module.device).manual_seed(1)
 
     def random(*sizes: int) -> Tensor:
@@ -371,11 +375,13 @@ def check(module: nvrtc.Module, mixture: Mixture, top_k: int, *, rows: Sequence[
         return [Change(A, B, 0.5, first, dict.fromkeys(range(0, count, 2), 0))]
 
     changes = [change(8, width, both, 0), change(3, width, inner, inner), change(8, inner, width, 0)]
-    for n in rows:
+    is_packed = isinstance(mixture.gate_up, Packed) and isinstance(mixture.down, Packed)
+    for n in (*rows, MOST_ROWS + 1) if is_packed else rows:
+        top_k = top_k if n <= MOST_ROWS else min(top_k, 2)
         x, weights = random(n, width).to(dtype), random(n, top_k).abs()
         index = torch.rand(n, count, device=module.device, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
         slots = -(torch.arange(n, device=module.device, dtype=torch.int32) % 2)
-        for lora in (None, lora_tables(changes, slots, count)):
+        for lora in (None, lora_tables(changes, slots, count)) if n <= MOST_ROWS else (None,):
             out = experts(x, index, weights, mixture, torch.full_like(x, torch.nan), lora=lora, module=module)
             error = relative_error(out, _exact(x, index, weights, mixture, lora))
             if error > CHECK_ERROR[dtype]:

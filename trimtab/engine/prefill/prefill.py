@@ -374,7 +374,10 @@ class PrefillRunner:
         return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
-        if not self.captures or self.model.adapter_store.reads_on_host():
+        store, steps = self.model.adapter_store, self.batch.steps
+        if not self.captures or store.changes_experts():
+            return False
+        if store.packs_experts and (steps.kernels.experts is None or steps.fused_step() is None):
             return False
         if self.model.plan.request.batch_invariant:
             return True
