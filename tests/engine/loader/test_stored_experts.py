@@ -41,6 +41,8 @@ APART = ("ct-int4", "ct-int4-zp", "ct-int8", "fp8-128")
 OFFICIAL = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 FORMS = {"fp8-128": (OFFICIAL, lambda weight: quantized_files.fp8(weight, block=(128, 128)), "fp8-128x128")}
 FORMS |= quantized_files.FORMS
+GROUPED = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}  # pico's experts are narrower than 128
+FORMS["gptq-g32"] = (GROUPED, quantized_files.gptq, "int4-g32-zp")
 TIERS = ("resident", "stream", "disk", "host")
 
 
@@ -104,7 +106,7 @@ def of_router(packed: Packed) -> Tensor:
     return dequantize(packed)
 
 
-@pytest.mark.parametrize("form", (*GGUF, *APART, "awq", "gptq", "mxfp4", "ct-fp8"))
+@pytest.mark.parametrize("form", (*GGUF, *APART, "awq", "gptq-g32", "mxfp4", "ct-fp8"))
 def test_each_expert_stays_as_the_files_hold_it(form: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = truth(form, root)
     monkeypatch.setattr(loading, "dequantize", of_router)
