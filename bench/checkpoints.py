@@ -28,7 +28,7 @@ QWEN_TARGETS = (
     r"(model\.)?(language_model\.)?layers\.\d+\.((self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))"
     r"|model\.visual\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
 )
-PACKED = r"layers\.\d+\.((self_attn|mlp|linear_attn)\.\w+|per_layer_input_gate|per_layer_projection)\.weight$"
+PACKED = r"layers\.\d+\.((self_attn|mlp|linear_attn|router)\.(?!gate\.)\w+|per_layer_input_gate|per_layer_projection)\.weight$"
 # Modules that stay in 16 bits, by whole paths: transformers matches from the start of a name.
 NOT_PACKED = (
     "lm_head", "model.visual", "model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio",
@@ -44,8 +44,9 @@ CLASSES = {
     "gemma3-4b": "Gemma3ForCausalLM",
     "qwen3.5-9b": "Qwen3_5ForCausalLM",
     "qwen3-30b-a3b": "Qwen3MoeForCausalLM",
+    "26b-a4b": "Gemma4ForConditionalGeneration",
 }
-READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b", "qwen3-30b-a3b"]  # that neither see nor hear
+READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b", "qwen3-30b-a3b", "26b-a4b"]  # that neither see nor hear
 # A few narrow layers of a size: every bench runs on a CPU with it, to see that it will on a GPU.
 TINY = "-tiny"
 CLASSES |= {size + TINY: name for size, name in CLASSES.items()}
@@ -90,6 +91,16 @@ def config_of(size: str) -> Any:
         return _qwen_config(size)
     from transformers import Gemma4Config
 
+    if size == "26b-a4b":
+        text = {
+            "vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512,
+            "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 1024,
+            "final_logit_softcapping": 30.0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+            "layer_types": ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(30)],
+        }  # fmt: skip
+        return Gemma4Config(text_config=text, vision_config={"num_hidden_layers": 2}, audio_config=None)
     e2b = size == "e2b"
     layers, every = (35, 5) if e2b else (42, 6)
     text = {
@@ -123,6 +134,8 @@ def _narrow(config: Any) -> Any:
     config = first_layers(config, 2 * (kinds.index("full_attention") + 1) if kinds else 4)
     text = config.get_text_config()
     text.hidden_size, text.intermediate_size = 256, 512
+    if getattr(text, "moe_intermediate_size", None):
+        text.num_experts, text.moe_intermediate_size = 8, 128
     if getattr(text, "hidden_size_per_layer_input", 0):
         text.hidden_size_per_layer_input = 64
     vision = getattr(config, "vision_config", None)
@@ -132,7 +145,8 @@ def _narrow(config: Any) -> Any:
     elif vision is not None:
         vision.num_hidden_layers, vision.hidden_size, vision.intermediate_size = 2, 128, 256
         vision.num_attention_heads = vision.num_key_value_heads = 2
-        config.audio_config.num_hidden_layers = 2
+        if config.audio_config is not None:
+            config.audio_config.num_hidden_layers = 2
     return config
 
 
@@ -241,7 +255,7 @@ def _value(name: str, empty: torch.Tensor, depth: int, generator: torch.Generato
         return torch.full(empty.shape, 64.0, dtype=empty.dtype, device=device)
     if "q_norm" in name:
         return torch.full(empty.shape, 1 / 16, dtype=empty.dtype, device=device)
-    if "norm" in name or name.endswith(("layer_scalar", "std_scale", "per_dim_scale")):
+    if "norm" in name or name.endswith(("layer_scalar", "std_scale", "per_dim_scale", "router.scale", "per_expert_scale")):
         return torch.ones(empty.shape, dtype=empty.dtype, device=device)
     if empty.dim() < 2 or name.endswith("bias"):
         return torch.zeros(empty.shape, dtype=empty.dtype, device=device)

@@ -171,6 +171,14 @@ def _qwen3_5() -> Any:
     return Qwen3_5TextConfig(**_TEXT | {"num_hidden_layers": 4, "tie_word_embeddings": False} | linear)
 
 
+def _qwen3_5_moe() -> Any:
+    from transformers import Qwen3_5MoeTextConfig
+
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
+    return Qwen3_5MoeTextConfig(**_TEXT | {"num_hidden_layers": 4, "tie_word_embeddings": False} | linear | experts)
+
+
 _GROWING = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -257,6 +265,22 @@ _OTHERS = {
         "GraniteForCausalLM",
         partial(
             _text, "Granite", embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.22, logits_scaling=8.0
+        ),
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        partial(
+            _text,
+            "Glm4Moe",
+            use_qk_norm=True,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            moe_intermediate_size=WIDTH,
+            n_group=1,
+            topk_group=1,
         ),
     ),
     "llava": ("LlavaForConditionalGeneration", _llava),

@@ -48,8 +48,9 @@ engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops
     routers store<adapter_store
 engine/layers (runtime): embedding<tables linear<leaves unpacked<unpacked_weights
 engine/kv (runtime): batch_state int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
-engine/kernels (runtime): attention_and_norms<fused autotune<tuning compile_ahead dequantize<prompt_kernels
-    device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice selfcheck<fused_check
+engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<compile_ahead
+    dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice
+    selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns table<slots unpacked_columns
 engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill media_embeddings<hf_prompt_media
     packed_forward<packed_prefill prompt_job

@@ -446,6 +446,9 @@ class _Builder:
         tensors = {tensor.tensor_path.removeprefix(f"{row.module_path}."): tensor for tensor in row.tensors}
         if row.kind == "experts":
             self.problems.append(f"{next(iter(entries.values())).tensor_name}: saved fused experts are not supported")
+        if row.kind == "other" and self._is_in_recurrent(row):
+            # Its parameters are read as such, and its state has advanced when a module finds that rows differ.
+            self.problems.append(f"{row.module_path}: a saved {row.class_name} inside a recurrent layer is not supported")
         vocabulary = row.kind == "embedding" or row.part == "head"
         for name, entry in entries.items():
             own = tensors[name].shape
@@ -457,6 +460,13 @@ class _Builder:
                 option = self.config.get("bias", "none")
                 why = f" (bias={option!r})" if name == "bias" and option != "none" else ""
                 self.problems.append(f"{entry.tensor_name}: a full {name} that modules_to_save does not name{why} is not supported")
+
+    def _is_in_recurrent(self, row: ModuleRow) -> bool:
+        """Whether a module is inside what mixes the tokens of a layer that keeps a state; the layer's own norms are not."""
+        states = {layer.layer for layer in self.anatomy.kv_layers if layer.state_values}
+        inside, number = row.module_path.removeprefix(f"{row.block}."), row.block.rpartition(".")[2]
+        is_state = row.part == "language" and number.isdigit() and int(number) in states
+        return is_state and "." in inside and not row.is_router
 
     def _is_announced(self, row: ModuleRow, key: AdapterKey) -> bool:
         # PEFT writes full embeddings and heads next to LoRA (save_embedding_layers) without an entry in the config.

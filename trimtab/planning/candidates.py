@@ -140,7 +140,7 @@ class Candidates:
         request, machine, anatomy = self.given.request, self.given.machine, way.anatomy
         is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)  # captured, such layers need a step's kernels
         modes = CAPTURED[1:] if is_recurrent else CAPTURED
-        if way.mode not in modes or machine.on_cpu or anatomy.prompts_unsupported is not None:
+        if way.mode not in modes or machine.on_cpu or anatomy.prompts_unsupported is not None or anatomy.packs_experts:
             return place(self.given, way)
         is_shared = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
         has_wholes = bool(request.images) and "vision" in anatomy.parts and anatomy.images_look_ahead

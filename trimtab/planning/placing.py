@@ -404,7 +404,8 @@ class _Planner:
         if not self.is_captured:
             why = "steps are not captured"
         else:
-            why = self.anatomy.prompts_unsupported or "captured prompts would take memory from the decoder"
+            packed = "the packed experts of a prompt are chosen on the host" if self.anatomy.packs_experts else None
+            why = self.anatomy.prompts_unsupported or packed or "captured prompts would take memory from the decoder"
         if self.chunks:
             return f"{why}, in static {sizes}"
         return f"{why}, in chunks of {self.use.prefill_tokens} tokens"

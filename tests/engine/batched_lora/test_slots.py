@@ -145,9 +145,9 @@ def test_only_an_adapter_larger_than_any_before_changes_the_shape_when_it_is_loa
     assert slots.shape_key == shape
     loaded("wider", RANK_STEP, [f"{TEXT}.3.per_layer_projection"])
     layers = sum(leaf.module_path.endswith("per_layer_projection") for leaf in leaves_of(model))
-    assert slots.shape_key == (shape[0], shape[1] + layers)
+    assert slots.shape_key == (shape[0], shape[1] + layers, *shape[2:])
     loaded("higher", RANK_STEP + 1, [f"{TEXT}.3.mlp.up_proj"])
-    assert slots.shape_key == (shape[0] + RANK_STEP, shape[1] + layers)
+    assert slots.shape_key == (shape[0] + RANK_STEP, shape[1] + layers, *shape[2:])
     shape = slots.shape_key
     model.unload_adapter("style")
     model.load_adapter("style", DEMO / "adapters" / "style")

@@ -33,6 +33,7 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import experts as mixtures
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.loader import load
@@ -68,7 +69,7 @@ def compiled(source, options, folder, target=TARGET):
 
 @pytest.mark.parametrize("target", [TARGET, *(slow_on_cpu(target) for target in NEWER)])
 @pytest.mark.parametrize(
-    "module", [ends, fused, head8, many_rows, matvec, prompt_kernels], ids=lambda one: one.__name__.rpartition(".")[2]
+    "module", [ends, fused, head8, many_rows, matvec, mixtures, prompt_kernels], ids=lambda one: one.__name__.rpartition(".")[2]
 )
 def test_every_kernel_compiles(module, target, tmp_path):
     assert compiled(module.source(), (), tmp_path, target)
@@ -95,7 +96,7 @@ def test_every_source_of_kernels_is_compiled_here():
     """A new file of kernels belongs into the list above."""
     folder = Path(matvec.__file__).parent / "cuda"
     assert {file.name for file in folder.glob("*.cu")} == {
-        "attend.cu", "delta.cu", "ends.cu", "fused.cu", "head8.cu", "matvec4.cu", "prompt.cu", "rows.cu",
+        "attend.cu", "delta.cu", "ends.cu", "experts.cu", "fused.cu", "head8.cu", "matvec4.cu", "prompt.cu", "rows.cu",
     }  # fmt: skip
 
 

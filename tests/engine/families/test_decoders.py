@@ -27,11 +27,12 @@ from trimtab.engine.families.decoder import Decoder, UndescribedError
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kv import kv_cache
 from trimtab.engine.prefill.prefill import PrefillRunner
-from trimtab.errors import DeviceError
+from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest
 
 NEW = ["gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4", "granite", "gpt_oss", "llava", "internvl"]
-DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5", *NEW]
+MIXTURES = ["mixtral", "qwen3_moe", "gemma4_moe", "qwen3_5_moe", "glm4_moe"]
+DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5", *NEW, *MIXTURES]
 ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]
 # bfloat16 logits: sums in another order, and adapters rounded once instead of twice.
 TOLERANCE = 2**-5
@@ -119,6 +120,28 @@ def test_a_step_of_recurrent_layers_is_not_tried_twice(tmp_path):
             batch.step()
         handle.remove()
         assert [row.finish for row in batch.active] == ["error"] * 3 and batch.step() == []
+
+
+@pytest.mark.parametrize("saved", ["linear_attn.norm", "conv1d"])
+def test_a_saved_module_inside_a_recurrent_layer_is_refused(saved, tmp_path):
+    """A convolution's weight is read as a tensor, so that rows with other adapters would take the base's."""
+    base = pico.build("qwen3_5", tmp_path / "base")
+    adapter = pico.adapter(base, tmp_path / "a", modules_to_save=[saved])
+    name = saved.rpartition(".")[2]
+    with pytest.raises(AdapterError, match=rf"layers\.0\.linear_attn\.{name}: a saved \w+ inside a recurrent layer"):
+        trimtab.plan(base, adapters={"a": adapter}, device="cpu", context=96)
+
+
+def test_prompts_of_recurrent_layers_are_not_prepared_without_their_kernels(tmp_path, monkeypatch):
+    """The server starts, and modules compute."""
+    with loaded("qwen3_5", tmp_path) as model:
+        batch = Batch(model, rows=2, decode="fused")
+        batch.prompts = PrefillRunner(batch, "static", (8,))
+        assert batch.prompts.sizes
+        batch.prompts.captures = True  # as on a GPU
+        monkeypatch.setattr(batch.steps, "fused_step", lambda: None)
+        batch.prompts.prepare(5, "a")
+        assert not batch.prompts.graph_bytes
 
 
 def test_an_adapter_attached_between_steps_is_examined(tmp_path):
@@ -316,6 +339,16 @@ OF_FAMILIES = {
         lambda d: with_attention(d, 1, shape=d.attentions[1].shape._replace(kv_heads=4)),
         "layer 1's products has 128 values, its description 192",
     ),
+    "norm in front of experts": (
+        "gemma4_moe",
+        lambda d: changed(d, 0, experts=replace(d.layers[0].experts, before=d.layers[0].before_mlp)),
+        "layer 0 differs",
+    ),
+    "norm behind the MLP next to experts": (
+        "gemma4_moe",
+        lambda d: changed(d, 1, experts=replace(d.layers[1].experts, after_dense=d.layers[1].experts.after)),
+        "layer 1 differs",
+    ),
     "state": (
         "qwen3_5",
         lambda d: changed(d, 0, mixer=replace(d.deltas[0], b=d.deltas[0].a)),
@@ -380,10 +413,17 @@ def test_a_context_beyond_a_rotation_is_named(tmp_path):
         joined(model, "fused", ASKED).step()
 
 
-@pytest.mark.parametrize("family", ["gemma4_moe", "mixtral", "gemma3n"])
-def test_what_is_not_described_says_why(family):
-    with pytest.raises(UndescribedError, match=r"experts|no description of|AltUp"):
-        families.describe(hf(family))
+def test_what_is_not_described_says_why():
+    with pytest.raises(UndescribedError, match="AltUp"):
+        families.describe(hf("gemma3n"))
+    with pytest.raises(UndescribedError, match="no description of MptForCausalLM"):
+        families.describe(_small_mpt())
+
+
+def _small_mpt() -> Any:
+    from transformers import MptConfig, MptForCausalLM
+
+    return MptForCausalLM(MptConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=64))
 
 
 def test_a_missing_attribute_is_named():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import mobile_files, pico, stock
+from trimtab.engine.layers import embedding as tables
 from trimtab.errors import CheckpointError
 from trimtab.stock import unsplit
 
@@ -75,9 +76,9 @@ def planned(folder, tier="resident", **options):
     """Return a plan with the rows of both tables where the tier says."""
     place, home = TIERS[tier]
     plan = trimtab.plan(folder, place=place, device="cpu", context=64, audio_s=1.0, **options)
-    tables = [one for one in plan.placements if "embed_tokens" in one.block_path]
-    assert [one.tier for one in tables] == [("resident" if home is None else "gather")] * 2
-    rows = tuple(replace(one, home=home) if one in tables and home else one for one in plan.placements)
+    held = [one for one in plan.placements if "embed_tokens" in one.block_path]
+    assert [one.tier for one in held] == [("resident" if home is None else "gather")] * 2
+    rows = tuple(replace(one, home=home) if one in held and home else one for one in plan.placements)
     return replace(plan, placements=rows)
 
 
@@ -88,6 +89,18 @@ def test_logits_are_those_of_transformers_own_layers(folder, adapter, expected, 
         for name, logits in truth.items():
             model.adapter_store.set(name)
             assert torch.equal(stock.logits(model.hf_model, given), logits), name
+
+
+def test_rows_in_host_memory_are_read_by_the_device(folder, expected, monkeypatch):
+    """Packed tables too: a host that fetched the rows of each step would hold up the next one."""
+    monkeypatch.setattr(tables, "seen_by", lambda part, device: part)
+    given, truth = expected
+    with trimtab.load(planned(folder, "stream")) as model:
+        found = [one for one in model.hf_model.modules() if isinstance(one, tables.GatheredTable)]
+        assert len(found) == 2 and all(one.stored is not None and not one.asks_host for one in found)
+        for one in found:
+            one.source.read = None  # nothing is fetched by the host
+        assert torch.equal(stock.logits(model.hf_model, given), truth[None])
 
 
 def test_a_plan_counts_the_bytes_of_the_file(folder):

@@ -14,7 +14,6 @@ from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.shipped_configs import KernelLimits
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import compile_ahead
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.device_kernels import DeviceKernels, Product
@@ -175,14 +174,14 @@ def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module
     monkeypatch.setattr(matvec.nvrtc, "why_not", lambda device: None)
     monkeypatch.setattr(run.CpuModule, "variant", lambda self, options: asked.append(options) or real(self, options))
     monkeypatch.setattr(module, "common", ("-DSHARED_BASE=1024",), raising=False)
-    wanted = compile_ahead.jobs([(group, False)], [fused.AttentionShape(8, 2, 256)], module, dtype, checked=(1, 2), counts=[2])
+    wanted = tuning.jobs([(group, False)], [fused.AttentionShape(8, 2, 256)], module, dtype, checked=(1, 2), counts=[2])
     tuning.check(group, module, dtype=dtype, rows=(1, 2))
     configured(module, product, monkeypatch)
     made = {job.options for job in wanted if job.name == "matvec4.cu"}
     assert asked and {(*options, *module.common) for options in asked} == made
     names = [job.name for job in wanted]
     assert names.count("attend.cu") == 2 and {"fused.cu", "ends.cu", "prompt.cu"} <= set(names)
-    several = compile_ahead.jobs([(group, False)], [], module, dtype, checked=(1,), counts=[1], has_many=True)
+    several = tuning.jobs([(group, False)], [], module, dtype, checked=(1,), counts=[1], has_many=True)
     assert "rows.cu" in [job.name for job in several]
 
 

@@ -142,7 +142,10 @@ def test_a_plan_counts_packed_experts_says_so_and_keeps_the_choice(work: tuple[P
     again = Plan.load(tmp_path / "plan.json")
     assert again == packed and again.request.experts == "nf4" and "nf4 experts" in str(again)
     on_card = trimtab.plan(base, **options | {"device": "auto"}, card="RTX 4060 8GB", experts="nf4")
-    assert on_card.execution.step.mode == "eager" and "chosen on the host" in on_card.execution.step.reason
+    # Kernels read stacks whose gate and up lie one behind the other; gpt-oss' take turns.
+    step, prompt = on_card.execution.step, on_card.execution.prompt
+    assert step.mode == "eager" if "gpt_oss" in str(base) else (step.mode, prompt.mode) == ("fused", "eager")
+    assert "chosen on the host" in (step if step.mode == "eager" else prompt).reason
 
 
 def test_a_merged_model_is_packed_by_the_same_rule(work: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:

@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.experts import ExpertsAdapter
 from trimtab.engine.lora.store import TOWERS, AdapterStore, AdapterTable
 from trimtab.errors import RequestError
 from trimtab.formats.record import rounds_change
@@ -35,6 +37,7 @@ from trimtab.formats.record import rounds_change
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
     from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.kernels.experts import ExpertLora
     from trimtab.engine.lora.store import AdaptedLayer
 
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
@@ -61,7 +64,8 @@ class _Columns:
 
 class AdapterSlots:
     """The tables of one loaded model, for steps of up to `rows` rows. module: the compiled kernels that read them; many: those for
-    steps of more rows than they take at once (gemm4.py). is_fixed: as `matvec.LoraArgs` has it.
+    steps of more rows than they take at once (gemm4.py). is_fixed: as `matvec.LoraArgs` has it. experts: modules that
+    kernels compute.
 
     Errors: RequestError for fewer slots than rows.
 
@@ -71,12 +75,13 @@ class AdapterSlots:
 
     def __init__(
         self, hf_model: HFModel, store: AdapterStore, rows: int, device: torch.device, *, module: nvrtc.Module | None,
-        slots: int = LEAST_SLOTS, many: nvrtc.Module | None = None, is_fixed: bool = False,
+        slots: int = LEAST_SLOTS, many: nvrtc.Module | None = None, is_fixed: bool = False, experts: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
         if slots < rows:
             raise RequestError("each row may need a separate slot", field="slots", value=slots, hint=f"At least {rows}")
         self.hf_model, self.adapter_store, self.device, self.slots, self.module = hf_model, store, device, slots, module
         self.many, self.is_fixed = many, is_fixed
+        self.experts, self._has_experts = expert_table.ExpertSlots(experts, device, slots), set(experts)
         leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]
         self._place = {leaf: number for number, leaf in enumerate(leaves)}
         self._of_kind: dict[str, list[Leaf]] = {}
@@ -124,6 +129,10 @@ class AdapterSlots:
             part = getattr(adapter, "part", None) or module.__dict__.get("part")
             if part in TOWERS:
                 continue
+            if isinstance(adapter, ExpertsAdapter) and module in self._has_experts:
+                if (why := expert_table.why_not(adapter)) is not None:
+                    return f"adapter {name} {why} at {path}"
+                continue
             if not isinstance(adapter, lora.LinearAdapter) or not isinstance(module, Leaf):
                 return f"adapter {name} changes {path}, which is no linear layer"
             if adapter.A is None or adapter.B is None or adapter.weight is not None or adapter.bias is not None:
@@ -144,13 +153,14 @@ class AdapterSlots:
         return self.add(layer, x, y) if layer in self._covered else y
 
     @property
-    def shape_key(self) -> tuple[int, int]:
-        """The values that a captured step depends on: the largest rank that fits its scratch, and how many layers it looks up.
+    def shape_key(self) -> tuple[int, ...]:
+        """The values that a captured step depends on: the largest rank that fits its scratch, and how many layers it looks up; the
+        same of experts.
 
         It changes when an adapter is attached that is larger than any before, and never when rows switch.
         """
         self._cover_attached()
-        return self.largest_rank, len(self._covered)
+        return self.largest_rank, len(self._covered), *self.experts.shape_key
 
     def covers(self, leaf: Leaf) -> bool:
         """Whether a step looks the layer up: whether an adapter that was ever attached changes one of its kind."""
@@ -168,7 +178,10 @@ class AdapterSlots:
             return
         new = [name for name, serial in self.adapter_store.serials.items() if serial > self._seen_serial]
         self._seen_serial = self.adapter_store.last_serial
-        self.cover(self.adapter_store.holders[name].fitting for name in new if self.why_not(name) is None)
+        fitting = {name: self.adapter_store.holders[name] for name in new if self.why_not(name) is None}
+        self.cover(one.fitting for one in fitting.values())
+        for name, holders in fitting.items():
+            self.experts.cover(holders, name)
 
     def set_rows(self, names: Sequence[str | None]) -> None:
         """Let row i use names[i]; rows beyond use the base. Enqueued on the current stream, in order with the steps.
@@ -216,6 +229,7 @@ class AdapterSlots:
         lines = (*on_device, self._to_device(scale).to(self.device, non_blocking=True))
         for column, line in zip(_COLUMNS, lines, strict=True):
             self._table[column][:, slot].copy_(line)
+        self.experts.put(slot, holders, name)
         self._held[key] = slot
 
     def _columns_of(self, fitting: lora.Fitting) -> _Columns:
@@ -269,6 +283,10 @@ class AdapterSlots:
             scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
             low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty, is_fixed=self.is_fixed,
         )  # fmt: skip
+
+    def expert_args(self, module: nn.Module, rows: int) -> ExpertLora | None:
+        """Return the kernels' arguments for a module of experts, None if no adapter touches it."""
+        return self.experts.args(module, self.row_slots[:rows])
 
     def columns_of(self, leaf: Leaf) -> matvec.LoraColumns:
         """Return a layer's line of the table: of every slot where A and B begin, the rank and the scale."""

@@ -29,6 +29,7 @@ from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels.device_kernels import DeviceKernels
+from trimtab.engine.kernels.experts import MOST_ROWS as MOST_EXPERT_ROWS
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.batch_state import BatchState, StepBuffers
 from trimtab.engine.layers import embedding as tables
@@ -82,11 +83,11 @@ class DecodeStep:
         self._fused: FusedStep | None = None
         # The count of changes of the attached adapters at the last check whether a fused step is right for them, and the result.
         self._examined: tuple[int, str | None] | None = None
-        self._shape: tuple[int, int] | None = None
+        self._shape: tuple[int, ...] | None = None
         self._live = -1  # rows that `cache.live` says
         self._tables = [
             module for module in self.model.hf_model.modules()
-            if isinstance(module, tables.GatheredTable) and module.seen is None
+            if isinstance(module, tables.GatheredTable) and module.asks_host
         ]  # fmt: skip
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.
         is_recurrent = hf_slots.keeps_states(self.model.hf_model)
@@ -257,7 +258,7 @@ class DecodeStep:
     def _run_graph(self, state: BatchState, *, sees_all: bool = False) -> tuple[Tensor, Tensor] | None:
         """Return the outputs of a replayed graph of these rows, captured first where there is none; None where that failed."""
         count, names = state.count, state.adapters
-        if self.model.adapter_store.reads_on_host(names):
+        if self._reads_experts(names):
             self._choice.fall_back("graph", "packed or adapted experts are chosen on the host", requested=False)
             return None
         bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
@@ -298,6 +299,15 @@ class DecodeStep:
         self.wrote_tokens = True
         return graph.outputs
 
+    def _reads_experts(self, names: Sequence[str | None]) -> bool:
+        """Whether a step of these rows reads chosen experts on the host: no kernels know them, or no table its adapters."""
+        store = self.model.adapter_store
+        if not store.reads_on_host(names):
+            return False
+        if self.kernels.experts is None or self.mode == "graph" or len(names) > MOST_EXPERT_ROWS or self.fused_step() is None:
+            return True
+        return store.changes_experts(names) and self._slots_for(names) is None
+
     def _slots_for(self, names: Sequence[str | None]) -> AdapterSlots | None:
         """Return the table of adapters if the kernels that use it were chosen and every adapter of the rows fits it."""
         if not self.kernels.has_lora or not (any(names) or (self.is_invariant and self._has_adapters())):
@@ -314,7 +324,7 @@ class DecodeStep:
         """Whether a table has layers to look up, of adapters that are there or were: from then on every step looks them up."""
         if self._slots is None and not self.model.adapter_store.names:
             return False
-        return self._adapter_slots().shape_key[1] > 0
+        return any(self._adapter_slots().shape_key[1::2])
 
     def _adapter_slots(self) -> AdapterSlots:
         from trimtab.engine.batched_lora.table import LEAST_SLOTS, AdapterSlots
@@ -323,10 +333,17 @@ class DecodeStep:
             self._slots = AdapterSlots(
                 self.model.hf_model, self.model.adapter_store, self.rows, self.device, module=self.kernels.matvec,
                 slots=max(LEAST_SLOTS, self.rows), many=self.kernels.rows, is_fixed=self.is_invariant,
+                experts=self._kernel_experts(),
             )  # fmt: skip
         return self._slots
 
-    def _forget_smaller(self, shape: tuple[int, int]) -> None:
+    def _kernel_experts(self) -> list[torch.nn.Module]:
+        """Return the modules of experts that kernels compute in a step."""
+        if self.kernels.experts is None or (step := self.fused_step()) is None:
+            return []
+        return [layer.experts.module for layer in step.layers if layer.experts is not None and layer.experts.has_mixture]
+
+    def _forget_smaller(self, shape: tuple[int, ...]) -> None:
         """Drop graphs that look fewer layers up than are covered now: their keys are never needed again."""
         if shape != self._shape:
             self._shape = shape

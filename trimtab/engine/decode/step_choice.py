@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels.device_kernels import DeviceKernels
+from trimtab.engine.kernels.device_kernels import EXPERTS, DeviceKernels
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
@@ -54,6 +54,9 @@ class StepChoice:
         self.is_captured = mode != "eager" and self._may_capture()
         with naming_out_of_memory("choosing kernels", model.plan, self.device):
             self._choose()
+        if self.is_captured and self.model.adapter_store.packs_experts and self.kernels.experts is None:
+            self.is_captured = False
+            self.fall_back("graph", self.kernels.left_out.get(EXPERTS, PACKED_EXPERTS), requested=self.mode == "fused")
         if self.is_captured and not self.kernels.is_empty:
             torch.cuda.empty_cache()  # the tensors of checks and timings are free
 
@@ -92,7 +95,7 @@ class StepChoice:
         for row in self.model.plan.placements:
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every step"
-        if self.model.adapter_store.packs_experts:
+        if self.model.adapter_store.packs_experts and self.mode == "graph":
             return PACKED_EXPERTS
         planned = self.model.plan.execution.step
         if self.mode == "auto" and planned.mode == "eager":

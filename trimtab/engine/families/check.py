@@ -209,15 +209,20 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
     added = 1.0 if layer.added is None else layer.added
     h = h + _normed(attended, layer.after_attention) * added
     x = _normed(h, layer.before_mlp)
+    own = layer.experts
     if layer.gate is None or layer.down is None:
-        made = layer.through(x[0])[None]
+        assert own is not None
+        made = own.with_shared(own.module(x[0], *own.chosen(x[0])), x[0])[None]
     else:
         gate, up = layer.gate(x).chunk(2, dim=-1) if layer.up is None else (layer.gate(x), layer.up(x))
         made = layer.down(act(gate) * up)
+        if own is not None:
+            chosen = own.module(_normed(h[0], own.before), *own.chosen(h[0]))
+            made = _normed(made, own.after_dense) + _normed(chosen, own.after)[None]
     h = h + _normed(made, layer.after_mlp) * added
     if layer.per_layer is not None and extra is not None:
-        own = layer.per_layer
-        h = h + _normed(own.projection(act(own.gate(h)) * extra), own.norm)
+        given = layer.per_layer
+        h = h + _normed(given.projection(act(given.gate(h)) * extra), given.norm)
     return h if layer.scale is None else h * layer.scale
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trimtab.engine.families.decoder import DeltaNet
-from trimtab.engine.families.step import FusedStep, gated_heads
+from trimtab.engine.families.step import FusedStep
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
@@ -74,7 +74,7 @@ class ChunkLayers:
             middle = torch.empty_like(h)
             x = middle if layer.before_mlp is None else torch.empty_like(h)
             self._add(y, h, layer.after_attention, layer.before_mlp, None, middle, x, layer.added)
-            y = self._mlp(layer, x, rows)
+            y = self._mlp(layer, x, rows, middle)
             post = layer.after_mlp
             if per_layer_input is not None and layer.per_layer is not None:
                 after = torch.empty_like(h)
@@ -146,7 +146,7 @@ class ChunkLayers:
             attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
                 module, by_head, *seen, mask, dropout=0.0, scaling=own.scale, sliding_window=own.window
             )  # fmt: skip
-        return gated_heads(own, made[0], attended.reshape(n, -1))
+        return own.gated(made[0], attended.reshape(n, -1))
 
     def _delta(self, own: DeltaNet, x: Tensor, held: ChunkState) -> Tensor:
         """Return the gated delta rule of a prompt's tokens [n, Hv Dv]; the row's states are those behind them then."""
@@ -158,14 +158,16 @@ class ChunkLayers:
         )  # fmt: skip
         return out
 
-    def _mlp(self, layer: Layer, x: Tensor, rows: int) -> Tensor:
+    def _mlp(self, layer: Layer, x: Tensor, rows: int, residual: Tensor) -> Tensor:
         if layer.down is None:
-            return layer.through(x)
+            assert layer.experts is not None
+            return self.step.mixture(layer.experts, residual, x)
         made = self._products(layer.gates, x, rows)
         gate, up = made if layer.up is not None else made[0].chunk(2, dim=1)
         gated = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         fused.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
-        return self._products([layer.down], gated, rows)[0]
+        y = self._products([layer.down], gated, rows)[0]
+        return y if layer.experts is None else self.step.mixture(layer.experts, residual, None, y)
 
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
         """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""

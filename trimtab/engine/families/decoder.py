@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
+from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
+from trimtab.engine.lora.experts import stack_of
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.linear import Leaf
@@ -121,6 +123,14 @@ class Attention:
         shape = self.shape
         return list(made[0].split([one * shape.dim for one in (shape.heads, *[shape.kv_heads] * 2)], 1) if self.is_joined else made)
 
+    def gated(self, joined: Tensor, attended: Tensor) -> Tensor:
+        """Return attention's output [n, Hq D] times its gates, which lie behind each head of queries in `joined`."""
+        if not self.shape.is_gated:
+            return attended
+        heads, _, dim, *_ = self.shape
+        gates = joined[:, : 2 * heads * dim].view(-1, heads, 2, dim)[:, :, 1]
+        return attended.mul_(torch.sigmoid(gates).view(attended.shape))
+
     @property
     def wide_norms(self) -> list[Norm]:
         """The norms over all heads together, of queries and keys."""
@@ -169,9 +179,56 @@ class PerLayerInput:
 
 
 @dataclass(frozen=True, eq=False)
+class Experts:
+    """A layer's experts, in its MLP's place or next to it. router: transformers' module, gives weights and numbers of a token's
+    experts last; module: theirs, of stacks. shared: a module over the same input, whose output is added, times the sigmoid of
+    shared_gate's. Next to an MLP (Gemma 4) router and experts read the residual; before, after: the norms of the experts' input and
+    of what they make; after_dense: of what the MLP makes."""
+
+    router: Any
+    module: Any
+    shared: Any = None
+    shared_gate: Any = None
+    before: Norm | None = None
+    after: Norm | None = None
+    after_dense: Norm | None = None
+
+    @property
+    def parts(self) -> list[Any]:
+        """The modules that are computed as they are."""
+        return [one for one in (self.router, self.shared, self.shared_gate) if one is not None]
+
+    @property
+    def has_mixture(self) -> bool:
+        """Whether kernels know how the module computes: two stacks, the first with gate and up one behind the other, no biases."""
+        own = self.module
+        is_plain = getattr(type(own)._apply_gate, "__module__", "") == "transformers.integrations.moe"
+        return is_plain and own.has_gate and not (own.is_transposed or own.has_bias or hasattr(own, "post_expert_norm"))
+
+    def mixture(self, activation: str) -> Mixture:
+        """Return the stacks as kernels take them, of a module that they know; streamed ones are entered."""
+        return Mixture(stack_of(self.module, "gate_up_proj"), stack_of(self.module, "down_proj"), activation)
+
+    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers [n, K] int64 of the experts of x [n, D], which the router reads, and their weights [n, K]."""
+        _, weights, numbers = self.router(x)
+        return numbers, weights
+
+    def with_shared(self, made: Tensor, x: Tensor) -> Tensor:
+        """Return what the experts made of x [n, D] with what the shared one makes."""
+        if self.shared is None:
+            return made
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        total: Tensor = made + shared
+        return total
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One layer. mixer: what mixes tokens. Norms in front of attention and MLP, and behind them of what is added to the residual,
-    None without; added: a factor of it. gate, up, down: linears; no up: gate makes both; no gate: `mlp`, a module as it is.
+    None without; added: a factor of it. gate, up, down: linears; no up: gate makes both; none of them: `experts` alone.
     scale: of the layer's output."""
 
     module: Any
@@ -186,17 +243,12 @@ class Layer:
     per_layer: PerLayerInput | None = None
     scale: Tensor | None = None
     added: float | None = None
-    mlp: Any = None
+    experts: Experts | None = None
 
     @property
     def gates(self) -> list[Leaf]:
         """The linears over the MLP's input."""
         return [one for one in (self.gate, self.up) if one is not None]
-
-    def through(self, x: Tensor) -> Tensor:
-        """Return what the MLP's own module makes of x [n, D]."""
-        made = self.mlp(x[None])
-        return (made if isinstance(made, Tensor) else made[0])[0]  # type: ignore[no-any-return]
 
     @property
     def products(self) -> list[list[Leaf]]:
@@ -244,6 +296,11 @@ class Decoder:
     def deltas(self) -> dict[int, DeltaNet]:
         """The gated delta rule of each layer that has one, by number."""
         return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet)}
+
+    def mixtures(self) -> list[Mixture]:
+        """Return one mixture of every shape and formats, of those that kernels know."""
+        made = [layer.experts.mixture(self.activation) for layer in self.layers if layer.experts and layer.experts.has_mixture]
+        return list({one.key: one for one in made}.values())
 
     @property
     def adapter_store(self) -> AdapterStore:

@@ -13,7 +13,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm, PerLayerInput, Rope, UndescribedError
+from trimtab.engine.families.decoder import (
+    Attention,
+    Decoder,
+    DeltaNet,
+    Experts,
+    Layer,
+    Norm,
+    PerLayerInput,
+    Rope,
+    UndescribedError,
+)
 from trimtab.engine.kernels.attention_and_norms import AttentionShape
 from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
@@ -117,12 +127,14 @@ def _layer(module: Module, mixer: Attention | DeltaNet, form: str, names: Sequen
     """Return a layer. names: of its norms."""
     mlp = module.mlp
     norms = [None if name is None else Norm(getattr(module, name), form) for name in names]
+    if hasattr(mlp, "experts"):
+        router = mlp.router if hasattr(mlp, "router") else mlp.gate
+        shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+        experts = Experts(router, mlp.experts, shared, getattr(mlp, "shared_expert_gate", None))
+        return Layer(module, norms[0], mixer, norms[1], norms[2], None, None, None, norms[3], experts=experts, **more)
     joined = getattr(mlp, "gate_up_proj", None)
-    linears = [None] * 3
-    if "mlp" not in more:
-        linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj] if joined is None else [joined, None, mlp.down_proj]
-    gate, up, down = linears
-    return Layer(module, norms[0], mixer, norms[1], norms[2], gate, up, down, norms[3], **more)
+    gate, up = (mlp.gate_proj, mlp.up_proj) if joined is None else (joined, None)
+    return Layer(module, norms[0], mixer, norms[1], norms[2], gate, up, mlp.down_proj, norms[3], **more)
 
 
 # The families ----------------------------------------------------------------------------------------------------------
@@ -177,11 +189,9 @@ def _granite(text: Module) -> Decoder:
     return _llama(text, layer={"added": added}, embedding_scale=text.embedding_multiplier, divisor=config.logits_scaling)
 
 
-def _gpt_oss(text: Module) -> Decoder:
-    """gpt-oss: a score without a value in each head; its experts stay a module."""
-    decoder = _llama(text, form="inside", layer={"mlp": True})
-    layers = tuple(replace(layer, mlp=layer.module.mlp) for layer in decoder.layers)
-    return replace(decoder, layers=layers)
+def _glm4_moe(text: Module) -> Decoder:
+    """GLM-4.5: Llama with mixtures, and norms of heads in some sizes."""
+    return _llama(text, qk_norms=text.layers[0].self_attn.use_qk_norm)
 
 
 def _qwen3_5(text: Module) -> Decoder:
@@ -215,8 +225,6 @@ def _gemma3(text: Module) -> Decoder:
 def _gemma4(text: Module) -> Decoder:
     """Gemma 4: as Gemma 3 with other roundings, keys and values of earlier layers, an input of each layer's own, and a scale."""
     config, kinds = text.config, _kinds(text)
-    if getattr(config, "enable_moe_block", False):
-        raise UndescribedError("its layers have experts")
     if getattr(config, "use_bidirectional_attention", None) == "all":
         raise UndescribedError("its attention is not causal")
     per_layer = config.hidden_size_per_layer_input or 0
@@ -234,7 +242,11 @@ def _gemma4(text: Module) -> Decoder:
         if per_layer:
             norm = Norm(one.post_per_layer_input_norm, "inside")
             extra = PerLayerInput(one.per_layer_input_gate, one.per_layer_projection, norm)
-        layers.append(_layer(one, attention, "inside", _SANDWICH, per_layer=extra, scale=one.layer_scalar))
+        experts = None
+        if getattr(config, "enable_moe_block", False):
+            names = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
+            experts = Experts(one.router, one.experts, None, None, *(Norm(getattr(one, name), "inside") for name in names))
+        layers.append(_layer(one, attention, "inside", _SANDWICH, per_layer=extra, scale=one.layer_scalar, experts=experts))
     return Decoder(
         text, text.embed_tokens, tuple(layers), Norm(text.norm, "inside"), _ropes(text, kinds, by_kind=True),
         _activation(config.hidden_activation), config.final_logit_softcapping, per_layer,
@@ -248,5 +260,7 @@ DESCRIBE: Mapping[str, Callable[[Module], Decoder]] = {
     "Qwen3VLTextModel": partial(_llama, qk_norms=True), "Qwen3_5TextModel": _qwen3_5, "Olmo2Model": _olmo,
     "Olmo3Model": partial(_olmo, by_kind=True), "Glm4Model": partial(_llama, names=_GLM, attention={"turn": "pairs"}),
     "GlmModel": partial(_llama, attention={"turn": "pairs"}),
-    "GraniteModel": _granite, "GptOssModel": _gpt_oss,
+    "GraniteModel": _granite, "GptOssModel": partial(_llama, form="inside"), "MixtralModel": _llama,
+    "Qwen3MoeModel": partial(_llama, qk_norms=True), "Qwen3VLMoeTextModel": partial(_llama, qk_norms=True),
+    "Qwen3_5MoeTextModel": _qwen3_5, "Glm4MoeModel": _glm4_moe,
 }  # fmt: skip

@@ -81,6 +81,9 @@ class OneAdapter:
         """As AdapterSlots.args."""
         return self._args.get(leaves[0])
 
+    def expert_args(self, module: object, rows: int) -> None:
+        """No layer here has experts: these read earlier layers' keys and values."""
+
 
 @dataclass(eq=False)
 class _Pass:

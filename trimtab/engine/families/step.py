@@ -1,9 +1,8 @@
 """One decode step of a described decoder in few kernels, on transformers' own modules and weights.
 
-This step computes one token in a layer of Gemma 4 in about sixteen operations where transformers' layer takes forty: products that
-read one input are one launch, and everything between two products is one. Roundings are transformers' own: each value that it
-rounds to the model's dtype is rounded here. Towers and layers with experts stay with transformers' modules; chunks of prompts use
-some of the kernels (chunk.py, last_layers.py).
+A layer of Gemma 4 takes about sixteen operations where transformers' takes forty: products that read one input are one launch, and
+everything between two products is one. Each value that transformers rounds to the model's dtype is rounded here. Towers and routers
+stay with transformers' modules; chunks of prompts use some of the kernels (chunk.py, last_layers.py).
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families import check
-from trimtab.engine.families.decoder import Attention, DeltaNet, Layer, Norm
+from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Norm
 from trimtab.engine.families.families import describe
+from trimtab.engine.families.mixture import experts_of
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trimtab.engine.layers.unpacked import UnpackedWeights
 
 
-# Writes the products of layers over one input, x [n, D_in] -> out [n, all D_out], with the adapters of a table.
+# Writes products over one input, x [n, D_in] -> out [n, all D_out], with the adapters of a table.
 GroupProduct = Callable[[Sequence[Leaf], Tensor, Tensor, matvec.LoraArgs | None], None]
 
 
@@ -56,7 +56,7 @@ def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) 
     progress = phases.counting("measuring kernels on this GPU (once),")
     kernels = DeviceKernels.choose(
         groups, decoder.shapes(), rows=rows, sizes=decoder.sizes(), norm=decoder.norm, progress=progress,
-        deltas=list(dict.fromkeys(one.shape for one in decoder.deltas.values())),
+        deltas=list(dict.fromkeys(one.shape for one in decoder.deltas.values())), mixtures=decoder.mixtures(),
     )  # fmt: skip
     if is_invariant and rows <= cuts.MAX_ROWS:
         kernels.compile_fixed(groups, groups[0][0][0].dtype, rows)
@@ -72,15 +72,6 @@ def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
         near = getattr(torch.cuda.get_device_properties(tensors[0].device), "L2_cache_size", 0)
         return tensors if sum(one.nbytes for one in tensors) <= near else []
     return tensors
-
-
-def gated_heads(own: Attention, joined: Tensor, attended: Tensor) -> Tensor:
-    """Return attention's output [n, Hq D] times its gates, which lie behind each head of queries in `joined`."""
-    if not own.shape.is_gated:
-        return attended
-    heads, _, dim, *_ = own.shape
-    gates = joined[:, : 2 * heads * dim].view(-1, heads, 2, dim)[:, :, 1]
-    return attended.mul_(torch.sigmoid(gates).view(attended.shape))
 
 
 def _scale(table: Table) -> float:
@@ -111,8 +102,7 @@ class FusedStep:
         self, hf_model: HFModel, cache: BatchedKVCache, tokens: Tensor, kernels: DeviceKernels,
         unpacked: UnpackedWeights | None = None,
     ) -> None:  # fmt: skip
-        self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
-        self.unpacked = unpacked
+        self.hf_model, self.cache, self.tokens, self.kernels, self.unpacked = hf_model, cache, tokens, kernels, unpacked
         # For A x of their adapters, at the same time as the product over the same x.
         self.beside = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
         self.decoder = describe(hf_model)
@@ -128,7 +118,7 @@ class FusedStep:
         self._make_states()
         self._why_no_pages = self._wrong_pages()
         # Linears of the decoder that a step does not compute.
-        inside = {leaf for layer in self.layers if layer.mlp is not None for leaf in layer.mlp.modules()}
+        inside = {leaf for layer in self.layers if layer.experts for one in layer.experts.parts for leaf in one.modules()}
         inside |= {leaf for same in self.decoder.groups() for group in same for leaf in group}
         self._outside = [one for one in self.text.modules() if isinstance(one, Leaf) and one not in inside]
         self._difference: str | None = None
@@ -211,6 +201,8 @@ class FusedStep:
             return self._why_no_pages
         if self.decoder.deltas and self.kernels.delta is None and self.cache.device.type == "cuda":
             return "the gated delta rule has no kernels here"
+        if any(isinstance(module, SavedModule) for module in self.text.modules()):
+            return "an adapter replaces the weights of a norm"
         weights = [delta.weights() for delta in self.decoder.deltas.values()]
         if any(one.dtype != self.dtype for own in weights for one in (own.conv, own.dt_bias, own.norm)):
             return "its delta layers have weights of other types than the model's"
@@ -221,8 +213,6 @@ class FusedStep:
                 return f"its rotation changes behind {rope.limit} tokens, and its context has {self.cache.context_tokens}"
         if len(self.cache.ring_places) > 1:
             return f"its layers have windows of {len(self.cache.ring_places)} lengths"
-        if any(isinstance(module, SavedModule) for module in self.text.modules()):
-            return "an adapter replaces the weights of a norm"
         if (name := next((leaf.module_path for leaf in self._outside if leaf.adapters), None)) is not None:
             return f"an adapter changes {name}, which its description does not have"
         return self._differs()
@@ -373,7 +363,7 @@ class FusedStep:
         middle = self.buffer("middle", h.shape, h.dtype)
         norm = self.norm(h, layer.after_attention, layer.before_mlp, None, middle)
         if layer.down is None:
-            y = layer.through(self.normed(y, norm))
+            x = self.normed(y, norm)
         else:
             if layer.up is None:
                 wide = self._products(layer.gates, y, None, norm, _ahead([layer.down]))
@@ -383,6 +373,8 @@ class FusedStep:
             else:
                 gated = self._products(layer.gates, y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
             y = self._products([layer.down], gated)
+        if layer.experts is not None:
+            y = self.mixture(layer.experts, middle, None, y) if layer.down is not None else self.mixture(layer.experts, middle, x)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)
@@ -394,6 +386,19 @@ class FusedStep:
         mixed = self._products([layer.per_layer.gate], y, matvec.Gate(self.kind, extra), norm, ahead)
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
+
+    def mixture(self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None) -> Tensor:
+        """Return what a layer's experts make of x [n, D]; next to an MLP: of the residual h [n, D], with what the MLP made, y."""
+        given = (self.kind, self.decoder.adapter_store, self.kernels.experts)
+        if x is not None:
+            return own.with_shared(experts_of(own, x, x, *given), x)
+        assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
+        dense, x, after = torch.empty_like(y), torch.empty_like(h), own.after
+        self.add_norm(y, own.after_dense, dense)
+        self.add_norm(h, own.before, x)
+        made = experts_of(own, x, h, *given)
+        fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
+        return dense
 
     def _added(self, layer: Layer, y: Tensor) -> Tensor:
         """Return what is added to the residual."""
@@ -438,7 +443,7 @@ class FusedStep:
             queries, self._scratch(count, heads, dim), self.kernels.small, mode=own.mode, ahead=_ahead(layer.gates), pages=pages,
             sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
-        return gated_heads(own, joined, attended)
+        return own.gated(joined, attended)
 
     def _attend_int8(
         self, own: Attention, number: int, joined: Tensor, queries: Tensor, turn: tuple[Tensor, Tensor],
@@ -466,7 +471,7 @@ class FusedStep:
             queries, keys, values, self.cache.positions[:count], scores.scale, scores.softcap, attended,
             self._scratch(count, heads, dim), self.kernels.small, dependent=False, sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
-        return gated_heads(own, joined, attended)
+        return own.gated(joined, attended)
 
     def _delta(self, own: DeltaNet, number: int, x: Tensor) -> Tensor:
         """Return the gated delta rule of the rows' next tokens [n, Hv Dv]; their states are written."""

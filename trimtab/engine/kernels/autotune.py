@@ -2,12 +2,17 @@
 
 `check` compares with float64, `tune` times the likely cuts of one shape over layers that do not fit the card's L2 cache, the norm
 in front by itself and as a part of the product.
+
+`compile_ahead`: NVRTC takes 0.3 to 4 s for each of about 30 variants that a model needs on a card that was never seen, without
+Python's lock. One after the other they take 12 s of a first load (E4B, H200); at once as long as the slowest. Compiled code goes to
+the user's cache folder (nvrtc.py), where the checks look; without that folder nothing is done.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -19,19 +24,25 @@ from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
+from trimtab.engine.cuda.nvrtc import Job
 from trimtab.engine.formats import ggml, mobile
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import shell
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.formats.record import GGML_BLOCKS, NESTED_BLOCK, StoredFormat, stored_format
 
 __all__ = [
-    "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "graph_us", "keep_tuned", "relative_error",
-    "stock_us", "tune", "why_not_cut",
+    "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "compile_tried", "graph_us", "jobs", "keep_tuned",
+    "relative_error", "stock_us", "tune", "why_not_cut",
 ]  # fmt: skip
 
 _PIECE = 2**20
@@ -317,7 +328,7 @@ def _norm_pays(
     return graph_us(one, module.device, repeat=repeat) < graph_us(both, module.device, repeat=repeat)
 
 
-def compile_ahead(
+def compile_tried(
     products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
 ) -> None:
     """Compile, several at once, the cuts that `tune` will try for these products (weights, rows, whether two are multiplied)."""
@@ -328,6 +339,63 @@ def compile_ahead(
             for normed in (False, True) if number == 0 and cut.may_be_normed else (False,):
                 wanted.add(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed))
     module.compile_variants(sorted(wanted))
+
+
+def jobs(
+    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[fused.AttentionShape], module: nvrtc.Module,
+    dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
+) -> list[Job]:  # fmt: skip
+    """Return the sources and variants to compile for products of these weights (a group, whether two are multiplied) and these
+    kinds of attention (heads, kv heads, head size).
+
+    module: of the products; it knows the limits of the card. checked: row counts of the checks. counts: row counts of the
+    steps. has_many: steps of more rows too.
+    """
+    wanted = [Job(fused.source(), (), "fused.cu"), Job(ends.source(), (), "ends.cu")]
+    wanted.append(Job(prompt_kernels.source(), (), "prompt.cu"))
+    own = [packed for group, _ in weights for packed in group if "scale" in packed.parts]
+    others = {layouts.options(packed) for packed in own if layouts.layout(packed) is not None}
+    wanted += [Job(prompt_kernels.source(), options, "prompt.cu") for options in others]
+    if has_many:
+        wanted += [Job(many_rows.source(), options, "rows.cu") for options in ((), *others)]
+    for kind in attention:
+        if fused.why_not(*kind[:3], dtype) is None:
+            wanted += [
+                Job(fused.source("attend.cu"), fused.attention_options(kind, dtype, turn=turn), "attend.cu")
+                for turn in (True, False)
+            ]
+    variants: dict[tuple[str, ...], None] = {}
+    for group, pair in weights:
+        if any(matvec.why_not(packed, dtype, module.device) for packed in group):
+            continue
+        for one in (group[part] for part in layouts.runs(group)):
+            for n in counts:
+                config = matvec.config_of(one, n, module, pair=pair)
+                for normed in () if config is None else (False, True) if config[0].normed else (False,):
+                    cut = None if config is None else config[0]
+                    variants[matvec.options(one[0], dtype, cut, members=len(one), pair=pair, normed=normed)] = None
+            for n in checked:
+                plain = matvec.choose(one, n, module)
+                variants[matvec.options(one[0], dtype, plain, members=len(one))] = None
+    return wanted + [Job(matvec.source(), (*options, *module.common), "matvec4.cu") for options in variants]
+
+
+def compile_ahead(
+    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[fused.AttentionShape], device: torch.device,
+    dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
+    norm: matvec.NormForm = matvec.PLAIN,
+) -> None:  # fmt: skip
+    """Compile the sources and variants that `jobs` returns for a device, in parallel. One that does not compile is named by its
+    check."""
+    if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
+        return
+    with suppress(DeviceError):  # the next load reports the reason
+        module = matvec.load(device, norm)
+        try:
+            wanted = jobs(weights, attention, module, dtype, checked=checked, counts=counts, has_many=has_many)
+            nvrtc.compile_all(wanted, module.capability)
+        finally:
+            module.close()
 
 
 def compile_cuts(

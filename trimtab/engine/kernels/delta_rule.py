@@ -78,8 +78,9 @@ def why_not(shape: DeltaShape, dtype: torch.dtype) -> str | None:
     """Return why a layer of this shape has no kernels (torch does its part), None if it has."""
     if dtype not in _TYPES:
         return f"the activation is {dtype}, not bfloat16 or float16"
-    if shape.key_dim % 32 or shape.value_dim % 32 or shape.key_dim > 256 or shape.value_heads % max(shape.key_heads, 1):
-        return f"heads of {shape.key_dim} and {shape.value_dim} values are not multiples of 32 up to 256"
+    # A lane has 1 value of a key, or whole words of two.
+    if shape.key_dim not in (32, 64, 128, 192, 256) or shape.value_dim % 32 or shape.value_heads % max(shape.key_heads, 1):
+        return f"heads of {shape.key_dim} and {shape.value_dim} values: keys have 32, 64, 128, 192 or 256, values multiples of 32"
     return None
 
 

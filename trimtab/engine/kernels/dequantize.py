@@ -27,7 +27,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
-from trimtab.engine.layers.embedding import PackedTable
+from trimtab.engine.layers.embedding import GatheredTable, PackedTable
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
@@ -114,10 +114,12 @@ def unpack_rows(packed: Packed, ids: Tensor, module: nvrtc.Module) -> Tensor:
 
 
 def read_tables(hf_model: HFModel, kernels: PromptKernels) -> None:
-    """Let packed tables on the device read their rows by the kernel, where it is right on this card."""
+    """Let packed tables that the device reads give their rows by the kernel, where it is right on this card."""
     module = kernels.module
     for table in hf_model.modules():
-        if module is None or not isinstance(table, PackedTable) or not can_unpack(table.stored):
+        if module is None or not isinstance(table, PackedTable | GatheredTable):
+            continue
+        if table.stored is None or not can_unpack(table.stored):
             continue
         count = len(table.stored.parts["weight"])
         ids = torch.tensor([0, count - 1, count // 2], device=module.device)

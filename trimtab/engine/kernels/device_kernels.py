@@ -25,14 +25,14 @@ from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import delta_rule, layouts
+from trimtab.engine.kernels import delta_rule, experts, layouts
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.engine.kernels.compile_ahead import compile_ahead
 from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
+from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -55,6 +55,7 @@ MOST_INSTEAD = 6  # ways that are tried where a configuration cannot run
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
 DELTA = "gated delta rule"
+EXPERTS = "chosen experts"
 ROWS = "4-bit products of many rows"
 
 
@@ -75,12 +76,10 @@ class Product:
 @dataclass(eq=False)
 class DeviceKernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
-    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). delta: the gated delta rule.
-    ends: tables in front of the layers, scores behind
-    the head. left_out: name -> reason.
+    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). delta: the gated delta rule. experts: chosen ones.
+    ends: tables in front of the layers, scores behind the head. left_out: name -> reason.
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
-    configs: how each product's launch configuration is known (shipped_configs.py); rejected: those that were not used here, and
-    why.
+    configs: how each product's launch configuration is known (shipped_configs.py); rejected: those not used here, and why.
     overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured.
     checks: those that passed on this card before."""
 
@@ -92,6 +91,7 @@ class DeviceKernels:
     ends: Any = None
     rows: Any = None
     delta: Any = None
+    experts: Any = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
     checks: KeptChecks = field(default_factory=KeptChecks)
@@ -99,7 +99,7 @@ class DeviceKernels:
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
         """Let launches overlap, or not, while the block runs: for a capture."""
-        modules = [one for one in (self.small, self.matvec, self.ends, self.rows, self.delta) if one is not None]
+        modules = [one for one in (self.small, self.matvec, self.ends, self.rows, self.delta, self.experts) if one is not None]
         for module in modules:
             module.overlap = wanted
         try:
@@ -111,7 +111,7 @@ class DeviceKernels:
     @property
     def made_of(self) -> str:
         """Which modules and launch configurations there are, as text."""
-        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows, self.delta)]
+        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows, self.delta, self.experts)]
         return repr([modules, sorted((key, str(self.matvec.products.chosen[key])) for key in self.configs)])
 
     @staticmethod
@@ -145,7 +145,7 @@ class DeviceKernels:
     def choose(
         groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], *, rows: int,
         sizes: ends.Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
-        deltas: Sequence[DeltaShape] = (),
+        deltas: Sequence[DeltaShape] = (), mixtures: Sequence[Mixture] = (),
     ) -> DeviceKernels:  # fmt: skip
         """Return the kernels that work and are faster for layers like these on their device, for steps of up to `rows` rows.
 
@@ -156,9 +156,10 @@ class DeviceKernels:
         leaf = groups[0][0][0]
         shapes = [(one[0][0].in_features, *((leaf.out_features, leaf.quant_kind) for leaf in one[0])) for one in groups]
         known = of_this_process().for_layers
-        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, tuple(deltas))
+        others = (*deltas, *(one.key for one in mixtures))
+        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, others)
         if key not in known:
-            known[key] = _choose(groups, attention, sizes, rows, norm, deltas)
+            known[key] = _choose(groups, attention, sizes, rows, norm, deltas, mixtures)
         chosen = known[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
@@ -225,10 +226,8 @@ class DeviceKernels:
         return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
-        return (
-            "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None,
-            self.matvec.products.norm,
-        )  # fmt: skip
+        form, has_small = _form_of(one.groups[0]), self.small is not None
+        return "configuration", one.key, form, str(dtype), one.gate, has_small, self.matvec.products.norm
 
     def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
         """Take a product's configuration, or the next one that this card can run, and record for later processes that it can."""
@@ -268,7 +267,7 @@ class DeviceKernels:
         report = progress or (lambda done, of: None)
         if wanted:
             report(0, 2 * len(wanted))
-        tuning.compile_ahead(products, self.matvec, dtype, limit=TRIED)  # about half of the time
+        tuning.compile_tried(products, self.matvec, dtype, limit=TRIED)  # about half of the time
         for number, one in enumerate(wanted):
             report(len(wanted) + number, 2 * len(wanted))
             tuning.tune(one.groups, one.n, self.matvec, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small)
@@ -373,7 +372,7 @@ class LayerShapes:
     """The key of the choice of kernels: the device, and the shapes of everything that a step computes there.
 
     attention: of each kind of layer. linear: for each group of layers its input, its outputs and its
-    format. step_ends: of both ends of a step, None where they stay with torch.
+    format. step_ends: of both ends of a step, None where they stay with torch. deltas: recurrent layers, and mixtures of experts.
     """
 
     device: str
@@ -382,7 +381,7 @@ class LayerShapes:
     linear: tuple[tuple[object, ...], ...]
     step_ends: ends.Sizes | None
     norm: NormForm
-    deltas: tuple[DeltaShape, ...]
+    deltas: tuple[object, ...]
 
 
 @dataclass(eq=False)
@@ -401,7 +400,7 @@ def of_this_process() -> ChosenKernels:
 
 def _choose(
     groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: ends.Sizes | None,
-    rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (),
+    rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (), mixtures: Sequence[Mixture] = (),
 ) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
@@ -410,7 +409,7 @@ def _choose(
     checks = KeptChecks.of(device)
     forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
     if device.type == "cuda" and checks.find(PRODUCTS, str(dtype), forms) is None:
-        compile_ahead(
+        tuning.compile_ahead(
             [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
             checked=_ROWS, counts=[n for n in PRODUCT_ROWS if n <= rows], has_many=rows > KERNEL_ROWS,
             norm=norm,
@@ -431,6 +430,13 @@ def _choose(
             lambda module, _: delta_rule.why_not(deltas[0], dtype) or delta_rule.check(module, deltas[0], dtype),
             checks, str(dtype), deltas[0], measured=measured,
         )  # fmt: skip
+    if mixtures:
+        chosen.experts = _tried(
+            EXPERTS, left_out, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), checks,
+            str(dtype), [one.key for one in mixtures],
+        )  # fmt: skip
+        for one in mixtures if chosen.experts is not None else ():
+            experts.compiled(chosen.experts, one)  # a capture finds them
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
@@ -492,6 +498,15 @@ def _wrong_small(
     measured.update(times)
     ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
+
+
+def _wrong_experts(module: nvrtc.Module, mixtures: Sequence[Mixture], dtype: torch.dtype) -> str | None:
+    """Return the error of the kernels of chosen experts over these mixtures, or why they do not know one."""
+    for one in mixtures:
+        top_k = min(8, one.down.shape[0])
+        if why := experts.why_not(one, 1, top_k, dtype, module.device) or experts.check(module, one, top_k):
+            return why
+    return None
 
 
 def _wrong_ends(

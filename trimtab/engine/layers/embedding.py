@@ -106,8 +106,15 @@ class GatheredTable(Table):
         self._buffers_of: dict[int, Tensor] = {}
         self._staged: Tensor | None = None
         self.__dict__["seen"] = seen_by(source, self.device) if isinstance(source, Tensor) else None
+        self.stored = source.seen_by(self.device) if isinstance(source, PackedRows) else None
+        self.read: Callable[[Packed, Tensor], Tensor] = dequantize_at
         ids = torch.arange(min(first_rows, shape[0]))
         self.__dict__["weight"] = widened(self._gather(ids).to(self.device), self.dtype)
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether the host fetches the rows of every step."""
+        return self.seen is None and self.stored is None
 
     def _gather(self, ids: Tensor) -> Tensor:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
@@ -127,6 +134,8 @@ class GatheredTable(Table):
     def rows(self, ids: Tensor) -> Tensor:
         if self.seen is not None:
             return widened(nn.functional.embedding(ids, self.seen), self.dtype)
+        if self.stored is not None:
+            return self.read(self.stored, ids.reshape(-1)).to(self.dtype).view(*ids.shape, self.embedding_dim)
         if self.reads_staged:
             assert self._staged is not None
             return self._staged[: ids.numel()].view(*ids.shape, self.embedding_dim)
@@ -165,6 +174,14 @@ class PackedRows:
 
     def __init__(self, packed: Packed, files: Mapping[str, FileRows] | None = None) -> None:
         self.packed, self.files = packed, files
+
+    def seen_by(self, device: torch.device) -> Packed | None:
+        """Return the table as a device reads it in host memory; None where that is impossible, or it is in a file."""
+        parts = {} if self.files is not None else {name: seen_by(part, device) for name, part in self.packed.parts.items()}
+        seen = {name: part for name, part in parts.items() if part is not None}
+        if not seen or len(seen) < len(parts):
+            return None
+        return self.packed.with_parts(seen, {name: code.to(device) for name, code in self.packed.codes.items()})
 
     def read(self, ids: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return rows [N, D]. Errors: CheckpointError if the file changed since it was opened."""

@@ -174,13 +174,20 @@ class _Forward:
 
     def _weight(self, name: str, expert: int) -> Tensor:
         """Return one expert's matrix as it is in the stack."""
-        stacks: Mapping[str, Packed | Staged] | None = self.module.__dict__.get("stacks")
-        if stacks is None:
-            stack: Tensor = getattr(self.module, name)
+        stack = stack_of(self.module, name)
+        if isinstance(stack, Tensor):
             return stack[expert]
-        held = stacks[name]
-        own: Tensor = self.module.__dict__[name]
-        return dequantize((held if isinstance(held, Packed) else held.open()[1]).expert(expert)).to(own.dtype)
+        own: Tensor = self.module.__dict__[name]  # of the type in which the model computes
+        return dequantize(stack.expert(expert)).to(own.dtype)
+
+
+def stack_of(module: nn.Module, name: str) -> Packed | Tensor:
+    """Return a stack [E, D_out, D_in] as it is held; a streamed block is entered."""
+    stacks: Mapping[str, Packed | Staged] = module.__dict__.get("stacks", {})
+    if (held := stacks.get(name)) is None:
+        stack: Tensor = getattr(module, name)
+        return stack
+    return held if isinstance(held, Packed) else held.open()[1]
 
 
 def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store: AdapterStore, module_path: str) -> None:

@@ -48,6 +48,9 @@ class AdapterTable(Protocol):
     def args(self, leaves: Sequence[Any], rows: int, *, is_empty: bool = False) -> Any:
         """Return a `matvec.LoraArgs` for layers that read one input, None if no adapter changes them."""
 
+    def expert_args(self, module: Any, rows: int) -> Any:
+        """Return an `ExpertLora` (engine/kernels/experts.py) for a module of experts, None if no adapter changes it."""
+
 
 class AdapterApplier(Protocol):
     """Adds the adapters of the selected rows to the output of a layer."""
@@ -198,8 +201,12 @@ class AdapterStore:
 
     def reads_on_host(self, names: Sequence[str | None] | None = None) -> bool:
         """Whether a pass with these adapters (None: those in use) reads chosen experts on the host: it cannot be captured."""
+        return self.packs_experts or self.changes_experts(names)
+
+    def changes_experts(self, names: Sequence[str | None] | None = None) -> bool:
+        """Whether one of these adapters (None: those in use) changes experts."""
         names = self.selection.active() if names is None else names
-        return self.packs_experts or any(self.holders[name].reads_on_host for name in names if name in self.holders)
+        return any(self.holders[name].reads_on_host for name in names if name in self.holders)
 
     @property
     def last_serial(self) -> int:

@@ -32,7 +32,7 @@ from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode.graph_uses import FormUses
 from trimtab.engine.decode.step_capture import check_replay, in_pass
 from trimtab.engine.decode.step_choice import Fallback
-from trimtab.engine.families.chunk import ChunkLayers, pays
+from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import dequantize as prompt_kernels
@@ -53,7 +53,7 @@ from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.layouts import Layouts, values_of
 from trimtab.engine.prefill.packing import PackedPrefill
 from trimtab.engine.prefill.rows import Rows
-from trimtab.engine.prefill.selection import select_adapter
+from trimtab.engine.prefill.selection import knows_padding, select_adapter
 from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.towers.graphs import Towers
@@ -111,7 +111,7 @@ class PrefillRunner:
         self.tower_passes = TowerPasses(self)
         self.staged_tables = [
             module for module in self.model.hf_model.modules()
-            if isinstance(module, tables.GatheredTable) and module.seen is None
+            if isinstance(module, tables.GatheredTable) and module.asks_host
         ]  # fmt: skip
         self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
@@ -205,10 +205,8 @@ class PrefillRunner:
             return True
         if not self.sizes or prompt.done_tokens or not self.is_row_free:
             return False
-        if self.is_recurrent:
-            self.chunk_forward()  # the cache's layers are known from then on, and the step gives states memory
-            if (step := self.batch.steps.fused_step()) is None or not pays(step, self.device):
-                return False  # modules cannot tell padding from tokens
+        if not knows_padding(self):
+            return False
         try:
             job = self._begin(prompt)
             is_paused = False
@@ -449,7 +447,7 @@ class PrefillRunner:
         """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory;
         the chunk without the last token too (last_token.py).
         No row may be active. sizes: of these alone; without any, passes of several prompts alone."""
-        if not self.captures or not self.sizes or not self.is_row_free:
+        if not self.captures or not self.sizes or not self.is_row_free or not knows_padding(self):
             return
         before = outside_torch(self.device)
         self._prepare(token, adapter, self.sizes if sizes is None else sizes)

@@ -34,6 +34,14 @@ def layers_of(
     return prompts.firsts.forward
 
 
+def knows_padding(prompts: Passes) -> bool:
+    """Whether padding behind a prompt leaves recurrent states as they are: a step's kernels are told of it, modules are not."""
+    if not prompts.is_recurrent:
+        return True
+    prompts.chunk_forward()  # the cache's layers are known from then on, and the step gives states memory
+    return (step := prompts.batch.steps.fused_step()) is not None and pays(step, prompts.device)
+
+
 def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
     """Select the adapter of the next pass and return the result of Layouts.set_adapter, and whether its layers are computed here
     and in chunk.py: where the batch's steps are made of kernels."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.formats.packed import formats_of
-from trimtab.formats.record import GGML_FLOATS, HEAD8, PackedEntry, packed_bytes, stored_format
+from trimtab.formats.record import GGML_FLOATS, HEAD8, WEIGHT_BLOCK, PackedEntry, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
@@ -154,7 +154,7 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return "CUDA graphs require a GPU"
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
-    if anatomy.packs_experts:
+    if mode == "graph" and anatomy.packs_experts:
         return "the packed experts of a token are chosen on the host"
     if mode == "graph":
         is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
@@ -168,7 +168,19 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
     if stored_format(quant).layout is None:
         return f"trimtab's kernels do not read weights in {quant}"
-    return None
+    return next((why for row in anatomy.rows if (why := _unread_experts(row)) is not None), None)
+
+
+def _unread_experts(row: ModuleRow) -> str | None:
+    """Return why kernels do not read a row's packed experts, which are then chosen on the host; None if they do."""
+    if not row.packs_experts:
+        return None
+    shapes = [stack.shape[1:] for stack in row.stacks]
+    if row.is_transposed or row.is_interleaved or any(size % WEIGHT_BLOCK for shape in shapes for size in shape):
+        return "the packed experts of a token are chosen on the host: kernels do not know how their stacks lie"
+    unread = (form for stack in row.stacks if (form := row.form_of(stack)) is not None and stored_format(form).layout is None)
+    form = next(unread, None)
+    return None if form is None else f"the packed experts of a token are chosen on the host: no kernel reads {form}"
 
 
 def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
@@ -195,10 +207,11 @@ def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, 
 
 
 def formats_on_gpu(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
-    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. With packed experts steps
-    are eager."""
+    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. Steps are eager where no
+    kernel reads the experts."""
     of_experts = {entry.format_name for name, entry in packed.items() if ".experts." in name}
-    facts: dict[str, Any] = {"step_mode": "eager" if of_experts else "fused", "is_kept": False}
+    is_read = all(stored_format(name).layout is not None for name in of_experts)
+    facts: dict[str, Any] = {"step_mode": "fused" if is_read else "eager", "is_kept": False}
     found = formats_of(packed)
     for one in found:
         one["on_gpu"] = how_computed(one["name"], are_tables=one["is_table"], **facts)

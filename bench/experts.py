@@ -1,0 +1,200 @@
+"""How fast do mixtures decode with their experts in 4 bits, and what do they take? One process a case, one GPU.
+
+    python -m bench.experts --work FOLDER --save bench/results/experts.json [--cases 26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,...]
+
+A case: MODEL:EXPERTS[:GIB of the GPU]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with double
+quantization, experts in 16 bits in the files; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case.
+A row, of the public API, token ids in and text out, an adapter of rank 8 on attention and dense parts: `tok_s` of one row behind a
+prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too; `rows8_tok_s`: eight rows, each with its
+own of these. `peak_gib`: of torch's allocator. stock: transformers and PEFT, 16 bits, an adapter on attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import DEVICE, synchronize
+from bench.families import CONTEXT, LONG, SHORT, prompts
+from bench.memory import environment
+
+CASES = "26b-a4b:nf4-dq,qwen3-30b-a3b:nf4-dq,26b-a4b:nf4-dq:8,26b-a4b:stock,26b-a4b:16bit,qwen3-30b-a3b:16bit"
+RANK = 8
+
+
+def prepare(size: str, work: Path) -> Path:
+    """Make a checkpoint with a tokenizer, and two adapters: on linears, and on experts too."""
+    from bench import checkpoints, voices
+
+    folder, adapters = work / f"{size}-experts", work / f"{size}-experts-r8"
+    if (adapters / "experts" / "adapter_config.json").exists():
+        return folder
+    checkpoints.write_checkpoint(size, folder, device=DEVICE, packed=True)
+    voices.give(folder)
+    checkpoints.write_adapter(folder, adapters / "linears", RANK, size=size)
+    _write_expert_adapter(size, folder, adapters)
+    return folder
+
+
+def _write_expert_adapter(size: str, folder: Path, adapters: Path) -> None:
+    """Write the adapter on linears with pairs on both stacks of every module, as PEFT's target_parameters has them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig
+
+    from bench import checkpoints
+
+    tensors = load_file(adapters / "linears" / "adapter_model.safetensors")
+    model = checkpoints.empty_model(AutoConfig.from_pretrained(folder), size)
+    for path, module in model.named_modules():
+        for name, inside in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
+            own = module._parameters.get(name)
+            if own is None or own.dim() != 3:
+                continue
+            count, high, wide = own.shape
+            key = f"base_model.model.{path}{inside}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(RANK * count, wide) / wide**0.5
+            tensors[f"{key}.lora_B.weight"] = torch.randn(high, RANK * count) * 0.02 / RANK**0.5
+    (adapters / "experts").mkdir(exist_ok=True)
+    save_file(tensors, adapters / "experts" / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = json.loads((adapters / "linears" / "adapter_config.json").read_text())
+    config["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+    (adapters / "experts" / "adapter_config.json").write_text(json.dumps(config))
+
+
+def run(size: str, experts: str, card_gib: float | None, work: Path) -> dict[str, Any]:
+    import torch
+
+    import trimtab
+
+    folder, adapters = prepare(size, work), work / f"{size}-experts-r8"
+    rows = 8 if card_gib is None else 1
+    named = {"linears": adapters / "linears"} | {f"e{number}": adapters / "experts" for number in range(rows)}
+    start = time.perf_counter()
+    asked: dict[str, Any] = {"gpu_memory": f"{card_gib}GiB"} if card_gib else {}
+    plan = trimtab.plan(folder, adapters=named, context=CONTEXT, device=DEVICE, batch=rows, experts=experts, **asked)
+    if card_gib and DEVICE == "cuda":
+        allowed = card_gib * 2**30 - plan.gpu["cuda_context"]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / torch.cuda.get_device_properties(0).total_memory))
+    found: dict[str, Any] = {
+        "step": plan.execution.step.mode, "prompt": plan.execution.prompt.mode, "head": plan.execution.head,
+        "predicted_tok_s": round(plan.execution.tokens_per_s, 1), "weights_gib": round(plan.gpu["weights"] / 2**30, 2),
+    }  # fmt: skip
+    asks = prompts(1)
+    short, long = (SHORT, LONG) if card_gib is None else (3, 35)
+    with trimtab.load(plan) as model:
+        found["load_s"] = round(time.perf_counter() - start, 1)
+
+        def once(tokens: int, adapter: str) -> float:
+            ids, begin = next(asks), time.perf_counter()
+            answer = model.answer(ids, adapter=adapter, max_new_tokens=tokens)
+            assert len(answer.token_ids) == tokens, answer.finish_reason
+            return time.perf_counter() - begin
+
+        once(3, "linears")
+        found["first_ms"] = round(statistics.median(once(1, "linears") for _ in range(3)) * 1000, 1)
+        for name, adapter in (("tok_s", "linears"), ("experts_tok_s", "e0")):
+            once(3, adapter)
+            times = [statistics.median(once(tokens, adapter) for _ in range(2)) for tokens in (short, long)]
+            found[name] = round((long - short) / (times[1] - times[0]), 1)
+
+        def several(tokens: int) -> float:
+            requests = [{"prompt": next(asks)[:33], "adapter": f"e{number}"} for number in range(rows)]
+            begin = time.perf_counter()
+            list(model.batch(requests, max_new_tokens=tokens))
+            return time.perf_counter() - begin
+
+        if rows > 1:
+            several(SHORT)
+            found["rows8_tok_s"] = round(rows * (LONG - SHORT) / (several(LONG) - several(SHORT)), 1)
+        found["fallbacks"] = sorted({f"{one.what}: {one.why}" for one in model.fallbacks})
+    if DEVICE == "cuda":
+        found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return found
+
+
+def run_stock(size: str, work: Path) -> dict[str, Any]:
+    """transformers and PEFT as their pages show them, experts in 16 bits."""
+    import torch
+    import transformers
+    from peft import PeftModel
+
+    from bench.checkpoints import CLASSES
+
+    folder = prepare(size, work)
+    base = getattr(transformers, CLASSES[size]).from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE)
+    model = PeftModel.from_pretrained(base, work / f"{size}-experts-r8" / "linears").eval()
+    asks = prompts(1)
+
+    def once(tokens: int) -> float:
+        ids = torch.tensor([next(asks)], device=DEVICE)
+        begin = time.perf_counter()
+        model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        synchronize()
+        return time.perf_counter() - begin
+
+    with torch.inference_mode():
+        once(4)
+        first = statistics.median(once(1) for _ in range(3))
+        rate = 16 / (once(20) - once(4))
+    return {"first_ms": round(first * 1000, 1), "tok_s": round(rate, 1), "peak_gib": round(_peak_gib(), 2)}
+
+
+def _peak_gib() -> float:
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--timeout-s", type=float, default=300)
+    parser.add_argument("--total-s", type=float, default=36000, help="no case begins when 40 s of this are left")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        size, experts, *card = given.one.split(":")
+        made = run_stock(size, given.work) if experts == "stock" else run(
+            size, experts, float(card[0]) if card else None, given.work
+        )  # fmt: skip
+        print("ROW " + json.dumps({"case": given.one} | made), flush=True)
+        return
+    end = time.monotonic() + given.total_s
+    rows: list[dict[str, Any]] = json.loads(given.save.read_text())["rows"] if given.save and given.save.exists() else []
+    rows = [row for row in rows if "error" not in row]
+    left_out = []
+    for case in given.cases.split(","):
+        left_s = end - time.monotonic()
+        if any(row["case"] == case for row in rows):
+            continue
+        if left_s < 40:
+            left_out.append(case)
+            continue
+        command = [sys.executable, "-m", "bench.experts", "--work", str(given.work), "--one", case]
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=min(given.timeout_s, left_s - 5))
+            lines = [line for line in ran.stdout.splitlines() if line.startswith("ROW ")]
+            rows.append(json.loads(lines[-1][4:]) if lines else {"case": case, "error": ran.stderr.strip()[-1500:]})
+        except subprocess.TimeoutExpired:
+            rows.append({"case": case, "error": "no time left"})
+        print(json.dumps(rows[-1])[:1800], flush=True)
+        if given.save:
+            given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        numbers = (f"{row.get(name, ''):>8}" for name in ("tok_s", "experts_tok_s", "rows8_tok_s", "first_ms", "peak_gib"))
+        print(f"{row['case']:26} {' '.join(numbers)}  {row.get('error', row.get('step', ''))[-60:]}")
+    if left_out or any("error" in row for row in rows):
+        raise SystemExit(f"not measured: {', '.join([*left_out, *(row['case'] for row in rows if 'error' in row)])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Is a captured step of a mixture what its modules compute: packed experts and 16 bits, adapters on experts of some rows?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico
+from tests.cuda_on_cpu import run
+from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
+from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
+from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
+from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from trimtab.engine.families import families
+from trimtab.engine.kernels import delta_rule, experts
+from trimtab.errors import DeviceError
+
+FAMILIES = ["qwen3_moe", "gemma4_moe"]
+FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen3_5_moe", "glm4_moe")]
+
+
+def loaded(family: str, folder: Path, kind: str, **options: Any) -> Any:
+    base = pico.build(family, folder / "base")
+    adapters = {"a": pico.adapter(base, folder / "a", rank=4), "b": stack_adapter(base, folder / "b", list(BOTH))}
+    given = {"adapters": adapters, "device": "cpu", "quant": "nf4-dq", "context": 96, "experts": kind} | options
+    return trimtab.load(trimtab.plan(base, **given))
+
+
+def with_kernels(kernels: Any, model: Any) -> None:
+    kernels.experts = run.CpuModule(experts.source(), experts.NAMES)
+    kernels.experts.variant_names = experts.NAMES
+    for shape in {one.shape for one in families.describe(model.hf_model).deltas.values()}:
+        kernels.delta = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=delta_rule.options(shape, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "16bit"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_mixed_rows_is_the_modules(family, kind, on_cpu, replayed, tmp_path):  # noqa: F811
+    """Rows with an adapter on attention, on experts, and none: one capture, nothing read on the host."""
+    with loaded(family, tmp_path, kind) as model:
+        with_kernels(on_cpu, model)
+        expected, batch = (joined(model, way, ASKED, rows=4) for way in ("eager", "fused"))
+        compare(expected, batch, 2, 2 * TOLERANCE)
+        assert batch.steps.captures == 1 and not batch.steps.fallbacks
+        names = on_cpu.experts.launches
+        mixtures = sum(layer.experts is not None for layer in families.describe(model.hf_model).layers)
+        assert names.count("experts_gate_up") >= mixtures and names.count("experts_low") == 2 * names.count("experts_gate_up")
+
+
+def test_packed_experts_without_their_kernels_are_not_captured(on_cpu, replayed, tmp_path):  # noqa: F811
+    with loaded("qwen3_moe", tmp_path, "nf4") as model:
+        with pytest.raises(DeviceError, match="packed experts of a token are chosen on the host"):
+            joined(model, "fused", ASKED[1:2])
+        batch = joined(model, "auto", ASKED[1:2])
+        batch.step()
+        assert not batch.steps.captures and any("chosen on the host" in one.why for one in batch.steps.fallbacks)

@@ -1,0 +1,263 @@
+"""Are mixtures of experts those of transformers' module with each row's adapter merged, in torch and in the kernels?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cuda_on_cpu import run
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats.packed import CodeTables, Packed
+from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.kernels import experts as ours
+from trimtab.engine.kernels import layouts
+from trimtab.engine.kernels.experts import Change, Mixture
+from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.engine.lora import experts as host
+
+on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+# Seven roundings of a value, each up to half a step of the type: 2^-9, 2^-12 and 2^-24; float32 sums add a few of its steps.
+LARGEST = {BF16: 6e-3, HALF: 8e-4, FLOAT: 1e-6}
+
+
+def packed_stack(stack, kind):
+    """As `loader.pieces.pack` makes it: each expert by itself."""
+    codes, made = CodeTables(), []
+    for matrix in stack:
+        made.append(codes.share(quantize(matrix, kind)))
+    parts = {name: torch.stack([one.parts[name].reshape(-1) for one in made]) for name in made[0].parts}
+    return Packed(made[0].kind, tuple(stack.shape), stack.dtype, parts, made[0].codes, made[0].blocksize, made[0].nested_blocksize)
+
+
+def mixture_of(count, width, inner, dtype, kind="none", activation="silu"):
+    stacks = [torch.randn(count, *shape).to(dtype) / shape[1] ** 0.5 for shape in ((2 * inner, width), (width, inner))]
+    return Mixture(*(one if kind == "none" else packed_stack(one, kind) for one in stacks), activation)
+
+
+def changes_of(count, width, inner):
+    """Three slots: of gate and up together on some experts and of down; of gate alone; of gate and of up apart, of other ranks."""
+
+    def change(rank, width, high, first, pairs):
+        A, B = torch.randn(len(pairs), rank, width) / width**0.5, torch.randn(len(pairs), high, rank) / rank**0.5
+        return Change(A, B, 0.7, first, {expert: place for place, expert in enumerate(pairs)})
+
+    whole, some = list(range(count)), list(range(count))[::-2]
+    return [
+        [change(4, width, 2 * inner, 0, some), change(8, width, inner, 0, whole), change(3, width, inner, 0, whole)],
+        [None, None, change(5, width, inner, inner, some)],
+        [change(6, inner, width, 0, whole), None, change(1, inner, width, 0, some)],
+    ]
+
+
+def case(mixture, n, chosen, dtype, *, slots=None, weights=FLOAT):
+    """Return (x, index, weights, tables of adapters)."""
+    count, _, width = mixture.gate_up.shape
+    index = torch.stack([torch.randperm(count)[:chosen] for _ in range(n)])
+    given = (torch.rand(n, chosen) + 0.1).to(weights)
+    tables = None
+    if slots is not None:
+        rows = torch.tensor([slots[i % len(slots)] for i in range(n)], dtype=torch.int32)
+        tables = ours.lora_tables(changes_of(count, width, mixture.down.shape[2]), rows, count)
+    return torch.randn(n, width).to(dtype), index, given, tables
+
+
+def unpacked(stack, *, is_rounded):
+    if isinstance(stack, torch.Tensor):
+        return stack.double()
+    count, rows, _ = stack.shape
+    matrices = [stack.expert(expert) for expert in range(count)]
+    if is_rounded or "absmax" not in stack.parts:
+        return torch.stack([dequantize(one).double() for one in matrices])
+    return torch.stack([layouts.decoded(one, range(rows), torch.float64) for one in matrices])
+
+
+def exact(x, index, weights, mixture, tables, *, is_rounded=False):
+    """Stock's module in float64, once for each slot with the slot's changes merged into its stacks. is_rounded: whether weights of
+    bitsandbytes are those of its library, in the model's type."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    count, both, width = mixture.gate_up.shape
+    names = {"gelu_tanh": "gelu_pytorch_tanh"}
+    config = Qwen3MoeConfig(
+        hidden_size=width, moe_intermediate_size=both // 2, num_experts=count,
+        hidden_act=names.get(mixture.activation, mixture.activation),
+    )  # fmt: skip
+    out = torch.full(x.shape, math.nan, dtype=torch.float64)
+    slots = torch.full((len(x),), -1) if tables is None else tables.row_slots
+    for slot in slots.unique().tolist():
+        module = Qwen3MoeExperts(config).requires_grad_(False).double()
+        stacks = [unpacked(one, is_rounded=is_rounded) for one in (mixture.gate_up, mixture.down)]
+        for member in range(3 if slot >= 0 else 0):
+            change = tables.changes[member][slot]
+            for expert, place in {} if change is None else change.pairs.items():
+                outputs = slice(change.first, change.first + change.B.shape[1])
+                stacks[member // 2][expert, outputs] += change.scale * change.B[place].double() @ change.A[place].double()
+        module.gate_up_proj.copy_(stacks[0]), module.down_proj.copy_(stacks[1])
+        own = slots == slot
+        out[own] = module(x[own].double(), index[own], weights[own].double())
+    return out
+
+
+@pytest.mark.parametrize("kind, dtype, n, chosen", [
+    ("none", FLOAT, 3, 4), ("none", BF16, 8, 2), ("none", HALF, 5, 1), ("nf4", BF16, 3, 2), ("nf4-dq", HALF, 2, 4),
+    ("fp4", BF16, 2, 2),
+])  # fmt: skip
+@pytest.mark.parametrize("slots", [None, (0, -1, 2, 1)])
+def test_torch_agrees_with_stocks_module_in_float64(kind, dtype, n, chosen, slots):
+    torch.manual_seed(n)
+    mixture = mixture_of(6, 128, 64, dtype, kind, ours.fused.ACTIVATIONS[n % 3])
+    x, index, weights, tables = case(mixture, n, chosen, dtype, slots=slots)
+    out = ours.experts(x, index, weights, mixture, torch.full_like(x, math.nan), lora=tables)
+    assert relative_error(out, exact(x, index, weights, mixture, tables, is_rounded=True)) < LARGEST[dtype]
+
+
+@pytest.mark.parametrize("dtype, weights", [(BF16, FLOAT), (BF16, BF16), (HALF, HALF), (FLOAT, FLOAT)])
+@pytest.mark.parametrize("slot", [-1, 0, 1, 2])
+def test_torch_has_the_bits_of_the_forward_that_the_host_drives(dtype, weights, slot):
+    """One row: there the products have the same order of sums."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    torch.manual_seed(2)
+    mixture = mixture_of(8, 128, 64, dtype)
+    config = Qwen3MoeConfig(hidden_size=128, moe_intermediate_size=64, num_experts=8)
+    module = Qwen3MoeExperts(config).requires_grad_(False).to(dtype)
+    module.gate_up_proj.copy_(mixture.gate_up), module.down_proj.copy_(mixture.down)
+    x, index, given, tables = case(mixture, 1, 5, dtype, slots=(slot,), weights=weights)
+    changes = [
+        host.StackChange(
+            "down_proj" if member == 2 else "gate_up_proj", one.A, one.B, one.scale, slice(one.first, one.first + one.B.shape[1]),
+            one.pairs,
+        )
+        for member, of_slots in enumerate(tables.changes) for one in of_slots[slot : slot + 1] if slot >= 0 and one is not None
+    ]  # fmt: skip
+    wanted = host._Forward(module, None, None)._run(x, index, given, [host.ExpertsAdapter("", changes)], None)
+    assert torch.equal(ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables), wanted)
+
+
+def test_an_index_without_an_expert_and_a_weight_that_is_no_number_reach_their_rows_alone():
+    mixture = mixture_of(4, 64, 64, BF16)
+    x, index, weights, _ = case(mixture, 4, 2, BF16)
+    wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x)).clone()
+    index[0, 1], index[1, 0], weights[2, 1] = 4, -1, math.nan
+    out = ours.experts(x, index, weights, mixture, torch.empty_like(x))
+    assert out[:3].isnan().all() and torch.equal(out[3], wanted[3])
+
+
+def test_mixtures_without_kernels_say_why():
+    mixture = mixture_of(4, 64, 64, BF16)
+
+    def why(mixture, n=1, chosen=2, dtype=BF16):
+        return ours.why_not(mixture, n, chosen, dtype, "cpu")
+
+    assert why(mixture) == "cpu is not a CUDA device"
+    assert "float32" in why(mixture_of(4, 64, 64, FLOAT), dtype=FLOAT)
+    assert "torch.bfloat16, not torch.float16" in why(mixture, dtype=HALF)
+    assert "65 rows" in why(mixture, n=65) and "33 experts" in why(mixture, chosen=33)
+    assert "relu" in why(Mixture(mixture.gate_up, mixture.down, "relu"))
+    assert "do not fit" in why(Mixture(mixture.gate_up, mixture.down[:, :, :32], "silu"))
+    assert "multiples of 8" in why(mixture_of(4, 60, 64, BF16)) and "multiples of 64" in why(mixture_of(2, 64, 32, BF16, "nf4"))
+    assert "not contiguous" in why(Mixture(mixture.gate_up.transpose(0, 1).contiguous().transpose(0, 1), mixture.down, "silu"))
+
+
+# The kernels, on the CPU ------------------------------------------------------------------------------------------------
+
+
+def kernels(source=None, order=7):
+    module = run.CpuModule(source or ours.source(), ours.NAMES, order=order)
+    module.variant_names = ours.NAMES
+    return module
+
+
+@pytest.fixture(scope="module")
+def module():
+    return kernels()
+
+
+# Values that are one step of the type apart where float32 sums in another order round otherwise, and weights of bitsandbytes that
+# torch rounds to the type: then the seven roundings of both paths are others.
+FROM_TORCH = {("none", BF16): 2e-3, ("none", HALF): 2.5e-4, ("nf4", BF16): 8e-3, ("nf4", HALF): 1e-3}
+
+
+@on_cpu
+@pytest.mark.parametrize("kind, dtype, sizes, n, chosen, slots, weights", [
+    ("none", BF16, (6, 264, 40), 2, 2, None, FLOAT), ("none", HALF, (5, 512, 256), 1, 4, (0, 1, 2, -1), HALF),
+    ("nf4", BF16, (5, 320, 192), 1, 2, None, FLOAT), ("nf4", BF16, (9, 512, 320), 2, 8, (0, 2), BF16),
+    ("nf4-dq", BF16, (4, 192, 64), 8, 1, (2, -1, 1, 0), FLOAT), ("nf4-dq", HALF, (4, 576, 704), 1, 2, (1,), FLOAT),
+    ("fp4", BF16, (4, 64, 128), 2, 2, None, BF16), ("nf4", BF16, (8, 64, 64), 64, 8, (0, 1, -1, 2, -1), FLOAT),
+])  # fmt: skip
+def test_kernels_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n, chosen, slots, weights):
+    torch.manual_seed(3)
+    mixture = mixture_of(*sizes, dtype, kind, ours.fused.ACTIVATIONS[n % 3])
+    x, index, given, tables = case(mixture, n, chosen, dtype, slots=slots, weights=weights)
+    before = len(module.launches)
+    out = ours.experts(x, index, given, mixture, torch.full_like(x, math.nan), lora=tables, module=module)
+    names = module.launches[before:]
+    assert names == ["experts_gate_up", "experts_down"] if slots is None else names == [
+        "experts_low", "experts_gate_up", "experts_low", "experts_down"
+    ]  # fmt: skip
+    own = ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables)
+    assert relative_error(out, own) < FROM_TORCH["none" if kind == "none" else "nf4", dtype]
+    assert relative_error(out, exact(x, index, given, mixture, tables)) < LARGEST[dtype]
+
+
+@on_cpu
+def test_the_check_at_load_passes_and_finds_faults(module):
+    torch.manual_seed(5)
+    for mixture in (mixture_of(4, 192, 64, BF16, "nf4-dq"), mixture_of(4, 72, 40, HALF)):
+        assert ours.check(module, mixture, 2) is None
+    for right, wrong in (
+        ("scales[j + k][1]", "scales[j + k][0]"),
+        ("changes[m * ROWS + half", "changes[half"),
+        ("two[1], HALF)", "1.f, HALF)"),
+    ):
+        assert right in ours.source()
+        assert "relative error" in str(
+            ours.check(kernels(ours.source().replace(right, wrong)), mixture_of(4, 192, 64, BF16, "nf4"), 2)
+        )
+
+
+@on_cpu
+def test_a_row_keeps_its_bits_in_any_company_and_what_cannot_be_read_reaches_its_row_alone(module):
+    torch.manual_seed(6)
+    mixture = mixture_of(6, 320, 64, BF16, "nf4")
+    x, index, weights, tables = case(mixture, 5, 2, BF16, slots=(0, 1, 2, -1, 0))
+    whole = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module).clone()
+    for row in range(5):
+        own = replace(tables, row_slots=tables.row_slots[row : row + 1].clone())
+        one = [given[row : row + 1].clone() for given in (x, index, weights)]
+        assert torch.equal(ours.experts(*one, mixture, torch.empty_like(one[0]), lora=own, module=module)[0], whole[row])
+    index[0, 1], index[1, 0], weights[2, 1], x[3, 7] = 6, -(2**40), math.nan, math.inf
+    out = ours.experts(x, index, weights, mixture, torch.full_like(x, math.nan), lora=tables, module=module)
+    assert out[:3].isnan().all() and not out[3].isfinite().any() and torch.equal(out[4], whole[4])
+
+
+@on_cpu
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1e4, 1e30])
+def test_inputs_of_any_size_are_computed(module, scale):
+    """In fp16, as the kernel multiplies them, they would be zero or infinite; one is far smaller than the others."""
+    torch.manual_seed(7)
+    stacks = [packed_stack(torch.randn(2, *shape).bfloat16() / 8, "nf4") for shape in ((128, 64), (64, 64))]
+    mixture = Mixture(*stacks, "silu")
+    x, index, weights, _ = case(mixture, 2, 1, BF16)
+    x = x * scale
+    x[:, 5] *= 1e-6
+    out = ours.experts(x, index, weights, mixture, torch.full_like(x, math.nan), module=module)
+    own = ours.experts(x, index, weights, mixture, torch.empty_like(x))
+    assert (
+        torch.equal(out.isinf(), own.isinf()) and relative_error(out.nan_to_num(), own.nan_to_num()) < 2 * FROM_TORCH["nf4", BF16]
+    )
+
+
+@pytest.mark.skipif(nvrtc.find_compiler() is None, reason="NVRTC is not installed")
+@pytest.mark.parametrize("target", ["sm_75", "sm_86", "sm_90"])
+@pytest.mark.parametrize("kind, dtype", [("nf4", HALF), ("nf4-dq", BF16), ("none", BF16)])
+def test_the_kernels_compile(kind, dtype, target):
+    stack = mixture_of(1, 64, 64, dtype, kind).gate_up
+    assert nvrtc.find_compiler().compile(ours.source(), target, ours.options(stack, dtype), name="experts.cu")

@@ -1,0 +1,73 @@
+"""Mixtures of experts on a GPU: real sizes and every format against float64, and replayed in a CUDA graph over other choices."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from tests.engine.kernels import test_experts as cases
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import experts as ours
+
+REASON = nvrtc.why_not("cuda:0")
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
+DEVICE = torch.device("cuda:0")
+BF16, HALF = torch.bfloat16, torch.float16
+# Hidden and inner size of Qwen3-30B-A3B and Gemma 4 26B-A4B, with few of their 128 experts.
+SIZES = [(16, 2048, 768), (16, 2816, 704)]
+
+
+@pytest.fixture(scope="module")
+def module():
+    return ours.load(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu():
+    with torch.device(DEVICE):
+        yield
+
+
+@pytest.mark.parametrize("kind, dtype", [("nf4", BF16), ("nf4-dq", BF16), ("none", BF16), ("nf4", HALF), ("none", HALF)])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_mixtures_of_real_models_agree_with_float64(module, sizes, kind, dtype):
+    mixture = cases.mixture_of(*sizes, dtype, kind, "gelu_tanh")
+    assert ours.why_not(mixture, 64, 8, dtype, DEVICE) is None
+    assert ours.check(module, mixture, 8, rows=(1, 2, 8)) is None
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "none"])
+def test_a_captured_mixture_follows_indices_rows_and_adapters(module, kind, dependent):
+    mixture = cases.mixture_of(*SIZES[0], BF16, kind)
+    given = [cases.case(mixture, 8, 8, BF16, slots=slots) for slots in ((0, -1, 2, 1), (-1, 1))]
+    x, index, weights, tables = given[0]
+    out = torch.full_like(x, torch.nan)
+    run = {"lora": tables, "module": module, "dependent": dependent}
+    ours.experts(x, index, weights, mixture, out, **run)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            ours.experts(x, index, weights, mixture, out, **run)
+    for other in reversed(given):
+        for to, source in zip((x, index, weights), other[:3], strict=True):
+            to.copy_(source.clone())
+        tables.row_slots.copy_(other[3].row_slots)
+        out.fill_(torch.nan)
+        graph.replay()
+        own = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables)
+        assert cases.relative_error(out, own) < cases.FROM_TORCH["none" if kind == "none" else "nf4", BF16]
+        assert torch.equal(out, ours.experts(x, index, weights, mixture, torch.empty_like(x), **run))
+
+
+def test_torch_is_captured_too():
+    mixture = cases.mixture_of(4, 128, 64, BF16, "nf4-dq")
+    x, index, weights, tables = cases.case(mixture, 2, 2, BF16, slots=(0, -1))
+    wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables).clone()
+    out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.experts(x, index, weights, mixture, out, lora=tables)
+    graph.replay()
+    assert torch.equal(out, wanted)

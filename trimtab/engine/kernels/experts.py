@@ -1,0 +1,369 @@
+"""Mixtures of experts in decode steps of few rows, with adapters of rows inside: two launches, or four with adapters.
+
+    h = act(gate) up of each chosen expert;  out = the sum over K of (down h) weight
+
+The torch path computes what `engine/lora/experts.py` computes and rounds where it does: products, an adapter's change of each, the
+activation, gate times up, a product times its weight; the sum over K runs in float32, in the order of K, and is rounded once. The
+kernels round at the same places. Two things differ: their sums run in another order, and weights of bitsandbytes enter as a
+float16 code (2^-12 off) times a float32 scale where torch rounds that product. The order depends on the shape of the stacks alone,
+so a row's bits do not depend on the other rows. Which experts are chosen is never read on the host: both paths can be captured in a
+CUDA graph. An index without an expert makes its row NaN.
+
+A module serves one stream at a time. What it does not know: whether the kernels are faster here (the caller measures and decides).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import layouts
+from trimtab.engine.kernels.dequantize import can_unpack
+from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.formats.record import stored_format
+
+# Changes of gate_up, which may be two (of gate and of up), and one of down.
+MEMBERS = 3
+MOST_ROWS, MOST_CHOSEN = 64, 32
+NAMES = ("experts_low", "experts_gate_up", "experts_down")
+_TYPES = (torch.bfloat16, torch.float16)
+# As in cuda/experts.cu: columns of a warp, warps of a block, and outputs of one by format: of gate and of up, and of down.
+_CHUNK, _MOST_WARPS = 256, 24
+_OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
+_OTHER_OUTPUTS = (8, 16)
+# Seven roundings of each value, and weights of a format's library that round; the largest seen: 5.4e-3 and 7.2e-4.
+CHECK_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+# Of a block, in addition to the table of codes.
+_MOST_SHARED_BYTES = 14 * 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """The stacks of one module: gate_up [E, 2 I, D], whose first I outputs are the gate, and down [E, D, I]; each packed as
+    `loader.pieces.pack` does it or 16 bits, contiguous. activation: one of `attention_and_norms.ACTIVATIONS`."""
+
+    gate_up: Packed | Tensor
+    down: Packed | Tensor
+    activation: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What of the stacks selects a kernel, as values that print the same in every process."""
+        stacks = (self.gate_up, self.down)
+        forms = [(one.kind, *sorted(one.parts)) if isinstance(one, Packed) else str(one.dtype) for one in stacks]
+        return (*(tuple(one.shape) for one in stacks), *forms, self.activation)
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """One adapter's change of one member: A [n_pairs, R, D_in] and B [n_pairs, D_out_part, R], contiguous; first: of its outputs in
+    the stack's; pairs: expert -> its place in A and B."""
+
+    A: Tensor
+    B: Tensor
+    scale: float
+    first: int
+    pairs: Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLora:
+    """The adapters of n rows in S slots: members 0 and 1 change gate_up, one after the other, member 2 changes down.
+
+    Shapes: A_ptr, B_ptr [3, S] int64, the addresses of `Change`, 0 without; rank [3, S] int32; scale [3, S] float32; outputs
+    [3, S, 2] int32, the first output in the stack's and the end; pairs [3, S, E] int32, an expert's place in A and B, -1 without;
+    row_slots [n] int32, -1 without an adapter. largest_rank: of all slots, or more. dtype: of every A and B; a change is computed
+    and rounded in it. changes: the same as tensors, [3][S], for the torch path alone.
+    """
+
+    A_ptr: Tensor
+    B_ptr: Tensor
+    rank: Tensor
+    scale: Tensor
+    outputs: Tensor
+    pairs: Tensor
+    row_slots: Tensor
+    largest_rank: int
+    dtype: torch.dtype = torch.float32
+    changes: Sequence[Sequence[Change | None]] | None = None
+
+
+def lora_tables(changes: Sequence[Sequence[Change | None]], row_slots: Tensor, count: int) -> ExpertLora:
+    """Return the tables of changes given as tensors, [3][S], which must outlive them. count: of experts."""
+    given = [one for slots in changes for one in slots if one is not None]
+    assert len({one.A.dtype for one in given} | {one.B.dtype for one in given}) <= 1
+    assert all(one.A.is_contiguous() and one.B.is_contiguous() for one in given)
+
+    def table(value: Callable[[Change], object], none: object, dtype: torch.dtype) -> Tensor:
+        rows = [[none if one is None else value(one) for one in slots] for slots in changes]
+        return torch.tensor(rows, dtype=dtype, device=row_slots.device)
+
+    return ExpertLora(
+        table(lambda one: one.A.data_ptr(), 0, torch.int64), table(lambda one: one.B.data_ptr(), 0, torch.int64),
+        table(lambda one: one.A.shape[1], 0, torch.int32), table(lambda one: one.scale, 0.0, torch.float32),
+        table(lambda one: [one.first, one.first + one.B.shape[1]], [0, 0], torch.int32),
+        table(lambda one: [one.pairs.get(expert, -1) for expert in range(count)], [-1] * count, torch.int32), row_slots,
+        max((one.A.shape[1] for one in given), default=0), given[0].A.dtype if given else torch.float32, changes,
+    )  # fmt: skip
+
+
+def source() -> str:
+    """Return the source as it is compiled."""
+    return layouts.source("experts.cu")
+
+
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Compile the kernels for a device. Errors: DeviceError if that is not possible here.
+
+    Those of a stack's format are compiled when they are first needed, which must not be within a capture: `check` does it.
+    """
+    return nvrtc.Module(source(), device=device, name="experts.cu")
+
+
+def compiled(module: nvrtc.Module, mixture: Mixture) -> None:
+    """Compile what a capture of this mixture needs, or find it in the cache."""
+    for stack in (mixture.gate_up, mixture.down):
+        module.variant(options(stack, stack.dtype))
+
+
+def options(stack: Packed | Tensor, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the compiler options of one stack's kernels."""
+    own = ("-DFORMAT=16",) if isinstance(stack, Tensor) else layouts.options(stack)
+    return (*own, f"-DHALF={dtype == torch.float16:d}")
+
+
+def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: torch.device | str) -> str | None:
+    """Return why the kernels do not compute this mixture for n rows on this device, None if they do."""
+    if dtype not in _TYPES:
+        return f"the activation is {dtype}, not bfloat16 or float16"
+    if mixture.activation not in fused.ACTIVATIONS:
+        return f"the activation function is {mixture.activation}, not one of {', '.join(fused.ACTIVATIONS)}"
+    if not 1 <= n <= MOST_ROWS or not 1 <= top_k <= MOST_CHOSEN:
+        return f"{n} rows with {top_k} experts each, more than {MOST_ROWS} with {MOST_CHOSEN}"
+    (count, both, width), down = mixture.gate_up.shape, tuple(mixture.down.shape)
+    if both % 2 or down != (count, width, both // 2) or not count:
+        return f"stacks of {[count, both, width]} and {list(down)} do not fit each other"
+    for stack in (mixture.gate_up, mixture.down):
+        why = _why_not_read(stack, dtype)
+        if why is not None:
+            return why
+    chunks = -(-width // _CHUNK), top_k * -(-(both // 2) // _CHUNK)
+    shared_bytes = max(_shared_bytes(mixture.gate_up, chunks[0] + 2, 0), _shared_bytes(mixture.down, chunks[1] + top_k, 1))
+    if shared_bytes > _MOST_SHARED_BYTES:
+        return f"the sums of {top_k} experts need {shared_bytes} B of shared memory, more than {_MOST_SHARED_BYTES}"
+    return nvrtc.why_not(device)
+
+
+def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype) -> str | None:
+    if stack.dtype != dtype:
+        return f"the stack is {stack.dtype}, not {dtype}"
+    multiple = 8 if isinstance(stack, Tensor) else 64
+    if any(size % multiple for size in stack.shape[1:]):
+        return f"matrices of {list(stack.shape[1:])} are not multiples of {multiple}"
+    if isinstance(stack, Tensor):
+        is_plain = stack.is_contiguous() and stack.data_ptr() % 16 == 0
+        return None if is_plain else "the stack is not contiguous or not aligned to 16 bytes"
+    why = layouts.why_not(stack)
+    if why is None and (layouts.is_mobile(stack) or not can_unpack(stack.expert(0))):
+        why = layouts.unread(stack)
+    return why
+
+
+def experts(
+    x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, *, lora: ExpertLora | None = None,
+    module: nvrtc.Module | None = None, dependent: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the mixture's output for x [n, D] in `out` [n, D]. index [n, K] int64, weights [n, K] in x's type or float32."""
+    n, chosen = index.shape
+    if module is None or x.device != module.device:
+        return _experts_torch(x, index, weights, mixture, out, lora)
+    assert x.stride(1) == out.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and out.dtype == x.dtype
+    assert index.is_contiguous() and index.dtype == torch.int64 and weights.is_contiguous() and weights.shape == index.shape
+    assert weights.dtype in (x.dtype, torch.float32) and (lora is None or lora.dtype in (x.dtype, torch.float32))
+    count, _, width = mixture.gate_up.shape
+    inner, pairs, dtype = mixture.down.shape[2], n * chosen, x.dtype
+    launch = partial(_launch, module, dtype, dependent)
+    h = torch.empty(pairs, inner, dtype=dtype, device=x.device)
+    low = None if lora is None else torch.empty(pairs * 2 * lora.largest_rank, device=x.device)
+    tables = _lora_arguments(lora, low)
+    chosen_here: list[nvrtc.Argument] = [index, chosen, count]
+    if lora is not None and lora.largest_rank:
+        given = [*chosen_here, 0, *_lora_arguments(lora, low, is_A=True)]
+        launch(mixture.gate_up, "experts_low", (lora.largest_rank, pairs, 2), 8, [x, x.stride(0), width, 0, *given])
+    outputs, chunks = _outputs(mixture.gate_up)[0], -(-width // _CHUNK)
+    launch(
+        mixture.gate_up, "experts_gate_up", (inner // outputs, pairs), _warps(chunks),
+        [
+            x, x.stride(0), *chosen_here, *_stack_arguments(mixture.gate_up), inner, width,
+            fused.ACTIVATIONS.index(mixture.activation), h, *tables,
+        ],
+        _shared_bytes(mixture.gate_up, chunks + 2, 0),
+    )  # fmt: skip
+    if lora is not None and lora.largest_rank:
+        given = [*chosen_here, 2, *_lora_arguments(lora, low, is_A=True)]
+        launch(mixture.down, "experts_low", (lora.largest_rank, pairs, 1), 8, [h, inner, inner, 1, *given])
+    outputs, units = _outputs(mixture.down)[1], chosen * -(-inner // _CHUNK)
+    launch(
+        mixture.down, "experts_down", (width // outputs, n), _warps(units),
+        [
+            h, index, weights, int(weights.dtype == torch.float32), chosen, count, *_stack_arguments(mixture.down), inner, out,
+            out.stride(0), *tables,
+        ],
+        _shared_bytes(mixture.down, units + chosen, 1),
+    )  # fmt: skip
+    return out
+
+
+def _launch(
+    module: nvrtc.Module, dtype: torch.dtype, dependent: bool | None, stack: Packed | Tensor, name: str, grid: tuple[int, ...],
+    warps: int, given: Sequence[nvrtc.Argument], shared_bytes: int = 0,
+) -> None:  # fmt: skip
+    own = module.variant(options(stack, dtype))
+    wanted = module.overlap if dependent is None else dependent
+    own.launch(name, grid, (32 * warps,), given, shared_bytes=shared_bytes, dependent=wanted)
+
+
+def _outputs(stack: Packed | Tensor) -> tuple[int, int]:
+    return _OUTPUTS.get("none" if isinstance(stack, Tensor) else stored_format(stack.kind).family, _OTHER_OUTPUTS)
+
+
+def _warps(units: int) -> int:
+    """Return how many warps of a block share so many chunks evenly."""
+    return -(-units // -(-units // _MOST_WARPS))
+
+
+def _shared_bytes(stack: Packed | Tensor, sums: int, which: int) -> int:
+    return 4 * sums * _outputs(stack)[which] * (1 if which else 2)
+
+
+def _stack_arguments(stack: Packed | Tensor) -> list[nvrtc.Argument]:
+    if isinstance(stack, Tensor):
+        return [stack, nvrtc.Long(_each_bytes(stack)), None, nvrtc.Long(0), None, nvrtc.Long(0), None, None, None]
+    weight, scale, second, offset = layouts.tensors(stack)
+    given: list[nvrtc.Argument] = []
+    for part in (weight, scale, second):
+        given += [part, nvrtc.Long(0 if part is None else _each_bytes(part))]
+    return [*given, offset, stack.codes.get("nested_code"), stack.codes.get("code")]
+
+
+def _each_bytes(part: Tensor) -> int:
+    return part.numel() * part.element_size() // part.shape[0]
+
+
+def _lora_arguments(lora: ExpertLora | None, low: Tensor | None, *, is_A: bool = False) -> list[nvrtc.Argument]:
+    if lora is None or not lora.largest_rank:
+        return [None, None, None, None, None, None, 0, 0, None, 0]
+    return [
+        lora.A_ptr if is_A else lora.B_ptr, lora.rank, lora.scale, lora.outputs, lora.pairs, lora.row_slots, lora.rank.shape[1],
+        int(lora.dtype == torch.float32), low, lora.largest_rank,
+    ]  # fmt: skip
+
+
+def _experts_torch(
+    x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, lora: ExpertLora | None
+) -> Tensor:  # fmt: skip
+    known = index.clamp(0, mixture.gate_up.shape[0] - 1)
+    wide = torch.promote_types(x.dtype, weights.dtype)
+    sums = torch.zeros(x.shape, dtype=torch.promote_types(wide, torch.float32), device=x.device)
+    for k in range(index.shape[1]):
+        made = []
+        for row in range(len(x)):
+            expert = known[row, k : k + 1]
+            gate, up = _product(x[row : row + 1], mixture.gate_up, expert, row, lora, (0, 1)).chunk(2, dim=1)
+            h = torch.empty_like(up)
+            fused.gated(gate, up, h, mixture.activation)
+            made.append(_product(h, mixture.down, expert, row, lora, (2,)))
+        sums += (torch.cat(made) * weights[:, k, None]).to(wide)
+    return out.copy_(sums.to(x.dtype).masked_fill((known != index).any(dim=1, keepdim=True), torch.nan))
+
+
+def _product(
+    x: Tensor, stack: Packed | Tensor, expert: Tensor, row: int, lora: ExpertLora | None, members: Sequence[int]
+) -> Tensor:  # fmt: skip
+    """Return x [1, D_in] through the chosen expert [1] of a stack, with the changes of the row's adapter."""
+    weight = _chosen(stack, expert)
+    y = functional.linear(x.to(weight.dtype), weight)
+    for member in members if lora is not None else ():
+        assert lora is not None and lora.changes is not None
+        for slot, change in enumerate(lora.changes[member]):
+            if change is None:
+                continue
+            place = lora.pairs[member, slot].index_select(0, expert)
+            A, B = (one.index_select(0, place.clamp(min=0))[0] for one in (change.A, change.B))
+            part = y[:, change.first : change.first + len(B)]
+            own = functional.linear(functional.linear(x.to(A.dtype), A), B).mul_(change.scale)
+            part.copy_(torch.where((place >= 0) & (lora.row_slots[row] == slot), (part + own).to(y.dtype), part))
+    return y
+
+
+def _chosen(stack: Packed | Tensor, expert: Tensor) -> Tensor:
+    """Return the chosen expert's matrix [D_out, D_in]: its number [1] stays on the device."""
+    if isinstance(stack, Tensor):
+        return stack.index_select(0, expert)[0]
+    parts = {name: part.index_select(0, expert)[0] for name, part in stack.parts.items()}
+    return dequantize(replace(stack, shape=stack.shape[1:], parts=parts))
+
+
+# At load ----------------------------------------------------------------------------------------------------------------
+
+
+def check(module: nvrtc.Module, mixture: Mixture, top_k: int, *, rows: Sequence[int] = (1, 3)) -> str | None:
+    """Return the error of the kernels over this mixture on this device, or None: random inputs with and without adapters against
+    float64. Compiles what a capture needs. Takes up to one expert's matrices in float64 in addition to the mixture."""
+    count, both, width = mixture.gate_up.shape
+    dtype, inner = mixture.gate_up.dtype, both // 2
+    generator = torch.Generator(device=module.device).manual_seed(1)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=module.device, generator=generator)
+
+    def change(rank: int, columns: int, outputs: int, first: int) -> list[Change | None]:
+        A, B = random(1, rank, columns) / columns**0.5, random(1, outputs, rank) / rank**0.5
+        return [Change(A, B, 0.5, first, dict.fromkeys(range(0, count, 2), 0))]
+
+    changes = [change(8, width, both, 0), change(3, width, inner, inner), change(8, inner, width, 0)]
+    for n in rows:
+        x, weights = random(n, width).to(dtype), random(n, top_k).abs()
+        index = torch.rand(n, count, device=module.device, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
+        slots = -(torch.arange(n, device=module.device, dtype=torch.int32) % 2)
+        for lora in (None, lora_tables(changes, slots, count)):
+            out = experts(x, index, weights, mixture, torch.full_like(x, torch.nan), lora=lora, module=module)
+            error = relative_error(out, _exact(x, index, weights, mixture, lora))
+            if error > CHECK_ERROR[dtype]:
+                return f"{n} rows of {top_k} experts{'' if lora is None else ' with adapters'}: relative error {error:.1e}"
+    return None
+
+
+def _exact(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, lora: ExpertLora | None) -> Tensor:
+    """Return the mixture's output in float64."""
+
+    def product(x: Tensor, stack: Packed | Tensor, expert: int, row: int, members: Sequence[int]) -> Tensor:
+        matrix = stack[expert].double() if isinstance(stack, Tensor) else (
+            layouts.decoded(stack.expert(expert), range(stack.shape[1]), torch.float64)
+        )  # fmt: skip
+        y = matrix @ x
+        if lora is None or lora.changes is None or (slot := int(lora.row_slots[row])) < 0:
+            return y
+        for change in (lora.changes[member][slot] for member in members):
+            if change is not None and expert in change.pairs:
+                A, B = (one[change.pairs[expert]].double() for one in (change.A, change.B))
+                y[change.first : change.first + len(B)] += change.scale * (B @ (A @ x))
+        return y
+
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for row, chosen in enumerate(index.tolist()):
+        for k, expert in enumerate(chosen):
+            gate, up = product(x[row].double(), mixture.gate_up, expert, row, (0, 1)).chunk(2)
+            h = torch.empty_like(up)[None]
+            fused.gated(gate[None], up[None], h, mixture.activation)
+            out[row] += weights[row, k].double() * product(h[0], mixture.down, expert, row, (2,))
+    return out
