@@ -182,7 +182,7 @@ class _Forward:
 
 
 def stack_of(module: nn.Module, name: str) -> Packed | Tensor:
-    """Return a stack [E, D_out, D_in] as it is held; a streamed block is entered."""
+    """Return a stack [E, D_out, D_in] as it is stored; a streamed block is entered."""
     stacks: Mapping[str, Packed | Staged] = module.__dict__.get("stacks", {})
     if (held := stacks.get(name)) is None:
         stack: Tensor = getattr(module, name)
