@@ -16,6 +16,8 @@ from transformers.integrations.gguf.dequant import dequantize as dequantize_ggml
 
 import trimtab
 from tests import gguf_files, pico, quantized_files
+from tests.cuda_on_cpu import run
+from tests.engine.kernels import test_experts as experts_on_cpu
 from tests.engine.lora.test_experts import NEAR, answered, loaded, of_peft
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.long_runs import slow_on_cpu
@@ -24,6 +26,8 @@ from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.cli.flags.model_text import adapter_document
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.kernels.experts import CHECK_ERROR, Mixture, experts
+from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.loader import load as loading
 from trimtab.engine.loader import pieces
 from trimtab.engine.tiers import streaming
@@ -179,9 +183,24 @@ def test_a_plan_for_a_card_counts_them_and_says_how_steps_run(root: Path) -> Non
     packed, dense = (plan.experts.bytes for plan in plans if plan.experts is not None)
     # The arena of packed weights has one more of 256 bytes for each part at most.
     assert 0 <= plans[1].gpu["weights"] - plans[0].gpu["weights"] - (dense - packed) < 2**16
-    assert [plan.execution.step.mode for plan in plans] == ["fused"] * 2
-    other = trimtab.plan(files("mxfp4", root)[0], card="RTX 4060 8GB", context=64)  # a format that no kernel reads
-    assert other.execution.step.mode == "eager" and "kernels do not read" in other.execution.step.reason
+    assert [plan.execution.step.mode for plan in plans] == ["fused", "fused"]
+    assert "steps read the chosen ones packed" in " ".join(str(plans[0]).split())
+    unread = trimtab.plan(files("mxfp4", root)[0], card="RTX 4060 8GB", context=64)
+    assert unread.execution.step.mode == "eager" and "do not read weights in mxfp4-g32" in unread.execution.step.reason
+
+
+@pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+@pytest.mark.parametrize("form", ["q4_k", "ct-int4", "fp8-128"])
+def test_kernels_of_steps_read_them(form: str, root: Path) -> None:
+    torch.manual_seed(3)
+    module = experts_on_cpu.kernels()
+    with loaded(files(form, root)[0], {}, quant="auto", dtype="bfloat16") as model:
+        own = next(vars(one)["stacks"] for one in model.hf_model.modules() if "stacks" in vars(one))
+        mixture = Mixture(own["gate_up_proj"], own["down_proj"], "silu")
+        x, index, weights, tables = experts_on_cpu.case(mixture, 3, 2, torch.bfloat16, slots=(0, 1, 2, -1))
+        out = experts(x, index, weights, mixture, torch.full_like(x, torch.nan), lora=tables, module=module)
+        exact = experts_on_cpu.exact(x, index, weights, mixture, tables)
+    assert relative_error(out, exact) < CHECK_ERROR[torch.bfloat16]
 
 
 def changed(form: str, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
@@ -253,8 +272,7 @@ def test_a_merge_and_an_inspection_know_such_experts(form: str, root: Path, tmp_
         assert bool(((found[name] - expected[name]).abs() <= 2**-8 * old[name].abs() + 1e-6).all()), name
     report = trimtab.inspect(adapter, model=small)
     text = " ".join(str(adapter_document(report)).split())
-    assert f"{len(stacks)} stacks of experts" in text
-    assert "of experts the chosen ones" in text and "steps by trimtab's kernels" in text
+    assert f"{len(stacks)} stacks of experts" in text and "of experts the chosen ones" in text
 
 
 @pytest.mark.parametrize("experts", ["auto", "nf4"])

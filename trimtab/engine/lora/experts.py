@@ -177,12 +177,12 @@ class _Forward:
         stack = stack_of(self.module, name)
         if isinstance(stack, Tensor):
             return stack[expert]
-        own: Tensor = self.module.__dict__[name]
+        own: Tensor = self.module.__dict__[name]  # of the type in which the model computes
         return dequantize(stack.expert(expert)).to(own.dtype)
 
 
 def stack_of(module: nn.Module, name: str) -> Packed | Tensor:
-    """Return a stack [E, D_out, D_in] as it is held; a streamed block is entered."""
+    """Return a stack [E, D_out, D_in] as it is stored; a streamed block is entered."""
     stacks: Mapping[str, Packed | Staged] = module.__dict__.get("stacks", {})
     if (held := stacks.get(name)) is None:
         stack: Tensor = getattr(module, name)

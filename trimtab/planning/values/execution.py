@@ -168,18 +168,19 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
     if stored_format(quant).layout is None:
         return f"trimtab's kernels do not read weights in {quant}"
-    return next((why for row in anatomy.rows if (why := _unread_experts(row, anatomy.dtype)) is not None), None)
+    return next((why for row in anatomy.rows if (why := _unread_experts(row)) is not None), None)
 
 
-def _unread_experts(row: ModuleRow, dtype: str) -> str | None:
+def _unread_experts(row: ModuleRow) -> str | None:
     """Return why kernels do not read a row's packed experts, which are then chosen on the host; None if they do."""
-    for stack in row.stacks if row.packs_experts else ():
-        name = row.form_of(stack)
-        if row.is_transposed or row.is_interleaved or any(size % WEIGHT_BLOCK for size in stack.shape[1:]) or name is None:
-            return "the packed experts of a token are chosen on the host: kernels do not know how their stacks lie"
-        if stored_format(name).layout is None or GGML_FLOATS.get(name.removesuffix("-idx"), dtype) != dtype:
-            return f"the packed experts of a token are chosen on the host: no kernel reads {name} in {dtype}"
-    return None
+    if not row.packs_experts:
+        return None
+    shapes = [stack.shape[1:] for stack in row.stacks]
+    if row.is_transposed or row.is_interleaved or any(size % WEIGHT_BLOCK for shape in shapes for size in shape):
+        return "the packed experts of a token are chosen on the host: kernels do not know how their stacks lie"
+    unread = (form for stack in row.stacks if (form := row.form_of(stack)) is not None and stored_format(form).layout is None)
+    form = next(unread, None)
+    return None if form is None else f"the packed experts of a token are chosen on the host: no kernel reads {form}"
 
 
 def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
@@ -206,10 +207,10 @@ def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, 
 
 
 def formats_on_gpu(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
-    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. With packed experts that
-    no kernel reads steps are eager."""
+    """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. Steps are eager where no
+    kernel reads the experts."""
     of_experts = {entry.format_name for name, entry in packed.items() if ".experts." in name}
-    is_read = all(stored_format(one).layout and GGML_FLOATS.get(one.removesuffix("-idx")) != "float16" for one in of_experts)
+    is_read = all(stored_format(name).layout is not None for name in of_experts)
     facts: dict[str, Any] = {"step_mode": "fused" if is_read else "eager", "is_kept": False}
     found = formats_of(packed)
     for one in found:
