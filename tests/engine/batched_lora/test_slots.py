@@ -228,3 +228,26 @@ def test_layers_whose_adapters_are_set_have_their_addresses_and_the_others_are_n
     args.low.zero_()
     table.empty(1)
     assert (args.low.view(torch.int32) == -1).all()
+
+
+def test_a_layer_that_is_not_in_a_table_keeps_its_adapter(model):
+    inside, outside = (model.hf_model.get_submodule(f"{TEXT}.{number}.self_attn.q_proj") for number in (1, 2))
+    table = AdapterSlots([inside], model.adapter_store, 1, torch.device("cpu"), module=None, slots=1)
+    x = torch.randn(1, 3, outside.in_features)
+    try:
+        model.adapter_store.set("style")
+        with torch.no_grad(), model.adapter_store.applying(table):
+            found, base = outside(x), inside(x)
+        with torch.no_grad():
+            assert torch.equal(found, outside(x)) and not torch.equal(found, outside.base(x))
+            assert torch.equal(base, inside.base(x))  # a table without an adapter for a layer of its own
+    finally:
+        model.adapter_store.none()
+
+
+def test_layers_share_a_x_only_where_all_of_a_group_follow_one_another(model):
+    attention = model.hf_model.get_submodule(f"{TEXT}.1.self_attn")
+    q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
+    for leaves, group in (((q, k, v), (q, k, v)), ((q, k), None), ((q, v, k), None)):
+        table = AdapterSlots(leaves, model.adapter_store, 1, torch.device("cpu"), module=None)
+        assert table._groups.get(q) == group, group

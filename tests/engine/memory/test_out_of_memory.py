@@ -21,7 +21,7 @@ from trimtab.engine.kernels import int8_head as head8_choice
 from trimtab.engine.lora.attached import AttachedAdapter
 from trimtab.engine.lora.layers import Holders
 from trimtab.engine.memory import step_memory
-from trimtab.engine.memory.out_of_memory import is_out_of_memory, naming_out_of_memory
+from trimtab.engine.memory.out_of_memory import is_out_of_memory, naming_out_of_memory, reason_of
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes
 from trimtab.serve.adapters.adapter_cache import AdapterCache
@@ -243,3 +243,10 @@ def test_a_plan_looks_at_adapters_that_are_loaded_later(base, tmp_path, monkeypa
 def test_the_demo_batch_is_whole_after_all_of_this(model):
     batch = Batch(model, rows=2)
     assert answers(fill(batch, BASE_ROWS[:2])) == answers(joined(model, "eager", BASE_ROWS[:2]))
+
+
+def test_why_a_check_failed_is_a_reason_unless_memory_ran_out():
+    assert reason_of(DeviceError("too many registers", device="cpu"), "cpu") == "cpu: too many registers"
+    assert reason_of(ValueError("no such form"), "cpu") == "ValueError: no such form"
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        reason_of(torch.OutOfMemoryError("CUDA out of memory"), "cpu")

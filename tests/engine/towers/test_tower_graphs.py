@@ -20,7 +20,7 @@ from tests.engine.prefill.test_prefix_cache import keeping, seen
 from tests.lent import lent
 from tests.long_runs import crossed
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.lora.fewer_ops import covered
+from trimtab.engine.lora.store import covered
 from trimtab.engine.prefill import tower_passes
 from trimtab.engine.towers import graphs as tower_graphs
 from trimtab.engine.towers import pieces as tower_pieces

@@ -43,8 +43,7 @@ from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
-from trimtab.engine.memory.out_of_memory import is_out_of_memory
-from trimtab.errors import DeviceError
+from trimtab.engine.memory.out_of_memory import reason_of
 from trimtab.formats.record import stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 from trimtab.planning.memory.unpacked import COLUMNS
@@ -359,12 +358,8 @@ def _why_not(kernels: PromptKernels, device: torch.device, key: tuple[object, ..
     try:
         with torch.no_grad():
             why = check()
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
-        if is_out_of_memory(exc):
-            raise
-        if not isinstance(exc, DeviceError):
-            torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing can run
-        return f"{type(exc).__name__}: {exc}"
+    except Exception as exc:
+        return reason_of(exc, device)
     if why is None:
         checks.keep({"us": kernels.measured_us.get(name)}, *key)
         checks.save()

@@ -31,8 +31,7 @@ from trimtab.engine.layers.embedding import GatheredTable, PackedTable
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.memory.out_of_memory import is_out_of_memory
-from trimtab.errors import DeviceError
+from trimtab.engine.memory.out_of_memory import reason_of
 from trimtab.formats.record import rounds_change, stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
@@ -127,11 +126,8 @@ def read_tables(hf_model: HFModel, kernels: PromptKernels) -> None:
             with torch.no_grad():
                 is_same = torch.equal(unpack_rows(table.stored, ids, module), dequantize_at(table.stored, ids))
             why = None if is_same else "its kernel's values are not those of the format"
-        except Exception as exc:  # a variant that does not compile or launch on this card: the slower way is correct
-            if is_out_of_memory(exc):
-                raise
-            torch.zeros(1, device=module.device).item()  # raises if the device is lost
-            why = f"{type(exc).__name__}: {exc}"
+        except Exception as exc:  # a variant that does not compile, too
+            why = reason_of(exc, module.device)
         if why is None:
             table.read = partial(unpack_rows, module=module)
         else:
@@ -365,14 +361,8 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
         if chosen.adds and (chosen.unpacks or not leaves):
             checks.keep({"us": chosen.measured_us}, *key)
             checks.save()
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
-        if is_out_of_memory(exc):
-            raise
-        if isinstance(exc, DeviceError):
-            chosen.reasons.append(("kernels of a prompt", str(exc)))
-            return chosen
-        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing can run
-        chosen.reasons.append(("kernels of a prompt", f"{type(exc).__name__}: {exc}"))
+    except Exception as exc:
+        chosen.reasons.append(("kernels of a prompt", reason_of(exc, device)))
         return PromptKernels(reasons=chosen.reasons)
     chosen.module = module
     torch.cuda.empty_cache()  # the tensors of checks and timings are free

@@ -35,8 +35,7 @@ from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
-from trimtab.engine.memory.out_of_memory import is_out_of_memory
-from trimtab.errors import DeviceError
+from trimtab.engine.memory.out_of_memory import reason_of
 from trimtab.formats.record import stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
 
@@ -467,14 +466,8 @@ def _tried(
         times: dict[str, tuple[float, float]] = {}
         why = wrong(module, times)
         measured.update(times)
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
-        if is_out_of_memory(exc):  # nothing is wrong with the kernel
-            raise
-        if isinstance(exc, DeviceError):
-            left_out[name] = str(exc)
-            return None
-        torch.zeros(1, device="cuda").item()  # raises if the device is lost: then nothing can run
-        why = f"{type(exc).__name__}: {exc}"
+    except Exception as exc:
+        why = reason_of(exc, "cuda")
     if why is None:
         checks.keep({"us": times}, name, *what)
         return module

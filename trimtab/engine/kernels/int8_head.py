@@ -17,8 +17,7 @@ from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels.selfcheck import relative_error
-from trimtab.engine.memory.out_of_memory import is_out_of_memory
-from trimtab.errors import DeviceError
+from trimtab.engine.memory.out_of_memory import reason_of
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.linear import Leaf
@@ -111,13 +110,8 @@ def choose(leaf: Leaf) -> str | None:
         if why is None and not is_checked:
             checks.keep({}, *key)
             checks.save()
-    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is correct
-        if is_out_of_memory(exc):
-            raise
-        if isinstance(exc, DeviceError):
-            return str(exc)
-        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing can run
-        return f"{type(exc).__name__}: {exc}"
+    except Exception as exc:
+        return reason_of(exc, device)
     if why is None:
         assert packed.kernel is not None
         packed.kernel.module = module

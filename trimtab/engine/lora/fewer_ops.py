@@ -20,7 +20,7 @@ What it does not know: whether a product of one row is faster another way; it co
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.store import EAGER, TOWERS, AdaptedLayer, AdapterStore, AdapterTable, Selection
+from trimtab.engine.lora.store import EAGER, TOWERS, AdaptedLayer, AdapterStore, AdapterTable, Selection, covered
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -208,21 +208,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
         return False
     kept = [name for name, value in module._parameters.items() if value is not None]
     return kept in ([], ["weight"]) and not module._buffers and not module._modules and "forward" not in vars(module)
-
-
-@contextmanager
-def covered(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Let each module compute with another forward while the block runs; no class is touched."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            vars(module)["forward"] = forward
-        yield
-    finally:
-        for module, own in before.items():
-            vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
 
 
 # Adapters ------------------------------------------------------------------------------------------------------------

@@ -3,14 +3,16 @@
     store = AdapterStore()                       # one for each loaded model, shared by all its layers
     store.set_rows(["medical", None])            # from here on: a `Selection`
     with store.applying(table): hf_model(...)    # an `AdapterApplier` adds the adapters while the block runs
+    with covered({norm: short}): hf_model(...)   # and a module computes with another forward
 
 A layer computes its base output and hands it to `store.applier`. There are three kinds: PEFT's operations one adapter after the
-other (`EagerAdapters`), fewer operations (`short_ops.ShortAdapters`), and a table on the device (`slots.AdapterSlots`).
+other (`EagerAdapters`), fewer operations (`fewer_ops.ShortAdapters`), and a table on the device (`table.AdapterSlots`). The adapter
+of a prompt can also be a part of the product (`batched_lora/columns.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +25,8 @@ from trimtab.engine.formats.matmul_table import LayerProduct, MatmulTable
 from trimtab.errors import RequestError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trimtab.engine.lora.layers import Holders
 
 # Towers see images and audio, not rows: the first dimension of their input is another count.
@@ -267,3 +271,18 @@ class AdapterStore:
             yield
         finally:
             self.matmuls = before
+
+
+@contextmanager
+def covered(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
+    """Let each module compute with another forward while the block runs; no class is touched."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
+        yield
+    finally:
+        for module, own in before.items():
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own

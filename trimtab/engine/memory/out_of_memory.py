@@ -39,6 +39,19 @@ def is_host_memory(exc: BaseException) -> bool:
     return isinstance(exc, MemoryError) or any(words in str(exc) for words in _HOST_WORDS)
 
 
+def reason_of(exc: Exception, device: torch.device | str) -> str:
+    """Return why a kernel is not used whose check failed so: it cannot be launched on this card, say. The slower way is correct.
+
+    Errors: `exc` itself where memory ran out, for nothing is wrong with the kernel then; CUDA's own where the device is lost.
+    """
+    if is_out_of_memory(exc):
+        raise exc
+    if isinstance(exc, DeviceError):
+        return str(exc)
+    torch.zeros(1, device=device).item()
+    return f"{type(exc).__name__}: {exc}"
+
+
 def memory_error(exc: BaseException, what: str, plan: Plan, device: torch.device) -> DeviceError:
     """Return the error of a device that ran out of memory, with the plan's figures and a budget that may fit."""
     if isinstance(exc, DeviceError) and exc.planned_bytes is not None:

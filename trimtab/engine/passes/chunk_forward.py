@@ -33,7 +33,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer
-from trimtab.engine.lora.fewer_ops import covered
+from trimtab.engine.lora.store import covered
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.lora.fewer_ops import covered
+from trimtab.engine.lora.store import covered
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
-from trimtab.engine.lora.fewer_ops import covered
+from trimtab.engine.lora.store import covered
 from trimtab.engine.passes.chunk_forward import SMALLEST_PLACES, ChunkForward, ChunkLayer, Form
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import PrefillState
-from trimtab.engine.lora.fewer_ops import covered
+from trimtab.engine.lora.store import covered
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 from trimtab.engine.passes.media_embeddings import Media, looking_ahead, media_of

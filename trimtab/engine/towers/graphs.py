@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode.step_capture import check_replay
-from trimtab.engine.lora.fewer_ops import covered
+from trimtab.engine.lora.store import covered
 from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
 from trimtab.engine.towers.bounds_check import unknown_towers
 from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
