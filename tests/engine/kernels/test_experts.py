@@ -250,7 +250,7 @@ def test_the_check_at_load_passes_and_finds_faults(module):
         assert ours.check(module, mixture, 2) is None
     for right, wrong in (
         ("fmaf(a, even, b * odd)", "fmaf(a, even, b * even)"),
-        ("changes[m * ROWS + half", "changes[half"),
+        ("changed[m * ROWS + half", "changed[half"),
         ("two[1], HALF)", "1.f, HALF)"),
     ):
         assert right in ours.source()
