@@ -244,7 +244,7 @@ def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, which: int) 
     """Return the shared memory of a block of one kernel (0: gate and up, 1: down) with this many chunks and changes."""
     is_coded = isinstance(stack, Packed) and stored_format(stack.kind).family == "codebook"
     front = 256 * 32 + 20 + _warps(units) * 144 if is_coded else 0  # words: codes, zeros, x
-    return 4 * (front + (units + changes) * _outputs(stack)[which] * (1 if which else 2) + changes * _CHANGE_WORDS)
+    return 4 * (front + (units + changes) * _outputs(stack)[which] * (1 if which else 2) + changes * (_CHANGE_WORDS + 2))
 
 
 def _stack_arguments(stack: Packed | Tensor) -> list[nvrtc.Argument]:

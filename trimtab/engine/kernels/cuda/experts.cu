@@ -32,8 +32,7 @@ struct Expert {
   const float *outer, *code2, *offset;
   __device__ __forceinline__ Expert(const Stack& s, u32 expert, int)
       : weight(nth(s.weight, s.weight_bytes, expert)), scale(nth(s.scale, s.scale_bytes, expert)),
-        outer((const float*)nth(s.second, s.second_bytes, expert)), code2(s.code2),
-        offset(s.offset + expert) {}
+        outer((const float*)nth(s.second, s.second_bytes, expert)), code2(s.code2), offset(s.offset + expert) {}
   // A scale as it is stored, and what it is.
   struct Scale {
     u32 bits;
@@ -218,7 +217,7 @@ struct Asked {
 };
 #endif
 
-// An adapter's change of a member of a pair, to `experts_gate_up` and `experts_down`: so many words in front of its A x in float32.
+// An adapter's change of a member of a pair, to `experts_gate_up` and `experts_down`: it stands in front of its A x in float32.
 struct Change {
   const u8* B;  // of the expert, [end - first, rank]; null without
   int rank, first, end;
@@ -296,8 +295,8 @@ extern "C" __global__ void __launch_bounds__(256) experts_low(
   if (threadIdx.x == 0) low[CHANGE_WORDS + r] = lora_rounded(sum, wide);
 }
 
-// h [pairs, inner] = act(gate) up. Grid: [tiles of UP_ROWS / 2 outputs, K, n]. Shared: what is in front, then
-// [chunks + 2, UP_ROWS] floats and two `Change`.
+// h [pairs, inner] = act(gate) up. Grid: [tiles of UP_ROWS / 2 outputs, K, n]. Shared: what is in front, then [chunks
+// + 2, UP_ROWS] floats and two `Change`.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
     const u16* x, int x_stride, const i64* index, int count, STACK_PARAMETERS, int inner, int width, int kind, u16* h,
     const float* low, int low_stride, int wide) {
@@ -340,8 +339,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
 }
 
 // out [n, outputs] = the sum over a row's experts of (down h) weight. wide_weights: they are float32, else of the model's type. Grid:
-// [tiles of DOWN_ROWS outputs, n]. Shared: what is in front, then [K (chunks + 1), DOWN_ROWS] floats
-// and K `Change`.
+// [tiles of DOWN_ROWS outputs, n]. Shared: what is in front, then [K (chunks + 1), DOWN_ROWS] floats, K `Change`, K weights and K numbers.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
     const u16* h, const i64* index, const void* weights, int wide_weights, int chosen, int count, STACK_PARAMETERS, int width,
     u16* out, int out_stride, const float* low, int low_stride, int wide) {
@@ -354,10 +352,18 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
   let_next_start();
   prepare(shared, code);
   wait_for_previous();
-  index += (size_t)row * chosen, h += (size_t)row * chosen * width;
+  h += (size_t)row * chosen * width;
   const auto output = [&](int r) { return first + r; };
   float* changed = parts + units * ROWS;
   Change* changes = (Change*)(changed + chosen * ROWS);
+  float* factors = (float*)(changes + chosen);
+  u32* numbers = (u32*)(factors + chosen);
+  for (int k = threadIdx.x; k < chosen; k += blockDim.x) {
+    const size_t at = (size_t)row * chosen + k;
+    const i64 number = __ldcg(index + at);
+    const float factor = wide_weights ? __ldcg((const float*)weights + at) : value(__ldcg((const u16*)weights + at), HALF);
+    numbers[k] = clamped(number, count), factors[k] = number >= 0 && number < count ? factor : __uint_as_float(0x7fc00000u);
+  }
   low += low ? (size_t)row * chosen * low_stride : 0;
   if (low) read_changes(changes, chosen, low, low_stride);
   __syncthreads();
@@ -365,8 +371,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
 #pragma unroll 1
   for (int unit = warp; unit < units; unit += warps) {
     const int k = unit / chunks;
-    const i64 number = __ldcg(index + k);
-    const Expert expert(stack, clamped(number, count), width);
+    const Expert expert(stack, numbers[k], width);
     Asked<ROWS> asked;
     asked.ask(expert, h + (size_t)k * width, width, unit - k * chunks, output);
     asked.sums(expert, shared, parts + unit * ROWS);
@@ -376,18 +381,13 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
   const int r = threadIdx.x;
   if (r >= ROWS) return;
   float total = 0.f;
-  bool is_known = true;
   for (int k = 0; k < chosen; k++) {
     float y = 0.f;
     for (int chunk = 0; chunk < chunks; chunk++) y += parts[(k * chunks + chunk) * ROWS + r];
     y = rounded(y, HALF);
     if (low) y = rounded(y + changed[k * ROWS + r], HALF);
-    const size_t at = (size_t)row * chosen + k;
-    const float factor = wide_weights ? __ldcg((const float*)weights + at) : value(__ldcg((const u16*)weights + at), HALF);
-    y = __fmul_rn(y, factor);
+    y = __fmul_rn(y, factors[k]);
     total = __fadd_rn(total, wide_weights ? y : rounded(y, HALF));
-    const i64 number = __ldcg(index + k);
-    is_known = is_known && number >= 0 && number < count;
   }
-  out[(size_t)row * out_stride + first + r] = stored(is_known ? total : __uint_as_float(0x7fc00000u), HALF);
+  out[(size_t)row * out_stride + first + r] = stored(total, HALF);
 }
