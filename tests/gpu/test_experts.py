@@ -1,4 +1,4 @@
-"""Mixtures of experts on a GPU: real sizes and every format against float64, and replayed in a CUDA graph over other choices."""
+"""Mixtures of experts on a GPU: real sizes against float64, and replayed in a CUDA graph over other choices."""
 
 import pytest
 import torch
