@@ -191,6 +191,9 @@ FROM_TORCH = {("none", BF16): 2e-3, ("none", HALF): 2.5e-4, ("nf4", BF16): 8e-3,
     ("nf4", BF16, (5, 320, 192), 1, 2, None, FLOAT), ("nf4", BF16, (9, 512, 320), 2, 8, (0, 2), BF16),
     ("nf4-dq", BF16, (4, 192, 64), 8, 1, (2, -1, 1, 0), FLOAT), ("nf4-dq", HALF, (4, 576, 704), 1, 2, (1,), FLOAT),
     ("fp4", BF16, (4, 64, 128), 2, 2, None, BF16), ("nf4", BF16, (8, 64, 64), 64, 8, (0, 1, -1, 2, -1), FLOAT),
+    # More chunks than a block has warps, of the hidden and of the inner size.
+    ("nf4", BF16, (2, 6464, 64), 1, 1, None, FLOAT), ("nf4-dq", BF16, (8, 64, 1024), 1, 8, (0,), FLOAT),
+    ("none", BF16, (2, 6408, 8), 1, 1, None, FLOAT),
 ])  # fmt: skip
 def test_kernels_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n, chosen, slots, weights):
     torch.manual_seed(3)
@@ -273,7 +276,7 @@ def test_the_check_at_load_passes_and_finds_faults(module):
         assert ours.check(module, mixture, 2, mixture.gate_up.dtype) is None
     for right, wrong in (
         ("fmaf(a, even, b * odd)", "fmaf(a, even, b * even)"),
-        ("changes[m * ROWS + half", "changes[half"),
+        ("changed[m * ROWS + half", "changed[half"),
         ("two[1], HALF)", "1.f, HALF)"),
     ):
         assert right in ours.source()

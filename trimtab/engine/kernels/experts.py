@@ -39,8 +39,9 @@ NAMES = (
     "experts_many_sum",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
-# As in cuda/experts.cu: columns of a warp, warps of a block, and outputs of one by format: of gate and of up, and of down.
-_CHUNK, _MOST_WARPS = 256, 24
+# As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block by format: of gate and of
+# up, and of down.
+_CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
 _TILE = 64  # pairs of a block of many, and rows of a stack
 _OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
 _OTHER_OUTPUTS = (8, 16)
@@ -161,9 +162,7 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
         if why is not None:
             return why
     chunks, units = -(-width // _CHUNK), top_k * -(-both // 2 // _CHUNK)
-    shared_bytes = max(
-        _shared_bytes(mixture.gate_up, chunks, chunks + 2, 0), _shared_bytes(mixture.down, units, units + top_k, 1)
-    )  # fmt: skip
+    shared_bytes = max(_shared_bytes(mixture.gate_up, chunks, 2, 0), _shared_bytes(mixture.down, units, top_k, 1))
     if shared_bytes > _MOST_SHARED_BYTES:
         return f"the sums of {top_k} experts need {shared_bytes} B of shared memory, more than {_MOST_SHARED_BYTES}"
     return nvrtc.why_not(device)
@@ -202,32 +201,30 @@ def experts(
         assert lora is None
         return _many(x, index, weights, mixture, out, launch)
     h = torch.empty(pairs, inner, dtype=dtype, device=x.device)
-    low = None if lora is None else torch.empty(pairs * 2 * lora.largest_rank, device=x.device)
-    tables = _lora_arguments(lora, low)
-    chosen_here: list[nvrtc.Argument] = [index, chosen, count]
+    low: Tensor | None = None
     if lora is not None and lora.largest_rank:
-        given = [*chosen_here, 0, *_lora_arguments(lora, low, is_A=True)]
-        launch(mixture.gate_up, "experts_low", (lora.largest_rank, 2 * chosen, n), 8, [x, x.stride(0), width, 0, *given])
+        low = torch.empty(pairs, 2, _CHANGE_WORDS + -(-lora.largest_rank // 4) * 4, device=x.device)
+        launch(mixture.gate_up, "experts_low", (lora.largest_rank, 2 * chosen, n), 8, _low_arguments(x, index, lora, low, width, 0))
+    changes: list[nvrtc.Argument] = [low, 0 if low is None else low.shape[2], int(lora is not None and lora.dtype == torch.float32)]
     outputs, chunks = _outputs(mixture.gate_up)[0], -(-width // _CHUNK)
     launch(
         mixture.gate_up, "experts_gate_up", (inner // outputs, chosen, n), _warps(chunks),
         [
             x, x.stride(0), index, count, *_stack_arguments(mixture.gate_up), inner, width,
-            fused.ACTIVATIONS.index(mixture.activation), h, *tables,
+            fused.ACTIVATIONS.index(mixture.activation), h, *changes,
         ],
-        _shared_bytes(mixture.gate_up, chunks, chunks + 2, 0),
+        _shared_bytes(mixture.gate_up, chunks, 2, 0),
     )  # fmt: skip
-    if lora is not None and lora.largest_rank:
-        given = [*chosen_here, 2, *_lora_arguments(lora, low, is_A=True)]
-        launch(mixture.down, "experts_low", (lora.largest_rank, chosen, n), 8, [h, inner, inner, 1, *given])
+    if lora is not None and low is not None:
+        launch(mixture.down, "experts_low", (lora.largest_rank, chosen, n), 8, _low_arguments(h, index, lora, low, inner, 2))
     outputs, units = _outputs(mixture.down)[1], chosen * -(-inner // _CHUNK)
     launch(
         mixture.down, "experts_down", (width // outputs, n), _warps(units),
         [
             h, index, weights, int(weights.dtype == torch.float32), chosen, count, *_stack_arguments(mixture.down), inner, out,
-            out.stride(0), *tables,
+            out.stride(0), *changes,
         ],
-        _shared_bytes(mixture.down, units, units + chosen, 1),
+        _shared_bytes(mixture.down, units, chosen, 1),
     )  # fmt: skip
     return out
 
@@ -279,11 +276,11 @@ def _warps(units: int) -> int:
     return -(-units // -(-units // _MOST_WARPS))
 
 
-def _shared_bytes(stack: Packed | Tensor, units: int, sums: int, which: int) -> int:
-    """Return the shared memory of a block of one kernel (0: gate and up, 1: down) for this many chunks and sums of all outputs."""
+def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, which: int) -> int:
+    """Return the shared memory of a block of one kernel (0: gate and up, 1: down) with this many chunks and changes."""
     is_coded = isinstance(stack, Packed) and stored_format(stack.kind).family == "codebook"
-    front = 256 * 32 + 18 + _warps(units) * 144 if is_coded else 0  # words: codes, zeros, x
-    return 4 * (front + sums * _outputs(stack)[which] * (1 if which else 2))
+    front = 256 * 32 + 20 + _warps(units) * 144 if is_coded else 0  # words: codes, zeros, x
+    return 4 * (front + (units + changes) * _outputs(stack)[which] * (1 if which else 2) + changes * (_CHANGE_WORDS + 2))
 
 
 def _stack_arguments(stack: Packed | Tensor) -> list[nvrtc.Argument]:
@@ -300,12 +297,11 @@ def _each_bytes(part: Tensor) -> int:
     return part.numel() * part.element_size() // part.shape[0]
 
 
-def _lora_arguments(lora: ExpertLora | None, low: Tensor | None, *, is_A: bool = False) -> list[nvrtc.Argument]:
-    if lora is None or not lora.largest_rank:
-        return [None, None, None, None, None, None, 0, 0, None, 0]
+def _low_arguments(x: Tensor, index: Tensor, lora: ExpertLora, low: Tensor, width: int, member: int) -> list[nvrtc.Argument]:
     return [
-        lora.A_ptr if is_A else lora.B_ptr, lora.rank, lora.scale, lora.outputs, lora.pairs, lora.row_slots, lora.rank.shape[1],
-        int(lora.dtype == torch.float32), low, lora.largest_rank,
+        x, x.stride(0), width, int(member == 2), index, index.shape[1], lora.pairs.shape[2], member, lora.A_ptr, lora.B_ptr,
+        lora.rank, lora.scale, lora.outputs, lora.pairs, lora.row_slots, lora.rank.shape[1], int(lora.dtype == torch.float32), low,
+        low.shape[2],
     ]  # fmt: skip
 
 

@@ -32,8 +32,7 @@ struct Expert {
   const float *outer, *code2, *offset;
   __device__ __forceinline__ Expert(const Stack& s, u32 expert, int)
       : weight(nth(s.weight, s.weight_bytes, expert)), scale(nth(s.scale, s.scale_bytes, expert)),
-        outer((const float*)nth(s.second, s.second_bytes, expert)), code2(s.code2),
-        offset(s.offset + expert) {}
+        outer((const float*)nth(s.second, s.second_bytes, expert)), code2(s.code2), offset(s.offset + expert) {}
   // A scale as it is stored, and what it is.
   struct Scale {
     u32 bits;
@@ -50,7 +49,7 @@ struct Expert {
 // In front of a block's sums: the two codes of each byte in fp16, a copy for each lane so that no two lanes meet in a bank, then zeros,
 // then each warp's x, 32 columns on 72 bytes for the same reason. Needs a barrier before it is read.
 #define TABLE_WORDS (256 * 32)
-#define ZERO_WORDS 18
+#define ZERO_WORDS 20
 #define X_WORDS (8 * 18)
 __device__ __forceinline__ void prepare(u32* shared, const float* code) {
   const int lane = threadIdx.x & 31;
@@ -218,82 +217,94 @@ struct Asked {
 };
 #endif
 
-// The adapters of rows (`ExpertLora`); low: [pairs, members, largest_rank] float32. wide: A and B are float32, else of the model's type.
-#define LORA_PARAMETERS                                                                                                       \
-  const i64 *lora_ptr, const int *ranks, const float *factors, const int *outputs, const int *places, const int *row_slots, \
-      int slots, int wide, float *low, int largest_rank
-#define LORA_GIVEN {lora_ptr, ranks, outputs, places, row_slots, factors, slots, wide, low, largest_rank}
-struct Lora {
-  const i64* pointers;
-  const int *ranks, *outputs, *places, *row_slots;
-  const float* factors;
-  int slots, wide;
-  float* low;
-  int largest_rank;
-};
-struct Adapter {
-  const u8* values;  // of the expert, null without
+// An adapter's change of a member of a pair, to `experts_gate_up` and `experts_down`: it stands in front of its A x in float32.
+struct Change {
+  const u8* B;  // of the expert, [end - first, rank]; null without
   int rank, first, end;
   float factor;
+  int empty[2];
 };
-// Of one member of a pair. is_B: whether its values are those of B, else of A [rank, width].
-__device__ __forceinline__ Adapter adapter_of(const Lora& lora, int member, int row, i64 expert, int count, bool is_B, int width) {
-  Adapter found = {nullptr, 0, 0, 0, 0.f};
-  const int slot = __ldcg(lora.row_slots + row);
-  if (slot < 0 || slot >= lora.slots || expert < 0 || expert >= count) return found;
-  const int at = member * lora.slots + slot, place = __ldcg(lora.places + (size_t)at * count + expert);
-  const u8* values = (const u8*)__ldcg(lora.pointers + at);
-  if (!values || place < 0) return found;
-  found.rank = __ldcg(lora.ranks + at), found.factor = __ldcg(lora.factors + at);
-  found.first = __ldcg(lora.outputs + 2 * at), found.end = __ldcg(lora.outputs + 2 * at + 1);
-  const i64 each = (i64)found.rank * (is_B ? found.end - found.first : width);
-  found.values = values + place * each * (lora.wide ? 4 : 2);
-  return found;
-}
-__device__ __forceinline__ float lora_value(const u8* values, i64 at, int wide) {
+#define CHANGE_WORDS 8
+__device__ __forceinline__ float lora_value(const u8* values, u32 at, int wide) {
   return wide ? __ldcg((const float*)values + at) : value(__ldcg((const u16*)values + at), HALF);
 }
 __device__ __forceinline__ float lora_rounded(float v, int wide) { return wide ? v : rounded(v, HALF); }
-// An adapter's change of one output, to every lane of a warp; 0 without.
-__device__ __forceinline__ float change_of(const Lora& lora, const Adapter& adapter, const float* low, int output) {
-  if (!adapter.values || output < adapter.first || output >= adapter.end) return 0.f;
-  const i64 from = (i64)(output - adapter.first) * adapter.rank;
+// What is changed in one output, to every lane of a warp. wide: A and B are float32, else of the model's type.
+__device__ __forceinline__ float change_of(const Change& own, const float* low, int output, int wide) {
+  if (!own.B || output < own.first || output >= own.end) return 0.f;
+  const u32 from = (u32)(output - own.first) * own.rank;
   float sum = 0.f;
-#pragma unroll 2
-  for (int r = threadIdx.x & 31; r < adapter.rank; r += 32) sum = fmaf(__ldcg(low + r), lora_value(adapter.values, from + r, lora.wide), sum);
-  return lora_rounded(lora_rounded(warp_sum(sum), lora.wide) * adapter.factor, lora.wide);
+#pragma unroll 1
+  for (int r = threadIdx.x & 31; r < own.rank; r += 32) sum = fmaf(__ldcg(low + r), lora_value(own.B, from + r, wide), sum);
+  return lora_rounded(lora_rounded(warp_sum(sum), wide) * own.factor, wide);
+}
+// The changes of `count` (change, output) of a block, by its warps; all that they read is in L2 (`bring_changes`).
+template <int ROWS, typename Row>
+__device__ __forceinline__ void change_all(float* to, const Change* changes, int count, const float* low, int low_stride, int wide, Row row) {
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+#pragma unroll 4
+  for (int at = warp; at < count * ROWS; at += warps) {
+    const float change = change_of(changes[at / ROWS], low + (size_t)(at / ROWS) * low_stride + CHANGE_WORDS, row(at % ROWS), wide);
+    if ((threadIdx.x & 31) == 0) to[at] = change;
+  }
+}
+template <int ROWS, typename Row>
+__device__ __forceinline__ void bring_changes(const Change* changes, int count, int wide, Row row) {
+  for (int at = threadIdx.x; at < count * ROWS; at += blockDim.x) {
+    const Change& own = changes[at / ROWS];
+    const int output = row(at % ROWS);
+    if (own.B && output >= own.first && output < own.end) prefetch(own.B + (size_t)(output - own.first) * own.rank * (wide ? 4 : 2));
+  }
+}
+__device__ __forceinline__ void read_changes(Change* to, int count, const float* low, int low_stride) {
+  for (int at = threadIdx.x; at < count * CHANGE_WORDS; at += blockDim.x)
+    ((u32*)to)[at] = __ldcg((const u32*)low + (size_t)(at / CHANGE_WORDS) * low_stride + at % CHANGE_WORDS);
 }
 
-// low = A x of every pair's adapter; places that nothing reads are left. members: from `member` on. is_pair: x has a row for each pair.
-// Grid: [largest rank, K members, n].
+// low [pairs, members, low_stride]: of every pair the `Change` of its row's adapter and A x. The tables are those of `ExpertLora`, members
+// from `member` on. is_pair: x has a row for each pair. Grid: [largest rank, K members, n].
 extern "C" __global__ void __launch_bounds__(256) experts_low(
-    const u16* x, int x_stride, int width, int is_pair, const i64* index, int chosen, int count, int member, LORA_PARAMETERS) {
-  const Lora lora = LORA_GIVEN;
+    const u16* x, int x_stride, int width, int is_pair, const i64* index, int chosen, int count, int member, const i64* A_ptr,
+    const i64* B_ptr, const int* ranks, const float* factors, const int* outputs, const int* places, const int* row_slots, int slots,
+    int wide, float* low, int low_stride) {
   __shared__ float sums[8];
   const int r = blockIdx.x, row = blockIdx.z, m = blockIdx.y / chosen, pair = row * chosen + blockIdx.y - m * chosen;
   let_next_start();
   wait_for_previous();
-  const Adapter own = adapter_of(lora, member + m, row, __ldcg(index + pair), count, false, width);
-  if (!own.values || r >= own.rank) return;
+  const i64 expert = __ldcg(index + pair);
+  const int slot = __ldcg(row_slots + row), at = (member + m) * slots + slot;
+  Change own = {nullptr, 0, 0, 0, 0.f, {0, 0}};
+  const u8* A = nullptr;
+  if (slot >= 0 && slot < slots && expert >= 0 && expert < count) {
+    const int place = __ldcg(places + (size_t)at * count + expert);
+    A = (const u8*)__ldcg(A_ptr + at), own.B = (const u8*)__ldcg(B_ptr + at);
+    own.rank = __ldcg(ranks + at), own.first = __ldcg(outputs + 2 * at), own.end = __ldcg(outputs + 2 * at + 1);
+    own.factor = __ldcg(factors + at);
+    if (place < 0 || !A) own.B = nullptr;
+    const i64 each = (i64)own.rank * (wide ? 4 : 2) * place;
+    if (own.B) A += each * width, own.B += each * (own.end - own.first);
+  }
+  low += ((size_t)pair * (gridDim.y / chosen) + m) * low_stride;
+  if (r == 0 && threadIdx.x == 0) *(Change*)low = own;
+  if (!own.B || r >= own.rank) return;
   x += (size_t)(is_pair ? pair : row) * x_stride;
   float sum = 0.f;
 #pragma unroll 8
-  for (int c = threadIdx.x; c < width; c += 256) sum = fmaf(value(__ldcg(x + c), HALF), lora_value(own.values, (i64)r * width + c, lora.wide), sum);
+  for (int c = threadIdx.x; c < width; c += 256) sum = fmaf(value(__ldcg(x + c), HALF), lora_value(A, (u32)r * width + c, wide), sum);
   sum = block_sum(sum, sums);
-  if (threadIdx.x == 0) lora.low[((size_t)pair * (gridDim.y / chosen) + m) * largest_rank + r] = lora_rounded(sum, lora.wide);
+  if (threadIdx.x == 0) low[CHANGE_WORDS + r] = lora_rounded(sum, wide);
 }
 
-// h [pairs, inner] = act(gate) up. Grid: [tiles of UP_ROWS / 2 outputs, K, n]. Shared: what is in front, then
-// [chunks + 2, UP_ROWS] floats.
+// h [pairs, inner] = act(gate) up. Grid: [tiles of UP_ROWS / 2 outputs, K, n]. Shared: what is in front, then [chunks
+// + 2, UP_ROWS] floats and two `Change`.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
     const u16* x, int x_stride, const i64* index, int count, STACK_PARAMETERS, int inner, int width, int kind, u16* h,
-    LORA_PARAMETERS) {
+    const float* low, int low_stride, int wide) {
   constexpr int ROWS = Expert::UP_ROWS, OUTPUTS = ROWS / 2;
   extern __shared__ __align__(16) u32 shared[];
   float* parts = behind(shared);
   const Stack stack = STACK_GIVEN;
-  const Lora lora = LORA_GIVEN;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
   const int row = blockIdx.z, pair = row * gridDim.y + blockIdx.y, first = blockIdx.x * OUTPUTS;
   let_next_start();
   prepare(shared, code);
@@ -301,26 +312,19 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
   const i64 number = __ldcg(index + pair);
   const Expert expert(stack, clamped(number, count), width);
   const auto output = [&](int r) { return first + r + (r < OUTPUTS ? 0 : inner - OUTPUTS); };
-  x += (size_t)row * x_stride;
+  float* changed = parts + chunks * ROWS;
+  Change* changes = (Change*)(changed + 2 * ROWS);
+  x += (size_t)row * x_stride, low += low ? (size_t)pair * 2 * low_stride : 0;
+  if (low) read_changes(changes, 2, low, low_stride);
+  __syncthreads();
+  if (low) bring_changes<ROWS>(changes, 2, wide, output);
 #pragma unroll 1
   for (int chunk = warp; chunk < chunks; chunk += warps) {
     Asked<ROWS> asked;
     asked.ask(expert, x, width, chunk, output);
-    if (chunk == warp) __syncthreads();
     asked.sums(expert, shared, parts + chunk * ROWS);
   }
-  float* changes = parts + chunks * ROWS;
-  if (low) {
-#pragma unroll 1
-    for (int m = 0; m < 2; m++) {
-      const Adapter own = adapter_of(lora, m, row, number, count, true, width);
-#pragma unroll 4
-      for (int r = warp; r < ROWS; r += warps) {
-        const float change = change_of(lora, own, low + ((size_t)pair * 2 + m) * largest_rank, output(r));
-        if (lane == 0) changes[m * ROWS + r] = change;
-      }
-    }
-  }
+  if (low) change_all<ROWS>(changed, changes, 2, low, low_stride, wide, output);
   __syncthreads();
   const int r = threadIdx.x;
   if (r >= OUTPUTS) return;
@@ -329,64 +333,61 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
   for (int half = 0; half < 2; half++) {
     for (int chunk = 0; chunk < chunks; chunk++) two[half] += parts[chunk * ROWS + half * OUTPUTS + r];
     two[half] = rounded(two[half], HALF);
-    for (int m = 0; m < 2 && low; m++) two[half] = rounded(two[half] + changes[m * ROWS + half * OUTPUTS + r], HALF);
+    for (int m = 0; m < 2 && low; m++) two[half] = rounded(two[half] + changed[m * ROWS + half * OUTPUTS + r], HALF);
   }
   h[(size_t)pair * inner + first + r] = stored(rounded(activated(two[0], kind), HALF) * two[1], HALF);
 }
 
 // out [n, outputs] = the sum over a row's experts of (down h) weight. wide_weights: they are float32, else of the model's type. Grid:
-// [tiles of DOWN_ROWS outputs, n]. Shared: what is in front, then [K (chunks + 1), DOWN_ROWS] floats.
+// [tiles of DOWN_ROWS outputs, n]. Shared: what is in front, then [K (chunks + 1), DOWN_ROWS] floats, K `Change`, K weights and K numbers.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
     const u16* h, const i64* index, const void* weights, int wide_weights, int chosen, int count, STACK_PARAMETERS, int width,
-    u16* out, int out_stride, LORA_PARAMETERS) {
+    u16* out, int out_stride, const float* low, int low_stride, int wide) {
   constexpr int ROWS = Expert::DOWN_ROWS;
   extern __shared__ __align__(16) u32 shared[];
   float* parts = behind(shared);
   const Stack stack = STACK_GIVEN;
-  const Lora lora = LORA_GIVEN;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
   const int row = blockIdx.y, first = blockIdx.x * ROWS, units = chosen * chunks;
   let_next_start();
   prepare(shared, code);
   wait_for_previous();
-  index += (size_t)row * chosen, h += (size_t)row * chosen * width;
+  h += (size_t)row * chosen * width;
   const auto output = [&](int r) { return first + r; };
+  float* changed = parts + units * ROWS;
+  Change* changes = (Change*)(changed + chosen * ROWS);
+  float* factors = (float*)(changes + chosen);
+  u32* numbers = (u32*)(factors + chosen);
+  for (int k = threadIdx.x; k < chosen; k += blockDim.x) {
+    const size_t at = (size_t)row * chosen + k;
+    const i64 number = __ldcg(index + at);
+    const float factor = wide_weights ? __ldcg((const float*)weights + at) : value(__ldcg((const u16*)weights + at), HALF);
+    numbers[k] = clamped(number, count), factors[k] = number >= 0 && number < count ? factor : __uint_as_float(0x7fc00000u);
+  }
+  low += low ? (size_t)row * chosen * low_stride : 0;
+  if (low) read_changes(changes, chosen, low, low_stride);
+  __syncthreads();
+  if (low) bring_changes<ROWS>(changes, chosen, wide, output);
 #pragma unroll 1
   for (int unit = warp; unit < units; unit += warps) {
     const int k = unit / chunks;
-    const i64 number = __ldcg(index + k);
-    const Expert expert(stack, clamped(number, count), width);
+    const Expert expert(stack, numbers[k], width);
     Asked<ROWS> asked;
     asked.ask(expert, h + (size_t)k * width, width, unit - k * chunks, output);
-    if (unit == warp) __syncthreads();
     asked.sums(expert, shared, parts + unit * ROWS);
   }
-  float* changes = parts + units * ROWS;
-  if (low) {
-#pragma unroll 1
-    for (int at = warp; at < chosen * ROWS; at += warps) {
-      const int k = at / ROWS;
-      const Adapter own = adapter_of(lora, 2, row, __ldcg(index + k), count, true, width);
-      const float change = change_of(lora, own, low + ((size_t)row * chosen + k) * largest_rank, output(at % ROWS));
-      if (lane == 0) changes[at] = change;
-    }
-  }
+  if (low) change_all<ROWS>(changed, changes, chosen, low, low_stride, wide, output);
   __syncthreads();
   const int r = threadIdx.x;
   if (r >= ROWS) return;
   float total = 0.f;
-  bool is_known = true;
   for (int k = 0; k < chosen; k++) {
     float y = 0.f;
     for (int chunk = 0; chunk < chunks; chunk++) y += parts[(k * chunks + chunk) * ROWS + r];
     y = rounded(y, HALF);
-    if (low) y = rounded(y + changes[k * ROWS + r], HALF);
-    const size_t at = (size_t)row * chosen + k;
-    const float factor = wide_weights ? __ldcg((const float*)weights + at) : value(__ldcg((const u16*)weights + at), HALF);
-    y = __fmul_rn(y, factor);
+    if (low) y = rounded(y + changed[k * ROWS + r], HALF);
+    y = __fmul_rn(y, factors[k]);
     total = __fadd_rn(total, wide_weights ? y : rounded(y, HALF));
-    const i64 number = __ldcg(index + k);
-    is_known = is_known && number >= 0 && number < count;
   }
-  out[(size_t)row * out_stride + first + r] = stored(is_known ? total : __uint_as_float(0x7fc00000u), HALF);
+  out[(size_t)row * out_stride + first + r] = stored(total, HALF);
 }
