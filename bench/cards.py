@@ -170,11 +170,11 @@ def keep_rates() -> None:
     import torch
 
     from trimtab.engine.memory import rates as devices
-    from trimtab.machine import rates_cache as rates_file
+    from trimtab.machine import machine_cache
 
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     rates = devices.measure_rates(device, cache=False)
-    rates_file.write(devices.device_name(device), str(torch.__version__), torch.get_num_threads(), rates)
+    machine_cache.write_rates(devices.device_name(device), str(torch.__version__), torch.get_num_threads(), rates)
     print(f"link {rates.pinned_h2d_Bps / 1e9:.1f} GB/s, device {rates.device_Bps / 1e9:.0f} GB/s", flush=True)
 
 

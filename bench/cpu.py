@@ -212,13 +212,13 @@ def save_predictions(given: argparse.Namespace) -> None:
     from trimtab.engine.batch.generate import Generation
     from trimtab.engine.kv.sequence import Inputs
     from trimtab.engine.memory.rates import device_name, measure_rates
-    from trimtab.machine import rates_cache
+    from trimtab.machine import machine_cache
     from trimtab.machine.environment import read_environment
     from trimtab.request import GenerateRequest
 
     threads, named, rows = torch.get_num_threads(), cases(given.work), {}
     rates = measure_rates("cpu", cache=False)
-    rates_cache.write(device_name("cpu"), str(torch.__version__), threads, rates)
+    machine_cache.write_rates(device_name("cpu"), str(torch.__version__), threads, rates)
     ids = 3 + torch.arange(64)[None] * 7 % 400
     inputs = Inputs({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 64, tuple(ids[0].tolist()), False)
     for model in ("demo", "llama-300m"):

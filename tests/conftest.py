@@ -51,7 +51,7 @@ def keep_rates():
     from platformdirs import user_cache_path
 
     from trimtab.engine.memory import rates as devices
-    from trimtab.machine import rates_cache as rates_file
+    from trimtab.machine import machine_cache
     from trimtab.planning import Rates
 
     if user_cache_path("trimtab").is_relative_to(_CACHE.name):
@@ -59,7 +59,7 @@ def keep_rates():
             host_Bps=6e9, pinned_h2d_Bps=6e9, pageable_h2d_Bps=6e9, disk_Bps=5e8, host_matmul_Bps=3e8, device_Bps=3e8,
             host_flops=1e10, device_flops=1e10, launch_s=7e-6, transfer_s=3e-6, disk_access_s=7e-5,
         )  # fmt: skip
-        rates_file.write(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), rates)
+        machine_cache.write_rates(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), rates)
 
 
 @pytest.fixture(autouse=True)

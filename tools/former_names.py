@@ -88,7 +88,7 @@ def main() -> None:
 
 def compare(former: dict[str, Any], out: Path) -> int:
     """Write the renamed paths of each class and print those that lead to no module; return 1 if there are some."""
-    from trimtab.checkpoint.renames import renamed
+    from trimtab.checkpoint.names import renamed
     from trimtab.engine.loader.transformers_model import read_renames
 
     known = set(classes())

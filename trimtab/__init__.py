@@ -41,8 +41,6 @@ from trimtab.errors import (
     UpstreamError,
 )
 from trimtab.former_names import FormerNames
-from trimtab.merging.merge import merge
-from trimtab.merging.report import MergeReport
 from trimtab.planning.plan.plan import Plan
 from trimtab.process import phases
 from trimtab.request import AnswerOptions, GenerateRequest, LoadRequest
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer, TokenLogprob
     from trimtab.engine.calls.conversation import Conversation, Turn
     from trimtab.engine.model import LoadedModel
+    from trimtab.merging.merge import merge
+    from trimtab.merging.report import MergeReport
     from trimtab.verification.render.report import ParityReport
     from trimtab.verification.verify import verify
 
@@ -62,9 +62,11 @@ _LATE = {
     "Answer": "trimtab.engine.batch.generate",
     "Conversation": "trimtab.engine.calls.conversation",
     "LoadedModel": "trimtab.engine.model",
+    "MergeReport": "trimtab.merging.report",
     "ParityReport": "trimtab.verification.render.report",
     "TokenLogprob": "trimtab.engine.batch.generate",
     "Turn": "trimtab.engine.calls.conversation",
+    "merge": "trimtab.merging.merge",
     "verify": "trimtab.verification.verify",
 }
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.adapters.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
-from trimtab.adapters.file import check_beside, stamps_of
-from trimtab.adapters.values import value_problems
+from trimtab.adapters.file import check_beside, stamps_of, value_problems
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
@@ -27,7 +26,7 @@ from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import NO_MEDIA, ServedMedia, media_memory
 from trimtab.planning.memory.prefix_cache import prefix_reason
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
-from trimtab.planning.plan.files_read import FilesRead, Handover
+from trimtab.planning.plan.plan import FilesRead, Handover
 from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.request.dtypes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.request.max_memory import merged_budgets

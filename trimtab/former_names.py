@@ -23,31 +23,31 @@ process (.): child<inside exit_codes files interrupts json_file packages redact 
 report (report): __init__ charts
 . (.): adapter_names request
 checkpoint (checkpoint): __init__ anatomy config_limits end_tokens folder headers hub</download names patterns
-    renames unreadable writer<write
+    names<renames unreadable writer<write
 formats (checkpoint): packed
 adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match
-    patch<adapter_patch rules<adapter_rules stack_layout values<adapter_values vocabulary
-    weights_beside<adapter_beside
-planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool machine
+    patch<adapter_patch rules<adapter_rules stack_layout file<adapter_values vocabulary
+    file<adapter_beside
+planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool budget<machine
     pipeline reading rows
 planning/request (plan): card_machine dtypes max_memory overrides<placing
-planning/plan (plan): chart<picture files_read<module_tree plan table
+planning/plan (plan): chart<picture plan<module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory
     prompts<prompt_memory towers<tower_memory unpacked
 planning (plan): __init__ candidates<head_cost options planner reasons search step_work
 machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
     environment_child</environment_inside gpus gpus<gpu_process machine_cache<known memory preload
-    rates_cache<rates_file
+    machine_cache<rates_file
 engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn graph_cache launch_config<cuts nvrtc
     nvrtc<product_cuts shipped_configs<launch_configs
-engine/formats (runtime): bitsandbytes<quant importing int8_head<head8
+engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
 engine/tiers (runtime): arena reader<read spill streaming<tiers
 engine/memory (runtime): out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
     shared_pool<memory_segments step_memory
 engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora mixes
     routers store<adapter_store
 engine/layers (runtime): embedding<tables linear<leaves unpacked<unpacked_weights
-engine/kv (runtime): batch_state int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
+engine/kv (runtime): int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
 engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<compile_ahead
     dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice
     selfcheck<fused_check
@@ -55,17 +55,17 @@ engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns 
 engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill media_embeddings<hf_prompt_media
     packed_forward<packed_prefill prompt_job
 engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
-engine/decode (runtime): batch_invariant<company decode_step graph_uses<form_uses step_capture step_choice
+engine/decode (runtime): batch_invariant<company decode_step decode_step<batch_state graph_uses<form_uses step_capture step_choice
 engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops
     pieces<tower_pieces
 engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<probe transformers_model<hf
     transformers_model<hf_renames
 engine/templates (runtime): budget<template_budget costs<template_costs render<hf_templates
-engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_ahead
+engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media
     media_check media_headers prompt<chat turn_end
 engine/prefill (runtime): encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
-engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate sampling<finite turns
+engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate sampling<finite kept_batch<turns
 engine/calls (runtime): batch_calls<many conversation embedding hidden_states<inner prompt_logprobs<prompt_scores
 engine (runtime): __init__ model_calls<asking model_calls<waiting float16_check memory_shares model planned_adapters
     tune<tune_model
@@ -117,12 +117,12 @@ serve/observe (serve): metrics tracing
 serve/media (serve): addresses cut_media fetch media
 serve/grammar (serve): call_grammar child<grammar_process constraint prover<grammar_prover schema schema_cost
     source<grammar_source
-serve/scheduling (serve): budget compiling in_progress media_pool preparing queue<line scheduler
+serve/scheduling (serve): in_progress<budget compiling in_progress media_pool queue<line scheduler
 serve/adapters (serve): adapter_cache<shelf
 serve/api (serve): body client_errors messages_api messages_shape openai_shape<shapes other_routes<beside routes<request_kinds
     responses<answers responses_api responses_shape schemas<wire to_jobs<asking
 serve/worker (serve): answer<reading engine ipc<channel registry row_count rowless_pieces<pieces supervisor
-    worker
+    prompt_inputs</runtime/media_ahead prompt_inputs<preparing worker
 serve/http (serve): app auth<door connection listener live openapi page
 serve (serve): __init__ config_file pool run
 serve/ray (serve): config<scale deploy<on_ray ingress<front replica

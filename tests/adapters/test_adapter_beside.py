@@ -12,8 +12,7 @@ import trimtab
 from tests import ROOT, pico
 from trimtab import bridge
 from trimtab.adapters import file
-from trimtab.adapters.file import read_adapter
-from trimtab.adapters.weights_beside import HARMLESS, KNOWN, TOLD, weights_beside
+from trimtab.adapters.file import HARMLESS, KNOWN, TOLD, read_adapter, weights_beside
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.cli.main import main
 from trimtab.errors import AdapterError

@@ -14,7 +14,7 @@ from tests import ROOT, pico
 from tools import former_names
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.renames import Rename, renamed
+from trimtab.checkpoint.names import Rename, renamed
 from trimtab.engine.loader.transformers_model import read_anatomy, read_renames
 from trimtab.errors import AdapterError
 from trimtab.machine.anatomy_cache import read_anatomy as from_json

@@ -20,11 +20,10 @@ from trimtab.engine.memory import rates as devices
 from trimtab.errors import RequestError
 from trimtab.machine import anatomy_cache as anatomies
 from trimtab.machine import machine_cache as known
-from trimtab.machine import rates_cache as rates_file
 from trimtab.machine.anatomy_cache import read_anatomy, write_anatomy
 from trimtab.machine.gpus import Gpu
 from trimtab.planning import Machine, Plan, Rates
-from trimtab.planning.plan.files_read import FilesRead
+from trimtab.planning.plan.plan import FilesRead
 from trimtab.process import packages
 from trimtab.process import user_cache as own_folder
 from trimtab.request import LoadRequest
@@ -213,7 +212,7 @@ def without_torch(folder, monkeypatch):
     monkeypatch.setattr(known, "torch_is_loaded", lambda: False)
     monkeypatch.setattr(known, "torch_build", lambda: packages.TorchBuild("2.9", (12, 8), False))
     monkeypatch.setattr(known.gpus, "read_gpus", lambda: (CARD,))
-    rates_file.write(CARD.name, "2.9", 4, Rates(host_Bps=5e9))
+    known.write_rates(CARD.name, "2.9", 4, Rates(host_Bps=5e9))
     here = known.gpu_machine("cuda:0", total_bytes=1, free_bytes=1, process=700 * MIB, capability=(8, 9), multiprocessors=58)
     known.remember(here, bytes_before=100 * MIB, threads=4)
 
@@ -269,7 +268,7 @@ def test_another_number_of_threads_is_not_known(threads, without_torch, monkeypa
 )
 def test_facts_that_make_no_sense_are_not_known(facts, without_torch):
     key = known._key("cuda:0")
-    path = own_folder.own_folder(rates_file.FOLDER) / f"process-{own_folder.hashed(key)}"
+    path = own_folder.own_folder(known.FOLDER) / f"process-{own_folder.hashed(key)}"
     own_folder.write_own(path, key, json.dumps(facts).encode())
     assert known.find_machine("auto") is None
 
@@ -302,7 +301,7 @@ def seen(monkeypatch, tmp_path):
     trimtab.plan(BASE, card="T4")
     first = trimtab.plan(BASE, device="cpu")
     machine = devices.read_machine("cpu")
-    rates_file.write(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), first.rates)
+    known.write_rates(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), first.rates)
     known.remember(machine, bytes_before=0, threads=torch.get_num_threads())
     return first
 

@@ -56,7 +56,7 @@ def test_plan_and_merge_stay_functions_beside_their_former_folders():
         "import warnings; warnings.simplefilter('ignore')\n"
         "import trimtab, trimtab.plan.blocks, trimtab.merge.recipe\n"
         "from trimtab.runtime import turns\n"
-        "assert turns.__name__ == 'trimtab.engine.batch.turns'\n"
+        "assert turns.__name__ == 'trimtab.engine.batch.kept_batch'\n"
         "try: trimtab.plan('/nowhere')\n"
         "except trimtab.CheckpointError: pass\n"
         "try: trimtab.merge('/nowhere', '/out', adapters={'a': '/none'})\n"

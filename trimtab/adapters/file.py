@@ -1,20 +1,28 @@
 """The files of an adapter folder: the configuration and the header of PEFT's tensor file, read strictly.
 
 Only files with fixed names inside the folder are opened: no name in them ever becomes a path. Imports no torch.
+Weights in other files: trainers write fully trained towers, projectors or new embedding rows into separate files. trimtab applies
+`adapter_model.safetensors` only, so such a file is a reason to refuse the folder. Training states, other forms of the same adapter
+and files without weights are not. These files are judged by their names; none is opened, so no pickle is read.
+NaN and infinity: every use of an adapter begins with `read_adapter`, which looks for them in chunks first, so errors are reported
+before work starts. A value is not finite if all bits of its exponent are set; these bits are in its one or two highest bytes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trimtab.adapter_names import is_lora_file
 from trimtab.adapters.config import config_problems
-from trimtab.adapters.values import value_problems
-from trimtab.adapters.weights_beside import weights_beside
 from trimtab.checkpoint.folder import CONFIG, Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, reading
@@ -198,3 +206,172 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise AdapterError(path.parent, [f"{path.name} must hold an object, it holds a {type(config).__name__}"])
     return config
+
+
+# Weights in other files of the folder ---------------------------------------------------------------------------------
+
+# Extensions of files with tensors or other trained values.
+WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|pkl|npz|npy|distcp|h5|msgpack|pth\.tar)", re.IGNORECASE)
+# With these extensions, a file of unknown name is more often data than weights.
+DATA = re.compile(r".+\.(pkl|npz|npy)", re.IGNORECASE)
+MOST_FILES = 100_000  # the most files of a folder that are checked
+_SHOWN = 20
+
+# Names (in lower case) that change nothing, and why.
+HARMLESS: Mapping[str, str] = {
+    r"adapter_model\.(safetensors|bin)": "the adapter itself; PEFT reads the .bin only where there is no .safetensors",
+    r"adapter_model\.pt|adapter_\d+\.pt": "the same adapter in torchtune's form",
+    r"ggml-adapter-model[\w.-]*\.bin": "the same adapter for llama.cpp",
+    r"(optimizer|optim|(lr_)?scheduler|(grad_)?scaler|sampler|dl_state_dict|recipe_state)[\w.-]*":
+        "resumes training (transformers, accelerate, torchtune)",
+    r"(rng[_-]state|random_states|custom_checkpoint|training_state|trainer_state|dataloader|train_dataloader)[\w.-]*":
+        "resumes training (transformers, accelerate)",
+    r"\w+_args\.(bin|pt|pkl)|train_args\.\w+|args\.\w+|hparams\.\w+|config\.pt": "options of the training run",
+    r".*(_optim_states|_model_states)\.pt|zero_\w+\.\w+": "resumes training (DeepSpeed)",
+    r"pytorch_model_fsdp[\w.-]*": "resumes training (FSDP); the adapter was saved with it",
+    r"latest[\w.-]*": "names the newest state (DeepSpeed)",
+    r"tokenizer[\w.-]*\.bin|vocab\.\w+": "a tokenizer",
+    r"openvino_\w+\.bin": "an export",
+    r"(loss|losses|metrics|eval|results|predictions?|embeddings_cache|images?|samples?)[\w-]*\.(npy|npz|pt|pkl)":
+        "numbers of an evaluation",
+    r"imatrix[\w.-]*": "statistics for quantization",
+}  # fmt: skip
+
+# Weights that no answer of a language model uses: reported, not refused.
+TOLD: Mapping[str, str] = {
+    r"(value_head|v_head|vhead\w*)\.(safetensors|bin|pt)": "the value head of a reward model or of PPO, which no answer uses",
+    r"(model|pytorch_model|consolidated)([.-]\d+([.-]of[.-]\d+)?)?\.(safetensors|bin|pth)":
+        "a whole model, which is not part of the adapter; name the folder as the model to use it",
+}  # fmt: skip
+
+# Weights that change the output, and the part that they belong to.
+KNOWN: Mapping[str, str] = {
+    r"vit\.safetensors": "a vision tower and projector that ms-swift trained whole",
+    r"(non_lora_trainables|non_lora_state_dict)\.\w+": "what LLaVA's and Qwen-VL's trainers trained in addition to LoRA",
+    r"\w*(projector|aligner|connector|mlp1|resampler)[\w.-]*": "a trained projector",
+    r"\w*(visual|vision|image|audio)[\w.-]*": "a trained tower",
+    r"\w*embed(ding)?s?[\w.-]*": "trained rows of an embedding",
+    r"\w*(lm_head|score|classifier)[\w.-]*": "a trained head",
+    r"adapter_model[\w.-]+": "another part of the adapter, which PEFT does not read",
+}
+# Names of sub-folders whose weights are part of the same model; all others are ignored.
+INNER: Mapping[str, str] = {
+    r"\d+_(?!transformer$)\w+": "a module of sentence-transformers behind the model",
+    r"vit|\w*(visual|vision|audio)\w*": "a trained tower",
+    r"mm\w*|\w*(projector|aligner|connector|resampler)\w*": "a trained projector",
+    r"(new_)?embeddings?|modules_to_save": "trained modules",
+}
+
+
+def _why(table: Mapping[str, str], name: str) -> str | None:
+    return next((why for pattern, why in table.items() if re.fullmatch(pattern, name.lower())), None)
+
+
+def _files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        yield from islice(entries, MOST_FILES)
+
+
+def weights_beside(folder: Path) -> tuple[list[str], list[str]]:
+    """Return (problems, notes) about other weights in an adapter's folder: those that change the output, and those that
+    do not.
+
+    Errors: OSError.
+    """
+    problems: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    for entry in _files(folder):
+        name = entry.name
+        if entry.is_dir():
+            what = _why(INNER, name)
+            inner = [] if what is None else [one.name for one in _files(entry.path) if WEIGHTS.fullmatch(one.name)]
+            problems |= {f"{name}/{one}": what or "" for one in inner}
+        elif WEIGHTS.fullmatch(name) and not _why(HARMLESS, name):
+            told, known = _why(TOLD, name), _why(KNOWN, name)
+            if told is None and known is None and DATA.fullmatch(name):
+                told = "nothing is known of it"
+            if told is not None:
+                notes[name] = told
+            else:
+                problems[name] = known or "not known"
+    words = [f"{name}: weights beside the adapter ({why})" for name, why in sorted(problems.items())]
+    if len(words) > _SHOWN:
+        words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more files with weights"]
+    if words:
+        words[-1] += (
+            ". trimtab applies adapter_model.safetensors alone: put the weights into the base's files and name that folder as the "
+            "model, or train with modules_to_save. Move the file away if it is not part of the adapter"
+        )
+    return words, [f"{name} is not used: {why}" for name, why in sorted(notes.items())]
+
+
+# Values that are not finite -------------------------------------------------------------------------------------------
+
+
+def _marks(is_marked: Callable[[int], bool]) -> bytes:
+    """Return a table for `bytes.translate`: 1 for the bytes that are marked, 0 for all others."""
+    return bytes(int(is_marked(byte)) for byte in range(256))
+
+
+_SEVEN = _marks(lambda byte: byte & 0x7F == 0x7F)
+_FIVE = _marks(lambda byte: byte & 0x7C == 0x7C)
+# dtype -> (bytes of a value, tables for its highest byte and those below: a value marked in all of them is not finite).
+_EXPONENTS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
+    "float64": (8, (_SEVEN, _marks(lambda byte: byte >= 0xF0))), "float32": (4, (_SEVEN, _marks(lambda byte: byte >= 0x80))),
+    "bfloat16": (2, (_SEVEN, _marks(lambda byte: byte >= 0x80))), "float16": (2, (_FIVE,)),
+    "float8_e5m2": (1, (_FIVE,)), "float8_e4m3fn": (1, (_SEVEN,)),
+}  # fmt: skip
+# The bytes that a table marks: a search for each of them is several times as fast as `translate`.
+_MARKED = {table: tuple(bytes([byte]) for byte in range(256) if table[byte]) for table in (_SEVEN, _FIVE)}
+_PIECE_BYTES = 256 * 2**10  # the search holds the GIL, which other threads need for their steps
+
+
+def value_problems(tensors: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+    """Return a line for each tensor with values that are not finite. tensors: name -> entry. Errors: OSError."""
+    problems = []
+    with ExitStack() as stack:
+        files: dict[Path, BinaryIO] = {}  # opening a file takes longer than reading one of its tensors
+
+        def count_of(entry: TensorEntry) -> int:
+            if entry.file not in files:
+                files[entry.file] = stack.enter_context(open(entry.file, "rb"))
+            return _not_finite(files[entry.file], entry)
+
+        if not any(count_of(run) for run in _runs(tensors.values())):
+            return ()
+        for name, entry in tensors.items():
+            count = count_of(entry) if entry.dtype in _EXPONENTS else 0
+            if count:
+                values = entry.nbytes // _EXPONENTS[entry.dtype][0]
+                problems.append(f"{name}: {count} of {values} values are NaN or infinite")
+    return tuple(problems)
+
+
+def _runs(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    """Join tensors of one type that are adjacent in a file. Only types that can hold values which are not finite."""
+    ends: dict[tuple[Path, str, int], tuple[TensorEntry, int]] = {}  # of each run: its first tensor and its bytes
+    for entry in sorted(entries, key=attrgetter("start", "nbytes")):
+        if entry.dtype in _EXPONENTS:
+            first, nbytes = ends.pop((entry.file, entry.dtype, entry.start), (entry, 0))
+            ends[entry.file, entry.dtype, entry.start + entry.nbytes] = first, nbytes + entry.nbytes
+    return (replace(first, nbytes=nbytes) for first, nbytes in ends.values())
+
+
+def _not_finite(file: BinaryIO, entry: TensorEntry) -> int:
+    """Return how many values of a tensor are NaN or infinite."""
+    width, tables = _EXPONENTS[entry.dtype]
+    count, left = 0, entry.nbytes
+    file.seek(entry.start)
+    while left:
+        data = file.read(min(_PIECE_BYTES, left))
+        if not data:
+            break
+        left -= len(data)
+        highest = data if width == 1 else data[width - 1 :: width]
+        if not any(byte in highest for byte in _MARKED[tables[0]]):  # the usual case: no value is that large
+            continue
+        both = int.from_bytes(highest.translate(tables[0]), "little")
+        for place, table in enumerate(tables[1:], 2):
+            both &= int.from_bytes(data[width - place :: width].translate(table), "little")
+        count += both.bit_count()
+    return count

@@ -20,8 +20,7 @@ from trimtab.adapters.rules import Rules
 from trimtab.adapters.stack_layout import Stack
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.renames import Rename, former_words, renamed
+from trimtab.checkpoint.names import Rename, former_words, near_names, renamed
 from trimtab.errors import AdapterError
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
-from trimtab.checkpoint.renames import Rename
+from trimtab.checkpoint.names import Rename
 
 Part = Literal["language", "vision", "audio", "connector", "table", "head"]
 Kind = Literal["linear", "embedding", "experts", "other"]

@@ -23,7 +23,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.engine import float16_check, planned_adapters
 from trimtab.engine.batch import kept_batch
-from trimtab.engine.batch.turns import Turns
+from trimtab.engine.batch.kept_batch import Turns
 from trimtab.engine.chat.media import several
 from trimtab.engine.cuda import cudnn
 from trimtab.engine.cuda.capture_stream import wait_for_all
@@ -48,7 +48,7 @@ from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change
-from trimtab.planning.plan.files_read import FilesRead
+from trimtab.planning.plan.plan import FilesRead
 from trimtab.planning.request.dtypes import was_chosen
 from trimtab.planning.values.execution import CAPTURED
 from trimtab.planning.values.kv_bytes import check_kv
@@ -117,7 +117,7 @@ class LoadedModel(Asking):
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
             undo.callback(self.close)
-            if cudnn.is_left_out(plan):
+            if self.device.type == "cuda" and cudnn.is_left_out(plan):
                 self._give_back_attention = cudnn.of_this_process().leave_out(self)
             self._attention_at_load = self._why_without_cudnn()
             with self._out_of_memory_named("loading"):
@@ -149,7 +149,7 @@ class LoadedModel(Asking):
         return mixes.Mixes(self)
 
     def _why_without_cudnn(self) -> str | None:
-        return cudnn.why_without(self.plan, self.device)
+        return cudnn.why_without(self.plan, self.device) if self.device.type == "cuda" else None
 
     def _attach_planned(self, name: str, held: HeldAdapter) -> None:
         """Attach an adapter of the plan. Errors: AdapterError if its files are no longer the ones that were planned."""

@@ -16,7 +16,7 @@ from trimtab.adapters.file import stamps_of
 from trimtab.adapters.vocabulary import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.engine.lora.host_adapter import HeldAdapter
-from trimtab.planning.plan.files_read import FilesRead
+from trimtab.planning.plan.plan import FilesRead
 
 if TYPE_CHECKING:
     from trimtab.engine.loader.transformers_model import Probe

@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
-from trimtab.checkpoint.renames import Rename
+from trimtab.checkpoint.names import Rename
 from trimtab.formats.packed import split_packed
 from trimtab.process.json_file import JsonError, parse, read_bytes
 from trimtab.process.packages import deciding_versions

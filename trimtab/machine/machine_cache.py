@@ -1,8 +1,8 @@
-"""A Machine and Rates that an earlier process measured through torch, so that a plan needs no torch; or None.
+"""The Machine and Rates that an earlier process measured through torch, in the user's cache, so that a plan needs no torch.
 
 Cached values: the host memory of the libraries, and torch's thread count. Their keys are the installed releases and the
-settings of the thread count. Free memory is read now, from the driver. If torch is loaded already, torch is queried
-instead (engine/memory/rates.py).
+settings of the thread count. Rates of a busy machine are cached for minutes only. Free memory is read now, from the driver. If
+torch is loaded already, torch is queried instead (engine/memory/rates.py).
 
 Not known: unused memory that torch's allocator in another process keeps.
 """
@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
 
 from trimtab.errors import RequestError
 from trimtab.machine import gpus
-from trimtab.machine import rates_cache as rates_file
 from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
 from trimtab.planning.request.card_machine import context_bytes
+from trimtab.planning.values.budget import Machine
 from trimtab.planning.values.byte_sizes import Rates
-from trimtab.planning.values.machine import Machine
 from trimtab.process.json_file import parse
 from trimtab.process.packages import deciding_versions, torch_build
 from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
@@ -29,7 +31,10 @@ from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
 # tables. 0.85 GiB with torch 2.11, CUDA 13 on an H200 (bench/results/memory.json: resident, host peak over base).
 FIRST_FORWARD_BYTES = 850 * 2**20
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
-MOST_BYTES = 4096
+# The user's folder of these files, and the most bytes of one: of a process's facts, of rates.
+FOLDER, MOST_BYTES, MOST_RATES_BYTES = "machine", 4096, 64 * 1024
+# A further key of rates: the time of the measurement in seconds since 1970, if the machine was busy.
+BUSY, BUSY_S = "busy_at_s", 600
 # Plausible host memory of torch's libraries: values outside these limits are not cached.
 LEAST_ADDED_BYTES, MOST_ADDED_BYTES, MOST_THREADS = 50 * 2**20, 2**35, 2**16
 
@@ -95,7 +100,7 @@ def find_machine(device: str, bytes_before: int | None = None) -> tuple[Machine,
             resolved, total_bytes=card.total_bytes, free_bytes=max(card.free_bytes - context_bytes(card.multiprocessors), 0),
             process=process, capability=card.capability, multiprocessors=card.multiprocessors,
         )  # fmt: skip
-    rates = rates_file.read(name, build.version, facts["threads"])
+    rates = read_rates(name, build.version, facts["threads"])
     return None if rates is None else (machine, rates)
 
 
@@ -109,13 +114,13 @@ def remember(machine: Machine, *, bytes_before: int, threads: int) -> None:
     with suppress(OSError):
         key = _key(machine.execution_device)
         facts = {"added_bytes": taken - bytes_before, "threads": threads}
-        write_own(own_folder(rates_file.FOLDER) / f"process-{hashed(key)}", key, json.dumps(facts).encode())
+        write_own(own_folder(FOLDER) / f"process-{hashed(key)}", key, json.dumps(facts).encode())
 
 
 def _facts(device: str) -> dict[str, int] | None:
     key = _key(device)
     try:
-        path = own_folder(rates_file.FOLDER) / f"process-{hashed(key)}"
+        path = own_folder(FOLDER) / f"process-{hashed(key)}"
         facts = parse(read_own(path, key, limit_bytes=MOST_BYTES) or b"null", "own state")
         added, threads = facts["added_bytes"], facts["threads"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -129,3 +134,37 @@ def _key(device: str) -> str:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = {name: os.environ.get(name) for name in THREAD_VARIABLES}
     return json.dumps([device.partition(":")[0], deciding_versions(), threads, count])
+
+
+def rates_path(device_name: str, torch_version: str, threads: int) -> Path:
+    """Return the file of a device, a torch release and a thread count. Errors: OSError if its folder cannot be made."""
+    key = "-".join(_slug(part) for part in (device_name, f"torch{torch_version}"))
+    return own_folder(FOLDER) / f"rates-{key[:150]}-{threads}threads"
+
+
+def _slug(text: str) -> str:
+    return "".join(char if char.isalnum() or char in ".-" else "-" for char in text) or "unknown"
+
+
+def read_rates(device_name: str, torch_version: str, threads: int) -> Rates | None:
+    """Return the cached rates; None if there are none, or they are invalid or too old."""
+    names = {item.name for item in fields(Rates)}
+    try:
+        path = rates_path(device_name, torch_version, threads)
+        text = read_own(path, path.name, limit_bytes=MOST_RATES_BYTES)
+        values = {} if text is None else parse(text, "own state")
+        if (busy_at := values.pop(BUSY, None)) is not None and not 0 <= time.time() - busy_at < BUSY_S:
+            return None
+        return Rates(**values) if set(values) == names else None
+    except (OSError, ValueError, TypeError, AttributeError, RequestError):
+        return None
+
+
+def write_rates(device_name: str, torch_version: str, threads: int, rates: Rates, *, is_busy: bool = False) -> None:
+    """Cache rates. A folder that cannot be written is ignored: the next process measures again. is_busy: keep them for
+    `BUSY_S` seconds.
+    """
+    values = asdict(rates) | ({BUSY: time.time()} if is_busy else {})
+    with suppress(OSError):
+        path = rates_path(device_name, torch_version, threads)
+        write_own(path, path.name, json.dumps(values, indent=1).encode())

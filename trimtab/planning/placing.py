@@ -19,7 +19,7 @@ from trimtab.planning.request.overrides import Asked, resolve_device_map, resolv
 from trimtab.planning.search import Search
 from trimtab.planning.step_work import prompt_linears, step_work
 from trimtab.planning.values.blocks import Block, blocks_of, experts_of, places_of, quant_of, stored_of, unquantized_of
-from trimtab.planning.values.budget import Choice, Item, Limits, Totals, slots_of, totals_of
+from trimtab.planning.values.budget import Choice, Item, Limits, Machine, Totals, slots_of, totals_of
 from trimtab.planning.values.byte_sizes import Rates, Weights, allocated_bytes, allocator_reserve_bytes, seconds, unhidden_s
 from trimtab.planning.values.execution import (
     CAPTURED,
@@ -33,7 +33,6 @@ from trimtab.planning.values.execution import (
     step_s,
 )
 from trimtab.planning.values.kv_bytes import added_step_s
-from trimtab.planning.values.machine import Machine
 from trimtab.planning.values.pipeline import evened
 from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
 from trimtab.request import LoadRequest

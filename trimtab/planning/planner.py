@@ -5,6 +5,11 @@ very cheap, then blocks in the order of the seconds that each freed byte costs: 
 or audio clip, decoder layers at every token. They move to host memory. Blocks that do not fit there go to disk; the
 rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within every budget.
 
+Where a CPU computes, a product reads its weight at the rate that was measured for its form and type: 4-bit weights that the plan
+keeps unpacked in the model's dtype, others as bitsandbytes unpacks them. Every linear layer takes operations other than its product
+(norms, attention, adapters, Python); a head that is tied to a table is read whole. Measured within a factor of two
+(bench/results/cpu_predictions.json). Not counted: attention over long contexts, and that a step reads only some experts.
+
 Pure: the same anatomy, request, machine and rates give the same plan.
 """
 
@@ -15,18 +20,27 @@ from dataclasses import replace
 
 from trimtab.checkpoint.anatomy import Anatomy, first_equal
 from trimtab.errors import DoesNotFitError
+from trimtab.formats.record import stored_format
 from trimtab.planning.candidates import Candidates
-from trimtab.planning.cpu_seconds import with_cpu_seconds
-from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, use_of
+from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, use_of
 from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
 from trimtab.planning.memory.towers import with_towers
-from trimtab.planning.memory.unpacked import with_unpacked
+from trimtab.planning.memory.unpacked import ITEM, with_unpacked
 from trimtab.planning.options import advised
 from trimtab.planning.placing import Given
 from trimtab.planning.plan.plan import Plan, Stamps
-from trimtab.planning.values.byte_sizes import Rates
-from trimtab.planning.values.machine import Machine
+from trimtab.planning.values.blocks import Block, Leaf, blocks_of, leaves_of, tied_paths
+from trimtab.planning.values.budget import Machine
+from trimtab.planning.values.byte_sizes import Rates, Weights, seconds
+from trimtab.planning.values.execution import head_bytes, head_rows
+from trimtab.planning.values.rows import Placement
 from trimtab.request import LoadRequest
+
+# Operations of a pass without the products, for each linear layer: with adapters, without. A step of the demo model with one takes
+# 25 ms without its products on a core whose smallest operation (`Rates.launch_s`) takes 4 to 5 microseconds; it has 65 such layers.
+LINEAR_OPERATIONS = (90, 66)
+# The same inside bitsandbytes' layers, by the part that only their form has: 0.3 and 0.5 ms on that core.
+FORM_OPERATIONS = {"absmax": 60, "SCB": 110}
 
 
 def make_plan(
@@ -76,3 +90,54 @@ def make_plan(
     if machine.on_cpu:
         plan = with_cpu_seconds(plan, anatomy, use_of(plan.request, anatomy, chunk_tokens=prefill_chunk_tokens))
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
+
+
+def with_cpu_seconds(plan: Plan, anatomy: Anatomy, use: Use) -> Plan:
+    """Return a plan for the CPU with the seconds of its blocks, prompt and step predicted from the CPU's rates."""
+    rates, works, quant = plan.rates, use.works(), plan.request.quant
+    launched = replace(rates, launch_s=rates.launch_s * LINEAR_OPERATIONS[0 if plan.request.adapters else 1])
+    read_s = _read_s(anatomy, quant, rates, is_unpacked=ITEM in plan.gpu)
+
+    def timed(block: Block, row: Placement) -> Placement:
+        weights = Weights(
+            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes
+        )
+        own_s = 0.0 if block.is_table else read_s.get(block.block_path, 0.0)
+        own = replace(launched, device_Bps=block.movable_bytes / own_s) if own_s else rates
+        times = seconds(row.tier, row.home, weights, works[block.paid], own, pinned=False, on_cpu=True)
+        return replace(row, request_s=times[0], token_s=times[1])
+
+    rows = tuple(timed(block, row) for block, row in zip(blocks_of(anatomy, quant), plan.placements, strict=True))
+    is_tied = any(row.weight is not None and row.weight.tied_to for row in head_rows(anatomy))
+    head_s = head_bytes(anatomy) / _dense_Bps(anatomy.dtype, rates) if is_tied else 0.0
+    prompt, step = plan.execution.prompt, plan.execution.step
+    execution = replace(
+        plan.execution, prompt=replace(prompt, seconds=sum(row.request_s for row in rows) + head_s),
+        step=replace(step, seconds=sum(row.token_s for row in rows) + head_s + step.estimated_s),
+    )  # fmt: skip
+    return replace(plan, placements=rows, execution=execution)
+
+
+def _read_s(anatomy: Anatomy, quant: str, rates: Rates, *, is_unpacked: bool) -> Mapping[str, float]:
+    """Return block path -> the seconds of one-row products with its weights."""
+    tied, is_packed = tied_paths(anatomy), anatomy.prequantized is not None
+    taken: dict[str, float] = {}
+    for row in anatomy.rows:
+        form = next((row.form_of(one) for one in row.stacks), row.stored) or quant
+        is_dequantized = row.quantized and stored_format(form).is_dequantized
+        for leaf in leaves_of(row, quant, tied, prequantized=is_packed):
+            own_Bps = rates.host_matmul_Bps if is_dequantized else rates.host_int8_Bps
+            dense = is_unpacked and row.part == "language" and is_dequantized
+            taken[row.block] = taken.get(row.block, 0.0) + _product_s(leaf, anatomy.dtype, rates, own_Bps, is_dense=dense)
+    return taken
+
+
+def _product_s(leaf: Leaf, dtype: str, rates: Rates, own_Bps: float, *, is_dense: bool) -> float:
+    if is_dense or len(leaf.parts) == 1:
+        return leaf.dense_bytes / _dense_Bps(dtype, rates)
+    own = sum(count for part, count in FORM_OPERATIONS.items() if part in leaf.parts)
+    return leaf.nbytes / own_Bps + own * rates.launch_s
+
+
+def _dense_Bps(dtype: str, rates: Rates) -> float:
+    return rates.host_float32_Bps if dtype == "float32" else rates.host_16bit_Bps

@@ -18,10 +18,10 @@ from tests.engine.chat.test_control_tokens import asked
 from tests.engine.chat.test_media_check import HEARING, SEEING
 from tests.long_runs import crossed
 from trimtab.engine.chat import prompt as chat
-from trimtab.engine.chat.media_ahead import audio_ahead, images_ahead
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.engine import LoadedEngine
+from trimtab.serve.worker.prompt_inputs import audio_ahead, images_ahead
 
 
 class Real:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 import trimtab.demo as demo
-from trimtab.adapters import values as adapter_values
+from trimtab.adapters import file as adapter_file
 from trimtab.checkpoint.headers import read_header
 from trimtab.cli import main as cli
 from trimtab.doctor.preflight.preflight import preflight
@@ -83,7 +83,7 @@ DTYPES = (
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_finite_values_of_every_type_are_finite(dtype, tmp_path, monkeypatch):
     """The bits that are read say what torch says, at the ends of the pieces as well."""
-    monkeypatch.setattr(adapter_values, "_PIECE_BYTES", 512)
+    monkeypatch.setattr(adapter_file, "_PIECE_BYTES", 512)
     values = torch.linspace(-8, 8, 999).to(dtype)
     if dtype.is_floating_point:
         values = torch.cat([values.float(), torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min])]).to(dtype)
@@ -93,7 +93,7 @@ def test_finite_values_of_every_type_are_finite(dtype, tmp_path, monkeypatch):
             for place in (0, 255, 256, 998):
                 spoiled[place] = value
         save_file({"empty": torch.empty(0, dtype=dtype), "a": spoiled}, tmp_path / "x.safetensors")
-        problems = adapter_values.value_problems(read_header(tmp_path / "x.safetensors").tensors)
+        problems = adapter_file.value_problems(read_header(tmp_path / "x.safetensors").tensors)
         expected = int((~spoiled.double().isfinite()).sum())
         assert problems == ((f"a: {expected} of {len(spoiled)} values are NaN or infinite",) if expected else ())
 
@@ -162,6 +162,6 @@ def test_no_look_at_values_keeps_the_interpreter_from_other_threads_for_long(tmp
             sizes.append(len(data))
             return data
 
-    monkeypatch.setattr(adapter_values, "open", File, raising=False)
-    assert adapter_values.value_problems(read_header(tmp_path / "a.safetensors").tensors) == ()
+    monkeypatch.setattr(adapter_file, "open", File, raising=False)
+    assert adapter_file.value_problems(read_header(tmp_path / "a.safetensors").tensors) == ()
     assert sum(sizes) == 2**23 and max(sizes) <= 2**18

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engine.decode.test_graphs import ASKED, joined, model  # noqa: F401 - a fixture
 from trimtab.engine.decode import decode_step, step_capture, step_choice
-from trimtab.engine.decode.decode_step import SMALLEST_PLACES, DecodeStep
-from trimtab.engine.kv import batch_state
-from trimtab.engine.kv.batch_state import BatchState, StepBuffers
+from trimtab.engine.decode.decode_step import SMALLEST_PLACES, BatchState, DecodeStep, StepBuffers
 
 ROWS = st.lists(st.tuples(st.one_of(st.none(), st.sampled_from("ab")), st.integers(0, 99)), min_size=1, max_size=9)
 
@@ -35,7 +33,7 @@ def test_rows_without_a_token_each_are_no_state(names, tokens):
         BatchState(names, tokens, 1)
 
 
-@pytest.mark.parametrize("module", [batch_state, decode_step, step_capture, step_choice])
+@pytest.mark.parametrize("module", [decode_step, step_capture, step_choice])
 def test_no_step_imports_the_batch(module):
     """Not for types either: what a step reads is in its buffers and its state."""
     names = {

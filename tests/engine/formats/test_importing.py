@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import torch
 
-from trimtab.engine.formats.importing import without_compiler, without_hub_kernels
+from trimtab.engine.formats.bitsandbytes import without_compiler, without_hub_kernels
 
 
 def test_a_process_that_quantizes_says_nothing_and_asks_for_no_kernels(tmp_path):

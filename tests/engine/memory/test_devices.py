@@ -12,8 +12,7 @@ import torch
 
 from trimtab.engine.memory import rates as devices
 from trimtab.errors import RequestError
-from trimtab.machine import memory
-from trimtab.machine import rates_cache as rates_file
+from trimtab.machine import machine_cache, memory
 from trimtab.planning import Rates
 from trimtab.process import user_cache as own_folder
 
@@ -171,7 +170,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def file_of(device="cpu"):
-    return rates_file.path_of(devices.device_name(device), str(torch.__version__), torch.get_num_threads())
+    return machine_cache.rates_path(devices.device_name(device), str(torch.__version__), torch.get_num_threads())
 
 
 def test_rates_are_measured_once_and_read_back_equal(cache):
@@ -182,11 +181,11 @@ def test_rates_are_measured_once_and_read_back_equal(cache):
 
 def test_rates_of_a_busy_machine_are_kept_for_minutes_only(cache, monkeypatch):
     now, busy = [1000.0], [True]
-    monkeypatch.setattr(rates_file.time, "time", lambda: now[0])
+    monkeypatch.setattr(machine_cache.time, "time", lambda: now[0])
     monkeypatch.setattr(devices, "_cpu_is_busy", lambda: busy[0])
     assert devices.measure_rates("cpu") == MEASURED == devices.measure_rates("cpu")
     assert cache == ["cpu"]
-    now[0] += rates_file.BUSY_S
+    now[0] += machine_cache.BUSY_S
     busy[0] = False
     assert devices.measure_rates("cpu") == MEASURED and len(cache) == 2
     now[0] += 365 * 86400
@@ -258,7 +257,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(cache, tmp_path):
 def test_another_device_torch_or_thread_count_is_another_file(cache):
     facts = ("a card", "2.9.0", 4)
     changed = [("Another/Card 9000", *facts[1:]), (facts[0], "9.9.9+cu999", 4), (*facts[:2], 77)]
-    names = {rates_file.path_of(*one) for one in (facts, *changed)}
+    names = {machine_cache.rates_path(*one) for one in (facts, *changed)}
     assert len(names) == 4
     assert len({name.parent for name in names}) == 1  # no separator of a device name makes a folder
 

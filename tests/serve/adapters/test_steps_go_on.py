@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.serve.worker.test_serve_worker import REQUEST, WAIT_S, Running, settings_of
-from trimtab.adapters import values as adapter_values
+from trimtab.adapters import file as adapter_file
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.lora import base_values
@@ -108,7 +108,7 @@ def test_an_answer_goes_on_while_the_files_of_an_adapter_or_their_dates_cannot_b
         return blocked
 
     monkeypatch.setattr(worker, "files_stamp", blocking(watching.files_stamp))
-    monkeypatch.setattr(adapter_values, "_not_finite", blocking(adapter_values._not_finite))
+    monkeypatch.setattr(adapter_file, "_not_finite", blocking(adapter_file._not_finite))
     running.ask("long", tokens=NEVER_ENDS)
     running.wait_for_steps(2)
     running.call("load_adapter", name="style", path=str(STYLE))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.serve.scheduling.budget import _FORGET, DEARER, DEAREST, LEAST_TOKENS, RATIO, SIZES, TOWERS, TRIES, Budget
+from trimtab.serve.scheduling.in_progress import _FORGET, DEARER, DEAREST, LEAST_TOKENS, RATIO, SIZES, TOWERS, TRIES, Budget
 
 # Of captured chunks.
 CAPTURED = (16, 64, 128, 256, 512, 1024)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trimtab.serve.scheduling.budget import Budget
+from trimtab.serve.scheduling.in_progress import Budget
 
 # Tokens of a chunk and its milliseconds.
 CHUNK_MS = ((1, 55), (16, 78), (24, 97), (32, 110), (48, 133), (64, 164), (65, 172), (128, 340), (256, 640), (1024, 2560))

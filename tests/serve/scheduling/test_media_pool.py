@@ -15,8 +15,8 @@ from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling import media_pool
 from trimtab.serve.scheduling.media_pool import MediaPool
-from trimtab.serve.scheduling.preparing import Preparing
 from trimtab.serve.scheduling.scheduler import MistakeError
+from trimtab.serve.worker.prompt_inputs import Preparing
 
 WAIT_S = 20.0
 

@@ -13,7 +13,7 @@ from trimtab.errors import DeviceError
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Settings
-from trimtab.serve.scheduling.in_progress import PIECE_S, SIZES, Rowless
+from trimtab.serve.scheduling.in_progress import PIECE_S, PIECE_SIZES, Rowless
 
 PIECE_TOKENS = 16
 
@@ -182,9 +182,9 @@ def test_sizes_follow_the_seconds_of_earlier_pieces(kind):
         assert sizes == [32] * 12  # what was short says nothing of long ones
         return
     assert sizes[:3] == [32, 64, 128] and set(sizes[3:]) == {128} and PIECE_S >= 0.001 * 128
-    assert pace.most_tokens(0.04, kind) == 32 and pace.most_tokens(1e-6, kind) == SIZES[0]
+    assert pace.most_tokens(0.04, kind) == 32 and pace.most_tokens(1e-6, kind) == PIECE_SIZES[0]
     pace.took(16, 2.0, kind)
-    assert pace.most_tokens(None, kind) == SIZES[0]
+    assert pace.most_tokens(None, kind) == PIECE_SIZES[0]
 
 
 # Over HTTP ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.scheduling import scheduler as scheduler_module
-from trimtab.serve.scheduling.budget import RATIO, TOWERS
+from trimtab.serve.scheduling.in_progress import RATIO, TOWERS
 from trimtab.serve.scheduling.scheduler import DeadlineError, QueueFullError, Scheduler
 
 

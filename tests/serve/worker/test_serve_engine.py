@@ -36,7 +36,7 @@ from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFi
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.grammar.prover import GrammarProver
-from trimtab.serve.scheduling.budget import TOWERS
+from trimtab.serve.scheduling.in_progress import TOWERS
 from trimtab.serve.scheduling.scheduler import MistakeError, Scheduler
 from trimtab.serve.worker import answer as answer_module
 from trimtab.serve.worker.answer import Answer, Reading

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import trimtab
-from trimtab.adapters.file import peft_folder
-from trimtab.adapters.weights_beside import weights_beside
+from trimtab.adapters.file import peft_folder, weights_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.flags.output import print_text
 from trimtab.machine import preload

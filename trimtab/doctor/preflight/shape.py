@@ -16,7 +16,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.renames import Rename
+from trimtab.checkpoint.names import Rename
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.runner import DONE, run_inside
 

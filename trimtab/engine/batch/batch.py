@@ -36,10 +36,10 @@ from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
+from trimtab.engine.decode.decode_step import BatchState, StepBuffers
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.kernels.embed_and_logits import with_argmax
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv.batch_state import BatchState, StepBuffers
 from trimtab.engine.kv.pages import RowPages
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.prefill import prefill as prefill_graphs

@@ -1,15 +1,21 @@
-"""The one batch that a loaded model keeps between calls, so that a call does not repeat the captures of the last one.
+"""Between two calls of a loaded model: whose turn it is, and the one batch that it keeps, so that no call repeats the captures.
 
-The plan counts one batch. A call with another number of rows gives the kept one back before it makes its own.
+Answers take turns in the order in which threads called. The plan counts one batch. A call with another number of
+rows gives the kept one back before it makes its own.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from trimtab.engine.batch.batch import Batch, BatchModel
+from trimtab.errors import RequestError
 
 
 def single(model: BatchModel) -> Batch | None:
@@ -59,3 +65,54 @@ def forget(model: BatchModel) -> None:
     gc.collect()  # a batch and its steps know each other
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+class Turns:
+    """One holder at a time; others wait, first come first served.
+
+    A thread that has an unfinished answer and starts a second one would wait for itself: that is refused.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._waiting: deque[tuple[threading.Event, int]] = deque()
+
+    @contextmanager
+    def hold(self, what: str) -> Iterator[None]:
+        """Wait for the turn and keep it inside. what: the field of the error. Errors: RequestError."""
+        self._acquire(what)
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _acquire(self, what: str) -> None:
+        me = threading.get_ident()
+        with self._lock:
+            if self._owner is None:
+                self._owner = me
+                return
+            if self._owner == me:
+                raise RequestError(
+                    "another answer is still running", field=what, hint="Read it to the end or close its generator first"
+                )
+            mine = (threading.Event(), me)
+            self._waiting.append(mine)
+        try:
+            mine[0].wait()
+        except BaseException:  # Ctrl-C while waiting
+            with self._lock:
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
+                    raise
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                self._owner = None
+                return
+            event, self._owner = self._waiting.popleft()
+            event.set()

@@ -2,13 +2,22 @@
 
 A shell is bitsandbytes' own layer, so that kernels and bytes are stock's. The only file that imports bitsandbytes. Not covered
 here: which modules are quantized (`engine/loader/transformers_model.py::stock_unquantized`).
+It is imported with the kernels that it includes, no others, and without torch's compiler. Where a CPU has AVX512-BF16, bitsandbytes
+0.50 asks the `kernels` package for a product from the hub while it is imported: a download and foreign code where the package is
+installed, a warning in every process where it is not. bitsandbytes also gives four functions to `torch.compile` while it is
+imported, which loads inductor: two seconds of every start. Two are for training. Two unpack weights whose last side is odd, one
+product and one cast for each value: torch's own operators give the same bits, without a C++ compiler. `TORCHDYNAMO_DISABLE` is
+torch's switch for it. Source: bitsandbytes 0.50.2, backends/cpu/ops.py, backends/default/ops.py; torch 2.13, _dynamo/eval_frame.py.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -16,10 +25,46 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.importing import without_compiler, without_hub_kernels
 from trimtab.engine.formats.packed import Packed, Shell
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry
+
+NO_COMPILER = "TORCHDYNAMO_DISABLE"
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Make `torch.compile` return functions as they are, in a process that has not compiled anything yet."""
+    if "torch._inductor.compile_fx" in sys.modules:  # a program that compiles: the import costs nothing more
+        yield
+        return
+    before = os.environ.get(NO_COMPILER)
+    os.environ[NO_COMPILER] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_COMPILER]
+        else:
+            os.environ[NO_COMPILER] = before
+
+
+@contextmanager
+def without_hub_kernels() -> Iterator[None]:
+    """Make `import kernels` fail while bitsandbytes is imported, and suppress its warning."""
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level, known = log.level, sys.modules.get("kernels")
+    log.setLevel(logging.ERROR)
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if known is None:
+            del sys.modules["kernels"]
+        else:
+            sys.modules["kernels"] = known
+
 
 with without_hub_kernels(), without_compiler():
     import bitsandbytes as bnb

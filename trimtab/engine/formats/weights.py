@@ -98,7 +98,8 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
 
 def unpacked_shell(packed: Packed, weight: Tensor, bias: Tensor | None) -> Shell:
     """Return a callable layer over the weight as it is kept unpacked, which computes what `shell` computes on a CPU."""
-    return mobile.rounding(packed, packed_shell(weight, bias))
+    product = packed_shell(weight, bias)
+    return mobile.rounding(packed, product) if stored_format(packed.kind).has_rounding else product
 
 
 def dequantize_at(packed: Packed, ids: Tensor) -> Tensor:

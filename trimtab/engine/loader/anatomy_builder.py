@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
-from trimtab.checkpoint.names import is_under, matches, near_names
-from trimtab.checkpoint.renames import Rename
+from trimtab.checkpoint.names import Rename, is_under, matches, near_names
 from trimtab.engine.loader.pieces import formats_of_files, why_not_packed
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import why_no_lora

@@ -40,7 +40,7 @@ from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import HEAD8, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
-from trimtab.planning.plan.files_read import FilesRead
+from trimtab.planning.plan.plan import FilesRead
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES, buffer_bytes

@@ -25,7 +25,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.checkpoint.config_limits import MOST_BUFFER_BYTES, MOST_MODULES, check_declared
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.renames import Rename
+from trimtab.checkpoint.names import Rename
 from trimtab.engine.loader.anatomy_builder import build_anatomy
 from trimtab.engine.loader.tracing import (  # fmt: skip
     Expression,

@@ -26,7 +26,6 @@ from torch import Tensor
 from trimtab.errors import DeviceError, gib
 from trimtab.machine import gpus
 from trimtab.machine import machine_cache as known
-from trimtab.machine import rates_cache as rates_file
 from trimtab.machine.machine_cache import resolve
 from trimtab.machine.memory import cpu_name, disk_free_bytes, host_available_bytes, peak_host_bytes, process_bytes, spill_folder
 from trimtab.planning import Machine, Plan, Rates
@@ -167,12 +166,12 @@ def measure_rates(device: str, *, cache: bool = True) -> Rates:
     Rates of a machine that others keep busy are too low, and kept for minutes only.
     """
     key = (device_name(device), str(torch.__version__), torch.get_num_threads())
-    if cache and (kept := rates_file.read(*key)) is not None:
+    if cache and (kept := known.read_rates(*key)) is not None:
         return kept
     before = _gpu_is_busy(torch.device(device))
     rates = _measure(torch.device(device))
     if cache:
-        rates_file.write(*key, rates, is_busy=before or _cpu_is_busy())
+        known.write_rates(*key, rates, is_busy=before or _cpu_is_busy())
     return rates
 
 

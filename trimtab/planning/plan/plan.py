@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from trimtab.adapters.adapter import AdapterSpec
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.folder import Checkpoint
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.plan import chart as picture
-from trimtab.planning.plan.files_read import Handover
 from trimtab.planning.plan.table import document_of
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import Card
@@ -31,6 +33,41 @@ from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
 PLAN_VERSION = 6
 HOMES = ("device", "host", "disk", "file")
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class FilesRead(Generic[Tree]):
+    """What planning read of a model's files: the first load of the plan uses it, a second load reads them again.
+
+    checkpoint: config and headers. specs: adapters by folder and by the identity of the anatomy that each was matched with.
+    tree: the module tree on tensors without data, as `engine/loader/transformers_model.py` makes it; None if planning needed none.
+    """
+
+    checkpoint: Checkpoint | None = None
+    specs: Mapping[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
+    tree: Tree | None = None
+
+
+class Handover(Generic[Tree]):
+    """What was read, until a load takes it. made_of: the checkpoint's files and the dtype; plans of others do not get it."""
+
+    def __init__(self, files: FilesRead[Tree] | None = None, made_of: Hashable = None) -> None:
+        self._files, self._made_of = [] if files is None else [files], made_of
+
+    def look(self, made_of: Hashable) -> FilesRead[Tree]:
+        """Return what was read of these files for this dtype and was not taken yet; keep it."""
+        return self._files[0] if self._files and made_of == self._made_of else FilesRead()
+
+    def take(self, made_of: Hashable) -> FilesRead[Tree]:
+        """Return the same and forget it, because a load fills the tree."""
+        if made_of != self._made_of:
+            return FilesRead()
+        try:
+            return self._files.pop()
+        except IndexError:
+            return FilesRead()
+
 
 Stamps = tuple[tuple[str, int, int], ...]
 

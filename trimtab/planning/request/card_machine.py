@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trimtab.planning.values.budget import Machine
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import MIB, Card
-from trimtab.planning.values.machine import Machine
 
 # The driver's share of an idle card.
 DRIVER_BYTES = 256 * MIB

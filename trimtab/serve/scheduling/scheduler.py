@@ -1,7 +1,7 @@
 """The scheduler: a bounded queue, fair between clients and adapters, prompts in chunks between the decode steps.
 
 One thread calls `turn` again and again; each turn takes up prepared requests, for `ADMIT_S` at most, decodes one step of all
-rows and computes pieces of the waiting prompts behind it, as many as budget.py has time for: a long prompt delays
+rows and computes pieces of the waiting prompts behind it, as many as in_progress.py has time for: a long prompt delays
 running answers by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
 join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
 images delay no other client. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock: time
@@ -26,8 +26,7 @@ from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.contract.engine_protocol import Engine
 from trimtab.serve.contract.job import Event, Job
-from trimtab.serve.scheduling.budget import Budget
-from trimtab.serve.scheduling.in_progress import InProgress, Room, Rowless
+from trimtab.serve.scheduling.in_progress import Budget, InProgress, Room, Rowless
 from trimtab.serve.scheduling.queue import FairQueue
 
 # Seconds of each turn for taking up prepared jobs; one job is taken up in any case.

@@ -31,7 +31,7 @@ from trimtab.serve.adapters.adapter_cache import AdapterCache
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.log import write_traceback
-from trimtab.serve.scheduling.budget import TOWERS
+from trimtab.serve.scheduling.in_progress import TOWERS
 from trimtab.serve.scheduling.scheduler import error_event
 from trimtab.serve.worker import rowless_pieces as pieces
 from trimtab.serve.worker.answer import Answer, error_of, named

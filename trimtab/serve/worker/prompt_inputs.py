@@ -1,8 +1,18 @@
 """How do the prompts of jobs become model inputs? On other threads, once for all choices of a request, long texts refused early.
 
 PromptInputs        the threads, and what they need of the model
+Preparing           the order of prompts on the thread that prepares them, so that an image delays no token of others
 SharedInputs        one set of inputs for the jobs of a group
+MediaAhead          images cut into patches and audio turned into features before their prompt is tokenized, on any thread
 check_first_tokens  refuses a text that cannot fit the context by its first part, so that none occupies the tokenizer for seconds
+
+Images and audio are decoded, images resized and audio turned into features by a few threads (scheduling/media_pool.py). Everything
+else is done by one thread, because a tokenizer is changed while it encodes. Clients take turns, and short texts come first: a text
+waits for one prompt with media at most, however many of those there are.
+
+A processor calls its image processor and its feature extractor with separate options, so they are known after the first prompt with
+such media, which are prepared where it is tokenized. Prepared media are used once, and only for the same media with the same
+options: the result is that of the same call.
 """
 
 from __future__ import annotations
@@ -10,7 +20,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -26,17 +36,18 @@ from trimtab.engine.batch.request import Constraint
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.content_parts import parts_in
 from trimtab.engine.chat.media import SAMPLE_RATE, picture_bytes, sound_rate
-from trimtab.engine.chat.media_ahead import audio_ahead, images_ahead
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, request_bytes, sound_bytes
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.job import Job
+from trimtab.serve.contract.log import drop_tracebacks, write_traceback
 from trimtab.serve.grammar.constraint import Grammar
 from trimtab.serve.scheduling.compiling import Compiling
 from trimtab.serve.scheduling.media_pool import MediaPool
-from trimtab.serve.scheduling.preparing import Preparing
+from trimtab.serve.scheduling.queue import FairPool, Turn, Work, settle
+from trimtab.serve.scheduling.scheduler import MistakeError
 from trimtab.serve.worker.answer import Reading, error_on_host, is_chat, template_kwargs
 
 # Characters per token of the context: shorter texts may well fit, and are tokenized once; of longer ones parts of these sizes are
@@ -46,6 +57,8 @@ FREE, PARTS = 16, (4, 16, 64)
 MARGIN = 2
 # What the processor is shown when the engine starts, and how long an image waits for that.
 LEARN_SIDE, LEARN_S = 64, 10.0
+# A text of more characters waits with the media.
+SHORT_CHARACTERS = 32_768
 
 
 @dataclass(frozen=True)
@@ -328,3 +341,208 @@ def _texts(job: Job) -> Iterator[str]:
             yield content
         else:
             yield from (part["text"] for part in content or () if part["type"] == "text")
+
+
+_installing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a processor calls the processor of its media. name: of the argument with them, None without one. is_nested: whether the
+    media of its one text are in a separate list."""
+
+    name: str | None
+    is_nested: bool
+    options: dict[str, object]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """media: weak references, so that media dropped with their request are dropped here."""
+
+    media: tuple[weakref.ref[object], ...]
+    call: _Call
+    output: object
+
+
+class MediaAhead:
+    """Replaces an image processor or a feature extractor, with all of its attributes. names: of its argument with
+    media. kind: of each of them."""
+
+    def __init__(self, real: Callable[..., object], names: Sequence[str], kind: type) -> None:
+        self._real, self._names, self._kind = real, names, kind
+        self._call: _Call | None = None
+        # By the identity of the first of them.
+        self._prepared: dict[int, _Prepared] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        name = next((name for name in self._names if name in kwargs), None)
+        given = kwargs[name] if name else args[0] if args else None
+        call, media = self._call_of(given, name, args, kwargs), self._flat(given)
+        if call is None or not media:
+            return self._real(*args, **kwargs)
+        self._call = call
+        prepared = self._prepared.pop(id(media[0]), None)
+        if prepared is not None and prepared.call == call and _are_same(prepared.media, media):
+            return prepared.output
+        return self._real(*args, **kwargs)
+
+    def prepare(self, media: Sequence[object]) -> None:
+        """Prepare the media of one prompt now. Nothing is raised: an error is raised where the result is needed."""
+        call = self._call
+        if call is None or not media:
+            return
+        given = [list(media)] if call.is_nested else list(media)
+        with suppress(Exception):
+            named = {call.name: given} if call.name else {}
+            output = self._real(*(() if named else (given,)), **named, **call.options)
+            key = id(media[0])
+            first = weakref.ref(media[0], lambda _: self._prepared.pop(key, None))
+            self._prepared[key] = _Prepared((first, *map(weakref.ref, media[1:])), call, output)
+
+    def _call_of(self, given: object, name: str | None, args: tuple[object, ...], kwargs: dict[str, object]) -> _Call | None:
+        """Return how a call was made, None for one that cannot be repeated with other media."""
+        is_nested = isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], (list, tuple))
+        options = {key: value for key, value in kwargs.items() if key != name}
+        return None if len(args) > (name is None) else _Call(name, is_nested, options)
+
+    def _flat(self, given: Any) -> list[object]:
+        """Return the media of a call; none if something else is among them, or they belong to several texts."""
+        if isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], (list, tuple)):
+            given = given[0]
+        is_plain = isinstance(given, (list, tuple)) and all(isinstance(one, self._kind) for one in given)
+        return list(given) if is_plain else []
+
+
+# The part of a processor -> the name of its argument, and the form of each medium.
+_PARTS: dict[str, tuple[tuple[str, ...], type]] = {
+    "image_processor": (("images",), Image.Image),
+    "feature_extractor": (("raw_speech", "audio"), np.ndarray),
+}
+
+
+def images_ahead(processor: object) -> MediaAhead | None:
+    """Return the object that prepares images for a processor ahead of its prompts, made the first time; None without images."""
+    return _ahead(processor, "image_processor")
+
+
+def audio_ahead(processor: object) -> MediaAhead | None:
+    """Return the object that prepares audio for a processor ahead of its prompts, made the first time; None without audio."""
+    return _ahead(processor, "feature_extractor")
+
+
+def _ahead(processor: object, part: str) -> MediaAhead | None:
+    with _installing:
+        preprocessor = vars(processor).get(part)
+        if preprocessor is None or isinstance(preprocessor, MediaAhead):
+            return preprocessor
+        ahead = MediaAhead(preprocessor, *_PARTS[part])
+        setattr(processor, part, ahead)
+        return ahead
+
+
+def _are_same(first: Sequence[weakref.ref[object]], second: Sequence[object]) -> bool:
+    return len(first) == len(second) and all(one() is other for one, other in zip(first, second, strict=True))
+
+
+@dataclass(eq=False)
+class _Prompt(Work):
+    """prompt: the job until its inputs are made. pass_on: called with the inputs of decoded media."""
+
+    prompt: list[Job]
+    is_short: bool
+    pass_on: Callable[[Any], None] | None = None
+
+
+class Preparing(FairPool[_Prompt]):
+    """The thread. prepare: job -> its inputs; its exception becomes the future's. media: decodes images and audio first (None:
+    prepare does)."""
+
+    def __init__(self, prepare: Callable[[Job], Any], media: MediaPool | None = None) -> None:
+        super().__init__("trimtab-prepare", 1)
+        self._prepare, self._media = prepare, media
+        self._first: Callable[[], None] | None = None
+
+    def start(self, first: Callable[[], None]) -> None:
+        """Start the thread. first: called before any prompt; if that fails, prompts are prepared nevertheless."""
+        self._first = first
+        with self.changed:
+            self._start_thread()
+
+    def submit(self, job: Job) -> Future[Any]:
+        """Return the inputs to be; cancelling them is enough to forget the job."""
+        future: Future[Any] = Future()
+        try:
+            if self._media is not None and has_media(job.prompt):
+                self._media.submit(job, future, lambda decoded, pass_on: self.put_prompt(decoded, future, pass_on))
+            else:
+                self.put_prompt(job, future)
+        except RuntimeError as exc:  # the system starts no thread: this prompt's problem alone
+            future.set_exception(MistakeError(write_traceback(exc, "preparing a prompt")))
+        return future
+
+    def put_prompt(self, job: Job, future: Future[Any], pass_on: Callable[[Any], None] | None = None) -> None:
+        """Let a prompt wait. pass_on: of one whose media were decoded; it has been running since."""
+        self.put(_Prompt(Turn(job.sender), future, [job], is_short(job.prompt), pass_on))
+
+    def choose(self) -> _Prompt | None:
+        return min(self.turns.in_turn(), key=lambda one: not one.is_short, default=None)
+
+    def _run(self) -> None:
+        try:
+            if self._first is not None:
+                self._first()
+        except BaseException as exc:
+            # A panic of a library in Rust too: without this thread every later prompt would wait indefinitely.
+            write_traceback(exc, "before the first prompt")
+        super()._run()
+
+    def do(self, work: _Prompt) -> None:
+        # A job with media has been running since it was decoded.
+        if work.pass_on is not None or work.future.set_running_or_notify_cancel():
+            settle(work.future, lambda: self._inputs(work), is_running=True)
+
+    def _inputs(self, work: _Prompt) -> Any:
+        inputs = None
+        try:
+            inputs = self._prepare(work.prompt.pop())
+        except BaseException as exc:
+            drop_tracebacks(exc)  # its frames have the media, whose memory is about to count as free
+            raise
+        finally:
+            if work.pass_on is not None:
+                self._pass_on(work.pass_on, inputs)
+        return inputs
+
+    def _pass_on(self, pass_on: Callable[[Any], None], inputs: Any) -> None:
+        try:
+            pass_on(inputs)
+        except BaseException as exc:
+            raise MistakeError(write_traceback(exc, "counting the memory of images and audio")) from None
+
+
+def has_media(prompt: Any) -> bool:
+    """Whether a prompt is messages with images or audio."""
+    return isinstance(prompt, list) and any(
+        part["type"] != "text" for message in prompt if isinstance(message, dict) for part in _parts(message)
+    )
+
+
+def is_short(prompt: Any) -> bool:
+    """Whether a prompt has no media and little text."""
+    if isinstance(prompt, dict):
+        return len(prompt["text"]) <= SHORT_CHARACTERS
+    if isinstance(prompt, str):
+        return len(prompt) <= SHORT_CHARACTERS
+    if has_media(prompt):
+        return False
+    count = sum(len(part["text"]) for message in prompt if isinstance(message, dict) for part in _parts(message))
+    return count <= SHORT_CHARACTERS
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
