@@ -3,8 +3,9 @@
     python tools/mutants.py planning --count 60         # needs cosmic-ray and coverage: `make mutants` makes their environment
 
 A mutant is one change by cosmic-ray (another operator, number or condition). Its tests are those of the room that execute the line,
-the quickest first, up to a minute; it is found when one fails or hangs. Each result is saved at once: the command goes on where it
-was stopped. The score and the mutants that no test finds go to bench/results/mutants.json. Works in a copy of the committed tree.
+the quickest first, up to a minute; it is found when one fails or hangs. The tests chosen for a file's mutants run first without
+one: those that fail then judge no mutant of it; they are printed and saved. Each result is saved at once: the command goes on
+where it was stopped. The score and the mutants that no test finds go to bench/results/mutants.json. Works in a copy of the committed tree.
 """
 
 from __future__ import annotations
@@ -118,6 +119,31 @@ def chosen(mutant: Mutant, lines: dict[tuple[str, int], set[str]], seconds: dict
     return tests
 
 
+def ran(tree: Path, tests: list[str], *options: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[bytes]:
+    """Run tests. Errors: SystemExit where pytest itself fails; TimeoutExpired."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests]
+    found = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, timeout=timeout_s, check=False)
+    if found.returncode not in (0, 1, 2, 4):  # 2 and 4: a module cannot be imported
+        raise SystemExit(f"pytest ended with {found.returncode}: {found.stdout[-500:].decode(errors='replace')}")
+    return found
+
+
+def failing(tree: Path, tests: list[str]) -> list[str]:
+    """Return those of the tests, as `chosen` names them, that fail in this order without a mutant. The tree has none."""
+    found = ran(tree, tests, "-rfE") if tests else None
+    if found is None or not found.returncode:
+        return []
+    said = found.stdout.decode(errors="replace").splitlines()
+    named = {line.split(" ")[1].partition("[")[0] for line in said if line.startswith(("FAILED ", "ERROR "))}
+    # One that cannot be imported is named by its file.
+    failed = [test for test in tests if {test, test.partition("::")[0]} & named]
+    if not failed:
+        raise SystemExit(f"pytest ended with {found.returncode}: {found.stdout[-500:].decode(errors='replace')}")
+    if found.returncode != 1:  # then no other test ran
+        failed += failing(tree, [test for test in tests if test not in failed])
+    return failed
+
+
 def outcome(tree: Path, mutant: Mutant, tests: list[str]) -> dict[str, object]:
     """Apply a mutant, run its tests, and put the file back."""
     path = tree / mutant.file
@@ -133,14 +159,11 @@ def outcome(tree: Path, mutant: Mutant, tests: list[str]) -> dict[str, object]:
         said: dict[str, object] = {"line": number, "old": old.strip(), "new": new.strip(), "tests": len(tests)}
         if not tests:
             return said | {"outcome": "not reached"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         try:
-            ran = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, timeout=MOST_MUTANT_S, check=False)
+            found = ran(tree, tests, "-x", timeout_s=MOST_MUTANT_S)
         except subprocess.TimeoutExpired:
             return said | {"outcome": "hangs"}
-        if ran.returncode not in (0, 1, 2):  # 2: a module that cannot be imported any more
-            raise SystemExit(f"{mutant.name}: pytest ended with {ran.returncode}: {ran.stdout[-500:].decode(errors='replace')}")
-        return said | {"outcome": "found" if ran.returncode else "survives"}
+        return said | {"outcome": "found" if found.returncode else "survives"}
     finally:
         path.write_text(before)
 
@@ -151,7 +174,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    folder, tests = ROOMS[given.room]
+    folder, tests_folders = ROOMS[given.room]
     tree = WORK / "tree"
     if not tree.exists():
         subprocess.run(["git", "clone", "-q", "--local", ROOT, tree], check=True)
@@ -161,17 +184,25 @@ def main() -> None:
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     room = kept.setdefault(given.room, {"seed": given.seed, "mutants": {}})
     assert room["seed"] == given.seed, f"{RESULT} has mutants of seed {room['seed']}"
-    lines, seconds = reached(tree, folder, tests)
+    lines, seconds = reached(tree, folder, tests_folders)
     mutants = sample(tree, folder, given.count, given.seed)
-    for number, mutant in enumerate(mutants, 1):
-        if mutant.name not in room["mutants"]:
-            start = time.monotonic()
-            room["mutants"][mutant.name] = outcome(tree, mutant, chosen(mutant, lines, seconds))
-            found = [one["outcome"] for one in room["mutants"].values()]
-            room["score"] = round(sum(one in ("found", "hangs") for one in found) / len(found), 3)
-            RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-            said = room["mutants"][mutant.name]["outcome"]
-            print(f"{number}/{len(mutants)} {said:12} {time.monotonic() - start:5.1f} s  {mutant.name}", flush=True)
+    left = [mutant for mutant in mutants if mutant.name not in room["mutants"]]
+    tests_of = {mutant: chosen(mutant, lines, seconds) for mutant in left}
+    useless: dict[str, list[str]] = {}
+    for number, mutant in enumerate(left, 1 + len(mutants) - len(left)):
+        start = time.monotonic()
+        if mutant.file not in useless:
+            of_file = dict.fromkeys(test for other in left if other.file == mutant.file for test in tests_of[other])
+            useless[mutant.file] = room.setdefault("fail_unmutated", {})[mutant.file] = failing(tree, list(of_file))
+            for test in useless[mutant.file]:
+                print(f"fails without a mutant of {mutant.file}: {test}", flush=True)
+        tests = [test for test in tests_of[mutant] if test not in useless[mutant.file]]
+        room["mutants"][mutant.name] = outcome(tree, mutant, tests)
+        found = [one["outcome"] for one in room["mutants"].values()]
+        room["score"] = round(sum(one in ("found", "hangs") for one in found) / len(found), 3)
+        RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        said = room["mutants"][mutant.name]["outcome"]
+        print(f"{number}/{len(mutants)} {said:12} {time.monotonic() - start:5.1f} s  {mutant.name}", flush=True)
     print(f"{given.room}: {room['score']:.0%} of {len(room['mutants'])} are found")
 
 
