@@ -28,14 +28,17 @@ CASES = "26b-a4b:nf4-dq,qwen3-30b-a3b:nf4-dq,26b-a4b:nf4-dq:8,26b-a4b:stock,26b-
 RANK = 8
 
 
-def prepare(size: str, work: Path) -> Path:
+def prepare(size: str, work: Path, layers: int | None = None) -> Path:
     """Make a checkpoint with a tokenizer, and two adapters: on linears, and on experts too."""
     from bench import checkpoints, voices
 
-    folder, adapters = work / f"{size}-experts", work / f"{size}-experts-r8"
+    folder = work / f"{size}-experts-{layers or 'all'}"
+    adapters = folder / "r8"
     if (adapters / "experts" / "adapter_config.json").exists():
         return folder
-    checkpoints.write_checkpoint(size, folder, device=DEVICE, packed=True)
+    config = checkpoints.config_of(size)
+    config = config if layers is None else checkpoints.first_layers(config, layers)
+    checkpoints.write_checkpoint(size, folder, device=DEVICE, packed=True, config=config)
     voices.give(folder)
     checkpoints.write_adapter(folder, adapters / "linears", RANK, size=size)
     _write_expert_adapter(size, folder, adapters)
@@ -68,12 +71,13 @@ def _write_expert_adapter(size: str, folder: Path, adapters: Path) -> None:
     (adapters / "experts" / "adapter_config.json").write_text(json.dumps(config))
 
 
-def run(size: str, experts: str, card_gib: float | None, work: Path) -> dict[str, Any]:
+def run(size: str, experts: str, card_gib: float | None, work: Path, layers: int | None) -> dict[str, Any]:
     import torch
 
     import trimtab
 
-    folder, adapters = prepare(size, work), work / f"{size}-experts-r8"
+    folder = prepare(size, work, layers)
+    adapters = folder / "r8"
     rows = 8 if card_gib is None else 1
     named = {"linears": adapters / "linears"} | {f"e{number}": adapters / "experts" for number in range(rows)}
     start = time.perf_counter()
@@ -119,7 +123,7 @@ def run(size: str, experts: str, card_gib: float | None, work: Path) -> dict[str
     return found
 
 
-def run_stock(size: str, work: Path) -> dict[str, Any]:
+def run_stock(size: str, work: Path, layers: int | None) -> dict[str, Any]:
     """transformers and PEFT as their pages show them, experts in 16 bits."""
     import torch
     import transformers
@@ -127,9 +131,9 @@ def run_stock(size: str, work: Path) -> dict[str, Any]:
 
     from bench.checkpoints import CLASSES
 
-    folder = prepare(size, work)
+    folder = prepare(size, work, layers)
     base = getattr(transformers, CLASSES[size]).from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE)
-    model = PeftModel.from_pretrained(base, work / f"{size}-experts-r8" / "linears").eval()
+    model = PeftModel.from_pretrained(base, folder / "r8" / "linears").eval()
     asks = prompts(1)
 
     def once(tokens: int) -> float:
@@ -159,14 +163,16 @@ def main() -> None:
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--timeout-s", type=float, default=300)
     parser.add_argument("--total-s", type=float, default=36000, help="no case begins when 40 s of this are left")
+    parser.add_argument("--layers", type=int, help="of the models' first layers alone")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         size, experts, *card = given.one.split(":")
-        made = run_stock(size, given.work) if experts == "stock" else run(
-            size, experts, float(card[0]) if card else None, given.work
-        )  # fmt: skip
-        print("ROW " + json.dumps({"case": given.one} | made), flush=True)
+        if experts == "stock":
+            made = run_stock(size, given.work, given.layers)
+        else:
+            made = run(size, experts, float(card[0]) if card else None, given.work, given.layers)
+        print("ROW " + json.dumps({"case": given.one, "layers": given.layers} | made), flush=True)
         return
     end = time.monotonic() + given.total_s
     rows: list[dict[str, Any]] = json.loads(given.save.read_text())["rows"] if given.save and given.save.exists() else []
@@ -174,18 +180,21 @@ def main() -> None:
     left_out = []
     for case in given.cases.split(","):
         left_s = end - time.monotonic()
-        if any(row["case"] == case for row in rows):
+        if any((row["case"], row["layers"]) == (case, given.layers) for row in rows):
             continue
         if left_s < 40:
             left_out.append(case)
             continue
         command = [sys.executable, "-m", "bench.experts", "--work", str(given.work), "--one", case]
+        command += [] if given.layers is None else ["--layers", str(given.layers)]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=min(given.timeout_s, left_s - 5))
             lines = [line for line in ran.stdout.splitlines() if line.startswith("ROW ")]
-            rows.append(json.loads(lines[-1][4:]) if lines else {"case": case, "error": ran.stderr.strip()[-1500:]})
+            rows.append(
+                json.loads(lines[-1][4:]) if lines else {"case": case, "layers": given.layers, "error": ran.stderr.strip()[-1500:]}
+            )
         except subprocess.TimeoutExpired:
-            rows.append({"case": case, "error": "no time left"})
+            rows.append({"case": case, "layers": given.layers, "error": "no time left"})
         print(json.dumps(rows[-1])[:1800], flush=True)
         if given.save:
             given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
