@@ -1,7 +1,7 @@
 """LoRA of a prompt inside its layers' products: [x | v] times [W | B] with a longer inner dimension, and no pass over the output.
 
-    columns = choose(model, kernels, fall_back)                # over weights that a product unpacks; None where it is not possible,
-    columns = choose_kept(model, kernels, groups, fall_back)   # not right or not faster. Over weights that the plan keeps unpacked
+    columns = choose(model, kernels, fall_back)                # over weights that a product unpacks
+    columns = choose_kept(model, kernels, groups, fall_back)   # over weights that the plan keeps unpacked
     columns.matmul()                                           # a line of a MatmulTable: base and adapter in one product
 
 v = scale * (A x) is computed in float32. v and B enter the product as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v)
