@@ -86,8 +86,9 @@ def family_table() -> str:
         row = rows.get(MEASURED.get(name, ""))
         speed = "-" if row is None else f"{row['tok_s']:.0f} ({row['model']})"
         text = f"captured modules: {why}" if why is not None else "own kernels"
-        if why is None and any(layer.gate is None for layer in families.describe(model).layers):
-            text += ", the MLP as its module"
+        layers = [] if why is not None else families.describe(model).layers
+        if any(layer.experts is not None and not layer.experts.has_mixture for layer in layers):
+            text += ", experts by their module"
         lines.append((label, f"`{type(model.get_decoder()).__name__}`", text, speed))
     return (
         "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

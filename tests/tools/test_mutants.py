@@ -2,7 +2,17 @@
 
 from tools import mutants
 
-SEES = "import pytest\n\n\ndef test_right():\n    pass\n\n\n@pytest.mark.parametrize('x', [1, 2])\ndef test_wrong(x):\n    assert x == 1\n"
+SEES = """import pytest
+
+
+def test_right():
+    pass
+
+
+@pytest.mark.parametrize('x', [1, 2])
+def test_wrong(x):
+    assert x == 1
+"""
 
 
 def test_tests_that_fail_or_cannot_be_imported_without_a_mutant_are_named(tmp_path):

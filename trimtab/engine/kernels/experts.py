@@ -230,7 +230,7 @@ def experts(
 
 
 def _many(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, launch: Callable[..., None]) -> Tensor:
-    """Do what `experts` does for the tokens of a prompt: [n K, D] float32 and [n K, I] are in memory meanwhile."""
+    """Do what `experts` does for the tokens of a prompt: it allocates [n K, D] float32 and [n K, I]."""
     (n, chosen), (count, _, width), inner = index.shape, mixture.gate_up.shape, mixture.down.shape[2]
     pairs, tiles = n * chosen, n * chosen // _TILE + min(count, n * chosen)
     order, first = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (pairs, count + 1))

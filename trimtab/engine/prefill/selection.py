@@ -35,7 +35,7 @@ def layers_of(
 
 
 def knows_padding(prompts: Passes) -> bool:
-    """Whether padding behind a prompt leaves recurrent states as they are: a step's kernels are told of it, modules are not."""
+    """Whether padding behind a prompt leaves recurrent states as they are: a step's kernels receive the count, modules do not."""
     if not prompts.is_recurrent:
         return True
     prompts.chunk_forward()  # the cache's layers are known from then on, and the step gives states memory
