@@ -5,7 +5,8 @@
 A mutant is one change by cosmic-ray (another operator, number or condition). Its tests are those of the room that execute the line,
 the quickest first, up to a minute; it is found when one fails or hangs. The tests chosen for a file's mutants run first without
 one: those that fail then judge no mutant of it; they are printed and saved. Each result is saved at once: the command goes on
-where it was stopped. The score and the mutants that no test finds go to bench/results/mutants.json. Works in a copy of the committed tree.
+where it was stopped. The score and the mutants that no test finds go to bench/results/mutants.json. Works in a copy of the
+committed tree.
 """
 
 from __future__ import annotations

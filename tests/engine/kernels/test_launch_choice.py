@@ -16,6 +16,7 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import selfcheck
 from trimtab.engine.kernels.device_kernels import DeviceKernels, Product
 from trimtab.errors import DeviceError
 
@@ -210,11 +211,11 @@ def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
             return 0.02 * runs.count("call")
 
     graph = SimpleNamespace(replay=lambda: None)
-    monkeypatch.setattr(tuning, "GraphCache", {object: lambda: SimpleNamespace(record=lambda side, run: (graph, run()))})
-    monkeypatch.setattr(tuning, "side_stream", nullcontext)
+    monkeypatch.setattr(selfcheck, "GraphCache", {object: lambda: SimpleNamespace(record=lambda side, run: (graph, run()))})
+    monkeypatch.setattr(selfcheck, "side_stream", nullcontext)
     for name, stand_in in {"device": nullcontext, "synchronize": lambda: None, "Event": lambda **_: Event()}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     device = torch.device("cuda", 0)
     # One call before the capture, and four in the graph: five took 0.1 ms.
-    assert tuning.graph_us(lambda: runs.append("call"), device, calls=4) == pytest.approx(100 / 4)
+    assert selfcheck.graph_us(lambda: runs.append("call"), device, calls=4) == pytest.approx(100 / 4)
     assert runs.count("call") == 5 and runs.count("event") == 6

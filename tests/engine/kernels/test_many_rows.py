@@ -10,9 +10,9 @@ from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import rows as cpu_module
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize
-from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import selfcheck
 from trimtab.engine.kernels.selfcheck import relative_error
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
@@ -107,11 +107,11 @@ def test_blocks_have_as_many_items_as_each_other_and_every_item_is_one_blocks(mu
 
 def test_a_way_that_seems_slower_is_timed_again(monkeypatch):
     times = iter([5.0, 4.0, 3.0, 4.5])
-    monkeypatch.setattr(tuning, "graph_us", lambda run, device, *, calls: next(times))
-    assert tuning.pair_us(None, None) == (3.0, 4.0)
+    monkeypatch.setattr(selfcheck, "graph_us", lambda run, device, *, calls: next(times))
+    assert selfcheck.pair_us(None, None) == (3.0, 4.0)
     count = []
-    monkeypatch.setattr(tuning, "graph_us", lambda run, device, *, calls: count.append(run) or (6.0 if run == "ours" else 4.0))
-    assert tuning.pair_us("ours", "theirs") == (6.0, 4.0) and count == ["ours", "theirs"] * 4
+    monkeypatch.setattr(selfcheck, "graph_us", lambda run, device, *, calls: count.append(run) or (6.0 if run == "ours" else 4.0))
+    assert selfcheck.pair_us("ours", "theirs") == (6.0, 4.0) and count == ["ours", "theirs"] * 4
 
 
 @on_cpu

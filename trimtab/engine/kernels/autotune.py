@@ -21,8 +21,6 @@ from torch import Tensor
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.cuda.capture_stream import side_stream
-from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
 from trimtab.engine.cuda.nvrtc import Job
 from trimtab.engine.formats import ggml, mobile
@@ -35,13 +33,14 @@ from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
-from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.engine.kernels.selfcheck import graph_us, pair_us, relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.formats.record import GGML_BLOCKS, NESTED_BLOCK, StoredFormat, stored_format
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "compile_tried", "graph_us", "jobs", "keep_tuned",
+    "pair_us",
     "relative_error", "stock_us", "tune", "why_not_cut",
 ]  # fmt: skip
 
@@ -418,44 +417,3 @@ def keep_tuned(module: nvrtc.Module) -> None:
 def releases() -> dict[str, str]:
     """Return the releases and the card of a measurement."""
     return {"torch": str(torch.__version__), "driver": str(nvrtc.driver_version())}
-
-
-def graph_us(run: Callable[[], object], device: torch.device | None = None, *, repeat: int = 3, calls: int = 1) -> float:
-    """Return the microseconds of the work that `run` queues, inside a CUDA graph, where launching costs next to nothing: the
-    shortest of a few replays of this many calls. device: None takes the current one."""
-    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-
-    def several() -> None:
-        for _ in range(calls):
-            run()
-
-    with torch.cuda.device(device):
-        run()
-        torch.cuda.synchronize()
-        # Not torch.cuda.graph: that collects garbage first, which takes longer than all the rest.
-        with side_stream(device) as side:
-            graph, _ = GraphCache[object]().record(side, several)
-        graph.replay()
-        times = []
-        for _ in range(repeat):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000)
-    return min(times) / calls
-
-
-def pair_us(
-    ours: Callable[[], object], theirs: Callable[[], object], device: torch.device | None = None, *, calls: int = 1,
-    most: int = 4,
-) -> tuple[float, float]:  # fmt: skip
-    """Return the microseconds of two ways. Where the first is no faster, both are measured again, up to `most` times, and the
-    shortest times count: another program on the card can only lengthen them. Of two equal ways the first mostly wins."""
-    own = other = float("inf")
-    for _ in range(most):
-        own, other = min(own, graph_us(ours, device, calls=calls)), min(other, graph_us(theirs, device, calls=calls))
-        if own < other:
-            break
-    return own, other

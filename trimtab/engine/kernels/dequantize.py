@@ -27,6 +27,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
+from trimtab.engine.kernels.selfcheck import pair_us
 from trimtab.engine.layers.embedding import GatheredTable, PackedTable
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
@@ -499,7 +500,5 @@ def why_slower(
     chosen: PromptKernels, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
 ) -> str | None:  # fmt: skip
     """Return how much slower ours is on this card, None if it is faster. The times are recorded."""
-    from trimtab.engine.kernels.autotune import pair_us
-
     own, other = chosen.measured_us[name] = pair_us(ours, theirs, device)
     return None if own < other else f"{own:.1f} us against {other:.1f}"

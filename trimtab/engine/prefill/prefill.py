@@ -375,9 +375,8 @@ class PrefillRunner:
 
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
         store, steps = self.model.adapter_store, self.batch.steps
-        if not self.captures or store.changes_experts():
-            return False
-        if store.packs_experts and (steps.kernels.experts is None or steps.fused_step() is None):
+        is_read_here = store.packs_experts and (steps.kernels.experts is None or steps.fused_step() is None)
+        if not self.captures or store.changes_experts() or is_read_here:
             return False
         if self.model.plan.request.batch_invariant:
             return True
