@@ -11,6 +11,7 @@ mkdir -p "$state" "$folder"
 [ -e "$carried/round.tgz" ] && [ ! -e "$state/steps.txt" ] && tar xzf "$carried/round.tgz" --no-same-owner -C "$state"
 export XDG_CACHE_HOME=$state/cache  # of launch configurations that were tuned; the rest of it is made again
 compgen -G "$carried/*.whl" > /dev/null && . tools/gpu_setup.sh "$carried"
+${PYTHON:-python3} -c "import bench.families, bench.load, peft, pytest, trimtab.cli.main, trimtab.serve.http.app" || exit 2  # what lacks, before minutes are spent
 [ -e "$carried/outsider.py" ] && export OUTSIDER=$carried/outsider.py
 [ -d "$carried/llama" ] && export LLAMA=$carried/llama
 STEPS=${STEPS:-round} bash tools/gpu_all.sh "$state" $((seconds - 15 - ($(date +%s) - begun)))
