@@ -252,6 +252,20 @@ _OTHERS = {
             final_logit_softcapping=2.0,
         ),
     ),
+    "gemma": ("GemmaForCausalLM", partial(_text, "Gemma", tie_word_embeddings=True)),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        partial(
+            _text,
+            "Qwen2Moe",
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=WIDTH,
+            shared_expert_intermediate_size=WIDTH,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+        ),
+    ),
     "ministral3": ("Ministral3ForCausalLM", partial(_text, "Ministral3", rope_parameters=_GROWING)),
     "phi3": (
         "Phi3ForCausalLM",

@@ -70,7 +70,8 @@ class ModuleRow:
     the checkpoint's files hold its quantized weight, or its quantized table (`formats/record.py`); None if the files hold it
     unquantized. Of experts: is_transposed: the stacks are [E, D_in, D_out]; is_interleaved: gate and up take turns in the outputs;
     takes_lora: their forward is known (`engine/lora/experts.py`); made: the format in which loading packs each expert, None if
-    they stay as they are in the files (`TensorRow.stored`).
+    they stay as they are in the files (`TensorRow.stored`). chosen: how many of them a token
+    uses, 0 where the config does not say.
     """
 
     module_path: str
@@ -90,6 +91,7 @@ class ModuleRow:
     is_interleaved: bool = False
     takes_lora: bool = False
     made: str | None = None
+    chosen: int = 0
 
     @cached_property
     def weight(self) -> TensorRow | None:

@@ -8,7 +8,8 @@ rows of a table then stay in the checkpoint file. `search.py` finds the cheapest
 Where a CPU computes, a product reads its weight at the rate that was measured for its form and type: 4-bit weights that the plan
 keeps unpacked in the model's dtype, others as bitsandbytes unpacks them. Every linear layer takes operations other than its product
 (norms, attention, adapters, Python); a head that is tied to a table is read whole. Measured within a factor of two
-(bench/results/cpu_predictions.json). Not counted: attention over long contexts, and that a step reads only some experts.
+(bench/results/cpu_predictions.json). Not counted: attention over long contexts, and that
+a step on a CPU reads only some experts.
 
 Pure: the same anatomy, request, machine and rates give the same plan.
 """

@@ -36,9 +36,10 @@ def step_work(
             other_s += choice.step_s
             continue
         copied = block.movable_bytes if choice.tier == "stream" else 0
-        device, link = device + block.movable_bytes + (0 if reads_packed else block.widened_bytes), link + copied
+        own = block.read_bytes(rows)
+        device, link = device + own + (0 if reads_packed else block.widened_bytes), link + copied
         other_s += choice.step_s if choice.tier == "disk" else 0.0
-        one = BlockWork(block.movable_bytes, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())
+        one = BlockWork(own, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())
         (first if block.part == "language" and not is_layer else after).append(one)
     head = head_bytes(anatomy)
     tied = {path for row in head_rows(anatomy) for path in [row.weight and row.weight.tied_to] if path}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -28,8 +29,8 @@ def layer():
     return Qwen3_5GatedDeltaNet(config, 0).requires_grad_(False).eval()
 
 
-def ours(layer, x, conv, state, *, tokens, count=None, live=None):
-    """x [R T, D] through the layer's linears and the delta rule."""
+def ours(layer, x, conv, state, *, tokens, count=None, live=None, module=None):
+    """x [R T, D] through the layer's linears and the delta rule. module: the kernels, None for torch."""
     weights = DeltaWeights(layer.conv1d.weight[:, 0], layer.A_log, layer.dt_bias, layer.norm.weight, layer.norm.variance_epsilon)
     out = torch.full((len(x), 256), math.nan, dtype=x.dtype)
     numbers = [None if one is None else torch.tensor([one], dtype=torch.int32) for one in (count, live)]
@@ -37,7 +38,7 @@ def ours(layer, x, conv, state, *, tokens, count=None, live=None):
     linears = layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
     delta_rule.delta_net(
         tuple(linear(x) for linear in linears), SHAPE, weights, conv, state, buffers, out, tokens=tokens, count=numbers[0],
-        live=numbers[1],
+        live=numbers[1], module=module,
     )  # fmt: skip
     return layer.out_proj(out)
 
@@ -69,6 +70,24 @@ def test_a_row_without_a_state_keeps_what_is_there(layer):
     ours(module, x[:1], *alone, tokens=1)
     for found, wanted in ((conv[:1], alone[0]), (state[:1], alone[1])):
         assert (found - wanted).norm() < 1e-5 * wanted.norm()
+
+
+@on_cpu
+@pytest.mark.parametrize("rows", [9, 33, 64])
+def test_steps_of_many_rows_are_the_modules_own_pass(layer, rows):
+    """Rows of unlike states, one of which leaves: the last row takes its place and goes on with its own state."""
+    module, kernels = layer.to(torch.bfloat16), run.CpuModule(
+        delta_rule.source(), delta_rule.NAMES, options=delta_rule.options(SHAPE, torch.bfloat16)
+    )  # fmt: skip
+    x = torch.randn(rows, 4, 64, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
+    conv, state = torch.zeros(rows, SHAPE.channels, 4, dtype=torch.bfloat16), torch.zeros(rows, 4, 32, 64)
+    found = torch.stack([ours(module, x[:, at], conv, state, tokens=1, live=rows, module=kernels) for at in range(3)], dim=1)
+    order = [rows - 1, *range(1, rows - 1)]  # row 0 leaves
+    conv[0], state[0] = conv[-1], state[-1]
+    last = ours(module, x[order, 3], conv[:-1], state[:-1], tokens=1, live=rows - 1, module=kernels)
+    wanted = copy.deepcopy(module).double()(x.double())
+    for made, exact in ((found, wanted[:, :3]), (last, wanted[order, 3])):
+        assert (made.double() - exact).norm() < 2e-2 * exact.norm()
 
 
 @on_cpu

@@ -96,6 +96,17 @@ def test_fused_experts_move_unquantized():
     assert found.movable_bytes == packed_bytes((64, 64), "nf4-dq", "bfloat16") + 4 * 3 * 64 * 64 * 2
 
 
+def test_a_step_reads_the_experts_that_its_tokens_chose():
+    """Two of four, each as likely: one row reads half of them, two three quarters; where the config does not say how many, all."""
+    anatomy, path = small([(64, 64)], experts=4), "model.language_model.layers.0"
+    rows = tuple(replace(row, chosen=2) if row.kind == "experts" else row for row in anatomy.rows)
+    every, found = block(anatomy, path, "none"), block(replace(anatomy, rows=rows), path, "none")
+    stacks = 4 * 3 * 64 * 64 * 2
+    assert found.movable_bytes == every.movable_bytes == every.read_bytes(1) and found.expert_bytes == stacks
+    assert [found.movable_bytes - found.read_bytes(count) for count in (1, 2, 3)] == [stacks // 2, stacks // 4, stacks // 8]
+    assert every.flops_per_token - found.flops_per_token == stacks // 2
+
+
 def test_a_bias_stays_on_the_device():
     bias = TensorRow("lin.bias", (8,), "bfloat16", False, ("lin.bias",))
     weight = TensorRow("lin.weight", (8, 4), "bfloat16", False, ("lin.weight",))

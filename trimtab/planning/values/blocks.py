@@ -77,7 +77,8 @@ class Block:
     loading packs. flops_per_token: multiply-adds per row. row_bytes: one row of a table, 0 for other blocks.
     is_in_file: whether a table's rows can be read from the checkpoint: its tensors are there as they are computed with. pieces: the
     leaves of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
-    a pass writes and reads again for weights that are stored in 16 bits and used in float32.
+    a pass writes and reads again for weights that are stored in 16 bits and used in float32. expert_bytes: of stacked experts, of
+    which a token uses expert_share.
     """
 
     block_path: str
@@ -100,6 +101,12 @@ class Block:
     pieces: tuple[tuple[str, ...], ...] = ()
     piece_bytes: tuple[int, ...] = ()
     widened_bytes: int = 0
+    expert_bytes: int = 0
+    expert_share: float = 1.0
+
+    def read_bytes(self, rows: int) -> int:
+        """Return the bytes that a step of `rows` rows reads, where each token's experts are any of them as likely."""
+        return self.movable_bytes - int(self.expert_bytes * (1 - self.expert_share) ** rows)
 
     @property
     def is_table(self) -> bool:
@@ -182,6 +189,8 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
     piece_bytes = [0] * len(pieces)
     for leaf in leaves:
         piece_bytes[places[leaf.module_path]] += buffer_bytes(leaf.parts)
+    share = min((row.chosen / row.stacks[0].shape[0] for row in rows if row.chosen and row.stacks), default=1.0)
+    stacked = [leaf for leaf in leaves if len(leaf.shape) == 3]
     return Block(
         block_path=path, part=part,
         movable_bytes=sum(leaf.nbytes for leaf in leaves), fixed_bytes=sum(tensor.nbytes for tensor in fixed),
@@ -194,11 +203,12 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
         load_transient_bytes=max((leaf.load_transient_bytes for leaf in leaves), default=0),
         dense_bytes=sum(leaf.dense_bytes for leaf in leaves if leaf.packs),
         paid=_paid(path, part),
-        flops_per_token=0 if is_table else sum(2 * prod(leaf.shape) for leaf in leaves),
+        flops_per_token=0 if is_table else sum(int(2 * prod(one.shape) * (share if len(one.shape) == 3 else 1)) for one in leaves),
         row_bytes=sum(leaf.dense_bytes // leaf.shape[0] for leaf in leaves) if is_table else 0,
         is_in_file=all(len(t.sources) == 1 for row in rows for t in row.tensors if t.tensor_path in moving)
         and all(row.stored is None or stored_format(row.stored).has_file_rows for row in rows),
         pieces=pieces, piece_bytes=tuple(piece_bytes), widened_bytes=sum(widened_bytes(row, anatomy.dtype) for row in rows),
+        expert_bytes=sum(leaf.nbytes for leaf in stacked), expert_share=min(share, 1.0),
     )  # fmt: skip
 
 
