@@ -17,6 +17,7 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.formats import BUDGETS  # noqa: E402
 from tests import gguf_files, pico  # noqa: E402
 from tests.quantized_files import FAMILIES, FORMS, TIERS  # noqa: E402
 from trimtab.engine.families import families  # noqa: E402
@@ -24,7 +25,7 @@ from trimtab.formats.record import packed_bytes, stored_format  # noqa: E402
 from trimtab.planning.values.execution import how_computed  # noqa: E402
 
 PAGE = ROOT / "docs" / "which-files.md"
-SLOT = re.compile(r"(<!-- (formats|families) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+SLOT = re.compile(r"(<!-- (formats|families|speeds) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 NAMES = {
     "gemma4": "Gemma 4", "gemma4_moe": "Gemma 4 with experts", "gemma3": "Gemma 3", "gemma3n": "Gemma 3n", "gemma2": "Gemma 2",
     "gemma": "Gemma 1",
@@ -97,6 +98,20 @@ def family_table() -> str:
     )
 
 
+def speed_table() -> str:
+    """Return the table of measured formats as Markdown."""
+    result = json.loads((ROOT / "bench" / "results" / "formats.json").read_text())
+    lines = [("model", "format", "budget", "tokens/s", "first of 512 tokens", "GPU"), ("---", "---", "---", "---:", "---:", "---")]
+    lines += [
+        (
+            row["model"], f"`{row['form']}`", BUDGETS.get(f"{row['model']}:{row['form']}", "all"), f"{row['tok_s']:.0f}",
+            f"{row['first_ms']:.1f} ms", row.get("gpu", result["environment"]["gpu"]),
+        )
+        for row in result["rows"] if "tok_s" in row
+    ]  # fmt: skip
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
 def _measured() -> tuple[dict[str, dict[str, object]], str]:
     results = [json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()) for name in ("formats", "families")]
     gpus = {one["environment"]["gpu"] for one in results}
@@ -107,7 +122,7 @@ def _measured() -> tuple[dict[str, dict[str, object]], str]:
 
 def filled(text: str) -> str:
     """Return the page with its tables as the records have them."""
-    made = {"formats": table, "families": family_table}
+    made = {"formats": table, "families": family_table, "speeds": speed_table}
     return SLOT.sub(lambda slot: f"{slot[1]}{made[slot[2]]()}{slot[3]}", text)
 
 
