@@ -157,6 +157,8 @@ class StoredFormat:
         of one expert, whose outputs follow each other there."""
         if self.family not in ("grouped", "float8", "float4", "ggml"):
             return "is not read in stacks"
+        if self.name in GGML_FLOATS:
+            return "is not packed"
         if self.has_index:
             return "has an order of inputs for each matrix"
         if len(rows) > 1 and ((self.family == "float4" and self.group == 16) or (self.family == "float8" and not self.block[0])):

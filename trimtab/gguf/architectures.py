@@ -190,7 +190,13 @@ def _qwen3moe(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
             file, f"has {count} experts in each of {layers} layers, {chosen} chosen, {width} wide; at most {MOST_EXPERTS} in all "
             "are read", hint=HINT,
         )  # fmt: skip
-    for name, known in (("weights_norm", True), ("weights_scale", 1.0), ("gating_func", 1), ("shared_count", 0)):
+    for name, known in (
+        ("weights_norm", True),
+        ("weights_scale", 1.0),
+        ("gating_func", 1),
+        ("shared_count", 0),
+        ("shared_feed_forward_length", 0),
+    ):
         keys.expect(f"expert_{name}", known)
     config |= {
         "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width, "norm_topk_prob": True,

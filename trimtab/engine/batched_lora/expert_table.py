@@ -68,7 +68,7 @@ class ExpertSlots:
     def _adapters(self, holders: Holders, name: str) -> Iterable[tuple[nn.Module, ExpertsAdapter]]:
         for _, module in holders.rest:
             adapter = vars(module)["adapters"][name]
-            if isinstance(adapter, ExpertsAdapter):
+            if isinstance(adapter, ExpertsAdapter) and module in self._place:
                 yield module, adapter
 
     def put(self, slot: int, holders: Holders, name: str) -> None:
@@ -90,7 +90,8 @@ class ExpertSlots:
                 rank[at], scale[at] = one.A.shape[1], one.scale
                 outputs[at] = torch.tensor([one.outputs.start, one.outputs.stop], dtype=torch.int32)
                 pairs[at][torch.tensor(list(one.pairs))] = torch.tensor(list(one.pairs.values()), dtype=torch.int32)
-                self._changes[module][member][slot] = Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
+                if self.device.type == "cpu":  # elsewhere the table has addresses alone
+                    self._changes[module][member][slot] = Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
         tables = (self._A, self._B, self._rank, self._scale, self._outputs, self._pairs)
         for table, made in zip(tables, (A, B, rank, scale, outputs, pairs), strict=True):
             table[:, :, slot].copy_(self._pinned(made), non_blocking=True)

@@ -199,8 +199,8 @@ class DecodeStep:
         if len(apart) < count:
             names = tuple(None if number in apart else name for number, name in enumerate(state.adapters))
             outputs = self._run_graph(replace(state, adapters=names))
-            if outputs is None:  # capturing failed: no row is in a graph from now on
-                return self._run_invariant(state)
+            if outputs is None:  # no row is in a graph now, or from now on
+                return company.one_by_one(self, dict(enumerate(state.adapters)))
             self.wrote_tokens = not apart
         if before is not None:
             self.tokens.copy_(before)
@@ -349,10 +349,10 @@ class DecodeStep:
 
     def _reads_experts(self, names: Sequence[str | None]) -> bool:
         """Whether a step of these rows reads chosen experts on the host: no kernels know them, or no table its adapters."""
-        store = self.model.adapter_store
+        store, rows = self.model.adapter_store, self.rows if self.is_invariant else len(names)
         if not store.reads_on_host(names):
             return False
-        if self.kernels.experts is None or self.mode == "graph" or len(names) > MOST_EXPERT_ROWS or self.fused_step() is None:
+        if self.kernels.experts is None or self.mode == "graph" or rows > MOST_EXPERT_ROWS or self.fused_step() is None:
             return True
         return store.changes_experts(names) and self._slots_for(names) is None
 
@@ -387,9 +387,12 @@ class DecodeStep:
 
     def _kernel_experts(self) -> list[torch.nn.Module]:
         """Return the modules of experts that kernels compute in a step."""
-        if self.kernels.experts is None or (step := self.fused_step()) is None:
+        if self.kernels.experts is None:
             return []
-        return [layer.experts.module for layer in step.layers if layer.experts is not None and layer.experts.has_mixture]
+        from trimtab.engine.families.families import describe
+
+        layers = describe(self.model.hf_model).layers
+        return [layer.experts.module for layer in layers if layer.experts is not None and layer.experts.has_mixture]
 
     def _forget_smaller(self, shape: tuple[int, ...]) -> None:
         """Drop graphs that look fewer layers up than are covered now: their keys are never needed again."""

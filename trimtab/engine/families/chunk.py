@@ -161,13 +161,13 @@ class ChunkLayers:
     def _mlp(self, layer: Layer, x: Tensor, rows: int, residual: Tensor) -> Tensor:
         if layer.down is None:
             assert layer.experts is not None
-            return self.step.mixture(layer.experts, residual, x)
+            return self.step.mixture(layer.experts, residual, x, rows=rows)
         made = self._products(layer.gates, x, rows)
         gate, up = made if layer.up is not None else made[0].chunk(2, dim=1)
         gated = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         fused.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
         y = self._products([layer.down], gated, rows)[0]
-        return y if layer.experts is None else self.step.mixture(layer.experts, residual, None, y)
+        return y if layer.experts is None else self.step.mixture(layer.experts, residual, None, y, rows)
 
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
         """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""

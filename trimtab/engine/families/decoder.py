@@ -6,8 +6,9 @@ makes one for each family, `check.py` compares it with the modules, `step.py` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
-from trimtab.engine.lora.experts import stack_of
+from trimtab.engine.lora.experts import stack_facts, stack_of
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.linear import Leaf
@@ -210,23 +211,31 @@ class Experts:
         """Whether its stacks are in 4 or 8 bits."""
         return "stacks" in vars(self.module)
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What of the stacks selects a kernel, as values that print the same in every process. No streamed block is entered."""
+        return stack_facts(self.module, "gate_up_proj"), stack_facts(self.module, "down_proj")
+
     def mixture(self, activation: str) -> Mixture:
         """Return the stacks as kernels take them, of a module that they know; streamed ones are entered."""
         return Mixture(stack_of(self.module, "gate_up_proj"), stack_of(self.module, "down_proj"), activation)
 
-    def chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers [n, K] int64 of the experts of x [n, D], which the router reads, and their weights [n, K]."""
-        _, weights, numbers = self.router(x)
-        return numbers, weights
+    def chosen(self, x: Tensor, rows: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the numbers [n, K] int64 of the experts of x [n, D], which the router reads, and their weights [n, K]. rows: of
+        equally many neighbours each; a router with linears of its own adds each row's adapter there."""
+        has_linears = any(hasattr(one, "dense_weight") for one in self.router.modules())
+        _, weights, numbers = self.router(x.view(rows, -1, x.shape[-1]) if rows > 1 and has_linears else x)
+        return numbers.reshape(len(x), -1), weights.reshape(len(x), -1)
 
-    def with_shared(self, made: Tensor, x: Tensor) -> Tensor:
-        """Return what the experts made of x [n, D] with what the shared one makes."""
+    def with_shared(self, made: Tensor, x: Tensor, rows: int = 1) -> Tensor:
+        """Return what the experts made of x [n, D] with what the shared one makes. rows: as `chosen` has it."""
         if self.shared is None:
             return made
-        shared = self.shared(x)
+        given = x.view(rows, -1, x.shape[-1]) if rows > 1 else x
+        shared = self.shared(given)
         if self.shared_gate is not None:
-            shared = torch.sigmoid(self.shared_gate(x)) * shared
-        total: Tensor = made + shared
+            shared = torch.sigmoid(self.shared_gate(given)) * shared
+        total: Tensor = made + shared.view(made.shape)
         return total
 
 
@@ -302,10 +311,10 @@ class Decoder:
         """The gated delta rule of each layer that has one, by number."""
         return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet)}
 
-    def mixtures(self) -> list[Mixture]:
-        """Return one mixture of every shape and formats, of those that kernels know."""
-        made = [layer.experts.mixture(self.activation) for layer in self.layers if layer.experts and layer.experts.has_mixture]
-        return list({one.key: one for one in made}.values())
+    def mixtures(self) -> dict[tuple[object, ...], Callable[[], Mixture]]:
+        """Return what opens one mixture of every shape and formats, by `Experts.key`, of those that kernels know."""
+        known = [layer.experts for layer in self.layers if layer.experts is not None and layer.experts.has_mixture]
+        return {(*one.key, self.activation): partial(one.mixture, self.activation) for one in reversed(known)}
 
     @property
     def adapter_store(self) -> AdapterStore:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def experts_of(
-    own: Experts, x: Tensor, read: Tensor, activation: str, store: AdapterStore, module: nvrtc.Module | None
+    own: Experts, x: Tensor, read: Tensor, rows: int, activation: str, store: AdapterStore, module: nvrtc.Module | None
 ) -> Tensor:  # fmt: skip
-    """Return the experts' output for x [n, D], of which the router reads `read` [n, D]. module: of the kernels, None without."""
-    numbers, weights = own.chosen(read)
+    """Return the experts' output for x [n, D], of which the router reads `read` [n, D]. rows: as `Experts.chosen` has it.
+    module: of the kernels, None without."""
+    numbers, weights = own.chosen(read, rows)
     table, adapters = store.table, vars(own.module).get("adapters", {})
     # Adapters that no table holds are added by the module's own way.
-    is_apart = table is None and any(name in adapters for name in store.selection.active())
+    is_apart = any(name in adapters for name in store.selection.active())
     lora = None if table is None else table.expert_args(own.module, len(x))
     # Of many tokens the kernels take packed stacks without adapters; torch's grouped product is for 16 bits.
     is_many = len(x) > kernels.MOST_ROWS and (lora is not None or not own.is_packed)

@@ -387,11 +387,11 @@ class FusedStep:
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
 
-    def mixture(self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None) -> Tensor:
+    def mixture(self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None, rows: int = 1) -> Tensor:
         """Return what a layer's experts make of x [n, D]; next to an MLP: of the residual h [n, D], with what the MLP made, y."""
-        given = (self.kind, self.decoder.adapter_store, self.kernels.experts)
+        given = (rows, self.kind, self.decoder.adapter_store, self.kernels.experts)
         if x is not None:
-            return own.with_shared(experts_of(own, x, x, *given), x)
+            return own.with_shared(experts_of(own, x, x, *given), x, rows)
         assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
         dense, x, after = torch.empty_like(y), torch.empty_like(h), own.after
         self.add_norm(y, own.after_dense, dense)

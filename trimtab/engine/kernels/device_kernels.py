@@ -8,7 +8,7 @@ are kept for later processes on this card (check_cache.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
 
 Progress = Callable[[int, int], None]
+Mixtures = Mapping[tuple[object, ...], Callable[[], Mixture]]  # what opens each, by what selects its kernels
 # The matrix-vector kernels decode each weight once for up to this many rows.
 MOST_ROWS = cuts.MAX_ROWS
 # Checked at one row, at an odd number and at the most.
@@ -144,7 +145,7 @@ class DeviceKernels:
     def choose(
         groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], *, rows: int,
         sizes: ends.Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
-        deltas: Sequence[DeltaShape] = (), mixtures: Sequence[Mixture] = (),
+        deltas: Sequence[DeltaShape] = (), mixtures: Mixtures | None = None,
     ) -> DeviceKernels:  # fmt: skip
         """Return the kernels that work and are faster for layers like these on their device, for steps of up to `rows` rows.
 
@@ -155,10 +156,10 @@ class DeviceKernels:
         leaf = groups[0][0][0]
         shapes = [(one[0][0].in_features, *((leaf.out_features, leaf.quant_kind) for leaf in one[0])) for one in groups]
         known = of_this_process().for_layers
-        others = (*deltas, *(one.key for one in mixtures))
+        others = (*deltas, *(mixtures or ()))
         key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes, norm, others)
         if key not in known:
-            known[key] = _choose(groups, attention, sizes, rows, norm, deltas, mixtures)
+            known[key] = _choose(groups, attention, sizes, rows, norm, deltas, mixtures or {})
         chosen = known[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
@@ -399,7 +400,7 @@ def of_this_process() -> ChosenKernels:
 
 def _choose(
     groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: ends.Sizes | None,
-    rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (), mixtures: Sequence[Mixture] = (),
+    rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (), mixtures: Mixtures | None = None,
 ) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
@@ -432,10 +433,10 @@ def _choose(
     if mixtures:
         chosen.experts = _tried(
             EXPERTS, left_out, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), checks,
-            str(dtype), [one.key for one in mixtures],
+            str(dtype), list(mixtures),
         )  # fmt: skip
-        for one in mixtures if chosen.experts is not None else ():
-            experts.compiled(chosen.experts, one, dtype)  # a capture finds them
+        for opened in mixtures.values() if chosen.experts is not None else ():
+            experts.compiled(chosen.experts, opened(), dtype)  # a capture finds them
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
@@ -493,9 +494,11 @@ def _wrong_small(
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
 
 
-def _wrong_experts(module: nvrtc.Module, mixtures: Sequence[Mixture], dtype: torch.dtype) -> str | None:
-    """Return the error of the kernels of chosen experts over these mixtures, or why they do not know one."""
-    for one in mixtures:
+def _wrong_experts(module: nvrtc.Module, mixtures: Mixtures, dtype: torch.dtype) -> str | None:
+    """Return the error of the kernels of chosen experts over these mixtures, or why they do not know one. A streamed one is there
+    until another weight is opened."""
+    for opened in mixtures.values():
+        one = opened()
         top_k = min(8, one.down.shape[0])
         if why := experts.why_not(one, 1, top_k, dtype, module.device) or experts.check(module, one, top_k, dtype):
             return why

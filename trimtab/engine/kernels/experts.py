@@ -42,6 +42,7 @@ _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block by format: of gate and of
 # up, and of down.
 _CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
+_EXACT_ROWS = 256  # of a matrix that the check decodes at once: whole blocks of every format
 _TILE = 64  # pairs of a block of many, and rows of a stack
 _OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
 _OTHER_OUTPUTS = (8, 16)
@@ -59,13 +60,6 @@ class Mixture:
     gate_up: Packed | Tensor
     down: Packed | Tensor
     activation: str
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What of the stacks selects a kernel, as values that print the same in every process."""
-        stacks = (self.gate_up, self.down)
-        forms = [(one.kind, *sorted(one.parts)) if isinstance(one, Packed) else str(one.dtype) for one in stacks]
-        return (*(tuple(one.shape) for one in stacks), *forms, self.activation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +151,9 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
     (count, both, width), down = mixture.gate_up.shape, tuple(mixture.down.shape)
     if both % 2 or down != (count, width, both // 2) or not count:
         return f"stacks of {[count, both, width]} and {list(down)} do not fit each other"
+    is_plain = isinstance(mixture.gate_up, Tensor) and isinstance(mixture.down, Tensor)
     for stack in (mixture.gate_up, mixture.down):
-        why = _why_not_read(stack, dtype)
+        why = _why_not_read(stack, dtype, multiple=8 if is_plain else 64)
         if why is not None:
             return why
     chunks, units = -(-width // _CHUNK), top_k * -(-both // 2 // _CHUNK)
@@ -168,10 +163,9 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
     return nvrtc.why_not(device)
 
 
-def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype) -> str | None:
+def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype, *, multiple: int) -> str | None:
     if stack.dtype != dtype and not (isinstance(stack, Packed) and "scale" in stack.parts and stack.dtype in _TYPES):
         return f"the stack is {stack.dtype}, not {dtype}"
-    multiple = 8 if isinstance(stack, Tensor) else 64
     if any(size % multiple for size in stack.shape[1:]):
         return f"matrices of {list(stack.shape[1:])} are not multiples of {multiple}"
     if isinstance(stack, Tensor):
@@ -389,10 +383,12 @@ def _exact(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, lora: Ex
     """Return the mixture's output in float64."""
 
     def product(x: Tensor, stack: Packed | Tensor, expert: int, row: int, members: Sequence[int]) -> Tensor:
-        matrix = stack[expert].double() if isinstance(stack, Tensor) else (
-            layouts.decoded(stack.expert(expert), range(stack.shape[1]), torch.float64)
-        )  # fmt: skip
-        y = matrix @ x
+        if isinstance(stack, Tensor):
+            y = stack[expert].double() @ x
+        else:  # some rows at a time: decoding takes twenty bytes a value
+            own = stack.expert(expert)
+            pieces = [range(at, min(at + _EXACT_ROWS, own.shape[0])) for at in range(0, own.shape[0], _EXACT_ROWS)]
+            y = torch.cat([layouts.decoded(own, rows, torch.float64) @ x for rows in pieces])
         if lora is None or lora.changes is None or (slot := int(lora.row_slots[row])) < 0:
             return y
         for change in (lora.changes[member][slot] for member in members):

@@ -190,6 +190,18 @@ def stack_of(module: nn.Module, name: str) -> Packed | Tensor:
     return held if isinstance(held, Packed) else held.open()[1]
 
 
+def stack_facts(module: nn.Module, name: str) -> tuple[object, ...]:
+    """Return the shape and formats of a stack; a streamed block is not entered."""
+    held: Packed | Staged | None = module.__dict__.get("stacks", {}).get(name)
+    if held is None:
+        staged: Staged | None = module.__dict__.get("staged")
+        stack = getattr(module, name) if staged is None or name not in staged.places else staged.places[name]
+        return tuple(stack.shape), str(stack.dtype)
+    packed, parts = (held, held.parts) if isinstance(held, Packed) else (held.packed, held.places)
+    types = sorted((part, str(one.dtype)) for part, one in parts.items())
+    return packed.kind, tuple(packed.shape), str(packed.dtype), packed.blocksize, *types
+
+
 def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store: AdapterStore, module_path: str) -> None:
     """Let a module compute with packed stacks [E, D_out, D_in], which replace its parameters of these names."""
     own = module.__dict__

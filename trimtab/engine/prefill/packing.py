@@ -273,6 +273,8 @@ class PackedPrefill:
         """Capture the passes that are needed most before they are. No row may be active."""
         if self.why_not() is not None:
             return
+        table = self._table() if self.prompts.model.adapter_store.names else None
+        adapter = None if table is not None and table.why_not(adapter) is not None else adapter
         for size, rows in shapes_of(self.prompts.sizes, self.prompts.most_packed):
             if size * rows == PREPARED_TOKENS or size >= PREPARED_TOKENS:
                 count = min(rows, self.prompts.batch.rows)

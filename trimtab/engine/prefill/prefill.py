@@ -447,11 +447,11 @@ class PrefillRunner:
 
     def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None:
         """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory;
-        the chunk without the last token too (last_token.py).
-        No row may be active. sizes: of these alone; without any, passes of several prompts alone."""
+        the chunk without the last token too (last_token.py). No row may be active. sizes: these alone; none: packs alone."""
         if not self.captures or not self.sizes or not self.is_row_free or not knows_padding(self):
             return
         before = outside_torch(self.device)
+        adapter = None if self.model.adapter_store.changes_experts([adapter]) else adapter  # such prompts are not captured
         self._prepare(token, adapter, self.sizes if sizes is None else sizes)
         if not sizes:
             self.packs.prepare(token, adapter)

@@ -90,6 +90,7 @@ class GroupWriter:
             self.group.host = self._memory
         else:
             self.group.spill_start = spill.append(self._memory.tensor)
+            self._memory.close()  # the writer may live until the load ends
         return self.group
 
 

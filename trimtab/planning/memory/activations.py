@@ -512,7 +512,11 @@ class _Counter:
                 rows * (normed + self.d("mlp.gemm", mlp) + self.extra(wide.hidden, mlp)),
                 rows * (normed + mlp * self.dtype_bytes + self.extra(mlp, wide.hidden)) + weight,
                 rows * COEFFICIENTS["experts.rows"][0] * wide.expert * self.dtype_bytes,
-                rows * wide.packs_experts * COEFFICIENTS["experts.rows"][0] * self.f("experts.sums", wide.hidden) + wide.own_bytes,
+                rows
+                * wide.packs_experts
+                * COEFFICIENTS["experts.rows"][0]
+                * (self.f("experts.sums", wide.hidden) + wide.expert // 2 * self.dtype_bytes)
+                + wide.own_bytes,
                 rows * self.f("hidden.norm", wide.hidden),
             )
             + self.widened
