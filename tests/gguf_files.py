@@ -304,7 +304,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any], dict[str, str]
         "Qwen3MoeForCausalLM", _config("Qwen3MoeConfig", **_MOE, tie_word_embeddings=False),
         _keys(
             "qwen3moe", expert_count=4, expert_used_count=2, expert_feed_forward_length=WIDTH,
-            **{"attention.key_length": 32, "attention.value_length": 32},
+            expert_shared_feed_forward_length=0, **{"attention.key_length": 32, "attention.value_length": 32},
         ),
         {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down_proj": "ffn_down_exps"}
         | DENSE | {"mlp.gate": "ffn_gate_inp"}, _same,

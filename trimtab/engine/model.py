@@ -117,7 +117,7 @@ class LoadedModel(Asking):
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
             undo.callback(self.close)
-            if self.device.type == "cuda" and cudnn.is_left_out(plan):
+            if cudnn.is_left_out(plan):
                 self._give_back_attention = cudnn.of_this_process().leave_out(self)
             self._attention_at_load = self._why_without_cudnn()
             with self._out_of_memory_named("loading"):
@@ -149,7 +149,7 @@ class LoadedModel(Asking):
         return mixes.Mixes(self)
 
     def _why_without_cudnn(self) -> str | None:
-        return cudnn.why_without(self.plan, self.device) if self.device.type == "cuda" else None
+        return cudnn.why_without(self.plan, self.device)
 
     def _attach_planned(self, name: str, held: HeldAdapter) -> None:
         """Attach an adapter of the plan. Errors: AdapterError if its files are no longer the ones that were planned."""

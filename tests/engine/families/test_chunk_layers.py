@@ -24,7 +24,8 @@ LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)
 # gemma4: keys and values shared by the last layers, an input of each layer's own. dense: neither, and keys that are the values.
 # qwen3, gemma3: one norm and one rotation, and two of each. qwen3_vl: positions along three axes. gemma2, gpt_oss: eager attention
 # that caps scores, and that has sinks; experts as they are. ministral3: queries grow. phi3: joined products. olmo3: norms behind,
-# of all heads together. glm4: pairs turn. granite: factors. gemma4_moe: experts next to the MLP. qwen3_moe: in some layers.
+# of all heads together. glm4: pairs turn. granite: factors. gemma4_moe: experts next to the MLP. glm4_moe, qwen3_moe: in
+# some layers, with a shared one and without.
 FAMILIES = (
     "gemma4",
     "gemma4_dense",
@@ -40,6 +41,7 @@ FAMILIES = (
     "glm4",
     "granite",
     "gemma4_moe",
+    "glm4_moe",
     pytest.param("qwen3_moe", marks=pytest.mark.slow),
     pytest.param("olmo2", marks=pytest.mark.slow),
     pytest.param("llama", marks=pytest.mark.slow),
@@ -60,7 +62,7 @@ def batch_of(model, *, sizes=(8, 16), rows=1):
 
 
 # In float32 the gated delta rule has no kernels, and grouped products of experts cannot be captured (torch 2.11).
-IN_16_BITS = ("qwen3_5", "gpt_oss", "gemma4_moe", "qwen3_moe")
+IN_16_BITS = ("qwen3_5", "gpt_oss", "gemma4_moe", "glm4_moe", "qwen3_moe")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -113,6 +115,26 @@ def test_several_prompts_of_one_pass_go_through_them_too(model, names, monkeypat
     assert max(passes) > 1
     for found, count, name in zip(both(batch, prompts), lengths, names, strict=True):
         assert differ(found, answered(expected, model.prepare(ids(count)), adapter=name)) < TOLERANCE, count
+
+
+@pytest.mark.skipif(ON_GPU, reason="a table of adapters is of 16 bits, and this test of float32")
+def test_rows_of_a_pass_have_their_own_adapters_in_routers(tmp_path, monkeypatch):
+    """Experts take the tokens of all rows as one; what adds adapters by row must see the rows: Gemma 4's router has a linear."""
+    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 16)
+    base = pico.build("gemma4_moe", tmp_path / "base")
+    monkeypatch.setattr(pico, "_targets", lambda *_: r".*router\.proj")
+    adapter = pico.adapter(base, tmp_path / "all", rank=4)
+    plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, adapters={"all": adapter})
+    with trimtab.load(plan, decode="auto") as model:
+        changed = [path for path, leaf in model.hf_model.named_modules() if getattr(leaf, "adapters", None)]
+        assert any("router.proj" in path for path in changed)
+        expected, batch = eager(model), wide(batch_of(model, rows=5), monkeypatch)
+        prompts = [
+            batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for count, name in ((7, None), (16, "all"), (12, None))
+        ]
+        assert together(batch, prompts) < 3
+        for found, (count, name) in zip(both(batch, prompts), ((7, None), (16, "all"), (12, None)), strict=True):
+            assert differ(found, answered(expected, model.prepare(ids(count)), adapter=name)) < TOLERANCE, count
 
 
 def test_a_chunk_before_the_end_of_a_rotation_keeps_its_angles(tmp_path):

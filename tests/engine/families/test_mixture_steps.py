@@ -75,3 +75,14 @@ def test_packed_experts_without_their_kernels_are_not_captured(on_cpu, replayed,
         batch = joined(model, "auto", ASKED[1:2])
         batch.step()
         assert not batch.steps.captures and any("chosen on the host" in one.why for one in batch.steps.fallbacks)
+
+
+def test_batch_invariant_rows_without_the_fused_step_are_computed_alone(on_cpu, replayed, tmp_path, monkeypatch):  # noqa: F811
+    """An adapter that replaces a norm takes the fused step away; the graph of all rows then reads experts on the host."""
+    with loaded("qwen3_moe", tmp_path, "nf4", batch_invariant=True, batch=2) as model:
+        with_kernels(on_cpu, model)
+        expected, batch = (joined(model, way, ASKED[1:2], rows=2) for way in ("eager", "auto"))
+        monkeypatch.setattr(batch.steps, "fused_step", lambda: None)
+        assert batch.steps.is_captured
+        wanted, found = expected.logits(), batch.logits()
+        assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()

@@ -38,7 +38,9 @@ def files(family: str, form: str, root: Path) -> tuple[Path, Path]:
 
 @cache
 def adapter(family: str, variant: str, root: Path) -> Path:
-    return pico.adapter(files(family, "q4_k", root)[1], root / f"gguf-{family}-{variant}", **VARIANTS[variant])
+    # A saved norm inside a recurrent layer is refused: the last one alone.
+    options = VARIANTS[variant] if (family, variant) != ("qwen3_5", "saved") else {"modules_to_save": ["model.norm"]}
+    return pico.adapter(files(family, "q4_k", root)[1], root / f"gguf-{family}-{variant}", **options)
 
 
 @cache

@@ -374,9 +374,9 @@ class PrefillRunner:
         return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
-        store, steps = self.model.adapter_store, self.batch.steps
-        is_read_here = store.packs_experts and (steps.kernels.experts is None or steps.fused_step() is None)
-        if not self.captures or store.changes_experts() or is_read_here:
+        store = self.model.adapter_store
+        is_unread = store.packs_experts and ((steps := self.batch.steps).kernels.experts is None or steps.fused_step() is None)
+        if not self.captures or store.changes_experts() or is_unread:
             return False
         if self.model.plan.request.batch_invariant:
             return True

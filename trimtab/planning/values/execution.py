@@ -206,10 +206,15 @@ def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, 
     return (f"the decoder's kept unpacked, others {rest}" if is_kept and form.is_dequantized else rest) + rounded
 
 
+# Rows of gate and of up that no format's blocks cut.
+_WHOLE_BLOCKS = (2**14, 2**14)
+
+
 def formats_on_gpu(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
     """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. Steps are eager where no
     kernel reads the experts."""
-    of_experts = {entry.format_name for name, entry in packed.items() if ".experts." in name}
+    stacked = {entry.format_name for name, entry in packed.items() if ".experts." in name}
+    of_experts = {name for name in stacked if stored_format(name).why_not_stacked(_WHOLE_BLOCKS) is None}
     is_read = all(stored_format(name).layout is not None for name in of_experts)
     facts: dict[str, Any] = {"step_mode": "fused" if is_read else "eager", "is_kept": False}
     found = formats_of(packed)
