@@ -222,7 +222,7 @@ class Experts:
 
     def chosen(self, x: Tensor, rows: int = 1) -> tuple[Tensor, Tensor]:
         """Return the numbers [n, K] int64 of the experts of x [n, D], which the router reads, and their weights [n, K]. rows: of
-        equally many neighbours each; a router with linears of its own adds each row's adapter there."""
+        equally many neighbours each; a router that has linears adds each row's adapter there."""
         has_linears = any(hasattr(one, "dense_weight") for one in self.router.modules())
         _, weights, numbers = self.router(x.view(rows, -1, x.shape[-1]) if rows > 1 and has_linears else x)
         return numbers.reshape(len(x), -1), weights.reshape(len(x), -1)
