@@ -68,6 +68,22 @@ def test_a_prompt_of_packed_experts_is_the_modules(family, on_cpu, replayed, tmp
             assert (on_cpu.experts.launches.count("experts_sort") > before) is (name != "b")
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])
+@pytest.mark.parametrize("kind", ["nf4", "16bit"])
+def test_a_step_of_streamed_layers_is_the_resident_one(family, kind, on_cpu, replayed, tmp_path):  # noqa: F811
+    """Stacks are views of a staging buffer, which the next layer's copy fills."""
+    scores = []
+    for tier in ("resident", "stream"):
+        with loaded(family, tmp_path / tier, kind, place={"model*layers.*": tier}) as model:
+            assert tier in {row.tier for row in model.plan.placements}
+            with_kernels(on_cpu, model)
+            assert len(families.describe(model.hf_model).mixtures()) == 1
+            batch = joined(model, "fused", ASKED, rows=4)
+            scores.append(batch.logits().clone())
+            assert on_cpu.experts.launches
+    assert torch.equal(*scores)
+
+
 def test_packed_experts_without_their_kernels_are_not_captured(on_cpu, replayed, tmp_path):  # noqa: F811
     with loaded("qwen3_moe", tmp_path, "nf4") as model:
         with pytest.raises(DeviceError, match="packed experts of a token are chosen on the host"):
