@@ -14,6 +14,7 @@ from tests.cuda_on_cpu import run
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
+from tests.engine.lora.test_routers import router_adapter
 from tests.engine.prefill.test_prefill import through
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.batch.batch import Batch
@@ -82,6 +83,21 @@ def test_a_step_of_streamed_layers_is_the_resident_one(family, kind, on_cpu, rep
             scores.append(batch.logits().clone())
             assert on_cpu.experts.launches
     assert torch.equal(*scores)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "16bit"])
+def test_a_router_of_a_later_adapter_is_used(kind, on_cpu, replayed, tmp_path):  # noqa: F811
+    """A batch's description was made before: the adapter puts another module in the router's place."""
+    with loaded("qwen3_moe", tmp_path, kind) as model:
+        with_kernels(on_cpu, model)
+        plain, expected, batch = (joined(model, way, ASKED[1:2], rows=2) for way in ("eager", "eager", "fused"))
+        batch.steps.fused_step()
+        model.load_adapter("r", router_adapter("qwen3_moe", tmp_path / "base", tmp_path / "r", strength=1.0))
+        for one, name in ((plain, None), (expected, "r"), (batch, "r")):
+            one.join(through(one, model.prepare(ASKED[0][1]), adapter=name))
+        without, wanted, found = (one.logits() for one in (plain, expected, batch))
+        assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert (without - wanted)[1].abs().max() > 8 * TOLERANCE * wanted[1].abs().max()
 
 
 def test_packed_experts_without_their_kernels_are_not_captured(on_cpu, replayed, tmp_path):  # noqa: F811

@@ -296,6 +296,7 @@ class AdapterSlots:
         """
         if not any(leaf in self._covered for leaf in leaves):
             return None
+        assert rows <= self.row_slots.numel(), "inputs of several tokens a row, without their rows"
         numbers = [self._place[leaf] for leaf in leaves]
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise ValueError(f"layers {numbers} are not next to each other")

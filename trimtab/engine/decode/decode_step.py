@@ -219,7 +219,7 @@ class DecodeStep:
             return True
         if name is None:
             return False
-        return not self.kernels.has_lora or self._adapter_slots().why_not(name) is not None
+        return not self.kernels.has_lora or self._adapter_slots().why_not(name) is not None or self._reads_experts([name])
 
     def has_placeholder(self, state: BatchState) -> bool:
         """Whether a row's last token is an image's placeholder: transformers embeds another one in its place."""
@@ -429,7 +429,9 @@ class DecodeStep:
         if self.kernels.has_lora and (self.model.adapter_store.names or (is_invariant and expected)):
             slots = self._adapter_slots()
             slots.cover(fitting for fitting in expected if not fitting.rest)  # the rest is seldom chosen by table
-            names += [name for name in self.model.adapter_store.names if slots.why_not(name) is None][:1]
+            names += [
+                one for one in self.model.adapter_store.names if slots.why_not(one) is None and not self._reads_experts([one])
+            ][:1]
         free = self._free_bytes()
         if is_invariant:
             names = [None]

@@ -181,18 +181,24 @@ class PerLayerInput:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """A layer's experts, in its MLP's place or next to it. router: transformers' module, gives weights and numbers of a token's
-    experts last; module: theirs, of stacks. shared: a module over the same input, whose output is added, times the sigmoid of
-    shared_gate's. Next to an MLP (Gemma 4) router and experts read the residual; before, after: the norms of the experts' input and
-    of what they make; after_dense: of what the MLP makes."""
+    """A layer's experts, in its MLP's place or next to it. parent: transformers' module that has the router, by its name there: an
+    adapter puts another module into its place. router: gives weights and numbers of a token's experts last; module: of stacks.
+    shared: a module over the same input, whose output is added, times the sigmoid of shared_gate's. Next to an MLP (Gemma 4) router
+    and experts read the residual; before, after: the norms of the experts' input and of what they make; after_dense: of what the
+    MLP makes."""
 
-    router: Any
+    parent: object
+    router_name: str
     module: Any
     shared: Any = None
     shared_gate: Any = None
     before: Norm | None = None
     after: Norm | None = None
     after_dense: Norm | None = None
+
+    @property
+    def router(self) -> Any:
+        return getattr(self.parent, self.router_name)
 
     @property
     def parts(self) -> list[Any]:

@@ -128,9 +128,9 @@ def _layer(module: Module, mixer: Attention | DeltaNet, form: str, names: Sequen
     mlp = module.mlp
     norms = [None if name is None else Norm(getattr(module, name), form) for name in names]
     if hasattr(mlp, "experts"):
-        router = mlp.router if hasattr(mlp, "router") else mlp.gate
         shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
-        experts = Experts(router, mlp.experts, shared, getattr(mlp, "shared_expert_gate", None))
+        router = "router" if hasattr(mlp, "router") else "gate"
+        experts = Experts(mlp, router, mlp.experts, shared, getattr(mlp, "shared_expert_gate", None))
         return Layer(module, norms[0], mixer, norms[1], norms[2], None, None, None, norms[3], experts=experts, **more)
     joined = getattr(mlp, "gate_up_proj", None)
     gate, up = (mlp.gate_proj, mlp.up_proj) if joined is None else (joined, None)
@@ -245,7 +245,7 @@ def _gemma4(text: Module) -> Decoder:
         experts = None
         if getattr(config, "enable_moe_block", False):
             names = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2", "post_feedforward_layernorm_1")
-            experts = Experts(one.router, one.experts, None, None, *(Norm(getattr(one, name), "inside") for name in names))
+            experts = Experts(one, "router", one.experts, None, None, *(Norm(getattr(one, name), "inside") for name in names))
         layers.append(_layer(one, attention, "inside", _SANDWICH, per_layer=extra, scale=one.layer_scalar, experts=experts))
     return Decoder(
         text, text.embed_tokens, tuple(layers), Norm(text.norm, "inside"), _ropes(text, kinds, by_kind=True),

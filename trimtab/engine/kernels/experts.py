@@ -383,11 +383,12 @@ def _exact(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, lora: Ex
     """Return the mixture's output in float64."""
 
     def product(x: Tensor, stack: Packed | Tensor, expert: int, row: int, members: Sequence[int]) -> Tensor:
+        # Some rows at a time: decoding takes twenty bytes a value.
+        pieces = [range(at, min(at + _EXACT_ROWS, stack.shape[1])) for at in range(0, stack.shape[1], _EXACT_ROWS)]
         if isinstance(stack, Tensor):
-            y = stack[expert].double() @ x
-        else:  # some rows at a time: decoding takes twenty bytes a value
+            y = torch.cat([stack[expert, rows.start : rows.stop].double() @ x for rows in pieces])
+        else:
             own = stack.expert(expert)
-            pieces = [range(at, min(at + _EXACT_ROWS, own.shape[0])) for at in range(0, own.shape[0], _EXACT_ROWS)]
             y = torch.cat([layouts.decoded(own, rows, torch.float64) @ x for rows in pieces])
         if lora is None or lora.changes is None or (slot := int(lora.row_slots[row])) < 0:
             return y

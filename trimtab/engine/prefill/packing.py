@@ -30,7 +30,7 @@ from trimtab.engine.passes.chunk_forward import Form
 from trimtab.engine.passes.packed_forward import PackForward, Piece
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import Passes
-from trimtab.engine.prefill.selection import layers_of
+from trimtab.engine.prefill.selection import has_layers, layers_of
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ class PackedPrefill:
     def __init__(self, prompts: Passes) -> None:
         # A weak reference: the owner has this object, and a cycle would keep the memory of both.
         self._owner = weakref.ref(prompts)
+        # transformers' modules of experts take a step's tokens without their rows.
+        self._flattens = any(hasattr(one, "has_gate") and hasattr(one, "num_experts") for one in prompts.model.hf_model.modules())
         self._forward: PackForward | None = None
         self._slots: AdapterSlots | None = None
         self.passes = 0
@@ -135,6 +137,8 @@ class PackedPrefill:
             return "the host fetches rows of tables"
         if prompts.model.streamer is not None:
             return "layers are streamed"
+        if self._flattens and not has_layers(prompts):
+            return "modules of experts take the tokens of all rows as one"
         if prompts.captures and not self._has_products():
             return "there is no kernel for many rows"
         if prompts.captures and not prompts.has_room_for(PACK_GRAPHS, SPARE_BYTES):

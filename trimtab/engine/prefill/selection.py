@@ -34,12 +34,15 @@ def layers_of(
     return prompts.firsts.forward
 
 
-def knows_padding(prompts: Passes) -> bool:
-    """Whether padding behind a prompt leaves recurrent states as they are: a step's kernels receive the count, modules do not."""
-    if not prompts.is_recurrent:
-        return True
+def has_layers(prompts: Passes) -> bool:
+    """Whether kernels of a step compute the layers of passes, not transformers' modules."""
     prompts.chunk_forward()  # the cache's layers are known from then on, and the step gives states memory
     return (step := prompts.batch.steps.fused_step()) is not None and pays(step, prompts.device)
+
+
+def knows_padding(prompts: Passes) -> bool:
+    """Whether padding behind a prompt leaves recurrent states as they are: a step's kernels receive the count, modules do not."""
+    return not prompts.is_recurrent or has_layers(prompts)
 
 
 def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:
