@@ -137,7 +137,7 @@ class PackedPrefill:
             return "the host fetches rows of tables"
         if prompts.model.streamer is not None:
             return "layers are streamed"
-        if self._flattens and not has_layers(prompts):
+        if self._flattens and prompts.model.adapter_store.names and not has_layers(prompts):
             return "modules of experts take the tokens of all rows as one"
         if prompts.captures and not self._has_products():
             return "there is no kernel for many rows"
