@@ -137,6 +137,15 @@ def test_rows_of_a_pass_have_their_own_adapters_in_routers(tmp_path, monkeypatch
             assert differ(found, answered(expected, model.prepare(ids(count)), adapter=name)) < TOLERANCE, count
 
 
+def test_modules_of_experts_get_no_pass_of_several_adapters(model, request):
+    """They take the tokens of all rows as one, so a layer inside them would find the adapters of other rows."""
+    is_mixture = request.node.callspec.id in ("gpt_oss", "gemma4_moe", "glm4_moe", "qwen3_moe")
+    batch = batch_of(model, rows=5)
+    assert model.adapter_store.names
+    batch.steps.fused_step = lambda: None
+    assert (batch.prompts.packs.why_not() == "modules of experts take the tokens of all rows as one") is is_mixture
+
+
 def test_a_chunk_before_the_end_of_a_rotation_keeps_its_angles(tmp_path):
     """Phi-3 turns by other angles from 256 tokens on: padding is not counted, and a longer context is refused."""
     for context, beyond in ((256, False), (300, True)):
