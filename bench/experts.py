@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import DEVICE, synchronize
-from bench.families import CONTEXT, LONG, SHORT, prompts
+from bench import DEVICE
+from bench.families import CONTEXT, LONG, SHORT, prompts, stock_rates
 from bench.memory import environment
 
 CASES = "26b-a4b:nf4-dq,qwen3-30b-a3b:nf4-dq,26b-a4b:nf4-dq:8,26b-a4b:stock,26b-a4b:16bit,qwen3-30b-a3b:16bit"
@@ -134,20 +134,7 @@ def run_stock(size: str, work: Path, layers: int | None) -> dict[str, Any]:
     folder = prepare(size, work, layers)
     base = getattr(transformers, CLASSES[size]).from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE)
     model = PeftModel.from_pretrained(base, folder / "r8" / "linears").eval()
-    asks = prompts(1)
-
-    def once(tokens: int) -> float:
-        ids = torch.tensor([next(asks)], device=DEVICE)
-        begin = time.perf_counter()
-        model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-        synchronize()
-        return time.perf_counter() - begin
-
-    with torch.inference_mode():
-        once(4)
-        first = statistics.median(once(1) for _ in range(3))
-        rate = 16 / (once(20) - once(4))
-    return {"first_ms": round(first * 1000, 1), "tok_s": round(rate, 1), "peak_gib": round(_peak_gib(), 2)}
+    return stock_rates(model) | {"peak_gib": round(_peak_gib(), 2)}
 
 
 def _peak_gib() -> float:

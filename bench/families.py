@@ -112,6 +112,13 @@ def run_stock(case: dict[str, Any], work: Path) -> dict[str, Any]:
     folder = prepare(case["model"], work)
     base = getattr(transformers, CLASSES[case["model"]]).from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE)
     model = PeftModel.from_pretrained(base, work / f"{case['model']}-packed-r8" / "a0").eval()
+    return stock_rates(model)
+
+
+def stock_rates(model: Any) -> dict[str, Any]:
+    """Return the first token's ms after a prompt, and tokens/s behind it, of a model that transformers generates with."""
+    import torch
+
     asks = prompts(1)
 
     def once(tokens: int) -> float:

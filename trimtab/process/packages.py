@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -114,3 +116,17 @@ def deciding_versions() -> dict[str, str]:
         values[f"{package} folder"] = str(_folder(package))
     build = torch_build()
     return values | {"torch build": str(build)}
+
+
+@contextmanager
+def switch(name: str) -> Iterator[None]:
+    """Set a package's environment variable to 1, and what it was afterwards."""
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

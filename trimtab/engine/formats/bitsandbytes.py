@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from trimtab.engine.formats.packed import Packed, Shell
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry
+from trimtab.process.packages import switch
 
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
@@ -38,15 +38,8 @@ def without_compiler() -> Iterator[None]:
     if "torch._inductor.compile_fx" in sys.modules:  # a program that compiles: the import costs nothing more
         yield
         return
-    before = os.environ.get(NO_COMPILER)
-    os.environ[NO_COMPILER] = "1"
-    try:
+    with switch(NO_COMPILER):
         yield
-    finally:
-        if before is None:
-            del os.environ[NO_COMPILER]
-        else:
-            os.environ[NO_COMPILER] = before
 
 
 @contextmanager

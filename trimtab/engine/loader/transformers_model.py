@@ -7,7 +7,6 @@ casts are stock's in every release, with no weight read and accelerate untouched
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +40,7 @@ from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import PackedEntry
 from trimtab.process.json_file import check_file
+from trimtab.process.packages import switch
 from trimtab.request import EXPERTS
 
 if TYPE_CHECKING:
@@ -183,20 +183,6 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-@contextmanager
-def _without_threads() -> Iterator[None]:
-    """Make transformers' loader work in the calling thread: for tensors without data, a thread pool only adds time."""
-    before = os.environ.get(NO_THREADS)
-    os.environ[NO_THREADS] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(NO_THREADS, None)
-        else:
-            os.environ[NO_THREADS] = before
-
-
 # The probe ------------------------------------------------------------------------------------------------------------
 
 
@@ -214,7 +200,7 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
     compared: list[bool] = []
     trace = Trace(lambda a, b: compared.append(True) or _equal_in_files(plain, a, b))  # type: ignore[func-returns-value]
     tensors = _trace(trace, plain, packed, torch_dtype)
-    with _ONE_PROBE, _quiet(), _without_threads():
+    with _ONE_PROBE, _quiet(), switch(NO_THREADS):
         model, info = _load_traced(checkpoint, kind, config, tensors, torch_dtype, trace)
         if not checkpoint.has_weights:
             tensors = _declared(trace, model)
