@@ -2,11 +2,13 @@
 
     python -m bench.experts --work FOLDER --save bench/results/experts.json [--cases 26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,...]
 
-A case: MODEL:EXPERTS[:GIB of the GPU]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with double
-quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case.
-A row, of the public API, token ids in and text out, an adapter of rank 8 on attention and dense parts: `tok_s` of one row behind a
-prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too; `rows8_tok_s`: eight rows, each with its
-own of these. `peak_gib`: of torch's allocator. stock: transformers and PEFT, 16 bits, an adapter on attention.
+A case: MODEL:EXPERTS[:GIB of the GPU[:SKEW]]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with double
+quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case; with a SKEW
+the second half of each layer's experts has scores times that. A row, of the public API, token ids in and text out, an adapter of
+rank 8 on attention and dense parts: `tok_s` of one row behind a prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an
+adapter on experts too; `rows8_tok_s`: eight rows, each with its own of these. `hits`: of the experts chosen by steps, those that
+were on the card. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16 bits, an adapter
+on attention.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from bench import DEVICE
 from bench.families import CONTEXT, LONG, SHORT, prompts, stock_rates
 from bench.memory import environment
 
-CASES = "26b-a4b:nf4-dq,qwen3-30b-a3b:nf4-dq,26b-a4b:nf4-dq:8,26b-a4b:stock,26b-a4b:16bit,qwen3-30b-a3b:16bit"
+CASES = "26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,26b-a4b:nf4-dq:8:0.5,qwen3-30b-a3b:nf4-dq,qwen3-30b-a3b:nf4-dq:8,26b-a4b:stock"
 RANK = 8
 
 
@@ -71,15 +73,22 @@ def _write_expert_adapter(size: str, folder: Path, adapters: Path) -> None:
     (adapters / "experts" / "adapter_config.json").write_text(json.dumps(config))
 
 
-def run(size: str, experts: str, card_gib: float | None, work: Path, layers: int | None) -> dict[str, Any]:
+def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path, layers: int | None) -> dict[str, Any]:
     import torch
 
     import trimtab
+    from trimtab.engine.memory_shares import expert_hits
+
+    begun = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"# {time.perf_counter() - begun:.1f} s: {what}", flush=True)
 
     folder = prepare(size, work, layers)
     adapters = folder / "r8"
     rows = 8 if card_gib is None else 1
-    named = {"linears": adapters / "linears"} | {f"e{number}": adapters / "experts" for number in range(rows)}
+    named = {"linears": adapters / "linears"}
+    named |= {f"e{number}": adapters / "experts" for number in range(0 if skew != 1 else rows)}
     start = time.perf_counter()
     asked: dict[str, Any] = {"gpu_memory": f"{card_gib}GiB"} if card_gib else {}
     plan = trimtab.plan(folder, adapters=named, context=CONTEXT, device=DEVICE, batch=rows, experts=experts, **asked)
@@ -89,38 +98,63 @@ def run(size: str, experts: str, card_gib: float | None, work: Path, layers: int
     found: dict[str, Any] = {
         "step": plan.execution.step.mode, "prompt": plan.execution.prompt.mode, "head": plan.execution.head,
         "predicted_tok_s": round(plan.execution.tokens_per_s, 1), "weights_gib": round(plan.gpu["weights"] / 2**30, 2),
+        "slots": plan.execution.expert_slots, "planned_gib": round(plan.gpu_needed_bytes / 2**30, 2),
     }  # fmt: skip
     asks = prompts(1)
-    short, long = (SHORT, LONG) if card_gib is None else (3, 35)
+    say(f"planned, {plan.execution.expert_slots} slots")
     with trimtab.load(plan) as model:
         found["load_s"] = round(time.perf_counter() - start, 1)
+        say("loaded")
+        if skew != 1:
+            _skew(model, skew)
 
-        def once(tokens: int, adapter: str) -> float:
-            ids, begin = next(asks), time.perf_counter()
-            answer = model.answer(ids, adapter=adapter, max_new_tokens=tokens)
+        def once(tokens: int, adapter: str, prompt: int) -> Any:
+            answer = model.answer(next(asks)[:prompt], adapter=adapter, max_new_tokens=tokens)
             assert len(answer.token_ids) == tokens, answer.finish_reason
-            return time.perf_counter() - begin
+            return answer
 
-        once(3, "linears")
-        found["first_ms"] = round(statistics.median(once(1, "linears") for _ in range(3)) * 1000, 1)
+        once(3, "linears", LONG)
+        say("first answer")
+        found["first_ms"] = round(statistics.median(once(1, "linears", 512).ttft_s for _ in range(3)) * 1000, 1)
         for name, adapter in (("tok_s", "linears"), ("experts_tok_s", "e0")):
-            once(3, adapter)
-            times = [statistics.median(once(tokens, adapter) for _ in range(2)) for tokens in (short, long)]
-            found[name] = round((long - short) / (times[1] - times[0]), 1)
+            if adapter in named:
+                once(SHORT, adapter, 33)
+                found[name] = round(statistics.median(once(LONG, adapter, 33).tokens_per_s for _ in range(3)), 1)
+                say(f"{name} {found[name]}")
+        if (hits := expert_hits(model)) is not None:
+            found["hits"] = round(hits, 3)
 
-        def several(tokens: int) -> float:
+        def several(tokens: int) -> list[float]:
             requests = [{"prompt": next(asks)[:33], "adapter": f"e{number}"} for number in range(rows)]
-            begin = time.perf_counter()
-            list(model.batch(requests, max_new_tokens=tokens))
-            return time.perf_counter() - begin
+            return [answer.tokens_per_s for answer in model.batch(requests, max_new_tokens=tokens)]
 
         if rows > 1:
             several(SHORT)
-            found["rows8_tok_s"] = round(rows * (LONG - SHORT) / (several(LONG) - several(SHORT)), 1)
+            say("eight rows")
+            # The row that joins last has seven neighbours all the time.
+            found["rows8_tok_s"] = round(rows * max(several(LONG)), 1)
+            say(f"eight rows {found['rows8_tok_s']}")
+        found["process_gib"] = round(model.memory()["gpu_process_bytes"] / 2**30, 2)
         found["fallbacks"] = sorted({f"{one.what}: {one.why}" for one in model.fallbacks})
     if DEVICE == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return found
+
+
+def _skew(model: Any, factor: float) -> None:
+    """Multiply the router's weights of the second half of each layer's experts."""
+    from trimtab.engine.formats.bitsandbytes import quantize
+    from trimtab.engine.formats.weights import dequantize
+
+    for name, module in model.hf_model.named_modules():
+        if not name.endswith(("router.proj", "mlp.gate")):
+            continue
+        stored = getattr(module, "stored", None)
+        weight = module.weight.data if stored is None else dequantize(stored)
+        weight[len(weight) // 2 :] *= factor
+        if stored is not None:
+            for part, value in quantize(weight, "nf4-dq").parts.items():
+                stored.parts[part].copy_(value.view(stored.parts[part].shape))
 
 
 def run_stock(size: str, work: Path, layers: int | None) -> dict[str, Any]:
@@ -158,7 +192,8 @@ def main() -> None:
         if experts == "stock":
             made = run_stock(size, given.work, given.layers)
         else:
-            made = run(size, experts, float(card[0]) if card else None, given.work, given.layers)
+            limits = [float(one) for one in card]
+            made = run(size, experts, limits[0] if limits else None, limits[1] if limits[1:] else 1.0, given.work, given.layers)
         print("ROW " + json.dumps({"case": given.one, "layers": given.layers} | made), flush=True)
         return
     end = time.monotonic() + given.total_s
@@ -185,8 +220,9 @@ def main() -> None:
         print(json.dumps(rows[-1])[:1800], flush=True)
         if given.save:
             given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    columns = ("tok_s", "experts_tok_s", "rows8_tok_s", "first_ms", "hits", "process_gib")
     for row in rows:
-        numbers = (f"{row.get(name, ''):>8}" for name in ("tok_s", "experts_tok_s", "rows8_tok_s", "first_ms", "peak_gib"))
+        numbers = (f"{row.get(name, ''):>8}" for name in columns)
         print(f"{row['case']:26} {' '.join(numbers)}  {row.get('error', row.get('step', ''))[-60:]}")
     if left_out or any("error" in row for row in rows):
         raise SystemExit(f"not measured: {', '.join([*left_out, *(row['case'] for row in rows if 'error' in row)])}")

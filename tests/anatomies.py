@@ -223,6 +223,36 @@ def qwen3_8b() -> Anatomy:
     return Anatomy("Qwen3ForCausalLM", "qwen3", DTYPE, tuple(rows), kv, hidden, vocabulary)
 
 
+def gemma_26b(made: str | None = "nf4-dq") -> Anatomy:
+    """Return Gemma 4 26B-A4B's text model: 128 experts in each of 30 layers, of which a token uses 8. made: their format."""
+    hidden, vocabulary, root, inner = 2816, 262144, "model.language_model", 704
+    embed = f"{root}.embed_tokens"
+    rows = [other(embed, "Gemma4TextScaledWordEmbedding", (tensor(f"{embed}.weight", vocabulary, hidden),), block=root,
+                  part="language", kind="embedding")]  # fmt: skip
+    kv = []
+    for number in range(30):
+        path, is_full = f"{root}.layers.{number}", (number + 1) % 6 == 0
+        head, keys = (512, 2) if is_full else (256, 8)
+        kv.append(KVLayer(number, keys, head, None if is_full else 1024, None))
+        sizes = {
+            "self_attn.q_proj": (16 * head, hidden), "self_attn.k_proj": (keys * head, hidden),
+            "self_attn.o_proj": (hidden, 16 * head), "mlp.gate_proj": (2112, hidden), "mlp.up_proj": (2112, hidden),
+            "mlp.down_proj": (hidden, 2112),
+        }  # fmt: skip
+        sizes |= {} if is_full else {"self_attn.v_proj": (keys * head, hidden)}
+        rows += [linear(f"{path}.{name}", *shape, block=path, part="language", quantized=True) for name, shape in sizes.items()]
+        experts = f"{path}.experts"
+        stacks = (tensor(f"{experts}.gate_up_proj", 128, 2 * inner, hidden), tensor(f"{experts}.down_proj", 128, hidden, inner))
+        rows.append(other(experts, "Gemma4TextExperts", stacks, block=path, part="language", kind="experts", quantized=bool(made),
+                          takes_lora=True, made=made, chosen=8))  # fmt: skip
+        rows += [norm(f"{path}.norm_{i}", hidden, block=path, part="language") for i in range(7)]
+    head = tensor("lm_head.weight", vocabulary, hidden, tied_to=f"{embed}.weight")
+    rows.append(ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="tied to the embedding"))
+    return Anatomy(
+        "Gemma4ForConditionalGeneration", "gemma4", DTYPE, tuple(rows), tuple(kv), hidden, vocabulary, images_look_ahead=False
+    )
+
+
 def small(
     layers: list[tuple[int, int]] = ((64, 64), (64, 64)),
     *,

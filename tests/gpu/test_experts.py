@@ -1,12 +1,18 @@
 """Mixtures of experts on a GPU: real sizes against float64, and replayed in a CUDA graph over other choices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+import trimtab
+from tests import pico
 from tests.engine.kernels import test_experts as cases
+from tests.engine.tiers.test_near_experts import apart
+from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import experts as ours
 
@@ -59,6 +65,54 @@ def test_a_captured_mixture_follows_indices_rows_and_adapters(module, kind, depe
         own = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables)
         assert cases.relative_error(out, own) < cases.FROM_TORCH["none" if kind == "none" else "nf4", BF16]
         assert torch.equal(out, ours.experts(x, index, weights, mixture, torch.empty_like(x), **run))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_captured_step_with_slots_has_the_bits_of_resident_experts(module, kind, rows):
+    """Experts in host memory, read and copied over the link; every replay chooses others."""
+    torch.manual_seed(rows)
+    mixture = cases.mixture_of(*SIZES[1], BF16, kind)
+    with torch.device("cpu"):
+        far = apart(mixture, 5, DEVICE)
+    x, index, weights, tables = cases.case(mixture, rows, 4, BF16, slots=(0, -1, 2))
+    out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
+    ours.experts(x, index, weights, far, out, lora=tables, module=module)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        ours.experts(x, index, weights, far, out, lora=tables, module=module)
+    for _ in range(20):
+        for to, source in zip((x, index, weights), cases.case(mixture, rows, 4, BF16), strict=False):
+            to.copy_(source)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module))
+    chosen, missed = far.near.counts.tolist()
+    assert 0 < missed < chosen
+    many = [one.repeat(12, *[1] * (one.dim() - 1)) for one in (x, index, weights)] if rows == 8 else ()
+    if many:
+        wanted = ours.experts(*many, mixture, torch.empty_like(many[0]), module=module)
+        assert torch.equal(ours.experts(*many, far, torch.empty_like(many[0]), module=module), wanted)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])
+def test_answers_within_slots_are_the_resident_ones(family, slots, tmp_path):
+    with torch.device("cpu"):
+        base = pico.build(family, tmp_path / "base")
+        adapters = {"a": pico.adapter(base, tmp_path / "a", rank=4), "b": stack_adapter(base, tmp_path / "b", list(BOTH))}
+        plan = trimtab.plan(base, adapters=adapters, context=192, device="cuda:0", experts="nf4-dq", batch=3)
+        answers = []
+        for number in (0, slots):
+            own = replace(plan, execution=replace(plan.execution, expert_slots=number))
+            with trimtab.load(own) as model:
+                asked = [
+                    {"prompt": list(range(5, 5 + n)), "adapter": name} for n, name in ((9, "a"), (80, "b"), (70, None), (3, "b"))
+                ]
+                made = list(model.batch(asked, max_new_tokens=24))
+                answers.append([one.token_ids for one in made])
+                assert not [one for one in model.fallbacks if "expert" in one.what]
+        assert answers[0] == answers[1]
 
 
 def test_torch_is_captured_too():

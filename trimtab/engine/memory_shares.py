@@ -67,7 +67,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
         return sum(plan.get(name, 0) for name in names)
 
     pairs = {
-        "weights": (planned("weights", "fixed"), model.weight_bytes),
+        "weights": (planned("weights", "fixed", "expert_slots"), model.weight_bytes),
         "unpacked weights": (planned(ITEM), model.unpacked_bytes if model.unpacked is None else model.unpacked.nbytes),
         "adapters": (planned("adapters"), _adapter_bytes(model)),
         "adapter copies": (planned("adapter_copy"), 0 if batch is None else batch.prompts.copies_bytes),
@@ -144,11 +144,19 @@ def weight_bytes(model: LoadedModel) -> int:
             if isinstance(module, (ResidentLeaf, PackedTable)):
                 yield from module.stored.parts.values()
                 yield from module.stored.codes.values()
-            for held in module.__dict__.get("stacks", {}).values():
+            near = module.__dict__.get("near")  # in place of stacks in host memory, which the device reads where they are
+            for held in (module.__dict__.get("stacks", {}) if near is None else near.stacks).values():
                 if isinstance(held, Packed):
                     yield from (*held.parts.values(), *held.codes.values())
 
     return _held(tensors(), model.device)
+
+
+def expert_hits(model: LoadedModel) -> float | None:
+    """Return the share of the experts chosen in steps that had a slot on the device; None where no step chose among slots."""
+    counts = [vars(one)["near"].counts for one in model.hf_model.modules() if "near" in vars(one)]
+    chosen, missed = torch.stack(counts).sum(dim=0).tolist() if counts else (0, 0)
+    return 1 - missed / chosen if chosen else None
 
 
 def _adapter_bytes(model: LoadedModel) -> int:

@@ -6,6 +6,7 @@ Heads, then modes of decode steps, then chunks of prompts: each search takes the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.formats.record import HEAD8, packed_bytes
 from trimtab.planning.memory.activations import patches_of
+from trimtab.planning.memory.expert_slots import limits_of, slots_bytes
 from trimtab.planning.memory.prompts import has_room
 from trimtab.planning.placing import Given, ModeRefusedError, Way, place
 from trimtab.planning.plan.plan import Plan
@@ -65,7 +67,7 @@ class Candidates:
         plans: dict[str, Plan] = {}
         errors: list[DoesNotFitError] = []
         for head, anatomy in heads.items():
-            if plans and (no_kernel or not next(iter(plans.values())).blocks_off_device):
+            if plans and (no_kernel or next(iter(plans.values())).is_whole):
                 break
             try:
                 plans[head] = self.fastest(anatomy, head)
@@ -141,7 +143,7 @@ class Candidates:
         is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)  # captured, such layers need a step's kernels
         modes = CAPTURED[1:] if is_recurrent else CAPTURED
         if way.mode not in modes or machine.on_cpu or anatomy.prompts_unsupported is not None:
-            return place(self.given, way)
+            return self._placed(way)
         is_shared = has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
         has_wholes = bool(request.images) and "vision" in anatomy.parts and anatomy.images_look_ahead
         # Such an image is computed in one chunk.
@@ -157,11 +159,11 @@ class Candidates:
                     continue
                 one = replace(way, chunks=chunks, captures_prompts=captured, only_whole=captured and not is_shared)
                 try:
-                    plan = place(self.given, replace(one, is_explained=False))
+                    plan = self._placed(replace(one, is_explained=False))
                 except DoesNotFitError:
                     refused += [] if captured else [one]
                     continue
-                if not plan.blocks_off_device and (captured or not is_beside):
+                if plan.is_whole and (captured or not is_beside):
                     return plan
                 if is_shared or not captured:
                     plans.append(plan)
@@ -171,10 +173,45 @@ class Candidates:
         errors = []
         for one in refused:
             try:
-                return place(self.given, one)
+                return self._placed(one)
             except DoesNotFitError as exc:
                 errors.append(exc)
         raise _nearest(errors)
+
+    def _placed(self, way: Way) -> Plan:
+        """Return the placement of a way. Where it is not the whole decoder and kernels read the experts, they may be in host memory
+        with slots on the device, if that takes fewer expected seconds. Errors: of the way that needs the least."""
+        request, machine = self.given.request, self.given.machine
+        plans: list[Plan] = []
+        errors: list[DoesNotFitError] = []
+        try:
+            plans.append(place(self.given, way))
+        except DoesNotFitError as exc:
+            errors.append(exc)
+        limits = limits_of(way.anatomy)
+        is_asked = bool(request.place) or request.device_map is not None
+        if way.mode == "fused" and limits and not is_asked and not machine.on_cpu and machine.has_pinned:
+            if not plans or not plans[0].is_whole:
+                try:
+                    plans.append(self._in_slots(way, *limits))
+                except DoesNotFitError as exc:
+                    errors.append(exc)
+        if plans:
+            return min(plans, key=lambda plan: plan.expected_s)
+        raise _nearest(errors)
+
+    def _in_slots(self, way: Way, least: int, most: int) -> Plan:
+        """Return the placement with as many slots of experts as fit. Errors: of the least."""
+        best = place(self.given, replace(way, expert_slots=least))
+        each = slots_bytes(way.anatomy, 2) - slots_bytes(way.anatomy, 1)
+        slots = min(most, least + (best.gpu_budget_bytes - best.gpu_needed_bytes) // max(each, 1))
+        while slots > least:
+            with suppress(DoesNotFitError):
+                more = place(self.given, replace(way, expert_slots=slots, is_explained=False))
+                if more.blocks_off_device <= best.blocks_off_device:
+                    return more
+            slots -= 1  # torch's reserve and alignment grow with the bytes
+        return best
 
 
 def _nearest(errors: Sequence[DoesNotFitError]) -> DoesNotFitError:
@@ -221,12 +258,22 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
         return first, "the whole decoder stays on the device"
     whole, small = plans["full"], plans["int8"]
     kept = whole.blocks_off_device - small.blocks_off_device
+    if kept <= 0 and whole.execution.expert_slots and small.execution.expert_slots:
+        return _head_of_slots(whole, small)
     if kept > 0 and small.expected_s < whole.expected_s:
         rates = f"{predicted_rate(small.execution)} instead of {predicted_rate(whole.execution)} predicted"
         return "int8", f"keeps {kept} more decoder blocks on the device, {rates}; {_cost()}"
     if kept > 0:
         return "full", "8 bits keep more of the decoder on the device, but are not faster"
     return "full", "8 bits would not keep more of the decoder on the device"
+
+
+def _head_of_slots(whole: Plan, small: Plan) -> tuple[str, str]:
+    more = small.execution.expert_slots - whole.execution.expert_slots
+    if more > 0 and small.expected_s < whole.expected_s:
+        rates = f"{predicted_rate(small.execution)} instead of {predicted_rate(whole.execution)} predicted"
+        return "int8", f"keeps {more} more experts of each layer on the device, {rates}; {_cost()}"
+    return "full", "8 bits would not make steps faster"
 
 
 def _cost() -> str:

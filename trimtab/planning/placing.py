@@ -10,6 +10,7 @@ from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.formats.record import CODE_BYTES, stored_format
 from trimtab.planning.memory.activations import Use, needs_of, use_of
 from trimtab.planning.memory.adapters import copies_bytes
+from trimtab.planning.memory.expert_slots import fetched_bytes, slots_bytes, stacks_bytes
 from trimtab.planning.memory.media import MediaMemory
 from trimtab.planning.memory.prefix_cache import prefix_bytes
 from trimtab.planning.memory.prompts import BESIDE_ROOM_BYTES, ROOM_SLACK_BYTES, has_room, prompt_bytes, uncaptured_bytes
@@ -24,6 +25,7 @@ from trimtab.planning.values.byte_sizes import Rates, Weights, allocated_bytes, 
 from trimtab.planning.values.execution import (
     CAPTURED,
     FRAGMENT_BYTES,
+    LINK_SHARE,
     Execution,
     Phase,
     check_bytes,
@@ -48,11 +50,11 @@ class ModeRefusedError(Exception):
 
 @dataclass(frozen=True)
 class Known:
-    """Cached values of plans for one machine. blocks: of the anatomies, by their identity and format. items: the
-    choices, also by use and by whether steps are captured."""
+    """Cached values of plans for one machine. blocks: of the anatomies, by their identity and format, and whether
+    experts are apart. items: the choices, also by use and by whether steps are captured."""
 
-    blocks: dict[tuple[int, str], tuple[Block, ...]] = field(default_factory=dict)
-    items: dict[tuple[int, str, Use, bool], list[Item]] = field(default_factory=dict)
+    blocks: dict[tuple[int, str, bool], tuple[Block, ...]] = field(default_factory=dict)
+    items: dict[tuple[int, str, bool, Use, bool], list[Item]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,8 @@ class Given:
 class Way:
     """One way to compute: the head (anatomy: with it), the mode of steps and why, and the chunks of prompts.
 
-    only_whole: whether only a placement with the whole decoder on the device is useful. is_explained: as in `Given`.
+    only_whole: whether only a placement with the whole decoder on the device is useful. is_explained: as in `Given`. expert_slots:
+    as `Execution` has it.
     """
 
     anatomy: Anatomy
@@ -92,6 +95,7 @@ class Way:
     captures_prompts: bool = False
     only_whole: bool = False
     is_explained: bool = True
+    expert_slots: int = 0
 
 
 def place(given: Given, way: Way) -> Plan:
@@ -110,9 +114,10 @@ class _Planner:
         self.request = request = replace(given.request, head=way.head, quant=quant_of(anatomy, given.request.quant))
         machine, known, mode, chunks = given.machine, given.known, way.mode, way.chunks
         adapters, chunk_tokens, captures_prompts = given.adapters, given.chunk_tokens, way.captures_prompts
-        key = id(anatomy), request.quant
+        are_apart = way.expert_slots > 0
+        key = id(anatomy), request.quant, are_apart
         if key not in known.blocks:
-            known.blocks[key] = blocks_of(anatomy, request.quant)
+            known.blocks[key] = blocks_of(anatomy, request.quant, are_apart=are_apart)
         self.blocks = known.blocks[key]
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
@@ -129,13 +134,15 @@ class _Planner:
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
+        self.slot_bytes = slots_bytes(anatomy, way.expert_slots) if are_apart else 0
+        self.apart_bytes = stacks_bytes(anatomy) if are_apart else 0
         self.execution_bytes = self._execution_bytes()
         keeps_prefixes = bool(request.prefix_cache_bytes) and not machine.on_cpu
         self.prefix_bytes = (
             prefix_bytes(anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens) if keeps_prefixes else {}
         )
         self.works = self.use.works()
-        kept = id(anatomy), request.quant, self.use, self.is_captured
+        kept = (*key, self.use, self.is_captured)
         self.items = (not self.asked and known.items.get(kept)) or [self._item(block) for block in self.blocks]
         if not self.asked:
             known.items[kept] = self.items
@@ -302,7 +309,8 @@ class _Planner:
         return codes + sum(block.fixed_bytes if on_cpu else block.fixed_allocated_bytes for block in self.blocks)
 
     def _limits(self) -> Limits:
-        machine, request, fixed = self.machine, self.request, self._fixed_bytes()
+        machine, request, fixed = self.machine, self.request, self._fixed_bytes() + self.slot_bytes
+        kept = self.apart_bytes + request.prefix_cache_bytes + self.held_bytes
         on_cpu, available = machine.on_cpu, machine.host_available_bytes + machine.process_bytes
         counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
         outside = sum(count for name, count in counted.items() if name in OUTSIDE_PEAK)
@@ -312,8 +320,7 @@ class _Planner:
             host_budget_bytes=request.host_memory_bytes or available,
             disk_budget_bytes=self.given.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
             run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,
-            load_bytes=fixed,
-            host_bytes=machine.process_bytes + request.prefix_cache_bytes + self.held_bytes + sum(self.media.by_item.values()),
+            load_bytes=fixed, host_bytes=machine.process_bytes + kept + sum(self.media.by_item.values()),
             host_load_bytes=READ_BUFFER_BYTES,
             context_bytes=0 if on_cpu else machine.context_bytes + outside,
             reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
@@ -328,7 +335,8 @@ class _Planner:
             f"{tier}_weights": sum(c.host_bytes for c in chosen if c.tier == tier) for tier in ("gather", "stream", "host")
         }  # fmt: skip
         gpu = {
-            "weights": resident, "fixed": limits.load_bytes, "adapters": self.adapter_bytes,
+            "weights": resident, "fixed": limits.load_bytes - self.slot_bytes,
+            **({"expert_slots": self.slot_bytes} if self.slot_bytes else {}), "adapters": self.adapter_bytes,
             "kv_cache": self.needs.kv_cache_bytes, "activations": self.needs.activation_bytes,
             "staging": totals.slots * totals.staged_bytes, **self.execution_bytes, **self.prompt_bytes,
             **self.prefix_bytes,
@@ -336,7 +344,7 @@ class _Planner:
             "allocator_reserve": limits.reserve(totals.peak_bytes),
         }  # fmt: skip
         host = {
-            "process": self.machine.process_bytes, **host_weights,
+            "process": self.machine.process_bytes, **host_weights, **({"experts": self.apart_bytes} if self.apart_bytes else {}),
             "buffers": max(totals.buffer_bytes, totals.read_buffer_bytes),
         }  # fmt: skip
         if request.prefix_cache_bytes:
@@ -374,7 +382,8 @@ class _Planner:
             launch_s = prompt_launch_s(*counts, passes=passes, launch_s=rates.launch_s, **options)
             prompt_s += self._waits_s(chosen, slots)
             prompt_s = prompt_s + launch_s if self.captures_prompts else max(prompt_s, launch_s)
-            one_s = self._step_s(chosen, slots)
+            prompt_s += passes * self._fetch_s(-(-use.prompt_tokens // max(passes, 1)))
+            one_s = self._step_s(chosen, slots) + self._fetch_s(use.batch)
             counted = self.execution_bytes
         estimated_s = 0.0
         if use.kv == "int8":
@@ -391,8 +400,9 @@ class _Planner:
             seconds=prompt_s, chunks=self.chunks,
         )  # fmt: skip
         return Execution(
-            prompt=prompt, step=step, head=self.request.head, head_reason="", is_head_asked=self.given.request.head != "auto"
-        )
+            prompt=prompt, step=step, head=self.request.head, head_reason="", is_head_asked=self.given.request.head != "auto",
+            expert_slots=self.way.expert_slots,
+        )  # fmt: skip
 
     def _prompt_reason(self) -> str:
         sizes = f"chunks of {', '.join(map(str, self.chunks))} tokens"
@@ -407,6 +417,11 @@ class _Planner:
         if self.chunks:
             return f"{why}, in static {sizes}"
         return f"{why}, in chunks of {self.use.prefill_tokens} tokens"
+
+    def _fetch_s(self, rows: int) -> float:
+        """Return the seconds that a pass of this many tokens waits for experts in host memory."""
+        slots, link_Bps = self.way.expert_slots, self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
+        return fetched_bytes(self.blocks, rows, slots) / (link_Bps * LINK_SHARE) if slots else 0.0
 
     def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
         link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ FAMILIES = ["qwen3_moe", "gemma4_moe"]
 FAMILIES += [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen3_5_moe", "glm4_moe")]
 
 
-def loaded(family: str, folder: Path, kind: str, **options: Any) -> Any:
+def loaded(family: str, folder: Path, kind: str, slots: int = 0, **options: Any) -> Any:
     base = pico.build(family, folder / "base")
     adapters = {"a": pico.adapter(base, folder / "a", rank=4), "b": stack_adapter(base, folder / "b", list(BOTH))}
     given = {"adapters": adapters, "device": "cpu", "quant": "nf4-dq", "context": 96, "experts": kind} | options
-    return trimtab.load(trimtab.plan(base, **given))
+    plan = trimtab.plan(base, **given)
+    return trimtab.load(replace(plan, execution=replace(plan.execution, expert_slots=slots)))
 
 
 def with_kernels(kernels: Any, model: Any) -> None:
@@ -82,6 +84,29 @@ def test_a_step_of_streamed_layers_is_the_resident_one(family, kind, on_cpu, rep
             batch = joined(model, "fused", ASKED, rows=4)
             scores.append(batch.logits().clone())
             assert on_cpu.experts.launches
+    assert torch.equal(*scores)
+
+
+@pytest.mark.parametrize("family, kind", [("qwen3_moe", "nf4"), ("gemma4_moe", "nf4-dq"), ("mixtral", "nf4")])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_answers_with_experts_in_host_memory_are_the_resident_ones(family, kind, slots, on_cpu, replayed, tmp_path):  # noqa: F811
+    """Rows with adapters on experts arrive and leave; fewer slots than a token uses, and more. Prompts of packed experts too."""
+    scores = []
+    for number in (0, slots):
+        with loaded(family, tmp_path / str(number), kind, slots=number) as model:
+            with_kernels(on_cpu, model)
+            launched = len(on_cpu.experts.launches)
+            batch = joined(model, "fused", ASKED, rows=4)
+            seen = [batch.logits().clone()]
+            for name, tokens in (("b", 70), (None, 40), ("a", 9)):
+                batch.leave(batch.active[1])
+                batch.join(through(batch, model.prepare(list(range(5, 5 + tokens))), adapter=name))
+                batch.step()
+                seen.append(batch.logits().clone())
+            scores.append(torch.cat(seen))
+            assert ("experts_bring" in on_cpu.experts.launches[launched:]) is bool(number)
+            near = [vars(one)["near"] for one in model.hf_model.modules() if "near" in vars(one)]
+            assert all(0 < one.slots == number and int(one.clock) > 1 for one in near) and bool(near) is bool(number)
     assert torch.equal(*scores)
 
 

@@ -21,6 +21,7 @@ from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
 from trimtab.engine.lora.experts import stack_facts, stack_of
+from trimtab.engine.tiers.near_experts import NearExperts
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.linear import Leaf
@@ -220,11 +221,14 @@ class Experts:
     @property
     def key(self) -> tuple[object, ...]:
         """What of the stacks selects a kernel, as values that print the same in every process. No streamed block is entered."""
-        return stack_facts(self.module, "gate_up_proj"), stack_facts(self.module, "down_proj")
+        near: NearExperts | None = vars(self.module).get("near")
+        slots = () if near is None else (near.slots,)
+        return stack_facts(self.module, "gate_up_proj"), stack_facts(self.module, "down_proj"), *slots
 
     def mixture(self, activation: str) -> Mixture:
         """Return the stacks as kernels take them, of a module that they know; streamed ones are entered."""
-        return Mixture(stack_of(self.module, "gate_up_proj"), stack_of(self.module, "down_proj"), activation)
+        gate_up, down = stack_of(self.module, "gate_up_proj"), stack_of(self.module, "down_proj")
+        return Mixture(gate_up, down, activation, vars(self.module).get("near"))
 
     def chosen(self, x: Tensor, rows: int = 1) -> tuple[Tensor, Tensor]:
         """Return the numbers [n, K] int64 of the experts of x [n, D], which the router reads, and their weights [n, K]. rows: of

@@ -29,6 +29,7 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import can_unpack
 from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.engine.tiers.near_experts import NearExperts
 from trimtab.formats.record import stored_format
 
 # Changes of gate_up, which may be two (of gate and of up), and one of down.
@@ -36,7 +37,7 @@ MEMBERS = 3
 MOST_ROWS, MOST_CHOSEN = 64, 32
 NAMES = (
     "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_gate_up", "experts_many_down",
-    "experts_many_sum",
+    "experts_many_sum", "experts_place", "experts_bring",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block by format: of gate and of
@@ -44,6 +45,7 @@ _TYPES = (torch.bfloat16, torch.float16)
 _CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
 _EXACT_ROWS = 256  # of a matrix that the check decodes at once: whole blocks of every format
 _TILE = 64  # pairs of a block of many, and rows of a stack
+_BRING_BLOCKS = 32  # that copy one expert
 _OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
 _OTHER_OUTPUTS = (8, 16)
 # Seven roundings of each value, and codes in float16; the largest seen: 5.4e-3 and 7.2e-4.
@@ -55,11 +57,17 @@ _MOST_SHARED_BYTES = 64 * 1024
 @dataclass(frozen=True, eq=False)
 class Mixture:
     """The stacks of one module: gate_up [E, 2 I, D], whose first I outputs are the gate, and down [E, D, I]; each packed as
-    `loader.pieces.pack` does it or 16 bits, contiguous. activation: one of `attention_and_norms.ACTIVATIONS`."""
+    `loader.pieces.pack` does it or 16 bits, contiguous. activation: one of `attention_and_norms.ACTIVATIONS`. near: slots on the
+    card for experts of packed stacks that are in host memory."""
 
     gate_up: Packed | Tensor
     down: Packed | Tensor
     activation: str
+    near: NearExperts | None = None
+
+    def slots_of(self, stack: Packed | Tensor) -> Packed | None:
+        """Return the slots of one of the stacks."""
+        return None if self.near is None else self.near.stacks["gate_up_proj" if stack is self.gate_up else "down_proj"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +125,7 @@ def lora_tables(changes: Sequence[Sequence[Change | None]], row_slots: Tensor, c
 
 def source() -> str:
     """Return the source as it is compiled."""
-    return layouts.source("experts.cu") + nvrtc.source("experts_many.cu")
+    return layouts.source("experts.cu") + nvrtc.source("experts_many.cu") + nvrtc.source("experts_near.cu")
 
 
 def load(device: torch.device | str) -> nvrtc.Module:
@@ -194,6 +202,8 @@ def experts(
     if n > MOST_ROWS:
         assert lora is None
         return _many(x, index, weights, mixture, out, launch)
+    if mixture.near is not None:
+        _bring(index, mixture, mixture.near, launch)
     h = torch.empty(pairs, inner, dtype=dtype, device=x.device)
     low: Tensor | None = None
     if lora is not None and lora.largest_rank:
@@ -204,7 +214,7 @@ def experts(
     launch(
         mixture.gate_up, "experts_gate_up", (inner // outputs, chosen, n), _warps(chunks),
         [
-            x, x.stride(0), index, count, *_stack_arguments(mixture.gate_up), inner, width,
+            x, x.stride(0), index, count, *_stack_arguments(mixture, mixture.gate_up), inner, width,
             fused.ACTIVATIONS.index(mixture.activation), h, *changes,
         ],
         _shared_bytes(mixture.gate_up, chunks, 2, 0),
@@ -215,8 +225,8 @@ def experts(
     launch(
         mixture.down, "experts_down", (width // outputs, n), _warps(units),
         [
-            h, index, weights, int(weights.dtype == torch.float32), chosen, count, *_stack_arguments(mixture.down), inner, out,
-            out.stride(0), *changes,
+            h, index, weights, int(weights.dtype == torch.float32), chosen, count, *_stack_arguments(mixture, mixture.down), inner,
+            out, out.stride(0), *changes,
         ],
         _shared_bytes(mixture.down, units, chosen, 1),
     )  # fmt: skip
@@ -234,7 +244,7 @@ def _many(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tens
     launch(
         mixture.gate_up, "experts_many_gate_up", (2 * inner // _TILE, tiles), 4,
         [
-            x, x.stride(0), *sorted_pairs, *_stack_arguments(mixture.gate_up), width, inner,
+            x, x.stride(0), *sorted_pairs, *_stack_arguments(mixture, mixture.gate_up), width, inner,
             fused.ACTIVATIONS.index(mixture.activation), h,
         ],
     )  # fmt: skip
@@ -242,8 +252,8 @@ def _many(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tens
     launch(
         mixture.down, "experts_many_down", (width // _TILE, tiles), 4,
         [
-            h, inner, *sorted_pairs, *_stack_arguments(mixture.down), inner, weights, int(weights.dtype == torch.float32), width,
-            parts,
+            h, inner, *sorted_pairs, *_stack_arguments(mixture, mixture.down), inner, weights,
+            int(weights.dtype == torch.float32), width, parts,
         ],
     )  # fmt: skip
     launch(
@@ -277,14 +287,34 @@ def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, which: int) 
     return 4 * (front + (units + changes) * _outputs(stack)[which] * (1 if which else 2) + changes * (_CHANGE_WORDS + 2))
 
 
-def _stack_arguments(stack: Packed | Tensor) -> list[nvrtc.Argument]:
+def _stack_arguments(mixture: Mixture, stack: Packed | Tensor) -> list[nvrtc.Argument]:
     if isinstance(stack, Tensor):
-        return [stack, _each_bytes(stack), None, 0, None, 0, None, None, None]
+        return [stack, _each_bytes(stack), None, 0, None, 0, None, None, None, None, None, None, None]
     weight, scale, second, offset = layouts.tensors(stack)
     given: list[nvrtc.Argument] = []
     for part in (weight, scale, second):
         given += [part, 0 if part is None else _each_bytes(part)]
-    return [*given, offset, stack.codes.get("nested_code"), stack.codes.get("code")]
+    near = mixture.slots_of(stack)
+    places = [None, None, None, None] if mixture.near is None or near is None else [mixture.near.where, *layouts.tensors(near)[:3]]
+    return [*given, offset, stack.codes.get("nested_code"), stack.codes.get("code"), *places]
+
+
+def _bring(index: Tensor, mixture: Mixture, near: NearExperts, launch: Callable[..., None]) -> None:
+    """Give the chosen experts slots, and copy those that are new there."""
+    pairs, count, slots = index.numel(), len(near.where), near.slots
+    most = min(pairs, slots)
+    brought = torch.empty(1 + 2 * min(pairs, count), dtype=torch.int32, device=index.device)
+    launch(
+        mixture.gate_up, "experts_place", (1,), 32,
+        [index, pairs, count, near.where, near.owner, near.used, near.clock, near.counts, slots, brought], 4 * 2 * (count + slots),
+    )  # fmt: skip
+    for stack in (mixture.gate_up, mixture.down):
+        own = mixture.slots_of(stack)
+        assert own is not None and isinstance(stack, Packed)
+        parts: list[nvrtc.Argument] = []
+        for far, here in zip(layouts.tensors(stack)[:3], layouts.tensors(own)[:3], strict=True):
+            parts += [far, here, 0 if far is None else _each_bytes(far)]
+        launch(stack, "experts_bring", (_BRING_BLOCKS, most), 8, [brought, *parts])
 
 
 def _each_bytes(part: Tensor) -> int:

@@ -34,12 +34,14 @@ from trimtab.engine.memory.rates import spill_folder
 from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.arena import Arena, Part
+from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.reader import Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import HEAD8, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
+from trimtab.planning.memory.expert_slots import row_bytes
 from trimtab.planning.plan.plan import FilesRead
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
@@ -70,16 +72,6 @@ class Loaded:
         self.hf_model, self.streamer, self.file_rows = None, None, []
 
 
-def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if the files are not the ones that the plan was made from."""
-    now, then = set(checkpoint.stamps), set(plan.checkpoint_stamps)
-    if now != then:
-        changed = sorted({name for name, *_ in now ^ then})
-        raise CheckpointError(
-            f"changed since the plan was made: {', '.join(changed)}", path=checkpoint.path, hint="Make the plan again"
-        )
-
-
 def fill(
     plan: Plan, store: AdapterStore, *, progress: Progress | None = None, files: FilesRead[hf.Probe] | None = None
 ) -> tuple[Loaded, Anatomy]:
@@ -92,7 +84,7 @@ def fill(
     known, probe = (None, None) if files is None else (files.checkpoint, files.tree)
     checkpoint = known if known is not None and known.is_unchanged() else read_checkpoint(request.model)
     check_has_weights(checkpoint)
-    check_same_checkpoint(plan, checkpoint)
+    plan.check_same_checkpoint(checkpoint)
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
     anatomy = hf.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
@@ -116,7 +108,8 @@ class _Filler:
         self.entries, self.packed = split_packed(checkpoint)
         self.tier = {row.block: plan.tier_of(row.block) for row in self.rows}
         self.home = {placement.block_path: placement.home for placement in plan.placements}
-        self.planned = {block.block_path: block for block in blocks_of(anatomy, plan.request.quant)}
+        self.slots = plan.execution.expert_slots
+        self.planned = {one.block_path: one for one in blocks_of(anatomy, plan.request.quant, are_apart=self.slots > 0)}
         self.codes = CodeTables()
         self.arena = Arena(sum(map(self._arena_bytes, self.rows)), self.device)
         self.owners: dict[str, nn.Parameter] = {}
@@ -199,6 +192,8 @@ class _Filler:
     def _arena_bytes(self, row: ModuleRow) -> int:
         """Return the bytes of a module's packed weight in the arena: 0 unless it is quantized and stays."""
         weight = row.weight
+        if row.packs_experts and self.slots:
+            return row_bytes(row, self.slots)
         if row.packs_experts and self.tier[row.block] == "resident":
             forms = [(one, row.form_of(one)) for one in row.stacks]
             return sum(buffer_bytes(packed_parts(one.shape, form, one.dtype)) for one, form in forms if form is not None)
@@ -475,16 +470,19 @@ class _Filler:
 
     def _fill_packed_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
         assert self.reader is not None
-        room = writer.room if writer is not None else self.arena.room if tier == "resident" else pieces.host_room
+        near = NearWriter(self.device, self.slots, self.arena) if self.slots else None
+        writer = None if near is not None else writer
+        owner = near or writer or (self.arena if tier == "resident" else None)
+        room = pieces.host_room if owner is None else owner.room
         pack = partial(pieces.stored, fetch=lambda name: self._fetch_packed(self.packed[name]), room=room)
         if row.made is not None:
             pack = partial(pieces.pack, kind=row.made, entries=self.entries, take=self.reader.take, codes=self.codes, room=room)
         stage = None if writer is None else lambda packed: self._staged(packed, writer.places, writer)
-        put = pieces.hold(row, module, pack, self.codes, self.adapter_store, stage)
+        put = pieces.hold(row, module, pack, self.codes, self.adapter_store, stage, near)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors if not self._moves(row, tensor)})
         if put is not None:
             self.waiting.append(put)
-        elif tier == "host":
+        elif tier == "host" and near is None:
             self.on_host.append(module)
 
     def _fill_embedding(self, row: ModuleRow, module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from trimtab.engine.formats.packed import CodeTables, Packed
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import hold_packed, why_no_lora
 from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.streaming import Staged, Streamer
 from trimtab.errors import DeviceError
 from trimtab.formats.record import WEIGHT_BLOCK, PackedEntry, stored_format
@@ -185,20 +186,22 @@ def _stacked(tensor: TensorRow, experts: Iterable[Packed], room: Callable[[Forms
 
 def hold(
     row: ModuleRow, module: nn.Module, pack_one: Callable[[TensorRow], Packed], codes: CodeTables, store: AdapterStore,
-    stage: Callable[[Packed], Callable[[Streamer], Staged]] | None,
+    stage: Callable[[Packed], Callable[[Streamer], Staged]] | None, near: NearWriter | None = None,
 ) -> Callable[[Streamer], None] | None:  # fmt: skip
     """Let a module of experts compute with the stacks that `pack_one` gives. stage: gives the stack that was packed last in
-    a streamed block; what comes back is called with the streamer."""
+    a streamed block; what comes back is called with the streamer. near: of stacks that stay in host memory."""
     staged: dict[str, Callable[[Streamer], Staged]] = {}
     held: dict[str, Packed] = {}
     for stack in row.stacks:
         name = stack.tensor_path.rpartition(".")[2]
-        held[name] = pack_one(stack)
+        held[name] = pack_one(stack) if near is None else near.taken(name, pack_one(stack))
         if stage is not None:
             staged[name] = stage(held[name])
     if stage is None:
         here = {name: one.with_parts(one.parts, codes.on(one, one.parts["weight"].device)) for name, one in held.items()}
         hold_packed(module, here, store, row.module_path)
+        if near is not None:
+            vars(module)["near"] = near.finish(row.stacks[0].shape[0])
         return None
     return lambda streamer: hold_packed(module, {name: put(streamer) for name, put in staged.items()}, store, row.module_path)
 
@@ -206,4 +209,5 @@ def hold(
 def let_go(hf_model: nn.Module | None) -> None:
     """Free the packed experts of a model at once: their modules and forwards know each other."""
     for module in () if hf_model is None else hf_model.modules():
-        vars(module).pop("stacks", None)
+        for name in ("stacks", "near"):
+            vars(module).pop(name, None)

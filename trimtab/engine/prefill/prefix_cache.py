@@ -327,7 +327,7 @@ class Prefixes:
         turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
         shared, places = max(turns, default=match.shared_tokens), set[int]()
         # Where each pass copies weights, a cut takes longer than many openings save.
-        is_cut = not self.model.plan.blocks_off_device
+        is_cut = self.model.plan.is_whole
         for place, may_cut in ((shared, True), (inputs.opening, is_cut and inputs.opening - match.tokens >= LEAST_CUT_TOKENS)):
             if place - match.tokens < LEAST_SAVED_TOKENS or any(mark.start < place < mark.end for mark in inputs.marks):
                 continue

@@ -169,6 +169,20 @@ class Plan:
         return sum(row.part in ("language", "head") and row.tier != "resident" for row in self.placements)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every weight that tokens read stays on the device."""
+        return not self.blocks_off_device and not self.execution.expert_slots
+
+    def check_same_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Raise CheckpointError if the files are not the ones that the plan was made from."""
+        now, then = set(checkpoint.stamps), set(self.checkpoint_stamps)
+        if now != then:
+            changed = sorted({name for name, *_ in now ^ then})
+            raise CheckpointError(
+                f"changed since the plan was made: {', '.join(changed)}", path=checkpoint.path, hint="Make the plan again"
+            )
+
+    @property
     def request_s(self) -> float:
         """Expected seconds of one request before its first token: images, audio and a prompt that fills the context."""
         return self.execution.prompt.seconds

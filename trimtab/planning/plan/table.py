@@ -166,18 +166,29 @@ def _execution(plan: Plan) -> list[tuple[str, str]]:
         rows.append((name, f"{phase.mode}{f', {gib(took)}' if took else ''}, {speed}: {phase.reason}"))
     rows += [("type", f"{plan.request.dtype}: {plan.dtype_reason}")] if plan.dtype_reason else []
     rows += [("attention", plan.window_reason)] if plan.window_reason else []
-    rows += [("experts", _experts(plan.experts, plan.execution.step.mode))] if plan.experts is not None else []
+    rows += [("experts", _experts(plan.experts, execution) + _slots(plan, plan.experts))] if plan.experts is not None else []
     return [*rows, ("output head", f"{execution.head}: {execution.head_reason}"), *keys_and_values(plan)]
 
 
-def _experts(taken: ExpertWeights, step_mode: str) -> str:
+def _slots(plan: Plan, taken: ExpertWeights) -> str:
+    """Return where experts are that do not all stay on the device."""
+    slots = plan.execution.expert_slots
+    if not slots:
+        return ""
+    return (
+        f"; {slots} of {taken.count} of each layer on the device at a time ({gib(plan.gpu['expert_slots'])}), all in host memory: "
+        f"{slots / taken.count:.0%} of the chosen ones are there if every expert is as likely, others are copied in the step"
+    )
+
+
+def _experts(taken: ExpertWeights, execution: Execution) -> str:
     """Return how stacked experts are kept, and what that means for answers."""
     size = f"{taken.bits_per_value:.2f} bits a weight, {gib(taken.bytes)} in {taken.modules} modules"
     if taken.format_name is None:
         return f"{size}: {taken.reason or f'as the model computes; experts={MADE_EXPERTS[0]!r} packs them, which changes answers'}"
     why = "asked for; their rounding changes answers" if taken.is_made else "as the files hold them"
     rest = f"; others are {taken.reason}" if taken.reason else ""
-    how = "steps read the chosen ones packed" if step_mode == "fused" else "chosen ones are dequantized one at a time"
+    how = "steps read the chosen ones packed" if execution.step.mode == "fused" else "chosen ones are dequantized one at a time"
     return f"{taken.format_name}, {size}: {why}; {how}{rest}"
 
 

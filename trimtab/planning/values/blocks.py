@@ -77,8 +77,8 @@ class Block:
     loading packs. flops_per_token: multiply-adds per row. row_bytes: one row of a table, 0 for other blocks.
     is_in_file: whether a table's rows can be read from the checkpoint: its tensors are there as they are computed with. pieces: the
     leaves of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
-    a pass writes and reads again for weights that are stored in 16 bits and used in float32. expert_bytes: of stacked experts, of
-    which a token uses expert_share.
+    a pass writes and reads again for weights that are stored in 16 bits and used in float32. expert_bytes: of stacked experts,
+    expert_count of each stack, of which a token uses expert_share; are_apart: they do not move with it (memory/expert_slots.py).
     """
 
     block_path: str
@@ -102,11 +102,14 @@ class Block:
     piece_bytes: tuple[int, ...] = ()
     widened_bytes: int = 0
     expert_bytes: int = 0
+    expert_count: int = 0
     expert_share: float = 1.0
+    are_apart: bool = False
 
     def read_bytes(self, rows: int) -> int:
         """Return the bytes that a step of `rows` rows reads, where each token's experts are any of them as likely."""
-        return self.movable_bytes - int(self.expert_bytes * (1 - self.expert_share) ** rows)
+        whole = self.movable_bytes + self.are_apart * self.expert_bytes
+        return whole - int(self.expert_bytes * (1 - self.expert_share) ** rows)
 
     @property
     def is_table(self) -> bool:
@@ -159,16 +162,18 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
 
 
 @lru_cache(maxsize=KEPT)
-def blocks_of(anatomy: Anatomy, quant: str) -> tuple[Block, ...]:
-    """Return the blocks of a model in the order of its modules, every module in exactly one."""
+def blocks_of(anatomy: Anatomy, quant: str, *, are_apart: bool = False) -> tuple[Block, ...]:
+    """Return the blocks of a model in the order of its modules, every module in exactly one. are_apart: stacked experts."""
     quant, tied = quant_of(anatomy, quant), tied_paths(anatomy)
     grouped: dict[str, list[ModuleRow]] = {}
     for row in anatomy.rows:
         grouped.setdefault(row.block, []).append(row)
-    return tuple(_block(path, rows, anatomy, quant, tied) for path, rows in grouped.items())
+    return tuple(_block(path, rows, anatomy, quant, tied, are_apart) for path, rows in grouped.items())
 
 
-def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied: Mapping[str, str]) -> Block:
+def _block(
+    path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied: Mapping[str, str], are_apart: bool
+) -> Block:  # fmt: skip
     packed_file = anatomy.prequantized is not None
     # A table moves only as a separate block; in a block with linears it stays.
     is_mixed = any(row.kind in ("linear", "experts") for row in rows)
@@ -178,7 +183,9 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
         if not (is_mixed and row.kind == "embedding")
         for leaf in leaves_of(row, quant, tied, prequantized=packed_file)
     ]
-    moving = {leaf.tensor_path for leaf in leaves}
+    moving, every = {leaf.tensor_path for leaf in leaves}, leaves
+    stacked = [leaf for leaf in leaves if len(leaf.shape) == 3]
+    leaves = [leaf for leaf in leaves if not (are_apart and len(leaf.shape) == 3)]
     fixed = [t for row in rows for t in row.tensors if t.tied_to is None and t.tensor_path not in moving]
     moving_rows = [row for row in rows if any(tensor.tensor_path in moving for tensor in row.tensors)]
     part = (moving_rows or rows)[0].part
@@ -190,7 +197,6 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
     for leaf in leaves:
         piece_bytes[places[leaf.module_path]] += buffer_bytes(leaf.parts)
     share = min((row.chosen / row.stacks[0].shape[0] for row in rows if row.chosen and row.stacks), default=1.0)
-    stacked = [leaf for leaf in leaves if len(leaf.shape) == 3]
     return Block(
         block_path=path, part=part,
         movable_bytes=sum(leaf.nbytes for leaf in leaves), fixed_bytes=sum(tensor.nbytes for tensor in fixed),
@@ -200,15 +206,16 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
         leaves=tuple(dict.fromkeys(leaf.module_path for leaf in leaves)),
         allowed_tiers=allowed, refused=refused,
         largest_leaf_bytes=max((leaf.nbytes for leaf in leaves), default=0),
-        load_transient_bytes=max((leaf.load_transient_bytes for leaf in leaves), default=0),
-        dense_bytes=sum(leaf.dense_bytes for leaf in leaves if leaf.packs),
+        load_transient_bytes=max((leaf.load_transient_bytes for leaf in every), default=0),
+        dense_bytes=sum(leaf.dense_bytes for leaf in every if leaf.packs),
         paid=_paid(path, part),
-        flops_per_token=0 if is_table else sum(int(2 * prod(one.shape) * (share if len(one.shape) == 3 else 1)) for one in leaves),
+        flops_per_token=0 if is_table else sum(int(2 * prod(one.shape) * (share if len(one.shape) == 3 else 1)) for one in every),
         row_bytes=sum(leaf.dense_bytes // leaf.shape[0] for leaf in leaves) if is_table else 0,
         is_in_file=all(len(t.sources) == 1 for row in rows for t in row.tensors if t.tensor_path in moving)
         and all(row.stored is None or stored_format(row.stored).has_file_rows for row in rows),
         pieces=pieces, piece_bytes=tuple(piece_bytes), widened_bytes=sum(widened_bytes(row, anatomy.dtype) for row in rows),
-        expert_bytes=sum(leaf.nbytes for leaf in stacked), expert_share=min(share, 1.0),
+        expert_bytes=sum(leaf.nbytes for leaf in stacked), expert_count=min((leaf.shape[0] for leaf in stacked), default=0),
+        expert_share=min(share, 1.0), are_apart=are_apart and bool(stacked),
     )  # fmt: skip
 
 
@@ -351,7 +358,7 @@ def experts_of(anatomy: Anatomy) -> ExpertWeights | None:
     names = sorted(values, key=lambda kind: (-values[kind], kind))
     return ExpertWeights(
         format_name=None if names == ["none"] else ", ".join("16 bits" if name == "none" else name for name in names),
-        modules=len(rows), values=sum(values.values()),
+        modules=len(rows), count=min(one.shape[0] for one, _ in stacks), values=sum(values.values()),
         bytes=sum(packed_bytes(one.shape, kind, one.dtype) for one, kind in stacks),
         is_made=any(row.made is not None for row in rows),
         reason=next((row.why_unquantized for row in rows if row.why_unquantized), "") if anatomy.prequantized else "",

@@ -119,7 +119,8 @@ class Phase:
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """How a model runs. head: "full" or "int8"; head_reason: why; is_head_asked: whether the request set it; else the
-    plan chose it. towers: the phase of image and audio towers, None on a CPU and for a request without media.
+    plan chose it. towers: the phase of image and audio towers, None on a CPU and for a request without media. expert_slots: how
+    many experts of each layer are on the device at a time, the others in host memory; 0: all are where their layer is.
     """
 
     prompt: Phase
@@ -128,6 +129,7 @@ class Execution:
     head_reason: str
     is_head_asked: bool = False
     towers: Phase | None = None
+    expert_slots: int = 0
 
     @property
     def tokens_per_s(self) -> float:

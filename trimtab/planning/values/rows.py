@@ -47,11 +47,12 @@ class StoredWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """The stacked experts of a model: their formats (None: 16 or 32 bits), how many modules, values and bytes, whether loading
-    packs them, and why experts that the files hold packed do not stay so."""
+    """The stacked experts of a model: their formats (None: 16 or 32 bits), how many modules, experts of each, values and bytes,
+    whether loading packs them, and why experts that the files hold packed do not stay so."""
 
     format_name: str | None
     modules: int
+    count: int
     values: int
     bytes: int
     is_made: bool

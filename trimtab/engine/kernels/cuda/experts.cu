@@ -10,17 +10,29 @@
 #define MOST_THREADS 768
 #define CHUNK 256
 
-// One stack as it lies in memory; *_bytes: of one expert.
+// One stack as it lies in memory; *_bytes: of one expert. where: null, or the number of an expert among those that are near, -1 without.
 #define STACK_PARAMETERS                                                                                                       \
   const u8 *weight, int weight_bytes, const u8 *scale, int scale_bytes, const u8 *second, int second_bytes, const float *offset, \
-      const float *code2, const float *code
-#define STACK_GIVEN {weight, scale, second, offset, code2, weight_bytes, scale_bytes, second_bytes}
-struct Stack {
+      const float *code2, const float *code, const int *where, const u8 *near_weight, const u8 *near_scale, const u8 *near_second
+#define STACK_GIVEN                                                                                                            \
+  {{weight, scale, second}, {near_weight, near_scale, near_second}, where, offset, code2, code, weight_bytes, scale_bytes, second_bytes}
+struct Parts {
   const u8 *weight, *scale, *second;
-  const float *offset, *code2;
-  int weight_bytes, scale_bytes, second_bytes;
 };
-__device__ __forceinline__ const u8* nth(const u8* first, int bytes, u32 n) { return first + (u64)(u32)bytes * n; }
+struct Stack {
+  Parts far, near;
+  const int* where;
+  const float *offset, *code2, *code;
+  int weight_bytes, scale_bytes, second_bytes;
+  // The parts of one expert.
+  __device__ __forceinline__ Parts of(u32 expert) const {
+    const int slot = where ? __ldcg(where + expert) : -1;
+    const Parts& own = slot < 0 ? far : near;
+    const u32 n = slot < 0 ? expert : (u32)slot;
+    return {nth(own.weight, weight_bytes, n), nth(own.scale, scale_bytes, n), nth(own.second, second_bytes, n)};
+  }
+  static __device__ __forceinline__ const u8* nth(const u8* first, int bytes, u32 n) { return first + (u64)(u32)bytes * n; }
+};
 
 __device__ __forceinline__ u32 clamped(i64 number, int count) { return number < 0 ? 0 : number >= count ? count - 1 : (u32)number; }
 
@@ -30,9 +42,10 @@ struct Expert {
   static constexpr int UP_ROWS = 32, DOWN_ROWS = 16;
   const u8 *weight, *scale;
   const float *outer, *code2, *offset;
-  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int)
-      : weight(nth(s.weight, s.weight_bytes, expert)), scale(nth(s.scale, s.scale_bytes, expert)),
-        outer((const float*)nth(s.second, s.second_bytes, expert)), code2(s.code2), offset(s.offset + expert) {}
+  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : code2(s.code2), offset(s.offset + expert) {
+    const Parts own = s.of(expert);
+    weight = own.weight, scale = own.scale, outer = (const float*)own.second;
+  }
   // A scale as it is stored, and what it is.
   struct Scale {
     u32 bits;
@@ -142,7 +155,7 @@ struct Expert {
   struct Scale {};
   static constexpr int UP_ROWS = 8, DOWN_ROWS = 8;
   const u8* weight;
-  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : weight(nth(s.weight, s.weight_bytes, expert)) {}
+  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : weight(s.of(expert).weight) {}
   __device__ __forceinline__ Word word_at(u32 at) const { return __ldcg((const uint4*)(weight + (u64)at * 2)); }
   __device__ __forceinline__ Scale scale_at(u32) const { return {}; }
   __device__ __forceinline__ void values(float* v, Word word, Scale) const { unpack_8(v, word, HALF); }
@@ -155,9 +168,9 @@ struct Expert {
   static constexpr int UP_ROWS = 16, DOWN_ROWS = 16;
   const u8* weight;
   Own own;
-  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int width)
-      : weight(nth(s.weight, s.weight_bytes, expert)),
-        own(nth(s.scale, s.scale_bytes, expert), nth(s.second, s.second_bytes, expert), nullptr, nullptr, nullptr, width, 0) {}
+  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int width) : Expert(s.of(expert), width) {}
+  __device__ __forceinline__ Expert(const Parts& at, int width)
+      : weight(at.weight), own(at.scale, at.second, nullptr, nullptr, nullptr, width, 0) {}
   __device__ __forceinline__ Word word_at(u32 at) const { return Own::word_at(weight, at); }
   __device__ __forceinline__ Scale scale_at(u32 at) const { return own.scale_at(at); }
   __device__ __forceinline__ void values(float* v, Word word, Scale scale) const { own.values(v, word, scale, HALF); }

@@ -17,7 +17,7 @@ struct Unpacker {
   typedef uint4 Word;
   struct Scale {};
   const u8* from;
-  __device__ __forceinline__ Unpacker(STACK_PARAMETERS, int expert, int) : from(weight + (i64)weight_bytes * expert) {}
+  __device__ __forceinline__ Unpacker(const Stack& s, int expert, int) : from(s.of(expert).weight) {}
   __device__ __forceinline__ Word word_at(i64 at) const { return streamed_16(from + at * 2); }
   __device__ __forceinline__ Scale scale_at(i64) const { return {}; }
   __device__ __forceinline__ void values(float* v, Word word, Scale) const { unpack_8(v, word, HALF); }
@@ -33,10 +33,10 @@ struct Unpacker {
   typedef typename Own::Scale Scale;
   const u8* from;
   Own own;
-  __device__ __forceinline__ Unpacker(STACK_PARAMETERS, int expert, int width)
-      : from(weight + (i64)weight_bytes * expert),
-        own(scale + (i64)scale_bytes * expert, second ? second + (i64)second_bytes * expert : nullptr, offset ? offset + expert : nullptr,
-            code2, code, FORMAT == 0 ? 6 : width, FORMAT == 0 ? 8 : 0) {}
+  __device__ __forceinline__ Unpacker(const Stack& s, int expert, int width) : Unpacker(s, s.of(expert), expert, width) {}
+  __device__ __forceinline__ Unpacker(const Stack& s, const Parts& at, int expert, int width)
+      : from(at.weight), own(at.scale, at.second, s.offset ? s.offset + expert : nullptr, s.code2, s.code, FORMAT == 0 ? 6 : width,
+                             FORMAT == 0 ? 8 : 0) {}
   __device__ __forceinline__ Word word_at(i64 at) const { return Own::word_at(from, at); }
   __device__ __forceinline__ Scale scale_at(i64 at) const { return own.scale_at(at); }
   __device__ __forceinline__ void values(float* v, Word word, Scale scale) const { own.values(v, word, scale, HALF); }
@@ -162,7 +162,6 @@ __device__ __forceinline__ void product(
 }
 
 #define MANY_PARAMETERS const u16 *x, int x_stride, const int *order, const int *first, int chosen, int count, STACK_PARAMETERS, int width
-#define EXPERT_GIVEN weight, weight_bytes, scale, scale_bytes, second, second_bytes, offset, code2, code
 #define BEGIN                                                                     \
   __shared__ int here[TILE];                                                      \
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3; \
@@ -173,7 +172,8 @@ __device__ __forceinline__ void product(
   if (threadIdx.x < TILE && threadIdx.x < tile.pairs) here[threadIdx.x] = __ldcg(order + tile.first + threadIdx.x); \
   __syncthreads();                                                                \
   float c[8][4] = {};                                                             \
-  const Unpacker expert(EXPERT_GIVEN, tile.expert, width);
+  const Stack stack = STACK_GIVEN;                                                \
+  const Unpacker expert(stack, tile.expert, width);
 
 // h [pairs, inner] = act(gate) up, by pairs as they are numbered. Grid: [inner / 32, tiles].
 extern "C" __global__ void __launch_bounds__(MANY_THREADS) experts_many_gate_up(MANY_PARAMETERS, int inner, int kind, u16* h) {

@@ -1,0 +1,151 @@
+"""Do slots of experts hold what was used last, and do kernels read the same bits from a slot as from the host?"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cuda_on_cpu import run
+from tests.engine.kernels.test_experts import case, file_stack, kernels, mixture_of
+from trimtab.engine.kernels import experts as ours
+from trimtab.engine.kernels.experts import Mixture
+from trimtab.engine.tiers.arena import Arena
+from trimtab.engine.tiers.near_experts import NearWriter
+
+on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def module():
+    return kernels()
+
+
+def apart(mixture, slots, device=CPU):
+    """The same mixture with its stacks in host memory and this many slots, which hold rubbish."""
+    arena = Arena(sum(one.nbytes for one in (mixture.gate_up, mixture.down)) + 2**16, device)
+    writer = NearWriter(device, slots, arena)
+    stacks = {}
+    for name in ("gate_up", "down"):
+        stack = getattr(mixture, name)
+        for part, room in writer.room({part: (tuple(one.shape), one.dtype) for part, one in stack.parts.items()}).items():
+            room.copy_(stack.parts[part])
+        stacks[name] = writer.taken({"gate_up": "gate_up_proj", "down": "down_proj"}[name], stack)
+    near = writer.finish(mixture.gate_up.shape[0])
+    for stack in near.stacks.values():
+        for part in stack.parts.values():
+            part.view(torch.uint8).fill_(0xAB)
+    return replace(mixture, **stacks, near=near)
+
+
+def place(module, near, numbers, count):
+    """Run `experts_place` for the chosen experts; returns what is to be copied."""
+    index = torch.tensor(numbers, dtype=torch.int64)
+    brought = torch.full((1 + 2 * min(len(numbers), count),), -7, dtype=torch.int32)
+    launch = partial(ours._launch, module, torch.bfloat16, None)
+    stack = mixture_of(1, 64, 64, torch.bfloat16, "nf4").gate_up
+    given = [index, len(numbers), count, near.where, near.owner, near.used, near.clock, near.counts, near.slots, brought]
+    launch(stack, "experts_place", (1,), 32, given, 4 * 2 * (count + near.slots))
+    made = brought[1 : 1 + 2 * int(brought[0])].view(-1, 2).tolist()
+    return dict(made)
+
+
+class Reference:
+    """Least recently used slots, as a reader would write them down."""
+
+    def __init__(self, slots):
+        self.slots, self.step = [(0, -1)] * slots, 0
+
+    def __call__(self, numbers, count):
+        self.step += 1
+        chosen = sorted({number for number in numbers if 0 <= number < count})
+        held = [expert for _, expert in self.slots]
+        for expert in chosen:
+            if expert in held:
+                self.slots[held.index(expert)] = (self.step, expert)
+        free = [place for place, (_, expert) in enumerate(self.slots) if expert not in chosen]
+        free.sort(key=lambda place: (self.slots[place][0], place))
+        made = dict(zip([expert for expert in chosen if expert not in held], free, strict=False))
+        for expert, place in made.items():
+            self.slots[place] = (self.step, expert)
+        return made
+
+
+@on_cpu
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 9), st.integers(1, 40))
+def test_slots_are_those_of_the_least_recent_use(module, data, slots, count):
+    near, reference = NearWriter(CPU, slots, Arena(0, CPU)).finish(count), Reference(slots)
+    seen = [0, 0]
+    for _ in range(data.draw(st.integers(1, 12))):
+        numbers = data.draw(st.lists(st.integers(-1, count), min_size=1, max_size=24))
+        chosen, held = {one for one in numbers if 0 <= one < count}, {one for _, one in reference.slots}
+        seen = [seen[0] + len(chosen), seen[1] + len(chosen - held)]
+        assert place(module, near, numbers, count) == reference(numbers, count)
+        assert near.counts.tolist() == seen
+        owners = [expert for _, expert in reference.slots]
+        assert near.owner.tolist() == owners
+        assert near.where.tolist() == [owners.index(expert) if expert in owners else -1 for expert in range(count)]
+
+
+FORMS = [("nf4", None), ("nf4-dq", None), (None, "int4-g32"), (None, "q4_k"), (None, "fp8-128x128"), (None, "nvfp4-g16")]
+
+
+@on_cpu
+@pytest.mark.parametrize("kind, form", FORMS)
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_a_step_has_the_bits_of_resident_experts(module, kind, form, slots):
+    """More chosen experts than slots too: those are read where they are."""
+    torch.manual_seed(slots)
+    if form is None:
+        mixture = mixture_of(8, 128, 128, torch.bfloat16, kind)
+    else:
+        mixture = Mixture(file_stack(form, 8, 512, 256), file_stack(form, 8, 256, 256), "silu")
+    far = apart(mixture, slots)
+    brought = 0
+    for n in (1, 3, 1, 2):
+        x, index, weights, tables = case(mixture, n, 2, torch.bfloat16, slots=(0, -1, 2))
+        wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module)
+        before = len(module.launches)
+        found = ours.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module)
+        assert torch.equal(found, wanted)
+        brought += module.launches[before:].count("experts_bring")
+        held = far.near.owner[far.near.owner >= 0].tolist()
+        assert len(held) == min(slots, 8) or len(held) < slots
+        for expert in held:
+            slot = int(far.near.where[expert])
+            for name, stack in (("gate_up_proj", mixture.gate_up), ("down_proj", mixture.down)):
+                for part, value in far.near.stacks[name].parts.items():
+                    assert torch.equal(value[slot].view(torch.uint8), stack.parts[part][expert].view(torch.uint8))
+    assert brought == 8
+
+
+@on_cpu
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq"])
+def test_a_prompt_reads_slots_and_host_and_changes_neither(module, kind):
+    torch.manual_seed(4)
+    mixture = mixture_of(9, 64, 128, torch.bfloat16, kind)
+    far = apart(mixture, 4)
+    x, index, weights, _ = case(mixture, 2, 2, torch.bfloat16)
+    ours.experts(x, index, weights, far, torch.empty_like(x), module=module)
+    before = [one.clone() for one in (far.near.where, far.near.owner, far.near.used, far.near.clock)]
+    x, index, weights, _ = case(mixture, 70, 3, torch.bfloat16)
+    wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), module=module)
+    assert torch.equal(ours.experts(x, index, weights, far, torch.full_like(x, math.nan), module=module), wanted)
+    assert all(map(torch.equal, before, (far.near.where, far.near.owner, far.near.used, far.near.clock)))
+
+
+@on_cpu
+def test_the_check_at_load_finds_slots_that_hold_something_else(module):
+    mixture = mixture_of(8, 192, 64, torch.bfloat16, "nf4-dq")
+    assert ours.check(module, apart(mixture, 3), 2, torch.bfloat16) is None
+    for right, wrong in (("to += (size_t)bytes * slot", "to += (size_t)bytes * 0"), ("where[before] = -1", "where[before] = s")):
+        assert right in ours.source()
+        broken = kernels(ours.source().replace(right, wrong))
+        assert "relative error" in str(ours.check(broken, apart(mixture, 3), 2, torch.bfloat16)), right

@@ -1,0 +1,96 @@
+// Experts in host memory, some of them near: in slots on the card. Read engine/tiers/near_experts.py first. experts_many.cu stands in
+// front of it. `experts_place` gives a step's chosen experts slots, those used longest ago, and `experts_bring` copies what is new there.
+// Experts without a slot are read over the link where they are.
+#define PLACE_THREADS 1024
+#define BRING_THREADS 256
+
+// where [count]: an expert's slot, -1 without; owner [slots]: its expert, -1 while empty; used [slots]: the step of its last use; clock
+// [1]: steps so far; counts [2]: how many experts steps chose, and how many of them had no slot. brought [1 + 2 pairs]: how many experts are new, then of each its number and slot, by numbers. Slots go to new
+// experts in the order of their last use, empty ones first. Shared: 2 count + 2 slots ints. Grid: [1].
+extern "C" __global__ void __launch_bounds__(PLACE_THREADS) experts_place(
+    const i64* index, int pairs, int count, int* where, int* owner, int* used, int* clock, i64* counts, int slots, int* brought) {
+  extern __shared__ __align__(16) int marks[];
+  int *missing = marks + count, *last = missing + count, *busy = last + slots;
+  __shared__ int news, chosen;
+  const int tid = threadIdx.x, step = blockDim.x;
+  let_next_start();
+  for (int e = tid; e < count; e += step) marks[e] = 0;
+  if (tid == 0) news = chosen = 0;
+  wait_for_previous();
+  __syncthreads();
+  const int now = __ldcg(clock) + 1;
+  for (int pair = tid; pair < pairs; pair += step) {
+    const i64 number = __ldcg(index + pair);
+    if (number >= 0 && number < count) marks[number] = 1;
+  }
+  for (int s = tid; s < slots; s += step) last[s] = __ldcg(used + s);
+  __syncthreads();
+  for (int s = tid; s < slots; s += step) {
+    const int e = __ldcg(owner + s);
+    busy[s] = e >= 0 && marks[e] == 1;
+    if (busy[s]) used[s] = now;
+  }
+  for (int e = tid; e < count; e += step) {
+    missing[e] = marks[e] && __ldcg(where + e) < 0;
+    if (marks[e]) atomicAdd(&chosen, 1);
+  }
+  __syncthreads();
+  // The n-th new expert gets the n-th slot that is free.
+  for (int e = tid; e < count; e += step) {
+    if (!missing[e]) continue;
+    int place = 0;
+    for (int other = 0; other < e; other++) place += missing[other];
+    marks[place] = e;  // no longer read as a mark
+    atomicAdd(&news, 1);
+  }
+  __syncthreads();
+  for (int s = tid; s < slots; s += step) {
+    if (busy[s]) continue;
+    int place = 0;
+    for (int other = 0; other < slots && place < news; other++)
+      place += !busy[other] && (last[other] < last[s] || (last[other] == last[s] && other < s));
+    if (place >= news) continue;
+    const int before = __ldcg(owner + s), e = marks[place];
+    if (before >= 0) where[before] = -1;
+    where[e] = s, owner[s] = e, used[s] = now;
+    brought[1 + 2 * place] = e, brought[2 + 2 * place] = s;
+  }
+  __syncthreads();
+  if (tid) return;
+  int free = 0;
+  for (int s = 0; s < slots; s++) free += !busy[s];
+  brought[0] = min(news, free), clock[0] = now, counts[0] += chosen, counts[1] += news;
+}
+
+template <typename Word>
+__device__ __forceinline__ void bring(const u8* from, u8* to, int bytes) {
+  const int words = bytes / (int)sizeof(Word), stride = gridDim.x * BRING_THREADS;
+  int at = blockIdx.x * BRING_THREADS + threadIdx.x;
+#pragma unroll 1
+  for (; at + 3 * stride < words; at += 4 * stride) {
+    Word v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = __ldcs((const Word*)from + at + i * stride);
+#pragma unroll
+    for (int i = 0; i < 4; i++) ((Word*)to)[at + i * stride] = v[i];
+  }
+  for (; at < words; at += stride) ((Word*)to)[at] = __ldcs((const Word*)from + at);
+}
+
+// Copy the new experts' parts of one stack from the host to their slots. *_bytes: of one expert. Grid: [blocks, new experts at most].
+extern "C" __global__ void __launch_bounds__(BRING_THREADS) experts_bring(
+    const int* brought, const u8* weight, u8* near_weight, int weight_bytes, const u8* scale, u8* near_scale, int scale_bytes,
+    const u8* second, u8* near_second, int second_bytes) {
+  let_next_start();
+  wait_for_previous();
+  if ((int)blockIdx.y >= __ldcg(brought)) return;
+  const int expert = __ldcg(brought + 1 + 2 * blockIdx.y), slot = __ldcg(brought + 2 + 2 * blockIdx.y);
+  const auto part = [&](const u8* from, u8* to, int bytes) {
+    if (!to) return;
+    from += (size_t)bytes * expert, to += (size_t)bytes * slot;
+    if (bytes % 16 == 0) bring<uint4>(from, to, bytes);
+    else if (bytes % 4 == 0) bring<u32>(from, to, bytes);
+    else bring<u8>(from, to, bytes);
+  };
+  part(weight, near_weight, weight_bytes), part(scale, near_scale, scale_bytes), part(second, near_second, second_bytes);
+}

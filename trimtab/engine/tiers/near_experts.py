@@ -1,0 +1,88 @@
+"""Where are the experts of a module whose stacks stay in host memory, with slots on the card for those that were used last?
+
+Kernels read host memory over the link at its own address (`reader.seen_by`). In a step, `experts_place` gives the chosen experts
+slots and `experts_bring` copies those that are new (engine/kernels/cuda/experts_near.cu), both inside the step's graph: the host
+never reads which. A prompt reads experts where they are and changes no slot. One stream at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.formats.packed import Packed
+from trimtab.engine.tiers.arena import Arena, Part, aligned
+from trimtab.engine.tiers.reader import seen_by
+from trimtab.errors import DeviceError, gib
+
+# Parts of a stack that stay on the device whole: a few bytes of each expert.
+WHOLE = ("offset", "activation")
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class NearExperts:
+    """The slots of one module. stacks: by name, their parts [S, ...] in the slots. where [E]: an expert's slot, -1 without; owner
+    [S]: a slot's expert, -1 while empty; used [S]: the step of its last use; clock [1]: steps so far; all int32. counts
+    [2] int64: how many experts steps chose, and how many of those had no slot."""
+
+    stacks: Mapping[str, Packed]
+    where: Tensor
+    owner: Tensor
+    used: Tensor
+    clock: Tensor
+    counts: Tensor
+
+    @property
+    def slots(self) -> int:
+        return len(self.owner)
+
+
+@dataclass(eq=False)
+class NearWriter:
+    """Makes the host memory of a module's stacks, and its slots. arena: has the room of the slots. seen: the host memory as the
+    device reads it, which keeps it alive."""
+
+    device: torch.device
+    slots: int
+    arena: Arena
+    _host: Tensor = field(init=False)
+    _places: dict[str, Part] = field(init=False, default_factory=dict)
+    _near: dict[str, Packed] = field(init=False, default_factory=dict)
+
+    def room(self, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+        """Return tensors of these shapes and types to be filled: in host memory, whose pages nothing else uses."""
+        self._places, used = {}, 0
+        for name, (shape, dtype) in forms.items():
+            self._places[name] = Part(used, prod(shape) * dtype.itemsize, shape, dtype)
+            used += aligned(self._places[name].nbytes)
+        used = -(-used // _PAGE_BYTES) * _PAGE_BYTES
+        memory = torch.empty(used + _PAGE_BYTES, dtype=torch.uint8)
+        first = -memory.data_ptr() % _PAGE_BYTES
+        self._host = memory[first : first + used]
+        return {name: place.view(self._host) for name, place in self._places.items()}
+
+    def taken(self, name: str, packed: Packed) -> Packed:
+        """Return the stack that was filled last as the device reads it. Errors: DeviceError if it cannot."""
+        seen = self._host if self.device.type == "cpu" else seen_by(self._host, self.device)
+        if seen is None:
+            raise DeviceError(
+                f"the driver does not let the GPU read {gib(self._host.nbytes)} of host memory, as slots of experts need",
+                device=str(self.device), hint="Raise the limit of locked memory, or give a larger gpu_memory",
+            )  # fmt: skip
+        parts = {part: place.view(seen) for part, place in self._places.items()}
+        parts |= {part: packed.parts[part].to(self.device) for part in WHOLE if part in parts}
+        moved = {part: ((self.slots, *value.shape[1:]), value.dtype) for part, value in parts.items() if part not in WHOLE}
+        own = packed.with_parts(self.arena.room(moved), packed.codes)
+        self._near[name] = own
+        return packed.with_parts(parts, packed.codes)
+
+    def finish(self, count: int) -> NearExperts:
+        """Return the slots, empty. count: of experts."""
+        numbers = [torch.full((size,), first, dtype=torch.int32, device=self.device)
+                   for size, first in ((count, -1), (self.slots, -1), (self.slots, 0), (1, 0))]  # fmt: skip
+        return NearExperts(self._near, *numbers, torch.zeros(2, dtype=torch.int64, device=self.device))
