@@ -4,7 +4,8 @@
 
 A case: MODEL:EXPERTS[:GIB of the GPU[:SKEW]]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with double
 quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case; with a SKEW
-the second half of each layer's experts has scores times that. A row, of the public API, token ids in and text out, an adapter of
+the second half of each layer's experts has scores times that. Tokens are sampled: random weights repeat a greedy token, and
+choose the same experts. A row, of the public API, token ids in and text out, an adapter of
 rank 8 on attention and dense parts: `tok_s` of one row behind a prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an
 adapter on experts too; `rows8_tok_s`: eight rows, each with its own of these. `hits`: of the experts chosen by steps, those that
 were on the card. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16 bits, an adapter
@@ -109,7 +110,7 @@ def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path
             _skew(model, skew)
 
         def once(tokens: int, adapter: str, prompt: int) -> Any:
-            answer = model.answer(next(asks)[:prompt], adapter=adapter, max_new_tokens=tokens)
+            answer = model.answer(next(asks)[:prompt], adapter=adapter, max_new_tokens=tokens, temperature=1.0)
             assert len(answer.token_ids) == tokens, answer.finish_reason
             return answer
 
@@ -123,10 +124,11 @@ def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path
                 say(f"{name} {found[name]}")
         if (hits := expert_hits(model)) is not None:
             found["hits"] = round(hits, 3)
+            say(f"hits {found['hits']}")
 
         def several(tokens: int) -> list[float]:
             requests = [{"prompt": next(asks)[:33], "adapter": f"e{number}"} for number in range(rows)]
-            return [answer.tokens_per_s for answer in model.batch(requests, max_new_tokens=tokens)]
+            return [answer.tokens_per_s for answer in model.batch(requests, max_new_tokens=tokens, temperature=1.0)]
 
         if rows > 1:
             several(SHORT)
