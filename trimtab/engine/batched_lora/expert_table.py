@@ -21,6 +21,8 @@ def why_not(adapter: ExpertsAdapter) -> str | None:
     """Return why the changes of one adapter are in no table, None if they are."""
     if any(one.A.dtype != torch.float32 or not (one.A.is_contiguous() and one.B.is_contiguous()) for one in adapter.changes):
         return "is not held in contiguous float32"
+    if any(matrix.data_ptr() % 16 for one in adapter.changes for matrix in (one.A, one.B)):
+        return "is not aligned to 16 bytes"
     if len(_members(adapter.changes)) < len(adapter.changes):
         return "has more than two changes of one stack"
     return None
