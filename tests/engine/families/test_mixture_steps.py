@@ -15,9 +15,11 @@ from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - rep
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.lora.test_routers import router_adapter
+from tests.engine.prefill.test_prefill import replayed as prompts_replayed  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import through
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.batch.batch import Batch
+from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.families import families
 from trimtab.engine.kernels import delta_rule, experts
 from trimtab.engine.prefill.prefill import PrefillRunner
@@ -55,18 +57,43 @@ def test_a_step_of_mixed_rows_is_the_modules(family, kind, on_cpu, replayed, tmp
         assert names.count("experts_gate_up") >= mixtures and names.count("experts_low") == 2 * names.count("experts_gate_up")
 
 
+@pytest.mark.parametrize("kind", ["nf4", "16bit"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])
-def test_a_prompt_of_packed_experts_is_the_modules(family, on_cpu, replayed, tmp_path):  # noqa: F811
-    """More tokens than a step has rows: pairs are sorted by experts on the device. Adapters on experts are the module's."""
-    with loaded(family, tmp_path, "nf4", context=192) as model:
+def test_a_prompt_is_the_modules_and_captured(family, kind, on_cpu, replayed, prompts_replayed, tmp_path):  # noqa: F811
+    """More tokens than a step has rows: pairs are sorted by experts on the device, of 16 bits where an adapter changes experts."""
+    with loaded(family, tmp_path, kind, context=192) as model:
+        with_kernels(on_cpu, model)
+        expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
+        expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (32, 128))
+        batch.prompts.captures = True
+        found, launches = {}, on_cpu.experts.launches
+        for name in ("a", None, "b", "b", "b"):
+            before = len(launches)
+            wanted, found[name] = (through(one, model.prepare(list(range(5, 75))), adapter=name).logits for one in (expected, batch))
+            assert (found[name] - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max(), name
+            assert ("experts_sort" in launches[before:]) is (kind == "nf4" or name == "b")
+            assert ("experts_many_low" in launches[before:]) is (name == "b")
+        assert (found["b"] - found[None]).abs().max() > 8 * TOLERANCE * wanted.abs().max()
+        assert [one.replays for one in prompts_replayed] == [2]  # of "b": when it is captured, and the third pass
+        wanted, short = (through(one, model.prepare(list(range(5, 25))), adapter="b").logits for one in (expected, batch))
+        assert (short - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max() and launches[-1] == "experts_down"
+
+
+@pytest.mark.parametrize("why", ["tables", "kernels"])
+def test_a_prompt_whose_adapter_no_kernel_adds_is_not_captured(why, on_cpu, replayed, prompts_replayed, tmp_path, monkeypatch):  # noqa: F811
+    with loaded("qwen3_moe", tmp_path, "16bit", context=192) as model:
         with_kernels(on_cpu, model)
         expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
         expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (128,))
-        for name in ("a", None, "b"):
-            before = on_cpu.experts.launches.count("experts_sort")
-            wanted, found = (through(one, model.prepare(list(range(5, 75))), adapter=name).logits for one in (expected, batch))
-            assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max(), name
-            assert (on_cpu.experts.launches.count("experts_sort") > before) is (name != "b")
+        batch.prompts.captures = True
+        if why == "kernels":
+            on_cpu.experts = None
+        else:
+            monkeypatch.setattr(expert_table, "why_not", lambda adapter: "has more than two changes of one stack")
+        for _ in range(3):
+            wanted, found = (through(one, model.prepare(list(range(5, 75))), adapter="b").logits for one in (expected, batch))
+            assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert not prompts_replayed
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])

@@ -55,7 +55,7 @@ def changes_of(count, width, inner, dtype=FLOAT):
 
 
 def case(mixture, n, chosen, dtype, *, slots=None, weights=FLOAT, adapters=FLOAT, rows=None):
-    """Return (x, index, weights, tables of adapters). slots: of the rows in turn; rows: how many the tokens are of, None: of one each."""
+    """Return (x, index, weights, tables of adapters). slots: of the rows in turn; rows: None for one a token."""
     count, _, width = mixture.gate_up.shape
     index = torch.stack([torch.randperm(count)[:chosen] for _ in range(n)])
     given = (torch.rand(n, chosen) + 0.1).to(weights)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.kernels.experts import MEMBERS, Change, ExpertLora
+from trimtab.engine.kernels.experts import MEMBERS, Change, ExpertLora, lora_tables
 from trimtab.engine.lora.experts import DOWN, ExpertsAdapter, StackChange
 from trimtab.engine.lora.layers import Holders
 
@@ -35,6 +35,17 @@ def _members(changes: Sequence[StackChange]) -> dict[int, StackChange]:
         if one.parameter == DOWN:
             found[MEMBERS - 1] = one
     return found
+
+
+def tables_of(adapter: ExpertsAdapter, count: int) -> ExpertLora:
+    """Return the tables of an adapter for a pass whose tokens all have it. count: of experts. Errors: ask `why_not` first."""
+    found = {member: _change(one) for member, one in _members(adapter.changes).items()}
+    first = torch.zeros(1, dtype=torch.int32, device=adapter.changes[0].A.device)
+    return lora_tables([[found.get(member)] for member in range(MEMBERS)], first, count)
+
+
+def _change(one: StackChange) -> Change:
+    return Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
 
 
 class ExpertSlots:
@@ -93,7 +104,7 @@ class ExpertSlots:
                 outputs[at] = torch.tensor([one.outputs.start, one.outputs.stop], dtype=torch.int32)
                 pairs[at][torch.tensor(list(one.pairs))] = torch.tensor(list(one.pairs.values()), dtype=torch.int32)
                 if self.device.type == "cpu":  # elsewhere the table has addresses alone
-                    self._changes[module][member][slot] = Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
+                    self._changes[module][member][slot] = _change(one)
         tables = (self._A, self._B, self._rank, self._scale, self._outputs, self._pairs)
         for table, made in zip(tables, (A, B, rank, scale, outputs, pairs), strict=True):
             table[:, :, slot].copy_(self._pinned(made), non_blocking=True)

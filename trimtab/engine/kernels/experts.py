@@ -165,8 +165,7 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
 
 
 def why_not_many(shapes: Sequence[Sequence[int]]) -> str | None:
-    """Return why the kernels do not compute more tokens than a step has with stacks of these shapes, of which `why_not` knows a step;
-    None if they do."""
+    """Return why the kernels compute no more tokens than a step has over stacks of these shapes, which `why_not` knows, else None."""
     wrong = next((list(shape[1:]) for shape in shapes if any(size % _TILE for size in shape[1:])), None)
     return None if wrong is None else f"matrices of {wrong} are not multiples of {_TILE}"
 
@@ -384,8 +383,8 @@ def check(
     module: nvrtc.Module, mixture: Mixture, top_k: int, dtype: torch.dtype, *, rows: Sequence[int] = (1, 3)
 ) -> str | None:  # fmt: skip
     """Return the error of the kernels over this mixture on this device, or None: random inputs of a type with and without adapters
-    against float64; where the stacks fit many tokens, these too. Compiles what a capture needs. Takes up to one expert's matrices in float64
-    in addition to the mixture."""
+    against float64; where the stacks fit many tokens, these too. Compiles what a capture needs. Takes up to one expert's matrices
+    in float64 in addition to the mixture."""
     count, both, width = mixture.gate_up.shape
     inner = both // 2
     generator = torch.Generator(device=module.device).manual_seed(1)
