@@ -11,17 +11,21 @@ import torch
 import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.lora.test_routers import router_adapter
+from tests.engine.prefill.test_packed_prompts import both, together, wide
+from tests.engine.prefill.test_prefill import REQUEST, answered, through
 from tests.engine.prefill.test_prefill import replayed as prompts_replayed  # noqa: F401 - a fixture
-from tests.engine.prefill.test_prefill import through
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.families import families
 from trimtab.engine.kernels import delta_rule, experts
+from trimtab.engine.kernels.dequantize import PromptKernels
+from trimtab.engine.prefill import packing
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError
 
@@ -69,7 +73,9 @@ def test_a_prompt_is_the_modules_and_captured(family, kind, on_cpu, replayed, pr
         found, launches = {}, on_cpu.experts.launches
         for name in ("a", None, "b", "b", "b"):
             before = len(launches)
-            wanted, found[name] = (through(one, model.prepare(list(range(5, 75))), adapter=name).logits for one in (expected, batch))
+            wanted, found[name] = (
+                through(one, model.prepare(list(range(5, 75))), adapter=name).logits for one in (expected, batch)
+            )
             assert (found[name] - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max(), name
             assert ("experts_sort" in launches[before:]) is (kind == "nf4" or name == "b")
             assert ("experts_many_low" in launches[before:]) is (name == "b")
@@ -145,3 +151,29 @@ def test_batch_invariant_rows_without_the_fused_step_are_computed_alone(on_cpu, 
         assert batch.steps.is_captured
         wanted, found = expected.logits(), batch.logits()
         assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_prompts_of_one_pass_find_adapters_on_experts_in_tables(on_cpu, replayed, prompts_replayed, tmp_path, monkeypatch):  # noqa: F811
+    """Each row has many tokens; the adapter of one changes experts, and the passes are captured."""
+    names, counts = ("b", None, "a", "b"), (40, 33, 47, 64)
+    with loaded("qwen3_moe", tmp_path, "nf4-dq", context=192, batch=5) as model:
+        with_kernels(on_cpu, model)
+        alone = Batch(model, rows=1, decode="eager")
+        alone.prompts = PrefillRunner(alone, "eager")
+        asked = [list(range(5 + place, 5 + place + count)) for place, count in enumerate(counts)]
+        expected = [answered(alone, model.prepare(one), adapter=name) for one, name in zip(asked, names, strict=True)]
+        batch = wide(Batch(model, rows=5, decode="fused"), monkeypatch, 256)
+        batch.prompts = PrefillRunner(batch, "static", (16, 64))
+        batch.prompts.captures, batch.prompts.staged_tables = True, []
+        batch.prompts._kernels = PromptKernels(module=cpu_module(), adds=True)
+        monkeypatch.setattr(packing.PackedPrefill, "_has_products", lambda self: True)
+        monkeypatch.setattr(PrefillRunner, "has_room_for", lambda *given: True)
+        for _ in range(3):
+            before = len(on_cpu.experts.launches)
+            prompts = [batch.begin(model.prepare(one), REQUEST, adapter=name) for one, name in zip(asked, names, strict=True)]
+            assert together(batch, prompts) == 1
+            launches = on_cpu.experts.launches[before:]
+            assert launches.count("experts_many_low") == 2 * launches.count("experts_sort") > 0
+            for found, wanted in zip(both(batch, prompts), expected, strict=True):
+                assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert [one.replays for one in prompts_replayed] == [2]
