@@ -48,7 +48,9 @@ _NOT_EVERYWHERE = (OF_NO_SIZE, LARGEST, BY_NAME[2][1])
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
 # The number of a layer's experts, and of those that a token chooses.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+# Experts of a token where a config does not say it.
+USUAL_CHOSEN = 8
 # Image patches that a tower can have: its position ids are real numbers of 8 bytes.
 MOST_PATCHES = 2**22
 # Modules of a model beyond those that have file tensors: some seconds of building.
@@ -180,6 +182,11 @@ def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             waiting += reversed(inner)
         elif isinstance(value, list):
             waiting += [(field, one) for one in reversed(value)]
+
+
+def experts_per_token(config: object) -> int:
+    """Return how many experts a token uses, 0 where a text config does not say."""
+    return next((found[0] for name in _CHOSEN if (found := _numbers_of(getattr(config, name, None)))), 0)
 
 
 def _numbers_of(value: Any) -> list[int]:

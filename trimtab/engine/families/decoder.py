@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from trimtab.checkpoint.config_limits import USUAL_CHOSEN, experts_per_token
 from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
@@ -324,10 +325,12 @@ class Decoder:
         """The gated delta rule of each layer that has one, by number."""
         return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet)}
 
-    def mixtures(self) -> dict[tuple[object, ...], Callable[[], Mixture]]:
-        """Return what opens one mixture of every shape and formats, by `Experts.key`, of those that kernels know."""
+    def mixtures(self) -> dict[tuple[object, ...], tuple[int, Callable[[], Mixture]]]:
+        """Return how many experts a token has and what opens one mixture, of every shape and formats that kernels know, by what
+        selects these."""
         known = [layer.experts for layer in self.layers if layer.experts is not None and layer.experts.has_mixture]
-        return {(*one.key, self.activation): partial(one.mixture, self.activation) for one in reversed(known)}
+        chosen = experts_per_token(self.text.config) or USUAL_CHOSEN
+        return {(*one.key, self.activation, chosen): (chosen, partial(one.mixture, self.activation)) for one in reversed(known)}
 
     @property
     def adapter_store(self) -> AdapterStore:

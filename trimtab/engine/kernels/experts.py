@@ -165,7 +165,7 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
 
 
 def why_not_many(shapes: Sequence[Sequence[int]]) -> str | None:
-    """Return why the kernels compute no more tokens than a step has over stacks of these shapes, which `why_not` knows, else None."""
+    """Return why the kernels compute no more tokens than a step has over stacks that `why_not` knows, None if they do."""
     wrong = next((list(shape[1:]) for shape in shapes if any(size % _TILE for size in shape[1:])), None)
     return None if wrong is None else f"matrices of {wrong} are not multiples of {_TILE}"
 
