@@ -55,6 +55,7 @@ def matrices(stack: Stack, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
             B = B.reshape(B.shape[0], count, -1).permute(1, 0, 2)
         else:
             B = B.reshape(B.shape[0], -1, count).permute(2, 0, 1)
+    A, B = (matrix.expand(count, -1, -1) for matrix in (A, B))  # one may be shared
     return (B.transpose(1, 2), A.transpose(1, 2)) if stack.is_swapped else (A, B)
 
 
