@@ -87,8 +87,11 @@ def check_declared(config: Mapping[str, Any], declared: Collection[str], path: P
                 (f"{part}image_size", holder["image_size"], f"is {patches} x {patches} patches, at most {MOST_PATCHES} are read")
             )
         experts = [one for name in _EXPERTS for one in _numbers_of(holder.get(name))]
-        chosen = [(f"{part}{name}", one) for name in _CHOSEN for one in _numbers_of(holder.get(name))]
-        problems += [(field, one, f"there are {min(experts)} experts") for field, one in chosen if experts and one > min(experts)]
+        for name in _CHOSEN if experts else ():
+            chosen, field = _numbers_of(holder.get(name)), f"{part}{name}"
+            problems += [(field, one, f"there are {min(experts)} experts") for one in chosen if one > min(experts)]
+            if not chosen and name in holder and name in declared:
+                problems.append((field, holder[name], f"a token needs at least one of {min(experts)} experts"))
     _refuse(problems, path)
 
 

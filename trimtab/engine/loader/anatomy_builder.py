@@ -170,6 +170,8 @@ def _rows(
         if not tensors and not wraps:
             continue
         kind = _kind(path, module, tensors)
+        if kind == "experts" and (empty := next((one for one in tensors if 0 in one.shape[:1]), None)) is not None:
+            raise ValueError(f"{empty.tensor_path} is {list(empty.shape)}: a mixture of no experts")
         quantized, why = (False, "") if is_head8 else formats.of(path, module, kind)
         stored = formats.stored(path) if quantized or kind == "embedding" else None
         if kind == "embedding" and stored is not None and path not in places.tables:
