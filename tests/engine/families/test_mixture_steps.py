@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import pico
@@ -83,6 +85,41 @@ def test_a_prompt_is_the_modules_and_captured(family, kind, on_cpu, replayed, pr
         assert [one.replays for one in prompts_replayed] == [2]  # of "b": when it is captured, and the third pass
         wanted, short = (through(one, model.prepare(list(range(5, 25))), adapter="b").logits for one in (expected, batch))
         assert (short - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max() and launches[-1] == "experts_down"
+
+
+def negated(adapter: Path, folder: Path) -> Path:
+    """Write the adapter with B of the other sign."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    shutil.copytree(adapter, folder)
+    turned = {name: -value if "lora_B" in name else value for name, value in tensors.items()}
+    save_file(turned, folder / "adapter_model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_adapters_of_one_layout_share_a_prompts_graph(on_cpu, replayed, prompts_replayed, tmp_path):  # noqa: F811
+    """What they change of experts is in a table; one that is loaded again under its name is another."""
+    with loaded("qwen3_moe", tmp_path, "nf4", context=192) as model:
+        with_kernels(on_cpu, model)
+        model.load_adapter("c", negated(tmp_path / "b", tmp_path / "c"))
+        expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
+        expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (128,))
+        batch.prompts.captures = True
+        asked, found = list(range(5, 75)), {}
+        for name in ("b", "c", "b", "c", None, "again", "c"):
+            if name == "again":
+                model.unload_adapter("c")
+                model.load_adapter("c", tmp_path / "b")
+                name = "c"
+            wanted, found[name] = (through(one, model.prepare(asked), adapter=name).logits for one in (expected, batch))
+            assert (found[name] - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max(), name
+            if name == "c":
+                assert len(batch.prompts.layouts) == 1
+        assert [one.replays for one in prompts_replayed] == [5] and torch.equal(found["c"], found["b"])
+        for name in ("b", "c"):
+            model.unload_adapter(name)
+        wanted, plain = (through(one, model.prepare(asked)).logits for one in (expected, batch))
+        assert (plain - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert (found["b"] - plain).abs().max() > 8 * TOLERANCE * wanted.abs().max()
 
 
 @pytest.mark.parametrize("why", ["tables", "kernels"])

@@ -7,6 +7,7 @@ lora = slots.args(module, row_slots)       # None where no attached adapter chan
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -46,6 +47,21 @@ def tables_of(adapter: ExpertsAdapter, count: int) -> ExpertLora:
 
 def _change(one: StackChange) -> Change:
     return Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
+
+
+class StandIn:
+    """Stands in a module for the adapter whose changes a table has now, so that the module's own way computes the same."""
+
+    weight = None
+
+    def __init__(self, adapter: ExpertsAdapter) -> None:
+        self.part, self.of = adapter.part, weakref.ref(adapter)
+
+    @property
+    def changes(self) -> tuple[StackChange, ...]:
+        """See `ExpertsAdapter`. Empty once the adapter is gone, whose name is then not selected."""
+        adapter = self.of()
+        return () if adapter is None else adapter.changes
 
 
 class ExpertSlots:

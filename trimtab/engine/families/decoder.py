@@ -22,7 +22,7 @@ from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.experts import ExpertLora, Mixture, why_not_many
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
-from trimtab.engine.lora.experts import ExpertsAdapter, stack_facts, stack_of, stack_shape
+from trimtab.engine.lora.experts import stack_facts, stack_of, stack_shape
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.linear import Leaf
@@ -197,7 +197,7 @@ class Experts:
     before: Norm | None = None
     after: Norm | None = None
     after_dense: Norm | None = None
-    tables: WeakKeyDictionary[ExpertsAdapter, ExpertLora] = field(default_factory=WeakKeyDictionary, init=False)
+    tables: WeakKeyDictionary[object, ExpertLora] = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
     def router(self) -> Any:
