@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.engine.batched_lora.expert_table import ExpertSlots, StandIn, why_not
+from trimtab.engine.batched_lora import expert_table
+from trimtab.engine.batched_lora.expert_table import ExpertSlots, StandIn
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.experts import ExpertsAdapter, uncover
 from trimtab.engine.lora.store import TOWERS, AdapterStore, Selection
@@ -156,7 +157,7 @@ class Layouts:
         step = steps.fused_step() if changed and steps.kernels.experts is not None and has_layers(self.prompts) else None
         found = [layer.experts for layer in step.layers if layer.experts is not None] if step is not None else []
         known = {one.module: one for one in found if one.module in changed and one.takes_many}
-        return known if len(known) == len(changed) and all(why_not(one) is None for one in changed.values()) else {}
+        return known if len(known) == len(changed) and all(expert_table.why_not(one) is None for one in changed.values()) else {}
 
     def _new(
         self, places: Sequence[lora.PlainPlace], source: Tensor, experts: Mapping[nn.Module, Experts], holders: lora.Holders,

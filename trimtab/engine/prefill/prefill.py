@@ -467,7 +467,7 @@ class PrefillRunner:
             forward.load(chunk, [token] * size)
             key, serial, in_kernels = select_adapter(self, forward, adapter)
             whole = (forward.form_of(chunk), key, in_kernels)
-            if whole not in self._graphs:
+            if whole not in self._graphs and not reads_experts(self):
                 self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
 
     def _captured(

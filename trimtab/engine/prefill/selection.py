@@ -71,10 +71,13 @@ def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> 
 
 
 def reads_experts(prompts: Passes) -> bool:
-    """Whether the pass of the selected adapter reads on the host which experts were chosen: it cannot be captured."""
+    """Whether the pass of the selected adapter reads on the host which experts were chosen: it cannot be captured, which a fallback
+    says."""
     store, steps = prompts.model.adapter_store, prompts.batch.steps
     if not store.reads_on_host():
         return False
-    if steps.kernels.experts is None or steps.fused_step() is None:
-        return True
-    return store.changes_experts() and (prompts.firsts is None or not prompts.firsts.adds_experts)
+    has_kernels = steps.kernels.experts is not None and steps.fused_step() is not None and prompts.firsts is not None
+    if has_kernels and (not store.changes_experts() or (prompts.firsts is not None and prompts.firsts.adds_experts)):
+        return False
+    prompts.fall_back("packed or adapted experts of a token are chosen on the host")
+    return True
