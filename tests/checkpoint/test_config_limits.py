@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import trimtab
 from tests import pico
 from tests.checkpoint.test_headers import framed
 from trimtab.checkpoint import config_limits, headers
-from trimtab.checkpoint.config_limits import check_config, check_layers, largest, most_tensors
+from trimtab.checkpoint.config_limits import check_config, check_declared, check_layers, largest, most_tensors
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, DoesNotFitError
@@ -130,6 +131,26 @@ def test_more_layers_than_tensors_are_refused(tmp_path: Path, unbuilt: None):
 def test_more_chosen_experts_than_there_are_are_refused(tmp_path: Path, unbuilt: None, family: str, field: str):
     folder = changed(family, tmp_path / "m", field, 9, bare=True)
     assert refusal(folder).field == field
+
+
+@pytest.mark.parametrize("value", [0, -1, None])
+@pytest.mark.parametrize(("family", "field"), [("mixtral", "num_experts_per_tok"), ("gemma4_moe", "text_config.top_k_experts")])
+def test_tokens_without_experts_are_refused(tmp_path: Path, unbuilt: None, family: str, field: str, value: int | None):
+    """transformers computes them without a word, or fails in the first pass."""
+    folder = changed(family, tmp_path / "m", field, value, bare=True)
+    assert refusal(folder).field == field
+
+
+def test_dense_models_of_a_family_with_experts_choose_none():
+    for experts in ({"num_experts": None}, {"num_experts": 0}, {}):
+        check_declared({"top_k_experts": None, "num_experts_per_tok": 0, **experts}, ("top_k_experts", "num_experts_per_tok"), PATH)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("family", "field"), [("mixtral", "num_local_experts"), ("gemma4_moe", "text_config.num_experts")])
+def test_a_mixture_of_no_experts_is_refused(tmp_path: Path, family: str, field: str):
+    folder = changed(family, tmp_path / "m", field, 0, bare=True)
+    assert re.search(r"layers\.0\.(mlp\.)?experts\.gate_up_proj is \[0, .*: a mixture of no experts", str(refusal(folder)))
 
 
 def test_more_patches_than_an_image_has_are_refused(tmp_path: Path, unbuilt: None):

@@ -45,9 +45,11 @@ def test_mixtures_of_real_models_agree_with_float64(module, sizes, kind, dtype):
 
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "none"])
-def test_a_captured_mixture_follows_indices_rows_and_adapters(module, kind, dependent):
+@pytest.mark.parametrize("tokens, rows", [(8, 8), (96, 4)])
+def test_a_captured_mixture_follows_indices_rows_and_adapters(module, kind, tokens, rows, dependent):
+    """Of a step, and of a prompt whose rows have 24 tokens each."""
     mixture = cases.mixture_of(*SIZES[0], BF16, kind)
-    given = [cases.case(mixture, 8, 8, BF16, slots=slots) for slots in ((0, -1, 2, 1), (-1, 1))]
+    given = [cases.case(mixture, tokens, 8, BF16, slots=slots, rows=rows) for slots in ((0, -1, 2, 1), (-1, 1))]
     x, index, weights, tables = given[0]
     out = torch.full_like(x, torch.nan)
     run = {"lora": tables, "module": module, "dependent": dependent}

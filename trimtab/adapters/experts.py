@@ -8,13 +8,17 @@ Known layouts, with a pair A [R, D_in], B [D_out, R] for each expert:
 - The same names from Unsloth, which computes lora_B as [D_out, E R]: expert after expert. Nothing in a file shows which of the
   two was trained, so a file that Unsloth has marked needs the field `stacked_lora_B`.
 - `experts.gate_up_proj.lora_A` with three dimensions: [E, R, D_in] and [E, D_out, R]. With two, B has either order: refused.
+- The same of gate, up and down apart: `experts.gate_proj.lora_A` (SGLang), `experts.w1.lora_A` (Tinker). There A or B may be
+  shared by all experts, [1, ...]. With two dimensions: refused.
 - `experts.N.gate_proj` and `w1`, `w2`, `w3`: one pair for a linear layer of one expert, as PEFT wrote before transformers 5 and
   vLLM reads. Gate and up are halves of `gate_up_proj`, each with its own A.
+- `experts.gate_up_projs.N` and `down_projs.N`: the same for the matrices of a stack, in gpt-oss checkpoints of Unsloth in 4 bits.
 
 Source: PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (update_layer, get_delta_weight), tuners/tuners_utils.py,
 _inject_parameters; unsloth-zoo ce232d6, temporary_patches/moe_utils.py, _canonical_lora_weights_for_grouped_mm, and
-saving_utils.py, _merge_moe_gate_or_up_expert; vLLM, lora/model_manager.py, _stack_moe_lora_weights (PEFT's order for pairs of a
-stack), and its names of one expert's layers, lora/layers/fused_moe.py. Imports no torch.
+saving_utils.py, _merge_moe_gate_or_up_expert, and 002c9b3, temporary_patches/gpt_oss.py; vLLM, lora/model_manager.py,
+_stack_moe_lora_weights (PEFT's order for pairs of a stack), and its names of one expert's layers, lora/layers/fused_moe.py; SGLang,
+lora/lora.py, and Tinker's files as it reads them (experts_shared_outer_loras). Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ _ROLES: Mapping[str, str] = {
     "gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down",
 }  # fmt: skip
 EXPERT_LINEARS = tuple(_ROLES)
+EXPERT_MATRICES: Mapping[str, str] = {"gate_up_projs": "gate_up_proj", "down_projs": "down_proj"}
+_WHOLE = (0, 0, 1)  # outputs of a pair that names its stack
 _WRAP = ".base_layer"
 LOST_SHOWN = 5
 
@@ -54,14 +60,14 @@ class StackTarget:
 
 @dataclass(frozen=True)
 class _Target:
-    """What a key's path means. depth: of `base_layer`, for a pair of a whole stack; parameter: where the path names it; expert,
-    outputs: of a pair of one expert, whose parameter is known too."""
+    """What a key's path means. depth: of `base_layer`, for a pair of a whole stack; parameter: where the path names it, or a linear
+    layer of experts; outputs: of that layer; expert: None for all."""
 
     row: ModuleRow
     depth: int = 0
     parameter: str = ""
     expert: int | None = None
-    outputs: tuple[int, int, int] = (0, 0, 1)
+    outputs: tuple[int, int, int] = _WHOLE
 
 
 @dataclass
@@ -113,13 +119,19 @@ class ExpertPaths:
             return _Target(self._rows[base], path.count(".base_layer", len(base)))
         module, _, name = path.rpartition(".")
         if module in self._rows:
-            return _Target(self._rows[module], 0, name) if name in _stacks_of(self._rows[module]) else None
+            row = self._rows[module]
+            return _Target(row, 0, name) if name in _stacks_of(row) else self._of_expert(row, None, name)
         module, _, number = module.rpartition(".")
-        row = self._rows.get(module)
-        return None if row is None or not number.isdecimal() or len(number) > 6 else self._of_expert(row, int(number), name)
+        number, name = (name, number) if number in EXPERT_MATRICES else (number, name)
+        of_expert = self._rows.get(module) if number.isdecimal() and len(number) <= 6 else None
+        return None if of_expert is None else self._of_expert(of_expert, int(number), name)
 
-    def _of_expert(self, row: ModuleRow, expert: int, name: str) -> _Target | None:
-        """Return the target of one expert's linear layer by its name, None where the files of this model use another meaning."""
+    def _of_expert(self, row: ModuleRow, expert: int | None, name: str) -> _Target | None:
+        """Return the target of a linear layer of one expert, or of all, by its name, None where the files of this model use another
+        meaning."""
+        if name in EXPERT_MATRICES:
+            stack = _stacks_of(row).get(EXPERT_MATRICES[name])
+            return None if stack is None else _Target(row, 0, EXPERT_MATRICES[name], expert, (0, _high(row, stack), 1))
         role, stacks = _ROLES.get(name), _stacks_of(row)
         if role is None:
             return None
@@ -150,7 +162,7 @@ class StackBuilder:
         names = file.config.get("target_parameters") or []
         self.names: tuple[str, ...] = tuple(names) if isinstance(names, list) else ()
         self._whole: dict[str, dict[int, _Keys]] = {}
-        self._named: dict[tuple[str, str], _Keys] = {}
+        self._named: dict[tuple[str, str, tuple[int, int, int]], _Keys] = {}
         self._single: dict[tuple[str, str, tuple[int, int, int], int], _Keys] = {}
         self.notes: list[str] = []
 
@@ -177,7 +189,8 @@ class StackBuilder:
                 return
             keys = self._single.setdefault((module, target.parameter, target.outputs, target.expert), empty)
         elif target.parameter:
-            keys = self._named.setdefault((module, target.parameter), _Keys(key.path.rpartition(".")[0]))
+            path_of = key.path if target.outputs != _WHOLE else key.path.rpartition(".")[0]
+            keys = self._named.setdefault((module, target.parameter, target.outputs), _Keys(path_of))
         else:
             keys = self._whole.setdefault(module, {}).setdefault(target.depth, empty)
         if key.role in keys.roles:
@@ -210,16 +223,17 @@ class StackBuilder:
     def _of_all_experts(self, rows: Mapping[str, ModuleRow]) -> dict[str, bool]:
         """Return the paths, in all experts of a module, of the layers that the file adapts in one of them, each with whether
         target_parameters names the whole stack."""
-        stems = {(module, stack, *own_path(keys.path).rsplit(".", 2)[::2]) for (module, stack, *_), keys in self._single.items()}
+        parts = [(module, stack, *own_path(keys.path).rsplit(".", 2)) for (module, stack, *_), keys in self._single.items()]
+        stems = {(module, stack, head, *(("", a) if b.isdecimal() else (b, ""))) for module, stack, head, a, b in parts}
         return {
-            f"{head}.{expert}.{name}": self.names_parameter(head, stack)
-            for module, stack, head, name in sorted(stems) for expert in range(rows[module].tensors[0].shape[0])
+            f"{head}.{expert}.{name}" if name else f"{head}.{matrix}.{expert}": self.names_parameter(head, stack)
+            for module, stack, head, name, matrix in sorted(stems) for expert in range(rows[module].tensors[0].shape[0])
         }  # fmt: skip
 
     def _all_whole(self) -> Iterator[tuple[str, _Keys]]:
         for module, depths in self._whole.items():
             yield from ((module, keys) for keys in depths.values())
-        yield from ((module, keys) for (module, _), keys in self._named.items())
+        yield from ((module, keys) for (module, *_), keys in self._named.items())
 
     def _entry(self, keys: _Keys, role: str) -> TensorEntry:
         return self.file.tensors[keys.roles[role].adapter_key]
@@ -238,8 +252,8 @@ class StackBuilder:
                 continue
             for depth, name in zip(sorted(depths, reverse=True), targeted, strict=True):
                 self._pair(row, name, depths[depth], rules, problems, found)
-        for (module, name), keys in self._named.items():
-            self._pair(rows[module], name, keys, rules, problems, found)
+        for (module, name, outputs), keys in self._named.items():
+            self._pair(rows[module], name, keys, rules, problems, found, outputs)
         old: list[str] = []
         for target, layouts in found:
             row, stack = target.row, target.stack
@@ -263,26 +277,32 @@ class StackBuilder:
 
     def _pair(
         self, row: ModuleRow, name: str, keys: _Keys, rules: Rules, problems: list[str],
-        found: list[tuple[StackTarget, tuple[Layout, ...]]],
+        found: list[tuple[StackTarget, tuple[Layout, ...]]], outputs: tuple[int, int, int] = _WHOLE,
     ) -> None:  # fmt: skip
-        key, tensor = f"{own_path(keys.path)}.{name}", _stacks_of(row)[name]
+        """Add the target of a pair of all experts, with outputs of their linear layers; or collect why there is none."""
+        path, tensor = keys.path if outputs != _WHOLE else f"{keys.path}.{name}", _stacks_of(row)[name]
+        key = own_path(path)
         if len(keys.roles) < 2:
             problems.append(f"{own_path(keys.path)}: lora_A or lora_B of {name} is missing")
             return
         rank, scale, words = rules.rank_and_scale((key,))
         A, B = (self._entry(keys, role) for role in "AB")
         experts, shape = tensor.shape[0], tensor.shape
-        high, wide = _high(row, tensor), tensor.shape[1] if row.is_transposed else tensor.shape[2]
+        outputs = (0, _high(row, tensor), 1) if outputs == _WHOLE else outputs
+        high, wide = len(range(*outputs)), tensor.shape[1] if row.is_transposed else tensor.shape[2]
         layouts: tuple[Layout, ...] = ("before", "last") if row.is_transposed else ("last", "before")
         layouts = layouts if experts > 1 else ("last",)  # PEFT adds B A to the stack of a single expert in every release
         shapes = [shapes_of(layout, (experts, shape[1], shape[2]), rank) for layout in layouts]
-        is_apart = (A.shape, B.shape) == ((experts, rank, wide), (experts, high, rank))
+        if path == keys.path:
+            shapes = [((experts, rank, wide), (experts, high, rank))] * len(layouts)
+        is_apart = (A.shape[1:], B.shape[1:]) == ((rank, wide), (high, rank)) and {A.shape[0], B.shape[0]} <= {1, experts}
         fitting = tuple(layout for layout, wanted in zip(layouts, shapes, strict=True) if (A.shape, B.shape) == wanted)
         if is_apart:
             fitting = ("before",) if row.is_transposed else ("last",)
         if words or not fitting:
             (first, second), *_ = shapes
-            made = A.shape[0] // rank if len(A.shape) == 2 and A.shape[0] % rank == 0 else experts
+            made = max(A.shape[0], B.shape[0]) if len(A.shape) == len(B.shape) == 3 else experts
+            made = A.shape[0] // rank if len(A.shape) == 2 and A.shape[0] % rank == 0 and len(shapes[0][0]) == 2 else made
             count = f"; it was made for {made} experts, the model has {experts}" if made != experts and not words else ""
             problems.append(
                 "; ".join(words) or f"{key} has pairs of {list(A.shape)} and {list(B.shape)}, expected {list(first)} and "
@@ -290,8 +310,8 @@ class StackBuilder:
             )  # fmt: skip
             return
         order = "expert" if is_apart else self._order(key, rank, experts, keys, problems)
-        stack = Stack(name, tuple(range(experts)), shape, (0, high, 1), row.is_transposed, is_expert_first=order == "expert")
-        found.append((StackTarget(row, stack, rank, scale, {"A": A, "B": B}, f"{keys.path}.{name}"), fitting))
+        stack = Stack(name, tuple(range(experts)), shape, outputs, row.is_transposed, is_expert_first=order == "expert")
+        found.append((StackTarget(row, stack, rank, scale, {"A": A, "B": B}, path), fitting))
 
     def _order(self, key: str, rank: int, experts: int, keys: _Keys, problems: list[str]) -> str:
         """Return which of expert and rank comes first in lora_B's columns. Collects what nothing decides."""

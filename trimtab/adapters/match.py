@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 from trimtab.adapters.config import FIELDS
-from trimtab.adapters.experts import EXPERT_LINEARS, ExpertPaths, StackBuilder
+from trimtab.adapters.experts import EXPERT_LINEARS, EXPERT_MATRICES, ExpertPaths, StackBuilder
 from trimtab.adapters.file import AdapterFile
 from trimtab.adapters.keys import REWRITES, AdapterKey, Rewrite, own_path, parse_key, part_of_key
 from trimtab.adapters.rules import Rules
@@ -85,7 +85,8 @@ class AdapterSpec:
         for target in self.targets:
             size = DTYPE_BYTES[self.model_dtype if target.kind == "saved" else dtype]
             for entry in target.tensors.values():
-                shared[entry.tensor_name] = prod(entry.shape) * size
+                is_shared = target.stack is not None and len(entry.shape) == 3 and entry.shape[0] == 1  # held for each expert
+                shared[entry.tensor_name] = prod(entry.shape) * size * (target.stack.shape[0] if is_shared and target.stack else 1)
         return sum(shared.values())
 
     def counts(self) -> dict[str, Any]:
@@ -278,8 +279,10 @@ def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
         if row.kind == "experts":
             for tensor in row.tensors:
                 yield tensor.tensor_path
+            yield from (f"{row.module_path}.{name}" for name in EXPERT_LINEARS)
             for expert in range(max((tensor.shape[0] for tensor in row.tensors), default=0)):
                 yield from (f"{row.module_path}.{expert}.{name}" for name in EXPERT_LINEARS)
+                yield from (f"{row.module_path}.{name}.{expert}" for name in EXPERT_MATRICES)
 
 
 def _is_second_copy(key: AdapterKey, file: AdapterFile) -> bool:

@@ -17,6 +17,7 @@ from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.api import plan_request
 from trimtab.benchmark import roofline as limit
 from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.config_limits import experts_per_token
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image
@@ -36,8 +37,6 @@ TEXT = (
     "the host and are copied when their turn comes. Each token that is written asks for every block once, so what has to "
     "be copied for a token decides how long the token takes. "
 )
-# Fields of transformers' configs for the number of experts per token.
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
@@ -132,8 +131,7 @@ def _reads(
     # The stock stack has no 8-bit head.
     theirs = anatomy if plan.request.head == "full" else _anatomy(plan, checkpoint, "full")
     spec = None if adapter is None else match_adapter(read_adapter(plan.request.adapters[adapter]), anatomy)
-    values = (getattr(stand_in.text_config, name, None) for name in EXPERTS_PER_TOKEN)
-    experts = next((int(value) for value in values if isinstance(value, int)), None)
+    experts = experts_per_token(stand_in.text_config) or None
     by_engine = {
         name: reads(plan, held, context_tokens=context, adapter=spec, experts_per_token=experts)
         for name, reads, held in (("trimtab", limit.plan_reads, anatomy), ("stock", limit.resident_reads, theirs))

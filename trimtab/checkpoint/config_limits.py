@@ -48,7 +48,9 @@ _NOT_EVERYWHERE = (OF_NO_SIZE, LARGEST, BY_NAME[2][1])
 _LAYERS = re.compile(r"(^|_)(layers?|blocks|depths?)$")
 # The number of a layer's experts, and of those that a token chooses.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
+# Experts of a token where a config does not say it.
+USUAL_CHOSEN = 8
 # Image patches that a tower can have: its position ids are real numbers of 8 bytes.
 MOST_PATCHES = 2**22
 # Modules of a model beyond those that have file tensors: some seconds of building.
@@ -85,8 +87,11 @@ def check_declared(config: Mapping[str, Any], declared: Collection[str], path: P
                 (f"{part}image_size", holder["image_size"], f"is {patches} x {patches} patches, at most {MOST_PATCHES} are read")
             )
         experts = [one for name in _EXPERTS for one in _numbers_of(holder.get(name))]
-        chosen = [(f"{part}{name}", one) for name in _CHOSEN for one in _numbers_of(holder.get(name))]
-        problems += [(field, one, f"there are {min(experts)} experts") for field, one in chosen if experts and one > min(experts)]
+        for name in _CHOSEN if experts else ():
+            chosen, field = _numbers_of(holder.get(name)), f"{part}{name}"
+            problems += [(field, one, f"there are {min(experts)} experts") for one in chosen if one > min(experts)]
+            if not chosen and name in holder and name in declared:
+                problems.append((field, holder[name], f"a token needs at least one of {min(experts)} experts"))
     _refuse(problems, path)
 
 
@@ -180,6 +185,11 @@ def _values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             waiting += reversed(inner)
         elif isinstance(value, list):
             waiting += [(field, one) for one in reversed(value)]
+
+
+def experts_per_token(config: object) -> int:
+    """Return how many experts a token uses, 0 where a text config does not say."""
+    return next((found[0] for name in _CHOSEN if (found := _numbers_of(getattr(config, name, None)))), 0)
 
 
 def _numbers_of(value: Any) -> list[int]:

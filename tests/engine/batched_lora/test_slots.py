@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import trimtab
 from tests.adapter_files import pair, write_adapter
+from tests.anatomies import small
 from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.engine.batched_lora.expert_table import ExpertSlots
 from trimtab.engine.batched_lora.table import RANK_STEP, AdapterSlots
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.errors import RequestError
+from trimtab.planning.values.execution import expert_table_bytes
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +33,21 @@ def slots_of(model, rows=4, **options):
 
 def leaves_of(model):
     return [module for module in model.hf_model.modules() if isinstance(module, Leaf)]
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_plan_counts_the_tables_of_experts(rows):
+    """Of steps, and where prompts of several rows go through together, of their passes: 24 MB for 48 layers of 512 experts."""
+    anatomy = small([(64, 64)] * 2, experts=512)
+    anatomy = dataclasses.replace(
+        anatomy, rows=tuple(dataclasses.replace(row, takes_lora=row.kind == "experts") for row in anatomy.rows)
+    )
+    modules = [torch.nn.Module() for _ in range(2)]
+    for one in modules:
+        one.num_experts = 512
+    made = [ExpertSlots(modules, torch.device("cpu"), slots) for slots in ((max(32, rows),) if rows == 1 else (max(32, rows), 32))]
+    tensors = [value for one in made for value in vars(one).values() if isinstance(value, torch.Tensor)]
+    assert expert_table_bytes(anatomy, rows) == sum(one.nbytes for one in tensors) > 10**5
 
 
 def test_every_layer_of_a_slot_has_its_adapters_addresses(model):

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.lora.test_routers import router_adapter
-from tests.engine.prefill.test_prefill import through
+from tests.engine.prefill.test_packed_prompts import both, together, wide
+from tests.engine.prefill.test_prefill import REQUEST, answered, through
+from tests.engine.prefill.test_prefill import replayed as prompts_replayed  # noqa: F401 - a fixture
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.batch.batch import Batch
+from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.families import families
 from trimtab.engine.kernels import delta_rule, experts
+from trimtab.engine.kernels.dequantize import PromptKernels
+from trimtab.engine.prefill import packing
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError
 
@@ -57,18 +65,80 @@ def test_a_step_of_mixed_rows_is_the_modules(family, kind, on_cpu, replayed, tmp
         assert names.count("experts_gate_up") >= mixtures and names.count("experts_low") == 2 * names.count("experts_gate_up")
 
 
+@pytest.mark.parametrize("kind", ["nf4", "16bit"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])
-def test_a_prompt_of_packed_experts_is_the_modules(family, on_cpu, replayed, tmp_path):  # noqa: F811
-    """More tokens than a step has rows: pairs are sorted by experts on the device. Adapters on experts are the module's."""
-    with loaded(family, tmp_path, "nf4", context=192) as model:
+def test_a_prompt_is_the_modules_and_captured(family, kind, on_cpu, replayed, prompts_replayed, tmp_path):  # noqa: F811
+    """More tokens than a step has rows: pairs are sorted by experts on the device, of 16 bits where an adapter changes experts."""
+    with loaded(family, tmp_path, kind, context=192) as model:
+        with_kernels(on_cpu, model)
+        expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
+        expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (32, 128))
+        batch.prompts.captures = True
+        found, launches = {}, on_cpu.experts.launches
+        for name in ("a", None, "b", "b", "b"):
+            before = len(launches)
+            wanted, found[name] = (
+                through(one, model.prepare(list(range(5, 75))), adapter=name).logits for one in (expected, batch)
+            )
+            assert (found[name] - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max(), name
+            assert ("experts_sort" in launches[before:]) is (kind == "nf4" or name == "b")
+            assert ("experts_many_low" in launches[before:]) is (name == "b")
+        assert (found["b"] - found[None]).abs().max() > 8 * TOLERANCE * wanted.abs().max()
+        assert [one.replays for one in prompts_replayed] == [2]  # of "b": when it is captured, and the third pass
+        wanted, short = (through(one, model.prepare(list(range(5, 25))), adapter="b").logits for one in (expected, batch))
+        assert (short - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max() and launches[-1] == "experts_down"
+
+
+def negated(adapter: Path, folder: Path) -> Path:
+    """Write the adapter with B of the other sign."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    shutil.copytree(adapter, folder)
+    turned = {name: -value if "lora_B" in name else value for name, value in tensors.items()}
+    save_file(turned, folder / "adapter_model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_adapters_of_one_layout_share_a_prompts_graph(on_cpu, replayed, prompts_replayed, tmp_path):  # noqa: F811
+    """What they change of experts is in a table; one that is loaded again under its name is another."""
+    with loaded("qwen3_moe", tmp_path, "nf4", context=192) as model:
+        with_kernels(on_cpu, model)
+        model.load_adapter("c", negated(tmp_path / "b", tmp_path / "c"))
+        expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
+        expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (128,))
+        batch.prompts.captures = True
+        asked, found = list(range(5, 75)), {}
+        for name in ("b", "c", "b", "c", None, "again", "c"):
+            if name == "again":
+                model.unload_adapter("c")
+                model.load_adapter("c", tmp_path / "b")
+                name = "c"
+            wanted, found[name] = (through(one, model.prepare(asked), adapter=name).logits for one in (expected, batch))
+            assert (found[name] - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max(), name
+            if name == "c":
+                assert len(batch.prompts.layouts) == 1
+        assert [one.replays for one in prompts_replayed] == [5] and torch.equal(found["c"], found["b"])
+        for name in ("b", "c"):
+            model.unload_adapter(name)
+        wanted, plain = (through(one, model.prepare(asked)).logits for one in (expected, batch))
+        assert (plain - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert (found["b"] - plain).abs().max() > 8 * TOLERANCE * wanted.abs().max()
+
+
+@pytest.mark.parametrize("why", ["tables", "kernels"])
+def test_a_prompt_whose_adapter_no_kernel_adds_is_not_captured(why, on_cpu, replayed, prompts_replayed, tmp_path, monkeypatch):  # noqa: F811
+    with loaded("qwen3_moe", tmp_path, "16bit", context=192) as model:
         with_kernels(on_cpu, model)
         expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
         expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (128,))
-        for name in ("a", None, "b"):
-            before = on_cpu.experts.launches.count("experts_sort")
-            wanted, found = (through(one, model.prepare(list(range(5, 75))), adapter=name).logits for one in (expected, batch))
-            assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max(), name
-            assert (on_cpu.experts.launches.count("experts_sort") > before) is (name != "b")
+        batch.prompts.captures = True
+        if why == "kernels":
+            on_cpu.experts = None
+        else:
+            monkeypatch.setattr(expert_table, "why_not", lambda adapter: "has more than two changes of one stack")
+        for _ in range(3):
+            wanted, found = (through(one, model.prepare(list(range(5, 75))), adapter="b").logits for one in (expected, batch))
+            assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert not prompts_replayed and any("are chosen on the host" in one.why for one in batch.steps.fallbacks)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])
@@ -143,3 +213,29 @@ def test_batch_invariant_rows_without_the_fused_step_are_computed_alone(on_cpu, 
         assert batch.steps.is_captured
         wanted, found = expected.logits(), batch.logits()
         assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_prompts_of_one_pass_find_adapters_on_experts_in_tables(on_cpu, replayed, prompts_replayed, tmp_path, monkeypatch):  # noqa: F811
+    """Each row has many tokens; the adapter of one changes experts, and the passes are captured."""
+    names, counts = ("b", None, "a", "b"), (40, 33, 47, 64)
+    with loaded("qwen3_moe", tmp_path, "nf4-dq", context=192, batch=5) as model:
+        with_kernels(on_cpu, model)
+        alone = Batch(model, rows=1, decode="eager")
+        alone.prompts = PrefillRunner(alone, "eager")
+        asked = [list(range(5 + place, 5 + place + count)) for place, count in enumerate(counts)]
+        expected = [answered(alone, model.prepare(one), adapter=name) for one, name in zip(asked, names, strict=True)]
+        batch = wide(Batch(model, rows=5, decode="fused"), monkeypatch, 256)
+        batch.prompts = PrefillRunner(batch, "static", (16, 64))
+        batch.prompts.captures, batch.prompts.staged_tables = True, []
+        batch.prompts._kernels = PromptKernels(module=cpu_module(), adds=True)
+        monkeypatch.setattr(packing.PackedPrefill, "_has_products", lambda self: True)
+        monkeypatch.setattr(PrefillRunner, "has_room_for", lambda *given: True)
+        for _ in range(3):
+            before = len(on_cpu.experts.launches)
+            prompts = [batch.begin(model.prepare(one), REQUEST, adapter=name) for one, name in zip(asked, names, strict=True)]
+            assert together(batch, prompts) == 1
+            launches = on_cpu.experts.launches[before:]
+            assert launches.count("experts_many_low") == 2 * launches.count("experts_sort") > 0
+            for found, wanted in zip(both(batch, prompts), expected, strict=True):
+                assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert [one.replays for one in prompts_replayed] == [2]

@@ -54,15 +54,15 @@ def changes_of(count, width, inner, dtype=FLOAT):
     ]
 
 
-def case(mixture, n, chosen, dtype, *, slots=None, weights=FLOAT, adapters=FLOAT):
-    """Return (x, index, weights, tables of adapters)."""
+def case(mixture, n, chosen, dtype, *, slots=None, weights=FLOAT, adapters=FLOAT, rows=None):
+    """Return (x, index, weights, tables of adapters). slots: of the rows in turn; rows: None for one a token."""
     count, _, width = mixture.gate_up.shape
     index = torch.stack([torch.randperm(count)[:chosen] for _ in range(n)])
     given = (torch.rand(n, chosen) + 0.1).to(weights)
     tables = None
     if slots is not None:
-        rows = torch.tensor([slots[i % len(slots)] for i in range(n)], dtype=torch.int32)
-        tables = ours.lora_tables(changes_of(count, width, mixture.down.shape[2], adapters), rows, count)
+        of_rows = torch.tensor([slots[i % len(slots)] for i in range(rows or n)], dtype=torch.int32)
+        tables = ours.lora_tables(changes_of(count, width, mixture.down.shape[2], adapters), of_rows, count)
     return torch.randn(n, width).to(dtype), index, given, tables
 
 
@@ -89,7 +89,7 @@ def exact(x, index, weights, mixture, tables, *, is_rounded=False):
         hidden_act=names.get(mixture.activation, mixture.activation),
     )  # fmt: skip
     out = torch.full(x.shape, math.nan, dtype=torch.float64)
-    slots = torch.full((len(x),), -1) if tables is None else tables.row_slots
+    slots = torch.full((len(x),), -1) if tables is None else tables.row_slots.repeat_interleave(len(x) // len(tables.row_slots))
     for slot in slots.unique().tolist():
         module = Qwen3MoeExperts(config).requires_grad_(False).double()
         stacks = [unpacked(one, is_rounded=is_rounded) for one in (mixture.gate_up, mixture.down)]
@@ -247,26 +247,49 @@ def test_adapters_in_the_models_type_are_rounded_as_torch_rounds_them(module, dt
 
 
 @on_cpu
-@pytest.mark.parametrize("kind, dtype, sizes, n, chosen, weights", [
-    ("none", BF16, (5, 128, 64), 70, 2, BF16), ("none", HALF, (3, 64, 128), 65, 1, HALF),
-    ("nf4", BF16, (9, 128, 64), 131, 3, FLOAT), ("nf4-dq", BF16, (4, 64, 192), 66, 2, BF16),
-    ("nf4-dq", HALF, (40, 64, 64), 80, 8, FLOAT),
+@pytest.mark.parametrize("kind, dtype, sizes, n, chosen, weights, slots, rows", [
+    ("none", BF16, (5, 128, 64), 70, 2, BF16, None, None), ("none", HALF, (3, 64, 128), 65, 1, HALF, (1,), 1),
+    ("nf4", BF16, (9, 128, 64), 132, 3, FLOAT, None, None), ("nf4-dq", BF16, (4, 64, 192), 66, 2, BF16, (0,), 1),
+    # More columns than a warp has at once; rows of several adapters, in one expert's pairs.
+    ("nf4", BF16, (9, 320, 64), 132, 3, FLOAT, (0, -1, 2, 1), 4), ("none", BF16, (5, 128, 64), 70, 2, BF16, (2, 0, 1, -1), 70),
+    ("nf4-dq", HALF, (40, 64, 64), 80, 8, FLOAT, (1, 0), 2),
 ])  # fmt: skip
-def test_many_tokens_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n, chosen, weights):
+def test_many_tokens_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n, chosen, weights, slots, rows):
     """More tokens than a step has: pairs sorted by experts, some with none, some with more than a tile holds."""
     torch.manual_seed(4)
     mixture = mixture_of(*sizes, dtype, kind, ours.fused.ACTIVATIONS[n % 3])
-    x, index, given, _ = case(mixture, n, chosen, dtype, weights=weights)
+    x, index, given, tables = case(mixture, n, chosen, dtype, weights=weights, slots=slots, rows=rows)
     index[: n // 2] = torch.arange(chosen) % sizes[0]
     before = len(module.launches)
-    out = ours.experts(x, index, given, mixture, torch.full_like(x, math.nan), module=module)
-    assert module.launches[before:] == ["experts_sort", *(f"experts_many_{name}" for name in ("gate_up", "down", "sum"))]
-    assert relative_error(out, ours.experts(x, index, given, mixture, torch.empty_like(x))) < FROM_TORCH["none", dtype]
-    assert relative_error(out, exact(x, index, given, mixture, None)) < LARGEST[dtype]
+    out = ours.experts(x, index, given, mixture, torch.full_like(x, math.nan), lora=tables, module=module)
+    low = [] if tables is None else ["low"]
+    names = ("gate_up", *low, "down", "sum")
+    assert module.launches[before:] == ["experts_sort", *(f"experts_many_{name}" for name in (*low, *names))]
+    own = ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables)
+    assert relative_error(out, own) < FROM_TORCH["none", dtype]
+    assert relative_error(out, exact(x, index, given, mixture, tables)) < LARGEST[dtype]
     index[3, 0], index[n - 1, chosen - 1] = sizes[0], -1
-    again = ours.experts(x, index, given, mixture, torch.empty_like(x), module=module)
+    again = ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables, module=module)
     lost = again.isnan().all(dim=1)
     assert lost.nonzero()[:, 0].tolist() == [3, n - 1] and torch.equal(again[~lost], out[~lost])
+
+
+@on_cpu
+def test_a_prompts_token_keeps_its_bits_in_any_company(module):
+    """Pairs of one expert and of several adapters stand in another order with every sort."""
+    torch.manual_seed(9)
+    mixture = mixture_of(3, 320, 64, BF16, "nf4")
+    x, index, weights, tables = case(mixture, 72, 2, BF16, slots=(0, 1, 2, -1))
+    whole = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module).clone()
+    turn = torch.randperm(72)
+    other = [given[turn].contiguous() for given in (x, index, weights)]
+    lora = replace(tables, row_slots=tables.row_slots[turn].contiguous())
+    assert torch.equal(ours.experts(*other, mixture, torch.empty_like(x), lora=lora, module=module), whole[turn])
+
+
+def test_many_tokens_need_whole_tiles():
+    assert ours.why_not_many(((4, 128, 64), (4, 64, 64))) is None
+    assert ours.why_not_many(((4, 128, 72), (4, 72, 64))) == "matrices of [128, 72] are not multiples of 64"
 
 
 @on_cpu
@@ -278,6 +301,9 @@ def test_the_check_at_load_passes_and_finds_faults(module):
         ("fmaf(a, even, b * odd)", "fmaf(a, even, b * even)"),
         ("changed[m * ROWS + half", "changed[half"),
         ("two[1], HALF)", "1.f, HALF)"),
+        ("row_slots + token / tokens", "row_slots"),
+        ("is_done || A[j] == A[i]", "true"),
+        ("own[8 + 2 * j + i]", "own[2 * j + i]"),
     ):
         assert right in ours.source()
         assert "relative error" in str(

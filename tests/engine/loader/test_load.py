@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import pico, stock
@@ -341,3 +342,23 @@ def test_two_answers_at_once_are_refused(built):
             model.logits([1, 2, 3])
         pieces.__exit__(None, None, None)
         assert model.logits([1, 2, 3]).shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"), ("mixtral", "model.layers.1.block_sparse_moe.gate.weight"),
+        ("gemma4_moe", "model.language_model.layers.1.router.per_expert_scale"),
+    ],
+)  # fmt: skip
+def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_path):
+    """With the first, transformers chooses expert 0 for every token and answers."""
+    file = pico.build(family, tmp_path / "m") / "model.safetensors"
+    plan = trimtab.plan(tmp_path / "m", quant="none", context=64, device="cpu")
+    trimtab.load(plan).close()
+    tensors = load_file(file)
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="a router of experts has values that are NaN or infinite") as caught:
+        trimtab.load(trimtab.plan(tmp_path / "m", quant="none", context=64, device="cpu"))
+    assert caught.value.tensor_name.endswith(name.rpartition(".")[2]) and "layers.1." in caught.value.tensor_name

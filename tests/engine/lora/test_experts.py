@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +159,13 @@ def test_an_unsloth_adapter_has_lora_b_expert_by_expert(work: tuple[Path, Path, 
 LAYERS = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 
 
-def single_adapter(base: Path, folder: Path, alias: int, *, spelled: str = "experts", ranks: bool = True) -> dict[str, Tensor]:
-    """Write one pair for each linear layer of three experts; return the change of each stack in float64."""
+def single_adapter(
+    base: Path, folder: Path, alias: int, *, ranks: bool = True, experts: tuple[int, ...] = (0, 1, 3), shared: str = ""
+) -> dict[str, Tensor]:
+    """Write one pair for each linear layer of some experts; return the change of each stack in float64. shared: A or B, where all
+    have one."""
     generator, tensors, changes = torch.Generator().manual_seed(alias), {}, {}
-    targets = [f"{expert}.{names[alias]}" for expert in (0, 1, 3) for names in LAYERS.values()]
+    targets = [f"{expert}.{names[alias]}" for expert in experts for names in LAYERS.values()]
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": targets}
     for path, module in load(base).named_modules():
         if not path.endswith(".experts"):
@@ -177,10 +180,12 @@ def single_adapter(base: Path, folder: Path, alias: int, *, spelled: str = "expe
                 turns = slice(number, None, 2) if len(roles) == 2 and not module.is_concatenated else slice(
                     number * size, (number + 1) * size
                 )  # fmt: skip
-                for expert in (0, 1, 3):
+                A, B = None, None
+                for expert in experts:
                     rank = 3 if ranks and expert == 3 and role == "down" else 2
-                    A, B = (0.2 * torch.randn(shape, generator=generator) for shape in ((rank, wide), (size, rank)))
-                    own = f"{path.removesuffix('experts')}{spelled}.{expert}.{LAYERS[role][alias]}"
+                    A = A.clone() if shared == "A" and A is not None else 0.2 * torch.randn(rank, wide, generator=generator)
+                    B = B.clone() if shared == "B" and B is not None else 0.2 * torch.randn(size, rank, generator=generator)
+                    own = f"{path}.{expert}.{LAYERS[role][alias]}"
                     own = own.replace("mlp.block_sparse_moe", "block_sparse_moe")
                     tensors |= {f"base_model.model.{own}.lora_A.weight": A, f"base_model.model.{own}.lora_B.weight": B}
                     change[expert, turns] = 3 / rank * B.double() @ A.double()
@@ -205,6 +210,76 @@ def test_pairs_of_single_experts_reach_their_part_of_the_stack(alias: int, work:
     assert gap(found[0], plain) > 1e-2
     trimtab.merge(base, tmp_path / "merged", adapters={"one": tmp_path / "one"}, check=True)
     assert float((of_model(load(tmp_path / "merged")) - expected).abs().max()) < NEAR
+
+
+def apart(shared: str = "") -> Any:
+    """Return a change of a file's pairs of single experts into three dimensions. shared: A or B, where all have one."""
+
+    def changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, dict[int, Tensor]] = {}
+        for key, value in tensors.items():
+            head, tail = key.split(".experts.")
+            expert, own, rest = tail.split(".", 2)
+            found.setdefault(f"{head}.experts.{own}.{rest}", {})[int(expert)] = value
+        pairs = {key: torch.stack([of[expert] for expert in sorted(of)]) for key, of in found.items()}
+        return {key: value[:1] if shared and f"lora_{shared}" in key else value for key, value in pairs.items()}
+
+    return changed
+
+
+@pytest.mark.parametrize("alias", [0, 1])
+@pytest.mark.parametrize("shared", ["", "A", "B"])
+def test_linear_layers_of_all_experts_have_three_dimensions(
+    shared: str, alias: int, work: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """SGLang's `experts.gate_proj` [E, R, D_in], and Tinker's `experts.w1`, of which all experts share A or B."""
+    base = work[0]
+    every = (0, 1, 2, 3)
+    expected = with_changes(base, single_adapter(base, tmp_path / "one", alias, ranks=False, experts=every, shared=shared))
+    rewritten(tmp_path / "one", tmp_path / "apart", apart(shared), target_modules="all-linear")
+    with loaded(base, {"apart": tmp_path / "apart", "b": work[2]}) as model:
+        requests = [{"prompt": IDS, "adapter": name} for name in ("apart", "b", None)]
+        found = [logprobs(one) for one in model.batch(requests, rows=3, max_new_tokens=2, logprobs=8)]
+        shares = {share.name: share for share in model.memory_shares()}
+        assert shares["adapters"].measured_bytes <= 1.05 * shares["adapters"].planned_bytes
+    plain = of_model(load(base))
+    assert max(gap(found[0], expected), gap(found[1], of_peft(base, work[2])), gap(found[2], plain)) < NEAR
+    assert gap(found[0], plain) > 1e-2
+    trimtab.merge(base, tmp_path / "merged", adapters={"one": tmp_path / "apart"}, check=True)
+    assert float((of_model(load(tmp_path / "merged")) - expected).abs().max()) < NEAR
+
+
+def test_a_stack_with_three_dimensions_and_unsloths_matrices_are_pefts_pair(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """`experts.down_proj` [E, R, D_in] as vLLM reads it, and `experts.down_projs.3` of gpt-oss in Unsloth's 4 bits."""
+    base, _, b = work
+    expected = of_peft(base, b)
+
+    def per_expert(tensors: dict[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+        for key, value in tensors.items():
+            if ".experts.lora_A" in key or ".experts.lora_B" in key:
+                head, role = key.split(".lora_")
+                own = value.reshape(4, 3, -1) if role[0] == "A" else value.reshape(value.shape[0], 3, 4).permute(2, 0, 1)
+                yield head, role, own
+
+    def three(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = {key: value for key, value in tensors.items() if ".experts." not in key}
+        return kept | {f"{head}.down_proj.lora_{role}": own.contiguous() for head, role, own in per_expert(tensors)}
+
+    def matrices(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = {key: value for key, value in tensors.items() if ".experts." not in key}
+        return kept | {
+            f"{head}.down_projs.{expert}.lora_{role}": own[expert].contiguous()
+            for head, role, own in per_expert(tensors) for expert in range(4)
+        }  # fmt: skip
+
+    pattern = {"alpha_pattern": {r"experts\.down_projs?(\.\d)?": 3}, "target_parameters": None}
+    targets = [*json.loads((b / "adapter_config.json").read_text())["target_modules"], *(f"down_projs.{n}" for n in range(4))]
+    given = {
+        "three": rewritten(b, tmp_path / "three", three, **pattern),
+        "matrices": rewritten(b, tmp_path / "matrices", matrices, **pattern, target_modules=targets),
+    }
+    with loaded(base, given) as model:
+        assert max(gap(answered(model, name), expected) for name in given) < NEAR
 
 
 # Refused --------------------------------------------------------------------------------------------------------------
@@ -238,6 +313,23 @@ def test_a_pair_that_fits_no_stack_is_refused_before_loading(work: tuple[Path, P
     assert "experts has 4 experts" in problems("seventh", each(same, renames="7.w1"))
     assert "names no part of the stacked experts" in problems("other", each(same, renames="0.x"))
     assert "values are NaN" in problems("nan", each(lambda _, value: value * torch.nan))
+
+
+def test_pairs_of_all_experts_that_fit_no_layout_are_refused(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    single_adapter(work[0], tmp_path / "one", 1, ranks=False, experts=(0, 1, 2, 3))
+
+    def problems(name: str, change: Any) -> list[str]:
+        folder = rewritten(tmp_path / "one", tmp_path / name, lambda tensors: change(apart()(tensors)), target_modules="all-linear")
+        with pytest.raises(AdapterError) as caught:
+            trimtab.plan(work[0], adapters={"x": str(folder)}, quant="none", device="cpu")
+        return list(caught.value.problems)
+
+    more = problems("eight", lambda tensors: {key: torch.cat([value, value]) for key, value in tensors.items()})
+    assert len(more) == 6 and all(one.endswith("it was made for 8 experts, the model has 4") for one in more)
+    flat = problems("flat", lambda tensors: {key: value.flatten(0, 1) for key, value in tensors.items()})
+    assert len(flat) == 6 and all("has pairs of [8, " in one and "expected [4, 2, " in one for one in flat)
+    half = problems("half", lambda tensors: {key: value for key, value in tensors.items() if "w1.lora_B" not in key})
+    assert len(half) == 2 and all("experts.w1: lora_A or lora_B of" in one for one in half)
 
 
 def test_experts_without_a_pair_that_target_modules_names_are_refused(work: tuple[Path, Path, Path], tmp_path: Path) -> None:

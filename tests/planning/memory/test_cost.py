@@ -1,5 +1,7 @@
 """Bytes of packed weights, of torch's allocator, of the KV cache; seconds by tier."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.anatomies import e_series, small
@@ -170,6 +172,20 @@ def test_per_layer_inputs_count_while_they_are_projected_and_normed():
 def test_experts_count_their_repeated_rows():
     few, many = needs(small([(64, 64)], experts=0)), needs(small([(64, 64)], experts=4, hidden=64))
     assert many.activation_bytes >= few.activation_bytes
+
+
+@pytest.mark.parametrize(("has_adapters", "bytes_of_a_row"), [(False, 2 * (2 * 64 + 4096)), (True, 4 * 4096 + 2 * 64 + 4096)])
+def test_experts_count_a_row_for_each_that_a_token_chooses(has_adapters, bytes_of_a_row):
+    """In bfloat16 what both stacks make; where an adapter may change them, a float32 sum and half of that."""
+
+    def activations(chosen):
+        wide = small([(64, 4096)], experts=32, hidden=4096)
+        rows = tuple(replace(row, chosen=chosen) if row.kind == "experts" else row for row in wide.rows)
+        asked = {"quant": "none", "context_tokens": 512, "images": 0, "audio_s": 0}
+        return needs(replace(wide, rows=rows), has_adapters=has_adapters, **asked).phases["prompt"][1]
+
+    assert activations(22) - activations(10) == 512 * 12 * bytes_of_a_row
+    assert activations(0) == activations(8)  # the usual number
 
 
 RATES = Rates()

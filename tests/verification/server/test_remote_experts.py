@@ -98,6 +98,42 @@ def test_a_fault_of_the_part_on_experts_is_named(base, adapter, faults):
     assert (report.verdict.word, report.verdict.fault) == ("wrong", name), str(report)
 
 
+def by_expert(adapter, folder):
+    """Write the adapter with a pair for each layer of each expert, as vLLM reads them."""
+    tensors, found = load_file(str(adapter / "adapter_model.safetensors")), {}
+    for name, value in tensors.items():
+        head, mark, tail = name.partition(".experts.")
+        if not mark:
+            found[name] = value
+            continue
+        role = "A" if "lora_A" in tail else "B"
+        rank = 3
+        each = value.reshape(-1, rank, value.shape[1]) if role == "A" else value.reshape(len(value), rank, -1).permute(2, 0, 1)
+        layers = ("gate_proj", "up_proj") if "base_layer" in tail else ("down_proj",)
+        for expert, matrix in enumerate(each):
+            parts = matrix.chunk(len(layers)) if role == "B" else [matrix] * len(layers)
+            for layer, part in zip(layers, parts, strict=True):
+                found[f"{head}.experts.{expert}.{layer}.lora_{role}.weight"] = part.clone()
+    config = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
+    config |= {"target_parameters": None, "target_modules": [*config["target_modules"], "gate_proj", "up_proj", "down_proj"]}
+    folder.mkdir()
+    save_file(found, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_faults_of_pairs_of_single_experts_are_planted(base, adapter, faults, tmp_path):
+    """The same faults as of the stacks' pairs, each an adapter that is read again."""
+    anatomy = read_anatomy(read_checkpoint(base), quant="none", dtype="float32")
+    spec = match_adapter(read_adapter(by_expert(adapter, tmp_path / "single")), anatomy)
+    planted, _ = write_faults(spec, tmp_path / "faults", {})
+    assert [fault.name for fault in planted] == [fault.name for fault in faults[0]]
+    for fault in planted:
+        if fault.folder is not None:
+            own = match_adapter(read_adapter(fault.folder), anatomy)
+            assert any(target.kind == "experts" for target in own.targets) is (fault.name != "expert part dropped")
+
+
 def test_the_dropped_part_is_the_adapter_without_its_experts(base, adapter, faults):
     folder = next(fault.folder for fault in faults[0] if fault.name == "expert part dropped")
     assert "target_parameters" not in json.loads((folder / "adapter_config.json").read_text("utf-8"))

@@ -7,12 +7,13 @@ lora = slots.args(module, row_slots)       # None where no attached adapter chan
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.kernels.experts import MEMBERS, Change, ExpertLora
+from trimtab.engine.kernels.experts import MEMBERS, Change, ExpertLora, lora_tables
 from trimtab.engine.lora.experts import DOWN, ExpertsAdapter, StackChange
 from trimtab.engine.lora.layers import Holders
 
@@ -21,6 +22,8 @@ def why_not(adapter: ExpertsAdapter) -> str | None:
     """Return why the changes of one adapter are in no table, None if they are."""
     if any(one.A.dtype != torch.float32 or not (one.A.is_contiguous() and one.B.is_contiguous()) for one in adapter.changes):
         return "is not held in contiguous float32"
+    if any(matrix.data_ptr() % 16 for one in adapter.changes for matrix in (one.A, one.B)):
+        return "is not aligned to 16 bytes"
     if len(_members(adapter.changes)) < len(adapter.changes):
         return "has more than two changes of one stack"
     return None
@@ -33,6 +36,32 @@ def _members(changes: Sequence[StackChange]) -> dict[int, StackChange]:
         if one.parameter == DOWN:
             found[MEMBERS - 1] = one
     return found
+
+
+def tables_of(adapter: ExpertsAdapter, count: int) -> ExpertLora:
+    """Return the tables of an adapter for a pass whose tokens all have it. count: of experts. Errors: ask `why_not` first."""
+    found = {member: _change(one) for member, one in _members(adapter.changes).items()}
+    first = torch.zeros(1, dtype=torch.int32, device=adapter.changes[0].A.device)
+    return lora_tables([[found.get(member)] for member in range(MEMBERS)], first, count)
+
+
+def _change(one: StackChange) -> Change:
+    return Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
+
+
+class StandIn:
+    """Stands in a module for the adapter whose changes a table has now, so that the module's own way computes the same."""
+
+    weight = None
+
+    def __init__(self, adapter: ExpertsAdapter) -> None:
+        self.part, self.of = adapter.part, weakref.ref(adapter)
+
+    @property
+    def changes(self) -> tuple[StackChange, ...]:
+        """See `ExpertsAdapter`. Empty once the adapter is gone, whose name is then not selected."""
+        adapter = self.of()
+        return () if adapter is None else adapter.changes
 
 
 class ExpertSlots:
@@ -91,7 +120,7 @@ class ExpertSlots:
                 outputs[at] = torch.tensor([one.outputs.start, one.outputs.stop], dtype=torch.int32)
                 pairs[at][torch.tensor(list(one.pairs))] = torch.tensor(list(one.pairs.values()), dtype=torch.int32)
                 if self.device.type == "cpu":  # elsewhere the table has addresses alone
-                    self._changes[module][member][slot] = Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
+                    self._changes[module][member][slot] = _change(one)
         tables = (self._A, self._B, self._rank, self._scale, self._outputs, self._pairs)
         for table, made in zip(tables, (A, B, rank, scale, outputs, pairs), strict=True):
             table[:, :, slot].copy_(self._pinned(made), non_blocking=True)

@@ -35,6 +35,7 @@ from trimtab.engine.lora.experts import ExpertsAdapter
 from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable
 from trimtab.errors import RequestError
 from trimtab.formats.record import rounds_change
+from trimtab.planning.values.execution import ADAPTER_SLOTS
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
@@ -45,7 +46,7 @@ _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
 # `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.
 RANK_STEP = 16
 # A table has room for at least this many adapters, for any number of rows.
-LEAST_SLOTS = 32
+LEAST_SLOTS = ADAPTER_SLOTS
 # Layers by the last part of their names, in a model's order, that families give one tensor.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

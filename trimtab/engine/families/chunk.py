@@ -40,6 +40,8 @@ class ChunkLayers:
     def __init__(self, step: FusedStep, first_shared: int, columns: Columns[KeptWeights] | None = None) -> None:
         self.step, self.first_shared, self.columns = step, first_shared, columns
         self.layers = step.layers
+        # Whether kernels add all that the adapter of the next pass changes of experts.
+        self.adds_experts = True
         self.matmuls = MatmulTable[LayerProduct](
             None if columns is None else columns.matmul(),
             None if step.unpacked is None else Matmul("kept", step.unpacked.layers, self._kept),

@@ -7,20 +7,22 @@ makes one for each family, `check.py` compares it with the modules, `step.py` an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from trimtab.checkpoint.config_limits import USUAL_CHOSEN, experts_per_token
 from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
-from trimtab.engine.kernels.experts import Mixture
+from trimtab.engine.kernels.experts import ExpertLora, Mixture, why_not_many
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
-from trimtab.engine.lora.experts import stack_facts, stack_of
+from trimtab.engine.lora.experts import stack_facts, stack_of, stack_shape
 from trimtab.engine.tiers.near_experts import NearExperts
 
 if TYPE_CHECKING:
@@ -186,7 +188,7 @@ class Experts:
     adapter puts another module into its place. router: gives weights and numbers of a token's experts last; module: of stacks.
     shared: a module over the same input, whose output is added, times the sigmoid of shared_gate's. Next to an MLP (Gemma 4) router
     and experts read the residual; before, after: the norms of the experts' input and of what they make; after_dense: of what the
-    MLP makes."""
+    MLP makes. tables: of adapters that all tokens of a pass have (mixture.py)."""
 
     parent: object
     router_name: str
@@ -196,6 +198,7 @@ class Experts:
     before: Norm | None = None
     after: Norm | None = None
     after_dense: Norm | None = None
+    tables: WeakKeyDictionary[object, ExpertLora] = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
     def router(self) -> Any:
@@ -217,6 +220,11 @@ class Experts:
     def is_packed(self) -> bool:
         """Whether its stacks are in 4 or 8 bits."""
         return "stacks" in vars(self.module)
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether kernels know how it computes more tokens than a step has. No streamed block is entered."""
+        return self.has_mixture and why_not_many([stack_shape(self.module, name) for name in ("gate_up_proj", "down_proj")]) is None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -321,10 +329,12 @@ class Decoder:
         """The gated delta rule of each layer that has one, by number."""
         return {number: layer.mixer for number, layer in enumerate(self.layers) if isinstance(layer.mixer, DeltaNet)}
 
-    def mixtures(self) -> dict[tuple[object, ...], Callable[[], Mixture]]:
-        """Return what opens one mixture of every shape and formats, by `Experts.key`, of those that kernels know."""
+    def mixtures(self) -> dict[tuple[object, ...], tuple[int, Callable[[], Mixture]]]:
+        """Return how many experts a token has and what opens one mixture, of every shape and formats that kernels know, by what
+        selects these."""
         known = [layer.experts for layer in self.layers if layer.experts is not None and layer.experts.has_mixture]
-        return {(*one.key, self.activation): partial(one.mixture, self.activation) for one in reversed(known)}
+        chosen = experts_per_token(self.text.config) or USUAL_CHOSEN
+        return {(*one.key, self.activation, chosen): (chosen, partial(one.mixture, self.activation)) for one in reversed(known)}
 
     @property
     def adapter_store(self) -> AdapterStore:

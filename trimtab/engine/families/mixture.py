@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.kernels import experts as kernels
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
-    from trimtab.engine.families.decoder import Experts
+    from trimtab.engine.families.decoder import Experts, Layer
+    from trimtab.engine.lora.experts import ExpertsAdapter
     from trimtab.engine.lora.store import AdapterStore
+
+
+def hold(layers: Sequence[Layer], name: str | None) -> bool:
+    """Make the tables of an adapter that every token of the next passes has; whether kernels add all that it changes of experts."""
+    is_whole = True
+    for own in (layer.experts for layer in layers if layer.experts is not None):
+        adapter: ExpertsAdapter | None = vars(own.module).get("adapters", {}).get(name)
+        if adapter is None or adapter in own.tables:
+            continue
+        if own.takes_many and expert_table.why_not(adapter) is None:
+            own.tables[adapter] = expert_table.tables_of(adapter, int(own.module.num_experts))
+        else:
+            is_whole = False
+    return is_whole
 
 
 def experts_of(
@@ -21,12 +38,14 @@ def experts_of(
     module: of the kernels, None without."""
     numbers, weights = own.chosen(read, rows)
     table, adapters = store.table, vars(own.module).get("adapters", {})
-    # Adapters that no table holds are added by the module's own way.
-    is_apart = any(name in adapters for name in store.selection.active())
-    lora = None if table is None else table.expert_args(own.module, len(x))
-    # Of many tokens the kernels take packed stacks without adapters; torch's grouped product is for 16 bits.
-    is_many = len(x) > kernels.MOST_ROWS and (lora is not None or not own.is_packed)
-    if module is None or is_apart or is_many or not own.has_mixture:
+    lora = None if table is None else table.expert_args(own.module, rows if rows > 1 else len(x))  # a step's tokens are rows
+    used = [adapters[name] for name in store.selection.active() if name in adapters]
+    if store.selection.rows is None and used:
+        lora = own.tables.get(used[0])
+    is_apart = bool(used) and lora is None  # adapters that no table holds are added by the module's own way
+    # Of many tokens without adapters torch's grouped product is for 16 bits.
+    is_plain = len(x) > kernels.MOST_ROWS and lora is None and not own.is_packed
+    if module is None or is_apart or is_plain or not own.has_mixture:
         made: Tensor = own.module(x, numbers, weights)
         return made
     return kernels.experts(x, numbers, weights, own.mixture(activation), x.new_empty(x.shape), lora=lora, module=module)

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
 
 Progress = Callable[[int, int], None]
-Mixtures = Mapping[tuple[object, ...], Callable[[], Mixture]]  # what opens each, by what selects its kernels
+# How many experts a token has and what opens each, by what selects its kernels.
+Mixtures = Mapping[tuple[object, ...], tuple[int, Callable[[], Mixture]]]
 # The matrix-vector kernels decode each weight once for up to this many rows.
 MOST_ROWS = cuts.MAX_ROWS
 # Checked at one row, at an odd number and at the most.
@@ -435,7 +436,7 @@ def _choose(
             EXPERTS, left_out, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), checks,
             str(dtype), list(mixtures),
         )  # fmt: skip
-        for opened in mixtures.values() if chosen.experts is not None else ():
+        for _, opened in mixtures.values() if chosen.experts is not None else ():
             experts.compiled(chosen.experts, opened(), dtype)  # a capture finds them
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
@@ -497,9 +498,9 @@ def _wrong_small(
 def _wrong_experts(module: nvrtc.Module, mixtures: Mixtures, dtype: torch.dtype) -> str | None:
     """Return the error of the kernels of chosen experts over these mixtures, or why they do not know one. A streamed one is there
     until another weight is opened."""
-    for opened in mixtures.values():
+    for top_k, opened in mixtures.values():
         one = opened()
-        top_k = min(8, one.down.shape[0])
+        top_k = min(top_k, one.down.shape[0])
         if why := experts.why_not(one, 1, top_k, dtype, module.device) or experts.check(module, one, top_k, dtype):
             return why
     return None

@@ -36,15 +36,15 @@ from trimtab.formats.record import stored_format
 MEMBERS = 3
 MOST_ROWS, MOST_CHOSEN = 64, 32
 NAMES = (
-    "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_gate_up", "experts_many_down",
-    "experts_many_sum", "experts_place", "experts_bring",
+    "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_low", "experts_many_gate_up",
+    "experts_many_down", "experts_many_sum", "experts_place", "experts_bring",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block by format: of gate and of
 # up, and of down.
 _CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
 _EXACT_ROWS = 256  # of a matrix that the check decodes at once: whole blocks of every format
-_TILE = 64  # pairs of a block of many, and rows of a stack
+_TILE, _LOW_RANKS = 64, 8  # pairs of a block of many, and rows of a stack; ranks of a block
 _BRING_BLOCKS = 32  # that copy one expert
 _OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
 _OTHER_OUTPUTS = (8, 16)
@@ -84,12 +84,13 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class ExpertLora:
-    """The adapters of n rows in S slots: members 0 and 1 change gate_up, one after the other, member 2 changes down.
+    """The adapters of rows in S slots: members 0 and 1 change gate_up, one after the other, member 2 changes down.
 
     Shapes: A_ptr, B_ptr [3, S] int64, the addresses of `Change`, 0 without; rank [3, S] int32; scale [3, S] float32; outputs
     [3, S, 2] int32, the first output in the stack's and the end; pairs [3, S, E] int32, an expert's place in A and B, -1 without;
-    row_slots [n] int32, -1 without an adapter. largest_rank: of all slots, or more. dtype: of every A and B; a change is computed
-    and rounded in it. changes: the same as tensors, [3][S], for the torch path alone.
+    row_slots [rows] int32, -1 without an adapter: each row has n / rows of the tokens, side by side. A, B: aligned to 16 bytes.
+    largest_rank: of all slots, or more. dtype: of every A and B; a change is computed and rounded in it. changes: the same as
+    tensors, [3][S], for the torch path alone.
     """
 
     A_ptr: Tensor
@@ -171,6 +172,12 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
     return nvrtc.why_not(device)
 
 
+def why_not_many(shapes: Sequence[Sequence[int]]) -> str | None:
+    """Return why the kernels compute no more tokens than a step has over stacks that `why_not` knows, None if they do."""
+    wrong = next((list(shape[1:]) for shape in shapes if any(size % _TILE for size in shape[1:])), None)
+    return None if wrong is None else f"matrices of {wrong} are not multiples of {_TILE}"
+
+
 def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype, *, multiple: int) -> str | None:
     if stack.dtype != dtype and not (isinstance(stack, Packed) and "scale" in stack.parts and stack.dtype in _TYPES):
         return f"the stack is {stack.dtype}, not {dtype}"
@@ -199,17 +206,18 @@ def experts(
     count, _, width = mixture.gate_up.shape
     inner, pairs, dtype = mixture.down.shape[2], n * chosen, x.dtype
     launch = partial(_launch, module, dtype, dependent)
+    assert lora is None or n % len(lora.row_slots) == 0
     if n > MOST_ROWS:
-        assert lora is None
-        return _many(x, index, weights, mixture, out, launch)
+        return _many(x, index, weights, mixture, out, launch, lora)
     if mixture.near is not None:
         _bring(index, mixture, mixture.near, launch)
     h = torch.empty(pairs, inner, dtype=dtype, device=x.device)
-    low: Tensor | None = None
-    if lora is not None and lora.largest_rank:
-        low = torch.empty(pairs, 2, _CHANGE_WORDS + -(-lora.largest_rank // 4) * 4, device=x.device)
-        launch(mixture.gate_up, "experts_low", (lora.largest_rank, 2 * chosen, n), 8, _low_arguments(x, index, lora, low, width, 0))
-    changes: list[nvrtc.Argument] = [low, 0 if low is None else low.shape[2], int(lora is not None and lora.dtype == torch.float32)]
+    low, changes = _low(lora, pairs, x.device)
+    if lora is not None and low is not None:
+        launch(
+            mixture.gate_up, "experts_low", (lora.largest_rank, 2 * chosen, n), 8,
+            [x, x.stride(0), width, 0, index, chosen, count, 0, *_tables(lora, n), *changes[:2]],
+        )  # fmt: skip
     outputs, chunks = _outputs(mixture.gate_up)[0], -(-width // _CHUNK)
     launch(
         mixture.gate_up, "experts_gate_up", (inner // outputs, chosen, n), _warps(chunks),
@@ -220,7 +228,10 @@ def experts(
         _shared_bytes(mixture.gate_up, chunks, 2, 0),
     )  # fmt: skip
     if lora is not None and low is not None:
-        launch(mixture.down, "experts_low", (lora.largest_rank, chosen, n), 8, _low_arguments(h, index, lora, low, inner, 2))
+        launch(
+            mixture.down, "experts_low", (lora.largest_rank, chosen, n), 8,
+            [h, inner, inner, 1, index, chosen, count, 2, *_tables(lora, n), *changes[:2]],
+        )  # fmt: skip
     outputs, units = _outputs(mixture.down)[1], chosen * -(-inner // _CHUNK)
     launch(
         mixture.down, "experts_down", (width // outputs, n), _warps(units),
@@ -233,27 +244,41 @@ def experts(
     return out
 
 
-def _many(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, launch: Callable[..., None]) -> Tensor:
-    """Do what `experts` does for the tokens of a prompt: it allocates [n K, D] float32 and [n K, I]."""
+def _many(
+    x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, launch: Callable[..., None], lora: ExpertLora | None
+) -> Tensor:  # fmt: skip
+    """Do what `experts` does for the tokens of a prompt: it allocates [n K, D] and, of an adapter, [n K, 2 R + 16] float32, and
+    [n K, I]."""
     (n, chosen), (count, _, width), inner = index.shape, mixture.gate_up.shape, mixture.down.shape[2]
     pairs, tiles = n * chosen, n * chosen // _TILE + min(count, n * chosen)
     order, first = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (pairs, count + 1))
     launch(mixture.gate_up, "experts_sort", (1,), 32, [index, pairs, count, order, first], 4 * (count + 1))
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     sorted_pairs: list[nvrtc.Argument] = [order, first, chosen, count]
+    low, changes = _low(lora, pairs, x.device)
+
+    def change(stack: Packed | Tensor, x: Tensor, width: int, member: int, members: int) -> None:
+        if lora is not None and low is not None:
+            launch(
+                stack, "experts_many_low", (-(-lora.largest_rank // _LOW_RANKS), members, tiles), 8,
+                [x, x.stride(0), width, int(member == 2), *sorted_pairs, member, *_tables(lora, n), *changes[:2]],
+            )  # fmt: skip
+
+    change(mixture.gate_up, x, width, 0, 2)
     launch(
         mixture.gate_up, "experts_many_gate_up", (2 * inner // _TILE, tiles), 4,
         [
             x, x.stride(0), *sorted_pairs, *_stack_arguments(mixture, mixture.gate_up), width, inner,
-            fused.ACTIVATIONS.index(mixture.activation), h,
+            fused.ACTIVATIONS.index(mixture.activation), h, *changes,
         ],
     )  # fmt: skip
+    change(mixture.down, h, inner, 2, 1)
     parts = torch.empty(pairs, width, device=x.device)
     launch(
         mixture.down, "experts_many_down", (width // _TILE, tiles), 4,
         [
             h, inner, *sorted_pairs, *_stack_arguments(mixture, mixture.down), inner, weights,
-            int(weights.dtype == torch.float32), width, parts,
+            int(weights.dtype == torch.float32), width, parts, *changes,
         ],
     )  # fmt: skip
     launch(
@@ -321,11 +346,18 @@ def _each_bytes(part: Tensor) -> int:
     return part.numel() * part.element_size() // part.shape[0]
 
 
-def _low_arguments(x: Tensor, index: Tensor, lora: ExpertLora, low: Tensor, width: int, member: int) -> list[nvrtc.Argument]:
+def _low(lora: ExpertLora | None, pairs: int, device: torch.device) -> tuple[Tensor | None, list[nvrtc.Argument]]:
+    """Return memory for the changes of pairs and A x, None without, and the kernels' arguments of it."""
+    if lora is None or not lora.largest_rank:
+        return None, [None, 0, 0]
+    low = torch.empty(pairs, 2, _CHANGE_WORDS + -(-lora.largest_rank // 4) * 4, device=device)
+    return low, [low, low.shape[2], int(lora.dtype == torch.float32)]
+
+
+def _tables(lora: ExpertLora, n: int) -> list[nvrtc.Argument]:
     return [
-        x, x.stride(0), width, int(member == 2), index, index.shape[1], lora.pairs.shape[2], member, lora.A_ptr, lora.B_ptr,
-        lora.rank, lora.scale, lora.outputs, lora.pairs, lora.row_slots, lora.rank.shape[1], int(lora.dtype == torch.float32), low,
-        low.shape[2],
+        lora.A_ptr, lora.B_ptr, lora.rank, lora.scale, lora.outputs, lora.pairs, lora.row_slots, n // len(lora.row_slots),
+        lora.rank.shape[1], int(lora.dtype == torch.float32),
     ]  # fmt: skip
 
 
@@ -333,16 +365,16 @@ def _experts_torch(
     x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, lora: ExpertLora | None
 ) -> Tensor:  # fmt: skip
     known = index.clamp(0, mixture.gate_up.shape[0] - 1)
-    wide = torch.promote_types(x.dtype, weights.dtype)
+    wide, each = torch.promote_types(x.dtype, weights.dtype), 1 if lora is None else len(x) // len(lora.row_slots)
     sums = torch.zeros(x.shape, dtype=torch.promote_types(wide, torch.float32), device=x.device)
     for k in range(index.shape[1]):
         made = []
         for row in range(len(x)):
-            expert = known[row, k : k + 1]
-            gate, up = _product(x[row : row + 1], mixture.gate_up, expert, row, lora, (0, 1)).chunk(2, dim=1)
+            expert, own = known[row, k : k + 1], row // each
+            gate, up = _product(x[row : row + 1], mixture.gate_up, expert, own, lora, (0, 1)).chunk(2, dim=1)
             h = torch.empty_like(up)
             fused.gated(gate, up, h, mixture.activation)
-            made.append(_product(h, mixture.down, expert, row, lora, (2,)))
+            made.append(_product(h, mixture.down, expert, own, lora, (2,)))
         sums += (torch.cat(made) * weights[:, k, None]).to(wide)
     return out.copy_(sums.to(x.dtype).masked_fill((known != index).any(dim=1, keepdim=True), torch.nan))
 
@@ -381,8 +413,8 @@ def check(
     module: nvrtc.Module, mixture: Mixture, top_k: int, dtype: torch.dtype, *, rows: Sequence[int] = (1, 3)
 ) -> str | None:  # fmt: skip
     """Return the error of the kernels over this mixture on this device, or None: random inputs of a type with and without adapters
-    against float64; of packed stacks many tokens too. Compiles what a capture needs. Takes up to one expert's matrices in float64
-    in addition to the mixture."""
+    against float64; where the stacks fit many tokens, these too. Compiles what a capture needs. Takes up to one expert's matrices
+    in float64 in addition to the mixture."""
     count, both, width = mixture.gate_up.shape
     inner = both // 2
     generator = torch.Generator(device=module.device).manual_seed(1)
@@ -395,13 +427,13 @@ def check(
         return [Change(A, B, 0.5, first, dict.fromkeys(range(0, count, 2), 0))]
 
     changes = [change(8, width, both, 0), change(3, width, inner, inner), change(8, inner, width, 0)]
-    is_packed = isinstance(mixture.gate_up, Packed) and isinstance(mixture.down, Packed)
-    for n in (*rows, MOST_ROWS + 1) if is_packed else rows:
+    is_many = why_not_many((mixture.gate_up.shape, mixture.down.shape)) is None
+    for n in (*rows, MOST_ROWS + 2) if is_many else rows:
         top_k = top_k if n <= MOST_ROWS else min(top_k, 2)
         x, weights = random(n, width).to(dtype), random(n, top_k).abs()
         index = torch.rand(n, count, device=module.device, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
-        slots = -(torch.arange(n, device=module.device, dtype=torch.int32) % 2)
-        for lora in (None, lora_tables(changes, slots, count)) if n <= MOST_ROWS else (None,):
+        slots = -(torch.arange(n if n <= MOST_ROWS else 2, device=module.device, dtype=torch.int32) % 2)
+        for lora in (None, lora_tables(changes, slots, count)):
             out = experts(x, index, weights, mixture, torch.full_like(x, torch.nan), lora=lora, module=module)
             error = relative_error(out, _exact(x, index, weights, mixture, lora))
             if error > CHECK_ERROR[dtype]:
@@ -420,7 +452,7 @@ def _exact(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, lora: Ex
         else:
             own = stack.expert(expert)
             y = torch.cat([layouts.decoded(own, rows, torch.float64) @ x for rows in pieces])
-        if lora is None or lora.changes is None or (slot := int(lora.row_slots[row])) < 0:
+        if lora is None or lora.changes is None or (slot := int(lora.row_slots[row * len(lora.row_slots) // len(index)])) < 0:
             return y
         for change in (lora.changes[member][slot] for member in members):
             if change is not None and expert in change.pairs:

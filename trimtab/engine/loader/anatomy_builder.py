@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
+from trimtab.checkpoint.config_limits import experts_per_token
 from trimtab.checkpoint.names import Rename, is_under, matches, near_names
 from trimtab.engine.loader.pieces import formats_of_files, why_not_packed
 from trimtab.engine.loader.tracing import Expression
@@ -169,6 +170,8 @@ def _rows(
         if not tensors and not wraps:
             continue
         kind = _kind(path, module, tensors)
+        if kind == "experts" and (empty := next((one for one in tensors if 0 in one.shape[:1]), None)) is not None:
+            raise ValueError(f"{empty.tensor_path} is {list(empty.shape)}: a mixture of no experts")
         quantized, why = (False, "") if is_head8 else formats.of(path, module, kind)
         stored = formats.stored(path) if quantized or kind == "embedding" else None
         if kind == "embedding" and stored is not None and path not in places.tables:
@@ -192,14 +195,9 @@ def _rows(
             gather_only=path in places.tables, is_head8=is_head8, is_router=takes_lora(module), stored=stored,
             is_transposed=bool(getattr(module, "is_transposed", False)),
             is_interleaved=getattr(module, "is_concatenated", True) is False,
-            takes_lora=kind == "experts" and why_no_lora(module) is None, chosen=_chosen(config) if kind == "experts" else 0,
+            takes_lora=kind == "experts" and why_no_lora(module) is None,
+            chosen=experts_per_token(config.get_text_config()) if kind == "experts" else 0,
         )  # fmt: skip
-
-
-def _chosen(config: Any) -> int:
-    """Return how many experts a token uses, 0 where the text config does not say."""
-    text = config.get_text_config()
-    return int(getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0)
 
 
 def _tensors(

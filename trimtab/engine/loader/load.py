@@ -93,6 +93,7 @@ def fill(
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
+        pieces.check_routers(loaded.hf_model, anatomy.rows, str(checkpoint.path))
         undo.pop_all()
     return loaded, anatomy
 
@@ -131,13 +132,9 @@ class _Filler:
         pieces.let_go(self.probe.model)
         self.owners.clear()
         self.held.clear()
-        for group in self.groups:
-            if group.host is not None:
-                group.host.close()
-        for rows in self.file_rows:
-            rows.close()
-        if self.spill is not None:
-            self.spill.close()
+        for held in (*(group.host for group in self.groups), *self.file_rows, self.spill):
+            if held is not None:
+                held.close()
 
     def run(self, progress: Progress | None) -> Loaded:
         blocks = self._blocks()

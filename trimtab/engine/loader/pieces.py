@@ -22,7 +22,7 @@ from trimtab.engine.lora.experts import hold_packed, why_no_lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.streaming import Staged, Streamer
-from trimtab.errors import DeviceError
+from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import WEIGHT_BLOCK, PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES
 
@@ -44,10 +44,7 @@ def why_not_packed(
     for tensor in tensors:
         if len(tensor.shape) != 3 or tensor.is_buffer:
             continue
-        count, _, columns = tensor.shape
-        expression = sources.get(tensor.tensor_path)
-        if not count:
-            problems.append(f"{tensor.tensor_path} has no expert")
+        columns, expression = tensor.shape[2], sources.get(tensor.tensor_path)
         if columns % WEIGHT_BLOCK:
             problems.append(f"{tensor.tensor_path} has rows of {columns} values, no multiple of the block of {WEIGHT_BLOCK}")
         if any(name in packed for name in tensor.sources):
@@ -57,6 +54,23 @@ def why_not_packed(
         if tensor.tensor_path in tied:
             problems.append(f"{tensor.tensor_path} is shared with another module")
     return problems
+
+
+def check_routers(model: nn.Module, rows: Iterable[ModuleRow], path: str) -> None:
+    """Raise CheckpointError unless all values of a loaded model's routers are finite: a NaN may choose one expert for every token,
+    and nothing shows it."""
+    for row in rows:
+        if not (row.is_router or "router" in row.class_name.lower()):
+            continue
+        module = model.get_submodule(row.module_path)
+        for tensor in row.tensors:
+            name = tensor.tensor_path.rpartition(".")[2]
+            value = module.get_buffer(name) if tensor.is_buffer else module.get_parameter(name)
+            if not bool(value.isfinite().all()):
+                raise CheckpointError(
+                    "a router of experts has values that are NaN or infinite", path=path, tensor_name=tensor.tensor_path,
+                    hint="The file is damaged",
+                )  # fmt: skip
 
 
 def formats_of_files(

@@ -22,6 +22,7 @@ from trimtab.adapters.stack_layout import Stack
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.tiers.arena import Part
 from trimtab.engine.tiers.streaming import Staged
 from trimtab.errors import DeviceError
 
@@ -54,6 +55,7 @@ def matrices(stack: Stack, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
             B = B.reshape(B.shape[0], count, -1).permute(1, 0, 2)
         else:
             B = B.reshape(B.shape[0], -1, count).permute(2, 0, 1)
+    A, B = (matrix.expand(count, -1, -1) for matrix in (A, B))  # one may be shared
     return (B.transpose(1, 2), A.transpose(1, 2)) if stack.is_swapped else (A, B)
 
 
@@ -190,12 +192,23 @@ def stack_of(module: nn.Module, name: str) -> Packed | Tensor:
     return held if isinstance(held, Packed) else held.open()[1]
 
 
+def stack_shape(module: nn.Module, name: str) -> tuple[int, ...]:
+    """Return the shape of a stack; a streamed block is not entered."""
+    held: Packed | Staged | None = module.__dict__.get("stacks", {}).get(name)
+    return tuple((_unpacked(module, name) if held is None else held if isinstance(held, Packed) else held.packed).shape)
+
+
+def _unpacked(module: nn.Module, name: str) -> Part | Tensor:
+    staged: Staged | None = module.__dict__.get("staged")
+    stack: Tensor | Part = getattr(module, name) if staged is None or name not in staged.places else staged.places[name]
+    return stack
+
+
 def stack_facts(module: nn.Module, name: str) -> tuple[object, ...]:
     """Return the shape and formats of a stack; a streamed block is not entered."""
     held: Packed | Staged | None = module.__dict__.get("stacks", {}).get(name)
     if held is None:
-        staged: Staged | None = module.__dict__.get("staged")
-        stack = getattr(module, name) if staged is None or name not in staged.places else staged.places[name]
+        stack = _unpacked(module, name)
         return tuple(stack.shape), str(stack.dtype)
     packed, parts = (held, held.parts) if isinstance(held, Packed) else (held.packed, held.places)
     types = sorted((part, str(one.dtype)) for part, one in parts.items())

@@ -1,42 +1,52 @@
 """Where captured prompts and towers read adapters: a buffer for each layout, and the values that are copied into it.
 
 Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share graphs, which read a copy of the
-piece. An adapter of another kind (DoRA, embeddings, whole modules) has separate graphs, which read it where it is.
+piece. What they change of experts is not copied: the graphs find it in a table (expert_table.py). An adapter of another kind (DoRA,
+embeddings, whole modules) has separate graphs, which read it where it is.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from trimtab.engine.batched_lora import expert_table
+from trimtab.engine.batched_lora.expert_table import ExpertSlots, StandIn
 from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.experts import ExpertsAdapter, uncover
 from trimtab.engine.lora.store import TOWERS, AdapterStore, Selection
 from trimtab.engine.prefill.rows import Passes
+from trimtab.engine.prefill.selection import has_layers
 from trimtab.errors import gib
 from trimtab.planning.memory.adapters import MOST_LAYOUTS
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from trimtab.engine.families.decoder import Experts
     from trimtab.engine.layers.linear import Leaf
 
 
 @dataclass(eq=False)
 class PromptLayout:
-    """The buffer in which graphs read adapters of one layout: layers know its tensors in `buffer` by `name`.
+    """The buffer in which graphs read adapters of one layout: layers know its tensors in `buffer` by `name`, and experts its table.
 
-    holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too.
+    holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too. experts: the table;
+    stand_ins: of the adapter, by module.
     """
 
     name: str
     buffer: Tensor
     leaves: list[Leaf]
     has_towers: bool
+    experts: ExpertSlots
+    stand_ins: dict[nn.Module, StandIn]
     holds: tuple[str, int] | None = None
 
 
@@ -96,14 +106,19 @@ class Layouts:
         if prompts.sizes == planned.chunks and "adapter_copy" not in planned.bytes:
             return None  # planned so: one adapter is read where it is
         holders = store.holders[name]
-        serial, fitting = holders.serial, holders.fitting
-        rest = {part_of(module, name) for _, module in holders.rest}
+        serial, fitting, experts = holders.serial, holders.fitting, self._experts_of(name, holders)
+        rest = {part_of(module, name) for _, module in holders.rest if module not in experts}
         if not fitting.plain or not rest <= set(TOWERS):
             return None
         source = values_of(name, holders)
         has_towers = not rest
         places = [one for one in fitting.plain if has_towers or one.part not in TOWERS]
-        key = (source.numel(), tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places))
+        changed = [vars(module)["adapters"][name] for module in experts]
+        ranks = [one.A.shape[1] for adapter in changed for one in adapter.changes]
+        key = (
+            source.numel(), tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places),
+            tuple(vars(module)["module_path"] for module in experts), max(ranks, default=0),
+        )  # fmt: skip
         layout = self._held.get(key)
         if layout is None:
             while self._held and not self._has_room(source.nbytes):
@@ -113,10 +128,13 @@ class Layouts:
                     f"a copy of {name} takes {gib(source.nbytes)}, which is not available", "prompts that share graphs"
                 )
                 return None
-            layout = self._held[key] = self._new(places, source, has_towers=has_towers)
+            layout = self._held[key] = self._new(places, source, experts, holders, name, has_towers=has_towers)
         self._held.move_to_end(key)
         if layout.holds != (name, serial):
             layout.buffer.copy_(source)
+            layout.experts.put(0, holders, name)
+            for stand_in, adapter in zip(layout.stand_ins.values(), changed, strict=True):
+                stand_in.of = weakref.ref(adapter)
             layout.holds = (name, serial)
         return layout
 
@@ -131,14 +149,35 @@ class Layouts:
         counted = prompts.extra_bytes() - prompts.extra_bytes(prompts.sizes, adapters=False)
         return needed + others <= counted or needed + others - counted <= prompts.left_bytes() - prompts.extra_bytes()
 
-    def _new(self, places: Sequence[lora.PlainPlace], source: Tensor, *, has_towers: bool) -> PromptLayout:
+    def _experts_of(self, name: str, holders: lora.Holders) -> dict[nn.Module, Experts]:
+        """Return the experts that an adapter changes, by module, if kernels add all that it changes of them, else none."""
+        adapters = {module: vars(module)["adapters"][name] for _, module in holders.rest}
+        changed = {module: one for module, one in adapters.items() if isinstance(one, ExpertsAdapter)}
+        steps = self.prompts.batch.steps
+        step = steps.fused_step() if changed and steps.kernels.experts is not None and has_layers(self.prompts) else None
+        found = [layer.experts for layer in step.layers if layer.experts is not None] if step is not None else []
+        known = {one.module: one for one in found if one.module in changed and one.takes_many}
+        return known if len(known) == len(changed) and all(expert_table.why_not(one) is None for one in changed.values()) else {}
+
+    def _new(
+        self, places: Sequence[lora.PlainPlace], source: Tensor, experts: Mapping[nn.Module, Experts], holders: lora.Holders,
+        name: str, *, has_towers: bool,
+    ) -> PromptLayout:  # fmt: skip
         while len(self._held) >= MOST_LAYOUTS:
             self._drop()
         buffer = torch.empty_like(source)
         self._count += 1
+        slots, first = ExpertSlots(experts, source.device, 1), torch.zeros(1, dtype=torch.int32, device=source.device)
+        slots.cover(holders, name)
+        stand_ins = {module: StandIn(vars(module)["adapters"][name]) for module in experts}
         # Another batch of this model may have other layouts.
-        name = f"\0prompt layout {id(self)} {self._count}"
-        layout = PromptLayout(name, buffer, [one.leaf for one in places], has_towers)
+        own_name = f"\0prompt layout {id(self)} {self._count}"
+        layout = PromptLayout(own_name, buffer, [one.leaf for one in places], has_towers, slots, stand_ins)
+        for module, stand_in in stand_ins.items():
+            vars(module)["adapters"][own_name] = stand_in
+            tables = slots.args(module, first)
+            assert tables is not None
+            experts[module].tables[stand_in] = tables
         for one in places:
             wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
             A = buffer.as_strided((rank, wide), (wide, 1), one.A_start)
@@ -151,6 +190,9 @@ class Layouts:
         _, old = self._held.popitem(last=False)
         for leaf in old.leaves:
             leaf.adapters.pop(old.name, None)
+        for module in old.stand_ins:
+            if (adapters := vars(module).get("adapters")) is not None and adapters.pop(old.name, None) and not adapters:
+                uncover(module)
         self.prompts.forget(old.name)
 
 

@@ -224,9 +224,12 @@ class PackedPrefill:
         kernels, own = prompts.kernels(), prompts.batch.steps.kernels
         if self._slots is None and kernels.adds and own.has_lora:
             assert kernels.module is not None
+            step = prompts.batch.steps.fused_step() if own.experts is not None else None
+            layers = [] if step is None else step.layers
             self._slots = AdapterSlots(
                 prompts.model.hf_model.modules(), prompts.model.adapter_store, MOST_PROMPTS, prompts.device, module=own.matvec,
                 many=own.rows, prompt=kernels.module,
+                experts=[layer.experts.module for layer in layers if layer.experts is not None and layer.experts.takes_many],
             )  # fmt: skip
         return self._slots
 

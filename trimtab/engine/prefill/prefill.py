@@ -53,7 +53,7 @@ from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.layouts import Layouts, values_of
 from trimtab.engine.prefill.packing import PackedPrefill
 from trimtab.engine.prefill.rows import Rows
-from trimtab.engine.prefill.selection import knows_padding, select_adapter
+from trimtab.engine.prefill.selection import knows_padding, reads_experts, select_adapter
 from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.towers.graphs import Towers
@@ -374,9 +374,7 @@ class PrefillRunner:
         return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
-        store = self.model.adapter_store
-        is_unread = store.packs_experts and ((steps := self.batch.steps).kernels.experts is None or steps.fused_step() is None)
-        if not self.captures or store.changes_experts() or is_unread:
+        if not self.captures or reads_experts(self):
             return False
         if self.model.plan.request.batch_invariant:
             return True
@@ -451,7 +449,8 @@ class PrefillRunner:
         if not self.captures or not self.sizes or not self.is_row_free or not knows_padding(self):
             return
         before = outside_torch(self.device)
-        adapter = None if self.model.adapter_store.changes_experts([adapter]) else adapter  # such prompts are not captured
+        select_adapter(self, self.chunk_forward(), adapter)
+        adapter = None if reads_experts(self) else adapter  # such prompts are not captured
         self._prepare(token, adapter, self.sizes if sizes is None else sizes)
         if not sizes:
             self.packs.prepare(token, adapter)
@@ -468,7 +467,7 @@ class PrefillRunner:
             forward.load(chunk, [token] * size)
             key, serial, in_kernels = select_adapter(self, forward, adapter)
             whole = (forward.form_of(chunk), key, in_kernels)
-            if whole not in self._graphs:
+            if whole not in self._graphs and not reads_experts(self):
                 self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
 
     def _captured(

@@ -9,6 +9,7 @@ from torch import Tensor
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
+from trimtab.engine.families.mixture import hold
 from trimtab.engine.passes.chunk_forward import ChunkForward
 from trimtab.engine.prefill.rows import Passes
 from trimtab.errors import DeviceError
@@ -29,6 +30,7 @@ def layers_of(
         columns = adapter_columns.choose_kept(prompts.model, prompts.kernels(), groups, prompts.fall_back)
         prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
     prompts.firsts.forget()
+    prompts.firsts.adds_experts = step.kernels.experts is not None and hold(step.layers, store.selection.name)
     if (columns := prompts.firsts.columns) is not None:
         columns.weights.hold(key, None if key is None else store.selection.name, (name, prompts.serial_of(name)))
     return prompts.firsts.forward
@@ -66,3 +68,16 @@ def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> 
         prompts.lasts.select(key, prompts.model.adapter_store.selection.name, prompts.layouts.names)
         forward.lasts = prompts.lasts.forward
     return key, serial, True
+
+
+def reads_experts(prompts: Passes) -> bool:
+    """Whether the pass of the selected adapter reads on the host which experts were chosen: it cannot be captured, which a fallback
+    says."""
+    store, steps = prompts.model.adapter_store, prompts.batch.steps
+    if not store.reads_on_host():
+        return False
+    has_kernels = steps.kernels.experts is not None and steps.fused_step() is not None and prompts.firsts is not None
+    if has_kernels and (not store.changes_experts() or (prompts.firsts is not None and prompts.firsts.adds_experts)):
+        return False
+    prompts.fall_back("packed or adapted experts of a token are chosen on the host")
+    return True

@@ -17,6 +17,7 @@ from math import ceil, prod
 from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part, TensorRow
+from trimtab.checkpoint.config_limits import USUAL_CHOSEN
 from trimtab.formats.record import (
     DEQUANTIZED_BYTES,
     DEQUANTIZED_VALUES,
@@ -68,8 +69,8 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "int8.input": (3, "x 1 B: float16 and int8 copies of the input (bitsandbytes Linear8bitLt)"),
         "int8.output": (4, "x 1 B: the int32 product before it is scaled"),
         "dequantized": (1, "x d: a 4-bit weight dequantized whole for a product with several rows (matmul_4bit)"),
-        "experts.rows": (8, "rows a token becomes in fused experts: the usual top-k, which the anatomy does not say"),
-        "experts.sums": (1, "x f: the weighted output of each expert of a token (engine/lora/experts.py)"),
+        "experts.rows": (1, "x top-k: rows a token becomes in fused experts"),
+        "experts.sums": (1, "x f: the weighted output of each expert of a token (engine/lora/experts.py, kernels/experts.py)"),
         "logits.model": (3, "x d: logits, divided by the soft cap, after tanh"),
         "head8.chunk": (1, "x f: the weights of an 8-bit head that are computed with at a time (engine/formats/int8_head.py)"),
         "widened.chunk": (1, "x f: weights held in 16 bits, cast to be computed with (engine/formats/packed.py, WideShell)"),
@@ -255,7 +256,7 @@ class Widths:
     """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers.
 
     own_bytes: of the largest weight that is dequantized for one row as well, and of its temporary values. packs_experts: whether
-    chosen experts are dequantized one at a time.
+    chosen experts are dequantized one at a time. chosen: experts of a token.
     """
 
     hidden: int
@@ -265,6 +266,7 @@ class Widths:
     expert: int = 0
     own_bytes: int = 0
     packs_experts: bool = False
+    chosen: int = 0
 
 
 @lru_cache(maxsize=KEPT)
@@ -272,12 +274,13 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
     """Return the widest linears of a part: linears with "attn" or "attention" in the path are attention, all others
     MLP.
     """
-    hidden = query = mlp = dequantized = expert = own_bytes = 0
+    hidden = query = mlp = dequantized = expert = own_bytes = chosen = 0
     for row in anatomy.rows:
         if row.part != part:
             continue
         if row.kind == "experts":
             expert = max(expert, sum(one.shape[1] for one in row.stacks))
+            chosen = max(chosen, row.chosen or USUAL_CHOSEN)
             own_bytes = max(own_bytes, *(_expert_bytes(one, row.made) for one in row.stacks if row.form_of(one)), 0)
         weight = row.weight
         if row.kind != "linear" or weight is None or not _is_layer(row):
@@ -292,7 +295,7 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
             mlp = max(mlp, out_features, in_features)
         hidden = max(hidden, min(out_features, in_features))
     packs = any(row.packs_experts and row.part == part for row in anatomy.rows)
-    return Widths(hidden, query, mlp, dequantized, expert, own_bytes, packs)
+    return Widths(hidden, query, mlp, dequantized, expert, own_bytes, packs, chosen)
 
 
 def _expert_bytes(stack: TensorRow, made: str | None) -> int:
@@ -501,6 +504,7 @@ class _Counter:
         weight = max(self.d("dequantized", wide.dequantized) if rows > 1 else 0.0, wide.own_bytes)
         mask = self.d("attention.mask_float", pairs) if masked else 0.0
         normed = wide.hidden * self.dtype_bytes
+        pairs_of = rows * COEFFICIENTS["experts.rows"][0] * wide.chosen  # of tokens and their experts
         return (
             max(
                 rows * (normed + self.d("attention.norm", query) + self.f("attention.norm_float", query)),
@@ -511,10 +515,10 @@ class _Counter:
                 rows * (normed + self.d("mlp.product", mlp)),
                 rows * (normed + self.d("mlp.gemm", mlp) + self.extra(wide.hidden, mlp)),
                 rows * (normed + mlp * self.dtype_bytes + self.extra(mlp, wide.hidden)) + weight,
-                rows * COEFFICIENTS["experts.rows"][0] * wide.expert * self.dtype_bytes,
-                rows
-                * wide.packs_experts
-                * COEFFICIENTS["experts.rows"][0]
+                pairs_of * wide.expert * self.dtype_bytes,
+                # Half of the outputs of both stacks is more than an inner row and A x of ranks up to D / 8 - 8.
+                pairs_of
+                * (wide.packs_experts or self.has_adapters)
                 * (self.f("experts.sums", wide.hidden) + wide.expert // 2 * self.dtype_bytes)
                 + wide.own_bytes,
                 rows * self.f("hidden.norm", wide.hidden),

@@ -33,6 +33,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 MOST_GRAPHS = 16
 # Attention of a captured step through the modules reads this many positions, doubled until the longest row fits.
 SMALLEST_POSITIONS = 256
+# Adapters that tables have room for at least (engine/batched_lora/table.py), and changes of experts in each.
+ADAPTER_SLOTS, EXPERT_CHANGES = 32, 3
 # Rows of the largest launch of the fused kernels.
 KERNEL_ROWS = 8
 # Numbers of rows with separate launch configurations of matrix-vector products; more rows use another kernel.
@@ -255,6 +257,14 @@ def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
     return max(CHECK_BYTES, values * (4 * DTYPE_BYTES[anatomy.dtype] + 4) + 4 * CHECK_PIECE_VALUES * 8)
 
 
+def expert_table_bytes(anatomy: Anatomy, rows: int) -> int:
+    """Return the bytes of the tables in which steps, and passes of several prompts, find the rows' adapters on experts
+    (engine/batched_lora/expert_table.py): of three changes an adapter, numbers for each expert and eight more."""
+    counts = [row.stacks[0].shape[0] for row in anatomy.rows if row.takes_lora and row.stacks]
+    slots = max(ADAPTER_SLOTS, rows) + (ADAPTER_SLOTS if rows > 1 else 0)
+    return len(counts) * EXPERT_CHANGES * slots * 4 * (max(counts, default=0) + 8)
+
+
 def step_bytes(
     mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full",
     is_paged: bool = False,
@@ -271,6 +281,7 @@ def step_bytes(
     graphs = graph_count(mode, rows=rows, context_tokens=context_tokens, has_adapters=has_adapters, kv=kv)
     sizes = [*(size for size in BUCKETS if size < rows), rows]
     kinds = 2 if has_adapters else 1
+    tables = expert_table_bytes(anatomy, rows) if has_adapters and mode == "fused" else 0
     # Every graph keeps its logits in float32; the softcap's temporaries and those in the model's dtype are shared.
     logits = anatomy.vocab_size * (4 * kinds * sum(sizes) + 12 * rows)
     wide = sum(size for size in sizes if size > KERNEL_ROWS)
@@ -279,7 +290,7 @@ def step_bytes(
         is_fused=mode == "fused",
     )  # fmt: skip
     return counted | ({"kv_copies": copies} if copies else {}) | {
-        "workspaces": 2 * WORKSPACE_BYTES, "logits": logits, "scratch": SCRATCH_BYTES[mode] + wide * ROW_SCRATCH_BYTES,
+        "workspaces": 2 * WORKSPACE_BYTES, "logits": logits, "scratch": SCRATCH_BYTES[mode] + wide * ROW_SCRATCH_BYTES + tables,
         "graphs": FIRST_GRAPH_BYTES + graphs * graph_bytes(mode, anatomy, kv=kv),
     }  # fmt: skip
 

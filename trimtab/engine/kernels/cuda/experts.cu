@@ -36,6 +36,23 @@ struct Stack {
 
 __device__ __forceinline__ u32 clamped(i64 number, int count) { return number < 0 ? 0 : number >= count ? count - 1 : (u32)number; }
 
+// v[r] of all lanes, added: lane l has that of r = l % ROWS.
+template <int ROWS>
+__device__ __forceinline__ float scattered_sums(float* v) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int d = ROWS / 2; d; d /= 2)
+#pragma unroll
+    for (int i = 0; i < d; i++) {
+      const bool is_high = lane & d;
+      const float kept = is_high ? v[i + d] : v[i], given = is_high ? v[i] : v[i + d];
+      v[i] = kept + __shfl_xor_sync(ALL, given, d);
+    }
+#pragma unroll
+  for (int d = 16; d >= ROWS; d /= 2) v[0] += __shfl_xor_sync(ALL, v[0], d);
+  return v[0];
+}
+
 // One expert of a stack, and what a warp asked for of ROWS of its rows: `row(r)` [., width], in one chunk. `sums` writes the rows' sums.
 #if FORMAT == 0
 struct Expert {
@@ -178,22 +195,6 @@ struct Expert {
 #endif
 __device__ __forceinline__ void prepare(u32*, const float*) {}
 __device__ __forceinline__ float* behind(u32* shared) { return (float*)shared; }
-// v[r] of all lanes, added: lane l has that of r = l % ROWS.
-template <int ROWS>
-__device__ __forceinline__ float scattered_sums(float* v) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int d = ROWS / 2; d; d /= 2)
-#pragma unroll
-    for (int i = 0; i < d; i++) {
-      const bool is_high = lane & d;
-      const float kept = is_high ? v[i + d] : v[i], given = is_high ? v[i] : v[i + d];
-      v[i] = kept + __shfl_xor_sync(ALL, given, d);
-    }
-#pragma unroll
-  for (int d = 16; d >= ROWS; d /= 2) v[0] += __shfl_xor_sync(ALL, v[0], d);
-  return v[0];
-}
 // Eight neighbours of each row a lane, in float32.
 template <int ROWS>
 struct Asked {
@@ -274,29 +275,37 @@ __device__ __forceinline__ void read_changes(Change* to, int count, const float*
     ((u32*)to)[at] = __ldcg((const u32*)low + (size_t)(at / CHANGE_WORDS) * low_stride + at % CHANGE_WORDS);
 }
 
-// low [pairs, members, low_stride]: of every pair the `Change` of its row's adapter and A x. The tables are those of `ExpertLora`, members
-// from `member` on. is_pair: x has a row for each pair. Grid: [largest rank, K members, n].
+// The tables of `ExpertLora`, of which a row has `tokens` tokens.
+#define LORA_PARAMETERS                                                                                                     \
+  const i64 *A_ptr, const i64 *B_ptr, const int *ranks, const float *factors, const int *outputs, const int *places, \
+      const int *row_slots, int tokens, int slots, int wide
+#define LORA_GIVEN A_ptr, B_ptr, ranks, factors, outputs, places, row_slots, tokens, slots, wide
+// What the adapter of a token's row changes of an expert and member, and its A; both null without.
+__device__ __forceinline__ const u8* found(Change& own, LORA_PARAMETERS, int token, i64 expert, int count, int member, int width) {
+  own = {nullptr, 0, 0, 0, 0.f, {0, 0}};
+  const int slot = __ldcg(row_slots + token / tokens), at = member * slots + slot;
+  if (slot < 0 || slot >= slots || expert < 0 || expert >= count) return nullptr;
+  const int place = __ldcg(places + (size_t)at * count + expert);
+  const u8* A = (const u8*)__ldcg(A_ptr + at);
+  if (place < 0 || !A) return nullptr;
+  own.B = (const u8*)__ldcg(B_ptr + at), own.rank = __ldcg(ranks + at), own.factor = __ldcg(factors + at);
+  own.first = __ldcg(outputs + 2 * at), own.end = __ldcg(outputs + 2 * at + 1);
+  const i64 each = (i64)own.rank * (wide ? 4 : 2) * place;
+  own.B += each * (own.end - own.first);
+  return A + each * width;
+}
+
+// low [pairs, members, low_stride]: of every pair the `Change` of its row's adapter and A x, members from `member` on. is_pair: x has a
+// row for each pair. Grid: [largest rank, K members, n].
 extern "C" __global__ void __launch_bounds__(256) experts_low(
-    const u16* x, int x_stride, int width, int is_pair, const i64* index, int chosen, int count, int member, const i64* A_ptr,
-    const i64* B_ptr, const int* ranks, const float* factors, const int* outputs, const int* places, const int* row_slots, int slots,
-    int wide, float* low, int low_stride) {
+    const u16* x, int x_stride, int width, int is_pair, const i64* index, int chosen, int count, int member, LORA_PARAMETERS, float* low,
+    int low_stride) {
   __shared__ float sums[8];
   const int r = blockIdx.x, row = blockIdx.z, m = blockIdx.y / chosen, pair = row * chosen + blockIdx.y - m * chosen;
   let_next_start();
   wait_for_previous();
-  const i64 expert = __ldcg(index + pair);
-  const int slot = __ldcg(row_slots + row), at = (member + m) * slots + slot;
-  Change own = {nullptr, 0, 0, 0, 0.f, {0, 0}};
-  const u8* A = nullptr;
-  if (slot >= 0 && slot < slots && expert >= 0 && expert < count) {
-    const int place = __ldcg(places + (size_t)at * count + expert);
-    A = (const u8*)__ldcg(A_ptr + at), own.B = (const u8*)__ldcg(B_ptr + at);
-    own.rank = __ldcg(ranks + at), own.first = __ldcg(outputs + 2 * at), own.end = __ldcg(outputs + 2 * at + 1);
-    own.factor = __ldcg(factors + at);
-    if (place < 0 || !A) own.B = nullptr;
-    const i64 each = (i64)own.rank * (wide ? 4 : 2) * place;
-    if (own.B) A += each * width, own.B += each * (own.end - own.first);
-  }
+  Change own;
+  const u8* A = found(own, LORA_GIVEN, row, __ldcg(index + pair), count, member + m, width);
   low += ((size_t)pair * (gridDim.y / chosen) + m) * low_stride;
   if (r == 0 && threadIdx.x == 0) *(Change*)low = own;
   if (!own.B || r >= own.rank) return;

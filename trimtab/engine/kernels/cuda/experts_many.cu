@@ -10,6 +10,9 @@
 #define STRIDE 72    // of a row in shared memory, in values: 8 rows of a fragment fall on different banks
 #define MANY_THREADS 128  // a warp has 16 pairs of a tile
 #define SORT_THREADS 1024
+#define LOW_THREADS 256
+#define LOW_PAIRS 4  // of a warp, which read A together
+#define LOW_RANKS 8
 
 // One expert of a stack: eight neighbours of a row at a time.
 #if FORMAT == 16
@@ -161,6 +164,96 @@ __device__ __forceinline__ void product(
   }
 }
 
+// Values of A or B from `at` on: eight of a row, which is aligned to 16 bytes, and one that the other warps of a block read too.
+__device__ __forceinline__ void lora_8(float* v, const u8* values, u32 at, int wide) {
+  if (!wide) return unpack_8(v, __ldcg((const uint4*)(values + (size_t)at * 2)), HALF);
+#pragma unroll
+  for (int k = 0; k < 8; k += 4) {
+    const float4 four = __ldg((const float4*)(values + (size_t)at * 4) + k / 4);
+    v[k] = four.x, v[k + 1] = four.y, v[k + 2] = four.z, v[k + 3] = four.w;
+  }
+}
+__device__ __forceinline__ float lora_shared(const u8* values, u32 at, int wide) {
+  return wide ? __ldg((const float*)values + at) : value(__ldg((const u16*)values + at), HALF);
+}
+
+// low [pairs, members, low_stride], as `experts_low` writes it. The pairs of a warp with one A read it together; lanes have eight columns
+// each, so a pair's bits do not depend on the others. Grid: [ranks / LOW_RANKS, members, tiles].
+extern "C" __global__ void __launch_bounds__(LOW_THREADS) experts_many_low(
+    const u16* x, int x_stride, int width, int is_pair, const int* order, const int* first, int chosen, int count, int member,
+    LORA_PARAMETERS, float* low, int low_stride) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, begins = blockIdx.x * LOW_RANKS;
+  let_next_start();
+  wait_for_previous();
+  const Tile tile = tile_of(first, count, blockIdx.z);
+  for (int from = warp * LOW_PAIRS; tile.expert >= 0 && from < tile.pairs; from += (LOW_THREADS / 32) * LOW_PAIRS) {
+    const u8* A[LOW_PAIRS];
+    const u16* rows[LOW_PAIRS];
+    float* to[LOW_PAIRS];
+    int ranks_of[LOW_PAIRS];
+#pragma unroll
+    for (int i = 0; i < LOW_PAIRS; i++) {
+      A[i] = nullptr, rows[i] = x, to[i] = low, ranks_of[i] = 0;
+      if (from + i >= tile.pairs) continue;
+      const int pair = __ldcg(order + tile.first + from + i);
+      Change own;
+      A[i] = found(own, LORA_GIVEN, pair / chosen, tile.expert, count, member + blockIdx.y, width);
+      to[i] = low + ((size_t)pair * gridDim.y + blockIdx.y) * low_stride;
+      rows[i] = x + (size_t)(is_pair ? pair : pair / chosen) * x_stride, ranks_of[i] = min(own.rank - begins, LOW_RANKS);
+      if (blockIdx.x == 0 && lane == 0) *(Change*)to[i] = own;
+    }
+#pragma unroll
+    for (int i = 0; i < LOW_PAIRS; i++) {
+      bool is_done = !A[i];
+#pragma unroll
+      for (int j = 0; j < i; j++) is_done = is_done || A[j] == A[i];
+      if (is_done || ranks_of[i] <= 0) continue;
+      float sums[LOW_PAIRS][LOW_RANKS] = {};
+#pragma unroll 1
+      for (int column = lane * 8; column < width; column += CHUNK) {
+        float v[LOW_PAIRS][8];
+#pragma unroll
+        for (int j = 0; j < LOW_PAIRS; j++) unpack_8(v[j], __ldcg((const uint4*)(rows[j] + column)), HALF);
+#pragma unroll
+        for (int r = 0; r < LOW_RANKS; r++) {
+          if (r >= ranks_of[i]) break;
+          float a[8];
+          lora_8(a, A[i], (u32)(begins + r) * width + column, wide);
+#pragma unroll
+          for (int j = 0; j < LOW_PAIRS; j++)
+#pragma unroll
+            for (int k = 0; k < 8; k++) sums[j][r] = fmaf(v[j][k], a[k], sums[j][r]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < LOW_PAIRS; j++) {
+        const float sum = scattered_sums<LOW_RANKS>(sums[j]);
+        if (A[j] == A[i] && lane < ranks_of[i]) to[j][CHANGE_WORDS + begins + lane] = lora_rounded(sum, wide);
+      }
+    }
+  }
+}
+
+// v [NUMBER]: outputs of a pair, with what its adapter changes in them; rounded as torch rounds. low: of the pair and member.
+template <int NUMBER, typename Output>
+__device__ __forceinline__ void add_change(float* v, const float* low, int wide, Output output) {
+  Change own;
+  ((uint4*)&own)[0] = __ldcg((const uint4*)low), ((uint4*)&own)[1] = __ldcg((const uint4*)low + 1);
+  if (!own.B) return;
+  float sums[NUMBER] = {};
+#pragma unroll 2
+  for (int r = 0; r < own.rank; r++) {
+    const float a = __ldcg(low + CHANGE_WORDS + r);
+#pragma unroll
+    for (int i = 0; i < NUMBER; i++) {
+      const int o = output(i);
+      if (o >= own.first && o < own.end) sums[i] = fmaf(a, lora_shared(own.B, (u32)(o - own.first) * own.rank + r, wide), sums[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < NUMBER; i++) v[i] = rounded(v[i] + lora_rounded(lora_rounded(sums[i], wide) * own.factor, wide), HALF);
+}
+
 #define MANY_PARAMETERS const u16 *x, int x_stride, const int *order, const int *first, int chosen, int count, STACK_PARAMETERS, int width
 #define BEGIN                                                                     \
   __shared__ int here[TILE];                                                      \
@@ -176,7 +269,8 @@ __device__ __forceinline__ void product(
   const Unpacker expert(stack, tile.expert, width);
 
 // h [pairs, inner] = act(gate) up, by pairs as they are numbered. Grid: [inner / 32, tiles].
-extern "C" __global__ void __launch_bounds__(MANY_THREADS) experts_many_gate_up(MANY_PARAMETERS, int inner, int kind, u16* h) {
+extern "C" __global__ void __launch_bounds__(MANY_THREADS) experts_many_gate_up(
+    MANY_PARAMETERS, int inner, int kind, u16* h, const float* low, int low_stride, int wide) {
   BEGIN
   const int begins = blockIdx.x * (TILE / 2);
   product(c, expert, x, x_stride, width, tile.pairs, here, [&](int pair) { return pair / chosen; },
@@ -185,14 +279,18 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS) experts_many_gate_up(
   for (int half = 0; half < 2; half++) {
     const int r = 16 * warp + g + 8 * half;
     if (r >= tile.pairs) continue;
+    float own[16];  // of gate, then of up
+#pragma unroll
+    for (int i = 0; i < 16; i++) own[i] = rounded(c[i / 2][2 * half + i % 2], HALF);
+    for (int m = 0; m < 2 && low; m++)
+      add_change<16>(own, low + ((size_t)here[r] * 2 + m) * low_stride, wide, [&](int i) {
+        return begins + 8 * (i / 2 % 4) + 2 * t + i % 2 + (i < 8 ? 0 : inner);
+      });
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float v[2];
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float gate = rounded(c[j][2 * half + i], HALF), up = rounded(c[j + 4][2 * half + i], HALF);
-        v[i] = rounded(activated(gate, kind), HALF) * up;
-      }
+      for (int i = 0; i < 2; i++) v[i] = rounded(activated(own[2 * j + i], kind), HALF) * own[8 + 2 * j + i];
       *(u32*)(h + (size_t)here[r] * inner + begins + 8 * j + 2 * t) = pack(v, HALF);
     }
   }
@@ -200,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS) experts_many_gate_up(
 
 // parts [pairs, outputs] float32 = (down h) weight. wide_weights: they are float32, else of the model's type. Grid: [outputs / 64, tiles].
 extern "C" __global__ void __launch_bounds__(MANY_THREADS) experts_many_down(
-    MANY_PARAMETERS, const void* weights, int wide_weights, int outputs, float* parts) {
+    MANY_PARAMETERS, const void* weights, int wide_weights, int outputs, float* parts, const float* low, int low_stride, int wide) {
   BEGIN
   const int begins = blockIdx.x * TILE;
   product(c, expert, x, x_stride, width, tile.pairs, here, [](int pair) { return pair; }, [&](int r) { return begins + r; });
@@ -210,12 +308,16 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS) experts_many_down(
     if (r >= tile.pairs) continue;
     const int pair = here[r];
     const float factor = wide_weights ? __ldcg((const float*)weights + pair) : value(__ldcg((const u16*)weights + pair), HALF);
+    float own[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) own[i] = rounded(c[i / 2][2 * half + i % 2], HALF);
+    if (low) add_change<16>(own, low + (size_t)pair * low_stride, wide, [&](int i) { return begins + 8 * (i / 2) + 2 * t + i % 2; });
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       float v[2];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        v[i] = __fmul_rn(rounded(c[j][2 * half + i], HALF), factor);
+        v[i] = __fmul_rn(own[2 * j + i], factor);
         if (!wide_weights) v[i] = rounded(v[i], HALF);
       }
       *(float2*)(parts + (size_t)pair * outputs + begins + 8 * j + 2 * t) = make_float2(v[0], v[1]);
