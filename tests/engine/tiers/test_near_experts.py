@@ -44,6 +44,16 @@ def apart(mixture, slots, device=CPU):
     return replace(mixture, **stacks, near=near)
 
 
+def check_slots(far, mixture):
+    """Tables that agree, and in each slot the bytes of its expert."""
+    owners = far.near.owner.tolist()
+    assert far.near.where.tolist() == [owners.index(expert) if expert in owners else -1 for expert in range(len(far.near.where))]
+    for slot, expert in enumerate(owners):
+        for name, stack in (("gate_up_proj", mixture.gate_up), ("down_proj", mixture.down)):
+            for part, value in far.near.stacks[name].parts.items() if expert >= 0 else ():
+                assert torch.equal(value[slot].view(torch.uint8), stack.parts[part][expert].view(torch.uint8))
+
+
 def place(module, near, numbers, count):
     """Run `experts_place` for the chosen experts; returns what is to be copied."""
     index = torch.tensor(numbers, dtype=torch.int64)
@@ -116,29 +126,34 @@ def test_a_step_has_the_bits_of_resident_experts(module, kind, form, slots):
         found = ours.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module)
         assert torch.equal(found, wanted)
         brought += module.launches[before:].count("experts_bring")
-        held = far.near.owner[far.near.owner >= 0].tolist()
-        assert len(held) == min(slots, 8) or len(held) < slots
-        for expert in held:
-            slot = int(far.near.where[expert])
-            for name, stack in (("gate_up_proj", mixture.gate_up), ("down_proj", mixture.down)):
-                for part, value in far.near.stacks[name].parts.items():
-                    assert torch.equal(value[slot].view(torch.uint8), stack.parts[part][expert].view(torch.uint8))
+        check_slots(far, mixture)
     assert brought == 8
 
 
 @on_cpu
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq"])
-def test_a_prompt_reads_slots_and_host_and_changes_neither(module, kind):
+@pytest.mark.parametrize("slots", [1, 2, 4, 9])
+def test_a_prompts_experts_take_turns_in_the_half_that_was_used_longest_ago(module, kind, slots):
     torch.manual_seed(4)
     mixture = mixture_of(9, 64, 128, torch.bfloat16, kind)
-    far = apart(mixture, 4)
-    x, index, weights, _ = case(mixture, 2, 2, torch.bfloat16)
-    ours.experts(x, index, weights, far, torch.empty_like(x), module=module)
-    before = [one.clone() for one in (far.near.where, far.near.owner, far.near.used, far.near.clock)]
-    x, index, weights, _ = case(mixture, 70, 3, torch.bfloat16)
-    wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), module=module)
-    assert torch.equal(ours.experts(x, index, weights, far, torch.full_like(x, math.nan), module=module), wanted)
-    assert all(map(torch.equal, before, (far.near.where, far.near.owner, far.near.used, far.near.clock)))
+    far = apart(mixture, slots)
+    near = far.near
+    for number in range(5):  # into empty slots, too few turns, first
+        x, index, weights, tables = case(mixture, 70, 3, torch.bfloat16, slots=(0, -1))
+        if number % 2:
+            index[:] = index % 4
+            index[:, 1], index[:, 2] = (index[:, 0] + 1) % 4, (index[:, 0] + 2) % 4
+        tables = replace(tables, row_slots=tables.row_slots[:2].contiguous())
+        wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module)
+        before, held = len(module.launches), set(near.owner[near.used.argsort(stable=True)[near.turning :]].tolist()) - {-1}
+        assert torch.equal(ours.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module), wanted)
+        assert module.launches[before:].count("experts_many_down") == near.turns
+        assert held <= set(near.owner.tolist())
+        check_slots(far, mixture)
+        x, index, weights, _ = case(mixture, 1, 2, torch.bfloat16)
+        wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), module=module)
+        assert torch.equal(ours.experts(x, index, weights, far, torch.full_like(x, math.nan), module=module), wanted)
+        check_slots(far, mixture)
 
 
 @on_cpu

@@ -14,7 +14,7 @@ A module serves one stream at a time. What it does not know: whether the kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,7 +37,7 @@ MEMBERS = 3
 MOST_ROWS, MOST_CHOSEN = 64, 32
 NAMES = (
     "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_low", "experts_many_gate_up",
-    "experts_many_down", "experts_many_sum", "experts_place", "experts_bring",
+    "experts_many_down", "experts_many_sum", "experts_place", "experts_turns", "experts_bring",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block by format: of gate and of
@@ -265,22 +265,25 @@ def _many(
             )  # fmt: skip
 
     change(mixture.gate_up, x, width, 0, 2)
-    launch(
-        mixture.gate_up, "experts_many_gate_up", (2 * inner // _TILE, tiles), 4,
-        [
-            x, x.stride(0), *sorted_pairs, *_stack_arguments(mixture, mixture.gate_up), width, inner,
-            fused.ACTIVATIONS.index(mixture.activation), h, *changes,
-        ],
-    )  # fmt: skip
+    turns = _Turns(mixture, first, launch)
+    for turn in turns.of(mixture.gate_up):
+        launch(
+            mixture.gate_up, "experts_many_gate_up", (2 * inner // _TILE, tiles), 4,
+            [
+                x, x.stride(0), *sorted_pairs, *_stack_arguments(mixture, mixture.gate_up, turns.at), turns.turn, turn, width,
+                inner, fused.ACTIVATIONS.index(mixture.activation), h, *changes,
+            ],
+        )  # fmt: skip
     change(mixture.down, h, inner, 2, 1)
     parts = torch.empty(pairs, width, device=x.device)
-    launch(
-        mixture.down, "experts_many_down", (width // _TILE, tiles), 4,
-        [
-            h, inner, *sorted_pairs, *_stack_arguments(mixture, mixture.down), inner, weights,
-            int(weights.dtype == torch.float32), width, parts, *changes,
-        ],
-    )  # fmt: skip
+    for turn in turns.of(mixture.down):
+        launch(
+            mixture.down, "experts_many_down", (width // _TILE, tiles), 4,
+            [
+                h, inner, *sorted_pairs, *_stack_arguments(mixture, mixture.down, turns.at), turns.turn, turn, inner, weights,
+                int(weights.dtype == torch.float32), width, parts, *changes,
+            ],
+        )  # fmt: skip
     launch(
         mixture.down, "experts_many_sum", (-(-width // 512), n), 4, [parts, index, chosen, count, width, out, out.stride(0)]
     )  # fmt: skip
@@ -312,7 +315,8 @@ def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, which: int) 
     return 4 * (front + (units + changes) * _outputs(stack)[which] * (1 if which else 2) + changes * (_CHANGE_WORDS + 2))
 
 
-def _stack_arguments(mixture: Mixture, stack: Packed | Tensor) -> list[nvrtc.Argument]:
+def _stack_arguments(mixture: Mixture, stack: Packed | Tensor, where: Tensor | None = None) -> list[nvrtc.Argument]:
+    """Return the arguments of one stack. where: of its experts' slots, if it is not the near ones' own."""
     if isinstance(stack, Tensor):
         return [stack, _each_bytes(stack), None, 0, None, 0, None, None, None, None, None, None, None]
     weight, scale, second, offset = layouts.tensors(stack)
@@ -320,7 +324,9 @@ def _stack_arguments(mixture: Mixture, stack: Packed | Tensor) -> list[nvrtc.Arg
     for part in (weight, scale, second):
         given += [part, 0 if part is None else _each_bytes(part)]
     near = mixture.slots_of(stack)
-    places = [None, None, None, None] if mixture.near is None or near is None else [mixture.near.where, *layouts.tensors(near)[:3]]
+    places: list[nvrtc.Argument] = [None] * 4
+    if mixture.near is not None and near is not None:
+        places = [mixture.near.where if where is None else where, *layouts.tensors(near)[:3]]
     return [*given, offset, stack.codes.get("nested_code"), stack.codes.get("code"), *places]
 
 
@@ -334,12 +340,49 @@ def _bring(index: Tensor, mixture: Mixture, near: NearExperts, launch: Callable[
         [index, pairs, count, near.where, near.owner, near.used, near.clock, near.counts, slots, brought], 4 * 2 * (count + slots),
     )  # fmt: skip
     for stack in (mixture.gate_up, mixture.down):
-        own = mixture.slots_of(stack)
-        assert own is not None and isinstance(stack, Packed)
-        parts: list[nvrtc.Argument] = []
-        for far, here in zip(layouts.tensors(stack)[:3], layouts.tensors(own)[:3], strict=True):
-            parts += [far, here, 0 if far is None else _each_bytes(far)]
-        launch(stack, "experts_bring", (_BRING_BLOCKS, most), 8, [brought, *parts])
+        _copy(mixture, stack, brought, most, launch)
+
+
+def _copy(mixture: Mixture, stack: Packed | Tensor, brought: Tensor, most: int, launch: Callable[..., None]) -> None:
+    """Copy what a list names of one stack to its slots. most: experts of the list."""
+    own = mixture.slots_of(stack)
+    assert own is not None and isinstance(stack, Packed)
+    parts: list[nvrtc.Argument] = []
+    for far, here in zip(layouts.tensors(stack)[:3], layouts.tensors(own)[:3], strict=True):
+        parts += [far, here, 0 if far is None else _each_bytes(far)]
+    launch(stack, "experts_bring", (_BRING_BLOCKS, most), 8, [brought, *parts])
+
+
+class _Turns:
+    """The launches of a prompt's product, one after the other. first: as `experts_sort` made it. turn, at: as `experts_turns` makes
+    them, None where all experts are resident."""
+
+    def __init__(self, mixture: Mixture, first: Tensor, launch: Callable[..., None]) -> None:
+        self._mixture, self._launch = mixture, launch
+        self.turn: Tensor | None = None
+        self.at: Tensor | None = None
+        near = mixture.near
+        if near is None:
+            return
+        count = len(near.where)
+        self.turn, self.at = torch.empty_like(near.where), torch.empty_like(near.where)
+        self._lists = near.where.new_empty(max(near.turns - 1, 1), 1 + 2 * near.turning)
+        launch(
+            mixture.gate_up, "experts_turns", (1,), 32,
+            [
+                first, count, near.where, near.owner, near.used, near.clock, near.slots, near.turning, near.turns, self.turn,
+                self.at, self._lists,
+            ],
+            4 * 2 * (count + near.slots),
+        )  # fmt: skip
+
+    def of(self, stack: Packed | Tensor) -> Iterator[int]:
+        """Yield the turns of one stack, each when its experts are there."""
+        near = self._mixture.near
+        for turn in range(1 if near is None else near.turns):
+            if turn and near is not None:
+                _copy(self._mixture, stack, self._lists[turn - 1], near.turning, self._launch)
+            yield turn
 
 
 def _each_bytes(part: Tensor) -> int:

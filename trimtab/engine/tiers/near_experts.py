@@ -2,7 +2,8 @@
 
 Kernels read host memory over the link at its own address (`reader.seen_by`). In a step, `experts_place` gives the chosen experts
 slots and `experts_bring` copies those that are new (engine/kernels/cuda/experts_near.cu), both inside the step's graph: the host
-never reads which. A prompt reads experts where they are and changes no slot. One stream at a time.
+never reads which. A prompt uses nearly all experts: they take turns in the half of the slots that was used longest ago. One stream
+at a time.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ class NearExperts:
     @property
     def slots(self) -> int:
         return len(self.owner)
+
+    @property
+    def turning(self) -> int:
+        """Slots in which a prompt's experts take turns: half of them, of few all."""
+        return self.slots // 2 if self.slots > 1 and 8 * self.slots >= len(self.where) else self.slots
+
+    @property
+    def turns(self) -> int:
+        """Launches of a prompt: of experts that are near, then of the others."""
+        return 1 + -(-max(len(self.where) - self.slots, 0) // self.turning)
 
 
 @dataclass(eq=False)
@@ -83,6 +94,9 @@ class NearWriter:
 
     def finish(self, count: int) -> NearExperts:
         """Return the slots, empty. count: of experts."""
-        numbers = [torch.full((size,), first, dtype=torch.int32, device=self.device)
-                   for size, first in ((count, -1), (self.slots, -1), (self.slots, 0), (1, 0))]  # fmt: skip
-        return NearExperts(self._near, *numbers, torch.zeros(2, dtype=torch.int64, device=self.device))
+        where, owner, used, clock = (
+            torch.full((size,), first, dtype=torch.int32, device=self.device)
+            for size, first in ((count, -1), (self.slots, -1), (self.slots, 0), (1, 0))
+        )
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        return NearExperts(self._near, where, owner, used, clock, counts)

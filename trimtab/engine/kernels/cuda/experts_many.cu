@@ -254,14 +254,16 @@ __device__ __forceinline__ void add_change(float* v, const float* low, int wide,
   for (int i = 0; i < NUMBER; i++) v[i] = rounded(v[i] + lora_rounded(lora_rounded(sums[i], wide) * own.factor, wide), HALF);
 }
 
-#define MANY_PARAMETERS const u16 *x, int x_stride, const int *order, const int *first, int chosen, int count, STACK_PARAMETERS, int width
+// turns: null, or which of several launches computes an expert; turn: this one.
+#define MANY_PARAMETERS                                                                                                        \
+  const u16 *x, int x_stride, const int *order, const int *first, int chosen, int count, STACK_PARAMETERS, const int *turns, int turn, int width
 #define BEGIN                                                                     \
   __shared__ int here[TILE];                                                      \
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3; \
   let_next_start();                                                               \
   wait_for_previous();                                                            \
   const Tile tile = tile_of(first, count, blockIdx.y);                            \
-  if (tile.expert < 0) return;                                                    \
+  if (tile.expert < 0 || (turns && __ldcg(turns + tile.expert) != turn)) return;  \
   if (threadIdx.x < TILE && threadIdx.x < tile.pairs) here[threadIdx.x] = __ldcg(order + tile.first + threadIdx.x); \
   __syncthreads();                                                                \
   float c[8][4] = {};                                                             \

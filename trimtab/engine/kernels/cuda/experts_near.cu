@@ -62,6 +62,68 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) experts_place(
   brought[0] = min(news, free), clock[0] = now, counts[0] += chosen, counts[1] += news;
 }
 
+// The experts of a prompt take turns: first those that are near, then the others in `turning` slots, those used longest ago. first
+// [count + 1]: as `experts_sort` has it. turn [count]: of an expert, -1 of one that no token uses; at [count]: its slot then, -1: it is
+// read where it is. lists [turns - 1][1 + 2 turning]: as `brought`, of each turn but the first. where, owner, used, clock: what is left
+// behind. Shared: 2 count + 2 slots ints. Grid: [1].
+extern "C" __global__ void __launch_bounds__(PLACE_THREADS) experts_turns(
+    const int* first, int count, int* where, int* owner, int* used, const int* clock, int slots, int turning, int turns, int* turn,
+    int* at, int* lists) {
+  extern __shared__ __align__(16) int marks[];
+  int *missing = marks + count, *last = missing + count, *taken = last + slots;
+  __shared__ int news;
+  const int tid = threadIdx.x, step = blockDim.x, stride = 1 + 2 * turning;
+  let_next_start();
+  if (tid == 0) news = 0;
+  wait_for_previous();
+  __syncthreads();
+  const int now = __ldcg(clock);
+  for (int e = tid; e < count; e += step) {
+    marks[e] = __ldcg(first + e + 1) > __ldcg(first + e);
+    missing[e] = marks[e] && __ldcg(where + e) < 0;
+  }
+  for (int s = tid; s < slots; s += step) last[s] = __ldcg(used + s);
+  __syncthreads();
+  // taken [turning]: the slots, the one used longest ago first.
+  for (int s = tid; s < slots; s += step) {
+    int place = 0;
+    for (int other = 0; other < slots; other++) place += last[other] < last[s] || (last[other] == last[s] && other < s);
+    if (place < turning) taken[place] = s;
+  }
+  __syncthreads();
+  for (int e = tid; e < count; e += step) {
+    if (!missing[e]) {
+      turn[e] = marks[e] ? 0 : -1, at[e] = __ldcg(where + e);
+      continue;
+    }
+    int place = 0;
+    for (int other = 0; other < e; other++) place += missing[other];
+    const int own = 1 + place / turning, slot = taken[place % turning];
+    atomicAdd(&news, 1);
+    turn[e] = own < turns ? own : 0, at[e] = own < turns ? slot : -1;
+    if (own < turns) {
+      int* list = lists + (size_t)(own - 1) * stride + 1 + 2 * (place % turning);
+      list[0] = e, list[1] = slot;
+    }
+  }
+  __syncthreads();
+  for (int k = tid; k + 1 < turns; k += step) lists[(size_t)k * stride] = max(0, min(turning, news - k * turning));
+  const int placed = min(news, turning * (turns - 1));
+  for (int j = tid; j < min(turning, placed); j += step) {
+    const int s = taken[j], before = __ldcg(owner + s);
+    if (before >= 0) where[before] = -1;
+  }
+  __syncthreads();
+  // The last one in each slot stays there.
+  for (int e = tid; e < count; e += step) {
+    if (!missing[e] || at[e] < 0) continue;
+    int place = 0;
+    for (int other = 0; other < e; other++) place += missing[other];
+    if (place + turning < placed) continue;
+    where[e] = at[e], owner[at[e]] = e, used[at[e]] = now;
+  }
+}
+
 template <typename Word>
 __device__ __forceinline__ void bring(const u8* from, u8* to, int bytes) {
   const int words = bytes / (int)sizeof(Word), stride = gridDim.x * BRING_THREADS;
