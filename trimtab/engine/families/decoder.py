@@ -22,6 +22,7 @@ from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.experts import ExpertLora, Mixture, why_not_many
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
+from trimtab.engine.kernels.routers import Choice
 from trimtab.engine.lora.experts import stack_facts, stack_of, stack_shape
 from trimtab.engine.tiers.near_experts import NearExperts
 
@@ -183,6 +184,36 @@ class PerLayerInput:
 
 
 @dataclass(frozen=True, eq=False)
+class Route:
+    """How a router makes scores [n, E] of h [n, D] and chooses: by a linear, or weight [E, D]. Of the norm in front: scale [D],
+    factor and eps, None without a norm. expert_scale [E]: a factor of each expert's weight."""
+
+    choice: Choice
+    linear: Any = None
+    weight: Tensor | None = None
+    scale: Tensor | None = None
+    factor: float = 1.0
+    eps: float = 0.0
+    expert_scale: Tensor | None = None
+
+
+def _by_weight(is_normed: bool | None = None, is_wide: bool = False) -> Callable[[Any], Route]:
+    """Return what describes a router with one weight. is_normed: None where the module says it."""
+    return lambda one: Route(Choice(one.top_k, one.norm_topk_prob if is_normed is None else is_normed, is_wide), weight=one.weight)
+
+
+# Routers that kernels know, by transformers' class: an adapter that replaces one has another.
+ROUTES: Mapping[str, Callable[[Any], Route]] = {
+    "Gemma4TextRouter": lambda one: Route(
+        Choice(one.config.top_k_experts, is_wide=True), one.proj, None, one.scale, float(one.scalar_root_size), float(one.eps),
+        one.per_expert_scale,
+    ),
+    "Qwen2MoeTopKRouter": _by_weight(), "Qwen3MoeTopKRouter": _by_weight(), "Qwen3VLMoeTextTopKRouter": _by_weight(True),
+    "Qwen3_5MoeTopKRouter": _by_weight(True), "MixtralTopKRouter": _by_weight(True, is_wide=True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
 class Experts:
     """A layer's experts, in its MLP's place or next to it. parent: transformers' module that has the router, by its name there: an
     adapter puts another module into its place. router: gives weights and numbers of a token's experts last; module: of stacks.
@@ -203,6 +234,12 @@ class Experts:
     @property
     def router(self) -> Any:
         return getattr(self.parent, self.router_name)
+
+    @property
+    def route(self) -> Route | None:
+        """How kernels choose, None where the router is computed as it is."""
+        describe = ROUTES.get(type(self.router).__name__)
+        return None if describe is None else describe(self.router)
 
     @property
     def parts(self) -> list[Any]:
@@ -365,11 +402,17 @@ class Decoder:
         groups: dict[tuple[object, ...], list[list[Leaf]]] = {}
         for group in [
             *(group for layer in self.layers for group in layer.products),
-            *([one] for one in (self.front, self.head) if one is not None),
+            *([one] for one in (self.front, self.head, *self._routers()) if one is not None),
         ]:
             form = [(linear.out_features, getattr(linear, "quant_kind", "none")) for linear in group]
             groups.setdefault((group[0].in_features, *form), []).append(group)
         return list(groups.values())
+
+    def _routers(self) -> list[Leaf]:
+        """Return the linears of routers that have a packed weight."""
+        routes = (layer.experts.route for layer in self.layers if layer.experts is not None)
+        linears = (one.linear for one in routes if one is not None)
+        return [one for one in linears if getattr(one, "quant_kind", "none") != "none"]
 
     def sizes(self) -> Sizes:
         """Return the sizes of both ends of a step."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.nn import functional
 
 from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.kernels import experts as kernels
+from trimtab.engine.kernels import routers
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
     from trimtab.engine.families.decoder import Experts, Layer
+    from trimtab.engine.layers.linear import Leaf
     from trimtab.engine.lora.experts import ExpertsAdapter
     from trimtab.engine.lora.store import AdapterStore
 
@@ -31,12 +34,26 @@ def hold(layers: Sequence[Layer], name: str | None) -> bool:
     return is_whole
 
 
+def routed(
+    own: Experts, x: Tensor, rows: int, product: Callable[[Sequence[Leaf], Tensor], Tensor] | None, module: nvrtc.Module | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the numbers [n, K] and weights [n, K] of x's experts, x [n, D]. rows: as `Experts.chosen` has it. product: of a step,
+    with the adapters of its rows; None: the router computes as it is. module: of kernels between products."""
+    route = own.route if product is not None and module is not None else None
+    if route is None or product is None or routers.why_not(int(own.module.num_experts), x.shape[1], route.choice) is not None:
+        return own.chosen(x, rows)
+    given = x if route.scale is None else routers.normed(x, route.scale, route.factor, route.eps, module)
+    logits = functional.linear(given, route.weight) if route.weight is not None else product([route.linear], given)
+    return routers.choose(logits, route.choice, route.expert_scale, module)
+
+
 def experts_of(
-    own: Experts, x: Tensor, read: Tensor, rows: int, activation: str, store: AdapterStore, module: nvrtc.Module | None
+    own: Experts, x: Tensor, chosen: tuple[Tensor, Tensor], rows: int, activation: str, store: AdapterStore,
+    module: nvrtc.Module | None,
 ) -> Tensor:  # fmt: skip
-    """Return the experts' output for x [n, D], of which the router reads `read` [n, D]. rows: as `Experts.chosen` has it.
-    module: of the kernels, None without."""
-    numbers, weights = own.chosen(read, rows)
+    """Return the experts' output for x [n, D]. chosen: as `routed` gives it. rows: as `Experts.chosen` has it. module: of the
+    kernels, None without."""
+    numbers, weights = chosen
     table, adapters = store.table, vars(own.module).get("adapters", {})
     lora = None if table is None else table.expert_args(own.module, rows if rows > 1 else len(x))  # a step's tokens are rows
     used = [adapters[name] for name in store.selection.active() if name in adapters]

@@ -1,8 +1,8 @@
 """One decode step of a described decoder in few kernels, on transformers' own modules and weights.
 
 A layer of Gemma 4 takes about sixteen operations where transformers' takes forty: products that read one input are one launch, and
-everything between two products is one. Each value that transformers rounds to the model's dtype is rounded here. Towers and routers
-stay with transformers' modules; chunks of prompts use some of the kernels (chunk.py, last_layers.py).
+everything between two products is one. Each value that transformers rounds to the model's dtype is rounded here. Towers stay with
+transformers' modules; chunks of prompts use some of the kernels (chunk.py, last_layers.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families import check
 from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Norm
 from trimtab.engine.families.families import describe
-from trimtab.engine.families.mixture import experts_of
+from trimtab.engine.families.mixture import experts_of, routed
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
@@ -374,7 +374,8 @@ class FusedStep:
                 gated = self._products(layer.gates, y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
             y = self._products([layer.down], gated)
         if layer.experts is not None:
-            y = self.mixture(layer.experts, middle, None, y) if layer.down is not None else self.mixture(layer.experts, middle, x)
+            given, beside = (x, None) if layer.down is None else (None, y)
+            y = self.mixture(layer.experts, middle, given, beside, is_step=True)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)
@@ -387,16 +388,19 @@ class FusedStep:
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
 
-    def mixture(self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None, rows: int = 1) -> Tensor:
+    def mixture(
+        self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None, rows: int = 1, is_step: bool = False
+    ) -> Tensor:
         """Return what a layer's experts make of x [n, D]; next to an MLP: of the residual h [n, D], with what the MLP made, y."""
-        given = (rows, self.kind, self.decoder.adapter_store, self.kernels.experts)
+        chosen = routed(own, h if x is None else x, rows, self._products if is_step else None, self.kernels.small)
+        given = (chosen, rows, self.kind, self.decoder.adapter_store, self.kernels.experts)
         if x is not None:
-            return own.with_shared(experts_of(own, x, x, *given), x, rows)
+            return own.with_shared(experts_of(own, x, *given), x, rows)
         assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
         dense, x, after = torch.empty_like(y), torch.empty_like(h), own.after
         self.add_norm(y, own.after_dense, dense)
         self.add_norm(h, own.before, x)
-        made = experts_of(own, x, h, *given)
+        made = experts_of(own, x, *given)
         fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
         return dense
 

@@ -51,7 +51,15 @@ _TYPES = (torch.bfloat16, torch.float16)
 # How heads turn: values half of the turning part apart, neighbours, and as the first with float32 cos and sin, rounded once. The
 # names are the kernels'.
 ROPES = ("write", "pairs", "wide")
-NAMES = ("add_norm", "gated_1", "gated_8", *(f"rope_{way}_{v}" for way in ROPES for v in (1, 2, 4, 8)), "turns")
+NAMES = (
+    "add_norm",
+    "route_input",
+    "route_choose",
+    "gated_1",
+    "gated_8",
+    *(f"rope_{way}_{v}" for way in ROPES for v in (1, 2, 4, 8)),
+    "turns",
+)
 ATTEND_NAMES = ("attend", "attend_combine")
 
 

@@ -25,7 +25,7 @@ from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import delta_rule, experts, layouts
+from trimtab.engine.kernels import delta_rule, experts, layouts, routers
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
@@ -486,7 +486,8 @@ def _wrong_small(
     for shape in attention:
         if (why := fused.why_not(*shape[:3], dtype)) is not None:
             return why
-    if (why := fused_check.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)) is not None:
+    why = fused_check.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)
+    if why := why or routers.check(module, 128, 320, routers.Choice(8), dtype):
         return why
     time_us = partial(tuning.graph_us, calls=_CALLS)
     times = fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)

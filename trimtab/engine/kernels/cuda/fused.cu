@@ -51,6 +51,78 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(
   }
 }
 
+// x = norm(h) scale factor, rounded behind each: the input of a router (engine/kernels/routers.py). A block is a row, a thread 8 values.
+extern "C" __global__ void __launch_bounds__(1024) route_input(
+    const u16* h, int h_stride, const u16* scale, float factor, u16* x, int width, float eps, int half) {
+  __shared__ float sums[32];
+  const int row = blockIdx.x, at = threadIdx.x * 8;
+  const bool live = at < width;
+  float v[8] = {}, own[8] = {}, sum = 0.f;
+  let_next_start();
+  if (live) load<8>(own, scale + at, half);
+  wait_for_previous();
+  if (live) load<8>(v, h + (size_t)row * h_stride + at, half);
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
+  const float r = rsqrtf(block_sum(sum, sums) / width + eps);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = rounded(rounded(v[i] * r, half) * own[i], half) * factor;
+  if (live) store<8>(x + (size_t)row * width + at, v, half);
+}
+
+// index, weights [n, chosen]: the most likely of softmax(logits [n, count]), by their chances; equal ones by their numbers. is_normed:
+// weights add up to 1; scales [count] or null: a factor of each expert's. wide: weights are float32, else of the logits' type. A row
+// that is no number chooses -1. A block is a row.
+#define ROUTE_MOST 512
+extern "C" __global__ void __launch_bounds__(32) route_choose(
+    const u16* logits, int stride, int count, int chosen, int is_normed, const u16* scales, int wide, i64* index, void* weights, int half) {
+  const int row = blockIdx.x, lane = threadIdx.x;
+  float v[ROUTE_MOST / 32], most = -INFINITY, sum = 0.f;
+  let_next_start();
+  wait_for_previous();
+#pragma unroll
+  for (int i = 0; i < ROUTE_MOST / 32; i++) {
+    const int e = lane + 32 * i;
+    v[i] = e < count ? value(__ldcg(logits + (size_t)row * stride + e), half) : -INFINITY;
+    most = fmaxf(most, v[i]);
+  }
+  most = warp_max(most);
+#pragma unroll
+  for (int i = 0; i < ROUTE_MOST / 32; i++) {
+    if (lane + 32 * i < count) v[i] = expf(v[i] - most), sum += v[i];
+    else v[i] = -1.f;
+  }
+  sum = warp_sum(sum);
+  float weight = 0.f;
+  int number = -1;
+  for (int k = 0; k < chosen; k++) {
+    float best = -1.f;
+    int at = -1;
+#pragma unroll
+    for (int i = 0; i < ROUTE_MOST / 32; i++)
+      if (v[i] > best) best = v[i], at = lane + 32 * i;
+#pragma unroll
+    for (int d = 16; d; d /= 2) {
+      const float other = __shfl_xor_sync(ALL, best, d);
+      const int there = __shfl_xor_sync(ALL, at, d);
+      if (there >= 0 && (at < 0 || other > best || (other == best && there < at))) best = other, at = there;
+    }
+#pragma unroll
+    for (int i = 0; i < ROUTE_MOST / 32; i++)
+      if (lane + 32 * i == at) v[i] = -1.f;
+    if (lane == k) weight = best / sum, number = at;
+  }
+  if (sum != sum) number = -1;
+  const float total = warp_sum(lane < chosen ? weight : 0.f);
+  if (lane >= chosen) return;
+  if (is_normed) weight = weight / total;
+  if (scales && number >= 0) weight *= value(__ldcg(scales + number), half);
+  const size_t place = (size_t)row * chosen + lane;
+  index[place] = number;
+  if (wide) ((float*)weights)[place] = weight;
+  else ((u16*)weights)[place] = stored(weight, half);
+}
+
 // out = act(gate) up. kind 0: gelu by tanh, 1: silu, 2: gelu by erf. Grid: [pieces of a row, n].
 template <int V>
 __device__ __forceinline__ void gated(
