@@ -77,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(1024) route_input(
 extern "C" __global__ void __launch_bounds__(32) route_choose(
     const u16* logits, int stride, int count, int chosen, int is_normed, const u16* scales, int wide, i64* index, void* weights, int half) {
   const int row = blockIdx.x, lane = threadIdx.x;
-  float v[ROUTE_MOST / 32], most = -INFINITY, sum = 0.f;
+  float v[ROUTE_MOST / 32], most = __uint_as_float(0xff800000u), sum = 0.f;
   let_next_start();
   wait_for_previous();
 #pragma unroll
   for (int i = 0; i < ROUTE_MOST / 32; i++) {
     const int e = lane + 32 * i;
-    v[i] = e < count ? value(__ldcg(logits + (size_t)row * stride + e), half) : -INFINITY;
+    v[i] = e < count ? value(__ldcg(logits + (size_t)row * stride + e), half) : most;
     most = fmaxf(most, v[i]);
   }
   most = warp_max(most);
