@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import trimtab
-from tests import gguf_files, pico, stock
+from tests import gguf_files, gguf_towers, pico, stock
 from tests.long_runs import slow_on_cpu
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.layers.embedding import PackedTable
@@ -191,7 +191,7 @@ def test_a_type_of_files_is_not_made_and_not_made_again(root):
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_dense"])
 def test_answers_on_images_are_those_of_the_stock_stack(family, tmp_path):
     source = pico.built(family)
-    folder = gguf_files.with_towers(source, tmp_path / "pair")
+    folder = gguf_towers.gemma4(source, tmp_path / "pair")
     lora = pico.adapter(source, tmp_path / "lora", targets="all") if family == "gemma4_dense" else None
     plan = trimtab.plan(folder, adapters={"one": lora} if lora else {}, device="cpu", context=64, place={"*": "resident"})
     truth = stock.load_stock(source)
@@ -204,7 +204,7 @@ def test_answers_on_images_are_those_of_the_stock_stack(family, tmp_path):
 
 
 def test_a_projector_that_does_not_fit_is_refused_by_name(tmp_path):
-    folder = gguf_files.with_towers(pico.built("gemma4_dense"), tmp_path / "pair")
+    folder = gguf_towers.gemma4(pico.built("gemma4_dense"), tmp_path / "pair")
     projector, config = (folder / "mmproj-model.gguf").read_bytes(), json.loads((folder / "config.json").read_text())
 
     def refused(words, raw=projector, change=None, tokenizer=None):
@@ -228,7 +228,7 @@ def test_a_projector_that_does_not_fit_is_refused_by_name(tmp_path):
 
 
 def test_a_plan_knows_the_files_that_were_given(tmp_path):
-    folder = gguf_files.with_towers(pico.built("gemma4_dense"), tmp_path / "pair")
+    folder = gguf_towers.gemma4(pico.built("gemma4_dense"), tmp_path / "pair")
     assert {Path(name) for name, *_ in read_checkpoint(folder).stamps} == set(folder.iterdir())
     file, _ = gguf_files.model("qwen3", "q8_0", tmp_path)
     plan = trimtab.plan(file, device="cpu", context=64)
