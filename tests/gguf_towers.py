@@ -1,4 +1,4 @@
-"""GGUF models with projector files (mmproj), written by the rules of llama.cpp's converter: no line of trimtab or of the gguf package.
+"""GGUF models with projector files (mmproj), written as llama.cpp's converter does, without trimtab and the gguf package.
 
 `gemma4` and `qwen3vl` write a checkpoint of transformers as two files in a folder.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import gguf_files, pico, talking_families
+
 
 def gemma4(source: Path, folder: Path) -> Path:
     """Write a Gemma 4 checkpoint as a GGUF model with a projector file, beside its config.json; returns the folder."""
@@ -77,6 +78,23 @@ def _projector_name(name: str) -> str:
 
 # Qwen3-VL -------------------------------------------------------------------------------------------------------------
 
+
+def deep_qwen3vl(folder: Path) -> Path:
+    """Write a Qwen3-VL checkpoint with three layers in its tower, two of which feed the language model; returns the folder."""
+    import transformers
+
+    _, make = pico._CONFIGS["qwen3_vl"]
+    config = make()
+    config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 3, [0, 2]
+    model = transformers.Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for path, tensor in model.named_parameters():
+            tensor.copy_(pico._value(path, tensor, 3, generator, unit_scores=True))
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
 Tensors = dict[str, tuple[str, Tensor, tuple[int, ...]]]
 
 
@@ -90,7 +108,9 @@ def qwen3vl(source: Path, folder: Path, *, text: str = "F16", tower: str = "F16"
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     language, vision = config["text_config"], config["vision_config"]
-    model, projector, dense = {}, {}, {}
+    model: Tensors = {}
+    projector: Tensors = {}
+    dense: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         parts = _qwen3vl_parts(name, tensor.float(), vision)
         values = []

@@ -93,9 +93,8 @@ def _write_gemma4(
 ) -> tuple[dict[str, Any], list[Mapped]]:
     """Write what stands beside the files, and return (config.json, the tower's tensors)."""
     config = read_object(projector.files[0].parent / "config.json", "config.json")
-    kind, vision = config.get("model_type"), config.get("vision_config")
-    is_right = isinstance(config.get("text_config"), dict) and isinstance(vision, dict)
-    if kind != "gemma4" or own["model_type"] != "gemma4_text" or not is_right:
+    kind, text, vision = (config.get(name) for name in ("model_type", "text_config", "vision_config"))
+    if kind != "gemma4" or own["model_type"] != "gemma4_text" or not isinstance(text, dict) or not isinstance(vision, dict):
         refuse(
             projector.files[0], f"is with config.json of {kind!r:.40} and a model of {own['model_type']}; that of Gemma 4 is read",
             hint="Use the safetensors files of the model for images",

@@ -101,7 +101,7 @@ def gemma4_vision(header: GgufHeader, vision: Mapping[str, Any]) -> list[Mapped]
 _MARKS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
 _SIZES = {
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "depth",
-    "attention.head_count": "num_heads", "patch_size": "patch_size",
+    "attention.head_count": "num_heads", "patch_size": "patch_size", "projection_dim": "out_hidden_size",
 }  # fmt: skip
 # Of both norms in transformers, whatever the config says; and the frames of a patch.
 _EPSILON, _FRAMES = 1e-6, 2
@@ -116,67 +116,77 @@ def qwen3vl_config(header: GgufHeader, projector: GgufHeader, own: Mapping[str, 
     Errors: CheckpointError for a key that is missing, not known or does not fit the language model.
     """
     file, keys = projector.files[0], Keys(projector, HINT)
-    for name, wanted in (("has_vision_encoder", True), ("has_audio_encoder", False), ("use_silu", False)):
-        keys.expect(name, wanted)
-    for name in ("projector_type", "vision.projector_type"):
-        keys.expect(name, QWEN3VL)
-    if not keys.take("use_gelu", bool):
-        refuse(file, "clip.use_gelu is False, True is read", hint=HINT)
-    vision = {path: _size(keys, f"vision.{name}", MOST_LAYERS if path == "depth" else MOST_SIDE) for name, path in _SIZES.items()}
-    patch, merge = vision["patch_size"], _size(keys, "vision.spatial_merge_size", 16, 2)
-    wide, heads, side = vision["hidden_size"], vision["num_heads"], _size(keys, "vision.image_size", MOST_SIDE)
-    if wide % (4 * heads):
-        refuse(file, f"clip.vision.embedding_length is {wide} for {heads} heads", hint=HINT)
-    if (epsilon := keys.take("vision.attention.layer_norm_epsilon", float)) != _EPSILON:
-        refuse(file, f"clip.vision.attention.layer_norm_epsilon is {epsilon!r}, {_EPSILON} is read", hint=HINT)
-    if (out := keys.take("vision.projection_dim")) != own["hidden_size"]:
-        refuse(file, f"clip.vision.projection_dim is {out}, the language model is {own['hidden_size']} wide", hint=HINT)
-    deep = keys.take("vision.is_deepstack_layers", list)
-    taps = [place for place, one in enumerate(deep) if one is True]
+    vision = _vision(keys)
+    processor = _processor(keys, vision)
+    keys.check_all_taken()
     count, sections = (header.keys[f"{header.architecture}.{name}"] for name in ("n_deepstack_layers", "rope.dimension_sections"))
-    if len(deep) != vision["depth"] or any(not isinstance(one, bool) for one in deep):
-        refuse(file, f"clip.vision.is_deepstack_layers has {len(deep)} values for {vision['depth']} layers", hint=HINT)
-    if len(taps) != count or count > own["num_hidden_layers"]:
-        refuse(file, f"feeds {len(taps)} layers of the language model, whose file says {count!r:.40} (n_deepstack_layers)", hint=HINT)
-    numbers = [one for one in sections if isinstance(one, int) and not isinstance(one, bool) and one > 0]
-    if sections[:3] != numbers or len(numbers) != 3 or any(sections[3:]) or 2 * sum(numbers) != own["head_dim"]:
+    wide, taps = vision["out_hidden_size"], len(vision["deepstack_visual_indexes"])
+    if wide != own["hidden_size"]:
+        refuse(file, f"clip.vision.projection_dim is {wide}, the model is {own['hidden_size']} wide", hint=HINT)
+    if taps != count or taps > own["num_hidden_layers"]:
+        refuse(file, f"feeds {taps} layers of the model, whose file says {count!r:.40} (n_deepstack_layers)", hint=HINT)
+    numbers = sections[:3]
+    is_right = len(numbers) == 3 and all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in numbers)
+    if not is_right or any(sections[3:]) or 2 * sum(numbers) != own["head_dim"]:
         refuse(header.files[0], f"qwen3vl.rope.dimension_sections is {sections!r:.60} for heads of {own['head_dim']}", hint=HINT)
-    vision |= {
-        "model_type": "qwen3_vl", "spatial_merge_size": merge, "temporal_patch_size": _FRAMES, "in_channels": 3, "out_hidden_size": out,
-        "num_position_embeddings": (side // patch) ** 2, "deepstack_visual_indexes": taps, "hidden_act": "gelu_pytorch_tanh",
-    }  # fmt: skip
-    text = {name: value for name, value in own.items() if name not in _TOP} | {"model_type": "qwen3_vl_text"}
+    text = {name: value for name, value in own.items() if name not in _NOT_OF_TEXT} | {"model_type": "qwen3_vl_text"}
     text["rope_parameters"] = own["rope_parameters"] | {"mrope_section": numbers, "mrope_interleaved": True}
     config = {name: own[name] for name in ("tie_word_embeddings", "dtype", "quantization_config")} | {
-        "model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text, "vision_config": vision,
+        "model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text,
+        "vision_config": vision,
     }  # fmt: skip
-    config |= {f"{name}_token_id": _place(header, text) for name, text in _MARKS.items()}
-    cut = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": _FRAMES}
-    cut |= {name: _colours(keys, name) for name in ("image_mean", "image_std")}
-    limits = [keys.take(f"vision.image_{name}_pixels", int, usual) for name, usual in zip(("min", "max"), _PIXELS, strict=True)]
-    if not 0 < limits[0] <= limits[1]:
-        refuse(file, f"clip.vision.image_min_pixels is {limits[0]}, image_max_pixels {limits[1]}", hint=HINT)
-    keys.check_all_taken()
-    edges = ("shortest_edge", "longest_edge")
-    return config, {
-        "processor_class": "Qwen3VLProcessor",
-        "image_processor": cut | {
-            "image_processor_type": "Qwen2VLImageProcessor", "size": dict(zip(edges, limits, strict=True)),
-        },
-        "video_processor": cut | {
-            "video_processor_type": "Qwen3VLVideoProcessor", "size": dict(zip(edges, _VIDEO_PIXELS, strict=True)),
-        },
-    }  # fmt: skip
+    return config | {f"{name}_token_id": _place(header, mark) for name, mark in _MARKS.items()}, processor
 
 
 # Fields of the language model's own config that stand in the whole model's, or that it does not have.
-_TOP = ("model_type", "architectures", "dtype", "quantization_config", "tie_word_embeddings", "mlp_bias")
+_NOT_OF_TEXT = ("model_type", "architectures", "dtype", "quantization_config", "tie_word_embeddings", "mlp_bias")
 
 
-def _size(keys: Keys, name: str, most: int, default: int | None = None) -> int:
-    value = keys.take(name, int, default)
+def _vision(keys: Keys) -> dict[str, Any]:
+    """Return vision_config of a projector's keys."""
+    file = keys.header.files[0]
+    for name, wanted in (
+        ("has_vision_encoder", True), ("has_audio_encoder", False), ("use_silu", False), ("projector_type", QWEN3VL),
+        ("vision.projector_type", QWEN3VL),
+    ):  # fmt: skip
+        keys.expect(name, wanted)
+    if not keys.take("use_gelu", bool):
+        refuse(file, "clip.use_gelu is False, True is read", hint=HINT)
+    if (epsilon := keys.take("vision.attention.layer_norm_epsilon", float)) != _EPSILON:
+        refuse(file, f"clip.vision.attention.layer_norm_epsilon is {epsilon!r}, {_EPSILON} is read", hint=HINT)
+    vision = {field: _size(keys, name) for name, field in _SIZES.items()}
+    if vision["hidden_size"] % (4 * vision["num_heads"]):
+        refuse(file, f"clip.vision.embedding_length is {vision['hidden_size']} for {vision['num_heads']} heads", hint=HINT)
+    deep = keys.take("vision.is_deepstack_layers", list)
+    if len(deep) != vision["depth"] or not all(isinstance(one, bool) for one in deep):
+        refuse(file, f"clip.vision.is_deepstack_layers has {len(deep)} values for {vision['depth']} layers", hint=HINT)
+    return vision | {
+        "model_type": "qwen3_vl_vision", "in_channels": 3, "temporal_patch_size": _FRAMES, "hidden_act": "gelu_pytorch_tanh",
+        "num_position_embeddings": (_size(keys, "image_size") // vision["patch_size"]) ** 2,
+        "spatial_merge_size": _size(keys, "spatial_merge_size", 2),
+        "deepstack_visual_indexes": [place for place, one in enumerate(deep) if one],
+    }  # fmt: skip
+
+
+def _processor(keys: Keys, vision: Mapping[str, Any]) -> dict[str, Any]:
+    """Return processor_config.json of a projector's keys."""
+    low, high = (keys.take(f"vision.image_{name}_pixels", int, usual) for name, usual in zip(("min", "max"), _PIXELS, strict=True))
+    if not 0 < low <= high:
+        refuse(keys.header.files[0], f"clip.vision.image_min_pixels is {low}, image_max_pixels {high}", hint=HINT)
+    cut = {
+        "patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"], "temporal_patch_size": _FRAMES,
+        "image_mean": _colours(keys, "image_mean"), "image_std": _colours(keys, "image_std"),
+    }  # fmt: skip
+    image = {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": low, "longest_edge": high}}
+    low, high = _VIDEO_PIXELS
+    video = {"video_processor_type": "Qwen3VLVideoProcessor", "size": {"shortest_edge": low, "longest_edge": high}}
+    return {"processor_class": "Qwen3VLProcessor", "image_processor": cut | image, "video_processor": cut | video}
+
+
+def _size(keys: Keys, name: str, default: int | None = None) -> int:
+    value, most = keys.take(f"vision.{name}", int, default), MOST_LAYERS if name == "block_count" else MOST_SIDE
     if not 0 < value <= most:
-        refuse(keys.header.files[0], f"{keys.prefix}{name} is {value}, 1 to {most} is read", hint=HINT)
+        refuse(keys.header.files[0], f"{keys.prefix}vision.{name} is {value}, 1 to {most} is read", hint=HINT)
     return int(value)
 
 
@@ -224,26 +234,25 @@ def _wanted(vision: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]
     """Return name in the file -> (the model's name, "" for a part of another; its shape)."""
     wide, inner, out, patch = (vision[name] for name in ("hidden_size", "intermediate_size", "out_hidden_size", "patch_size"))
     merged = wide * vision["spatial_merge_size"] ** 2
-    rows: list[tuple[str, str, tuple[int, ...]]] = [("v.post_ln", "merger.norm", (wide,))]
-    for layer in range(vision["depth"]):
-        own, path = f"v.blk.{layer}", f"blocks.{layer}"
+    # Stems of a weight with a bias, and the weight's shape.
+    rows: list[tuple[str, str, tuple[int, ...]]] = [
+        ("v.post_ln", "merger.norm", (wide,)), ("mm.0", "merger.linear_fc1", (merged, merged)),
+        ("mm.2", "merger.linear_fc2", (out, merged)), ("v.patch_embd", "patch_embed.proj", (wide, 3, patch, patch)),
+    ]  # fmt: skip
+    for place, layer in enumerate(vision["deepstack_visual_indexes"]):
+        shapes = {"norm": ("norm", (merged,)), "fc1": ("linear_fc1", (merged, merged)), "fc2": ("linear_fc2", (out, merged))}
         rows += [
-            (f"{own}.ln1", f"{path}.norm1", (wide,)), (f"{own}.ln2", f"{path}.norm2", (wide,)),
-            (f"{own}.attn_qkv", f"{path}.attn.qkv", (3 * wide, wide)), (f"{own}.attn_out", f"{path}.attn.proj", (wide, wide)),
-            (f"{own}.ffn_up", f"{path}.mlp.linear_fc1", (inner, wide)), (f"{own}.ffn_down", f"{path}.mlp.linear_fc2", (wide, inner)),
-        ]  # fmt: skip
-    for place, layer in enumerate(vision["deepstack_visual_indexes"]):
-        rows.append((f"v.deepstack.{layer}.norm", f"deepstack_merger_list.{place}.norm", (merged,)))
-    heads = {"mm.0": ("merger.linear_fc1", merged), "mm.2": ("merger.linear_fc2", out)}
-    for place, layer in enumerate(vision["deepstack_visual_indexes"]):
-        for number, high in ((1, merged), (2, out)):
-            heads[f"v.deepstack.{layer}.fc{number}"] = (f"deepstack_merger_list.{place}.linear_fc{number}", high)
-    rows += [(own, path, (high, merged)) for own, (path, high) in heads.items()]
-    found = {
-        _FIRST: ("model.visual.patch_embed.proj.weight", (wide, 3, patch, patch)), _SECOND: ("", (wide, 3, patch, patch)),
-        "v.patch_embd.bias": ("model.visual.patch_embed.proj.bias", (wide,)),
-        _POSITIONS: ("model.visual.pos_embed.weight", (vision["num_position_embeddings"], wide)),
-    }  # fmt: skip
+            (f"v.deepstack.{layer}.{stem}", f"deepstack_merger_list.{place}.{path}", shape)
+            for stem, (path, shape) in shapes.items()
+        ]
+    for layer in range(vision["depth"]):
+        shapes = {
+            "ln1": ("norm1", (wide,)), "ln2": ("norm2", (wide,)), "attn_qkv": ("attn.qkv", (3 * wide, wide)),
+            "attn_out": ("attn.proj", (wide, wide)), "ffn_up": ("mlp.linear_fc1", (inner, wide)),
+            "ffn_down": ("mlp.linear_fc2", (wide, inner)),
+        }  # fmt: skip
+        rows += [(f"v.blk.{layer}.{stem}", f"blocks.{layer}.{path}", shape) for stem, (path, shape) in shapes.items()]
+    found = {_SECOND: ("", rows[3][2]), _POSITIONS: ("model.visual.pos_embed.weight", (vision["num_position_embeddings"], wide))}
     for own, path, shape in rows:
         found[f"{own}.weight"] = (f"model.visual.{path}.weight", shape)
         found[f"{own}.bias"] = (f"model.visual.{path}.bias", shape[:1])

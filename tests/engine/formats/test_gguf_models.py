@@ -188,45 +188,6 @@ def test_a_type_of_files_is_not_made_and_not_made_again(root):
         trimtab.plan(files("llama", "q4_k", root)[0], quant="nf4", device="cpu")
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_dense"])
-def test_answers_on_images_are_those_of_the_stock_stack(family, tmp_path):
-    source = pico.built(family)
-    folder = gguf_towers.gemma4(source, tmp_path / "pair")
-    lora = pico.adapter(source, tmp_path / "lora", targets="all") if family == "gemma4_dense" else None
-    plan = trimtab.plan(folder, adapters={"one": lora} if lora else {}, device="cpu", context=64, place={"*": "resident"})
-    truth = stock.load_stock(source)
-    truth = truth if lora is None else stock.with_adapter(truth, lora)
-    with trimtab.load(plan) as model:
-        model.adapter_store.set("one" if lora else None)
-        given = pico.inputs(family, model.hf_model.config)
-        found = stock.logits(model.hf_model, given)
-    assert "pixel_values" in given and torch.equal(found, stock.logits(truth, given))
-
-
-def test_a_projector_that_does_not_fit_is_refused_by_name(tmp_path):
-    folder = gguf_towers.gemma4(pico.built("gemma4_dense"), tmp_path / "pair")
-    projector, config = (folder / "mmproj-model.gguf").read_bytes(), json.loads((folder / "config.json").read_text())
-
-    def refused(words, raw=projector, change=None, tokenizer=None):
-        (folder / "mmproj-model.gguf").write_bytes(raw)
-        (folder / "config.json").write_text(json.dumps(config | (change or {})))
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer or {"added_tokens": []}))
-        with pytest.raises(CheckpointError) as told:
-            find_folder(folder)
-        assert words in str(told.value) and "pair" in str(told.value.path)
-
-    refused("is a projector of the type 'gemma9v'; gemma4v is read", projector.replace(b"gemma4v", b"gemma9v"))
-    refused("has tensors whose meaning is not known here: v.std_bips", projector.replace(b"v.std_bias", b"v.std_bips"))
-    vision = config["vision_config"] | {"patch_size": 16}
-    refused("clip.vision.patch_size is 8, config.json has 16", change={"vision_config": vision})
-    text = config["text_config"] | {"sliding_window": 9}
-    refused("does not fit config.json beside it: sliding_window 9 (8)", change={"text_config": text})
-    vision = config["vision_config"] | {"rms_norm_eps": "1e-6"}
-    refused("config.json has '1e-6'", change={"vision_config": vision})
-    refused("config.json of 'qwen3_vl'", change={"model_type": "qwen3_vl"})
-    refused("2 of 2 tokens are others than in tokenizer.json", tokenizer={"model": {"vocab": {"a": 0, "b": 1}}})
-
-
 def test_a_plan_knows_the_files_that_were_given(tmp_path):
     folder = gguf_towers.gemma4(pico.built("gemma4_dense"), tmp_path / "pair")
     assert {Path(name) for name, *_ in read_checkpoint(folder).stamps} == set(folder.iterdir())
