@@ -7,6 +7,7 @@ The folder of a file has config.json, tokenizer files made by transformers, the 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -149,9 +150,20 @@ def _check_same(file: Path, given: Mapping[str, Any], made: Mapping[str, Any], b
         same = theirs.keys() & own.keys() - set(but)
         if own.get("hidden_size_per_layer_input") == 0:
             same -= {"vocab_size_per_layer_input"}
-        wrong = [f"{name} {theirs[name]!r:.60} ({own[name]!r:.60})" for name in sorted(same) if theirs[name] != own[name]]
+        wrong = [
+            f"{name} {theirs[name]!r:.60} ({own[name]!r:.60})" for name in sorted(same) if not _is_same(theirs[name], own[name])
+        ]
         if wrong:
             refuse(file, f"does not fit config.json beside it: {', '.join(wrong[:5])}", hint="Get config.json of the same model")
+
+
+def _is_same(theirs: object, own: object) -> bool:
+    """Return whether two settings are equal; the file's numbers are rounded to float32."""
+    if isinstance(theirs, list) and isinstance(own, list):
+        return len(theirs) == len(own) and all(map(_is_same, theirs, own))
+    if isinstance(theirs, float) and isinstance(own, float):
+        return math.isclose(theirs, own, rel_tol=2**-24)
+    return theirs == own
 
 
 def _check_words(header: GgufHeader, tokenizer: Mapping[str, Any]) -> None:

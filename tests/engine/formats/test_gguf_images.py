@@ -211,7 +211,8 @@ def test_a_processor_of_the_original_beside_the_files_limits_the_pixels(root, tm
 
     usual = ({"shortest_edge": 65536, "longest_edge": 16777216}, {"shortest_edge": 4096, "longest_edge": 25165824})
     assert sizes() == usual
-    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 8, "size": {"shortest_edge": 1, "longest_edge": 9}}))
+    own = {"patch_size": 8, "image_mean": [0.48145466, 0.4578275, 0.40821073], "size": {"shortest_edge": 1, "longest_edge": 9}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(own))
     assert sizes() == ({"shortest_edge": 1, "longest_edge": 9}, usual[1])
     (folder / "config.json").write_text((source(root) / "config.json").read_text())
     assert sizes()[1] == usual[1] and {Path(name) for name, *_ in read_checkpoint(folder).stamps} == set(folder.iterdir())
