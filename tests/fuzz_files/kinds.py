@@ -235,6 +235,9 @@ def gguf(work: Path) -> list[Input]:
     gguf_towers.gemma4(pico.build("gemma4", work / "dense"), work / "towers")
     towers = (("config.json", mutate.of_text), ("config.json", mutate.of_text), ("mmproj-model.gguf", mutate.of_start))
     inputs.append(Input(work / "towers", towers, read_checkpoint))
+    gguf_towers.qwen3vl(pico.build("qwen3_vl", work / "seen"), work / "qwen" / "pair")
+    pair = (("mmproj-model.gguf", mutate.of_start), ("mmproj-model.gguf", mutate.of_start), ("model.gguf", mutate.of_start))
+    inputs.append(Input(work / "qwen" / "pair", pair, read_checkpoint))
     return [*inputs, Input(work / "lora", (("a.gguf", mutate.of_start),), lambda folder: read_adapter(folder / "a.gguf"))]
 
 

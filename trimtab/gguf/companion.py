@@ -92,7 +92,7 @@ def _write_towers(header: GgufHeader, projector: GgufHeader, beside: list[Path],
 def _write_gemma4(
     header: GgufHeader, projector: GgufHeader, own: dict[str, Any], beside: list[Path], made: Path
 ) -> tuple[dict[str, Any], list[Mapped]]:
-    """Write what stands beside the files, and return (config.json, the tower's tensors)."""
+    """Copy the other files of the folder, and return (config.json, the tower's tensors)."""
     config = read_object(projector.files[0].parent / "config.json", "config.json")
     kind, text, vision = (config.get(name) for name in ("model_type", "text_config", "vision_config"))
     if kind != "gemma4" or own["model_type"] != "gemma4_text" or not isinstance(text, dict) or not isinstance(vision, dict):
@@ -121,7 +121,7 @@ def _write_qwen3vl(
     config, processor = qwen3vl_config(header, projector, own)
     vision = qwen3vl_vision(projector, config["vision_config"])
     given = {one.name: read_object(one, FOREIGN_FILES[one.name]) for one in beside if one.name in ("config.json", *_PROCESSORS)}
-    # What a config.json beside says of positions has two spellings; the file's own is used.
+    # A config.json has positions in one of two spellings; those of the GGUF file are used.
     _check_same(header.files[0], given.get("config.json", {}), config, (*_OTHER_FIELDS, "rope_parameters"))
     whole = given.get("processor_config.json", {})
     for part, name in zip(("image_processor", "video_processor"), _PROCESSORS, strict=False):
@@ -140,7 +140,7 @@ _OTHER_FIELDS = ("model_type", "architectures", "dtype", "quantization_config", 
 
 
 def _check_same(file: Path, given: Mapping[str, Any], made: Mapping[str, Any], but: tuple[str, ...] = _OTHER_FIELDS) -> None:
-    """Refuse settings beside a file whose parts have other values than the file says. but: fields that may differ."""
+    """Refuse settings in a file's folder whose parts have other values than the file. but: fields that may differ."""
     for part, own in made.items():
         theirs = given.get(part)
         if not isinstance(own, dict) or theirs is None:

@@ -103,7 +103,7 @@ _SIZES = {
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "depth",
     "attention.head_count": "num_heads", "patch_size": "patch_size", "projection_dim": "out_hidden_size",
 }  # fmt: skip
-# Of both norms in transformers, whatever the config says; and the frames of a patch.
+# Of all norms in transformers, which reads no epsilon from a config; and the frames of a patch.
 _EPSILON, _FRAMES = 1e-6, 2
 # Pixels of an image and of a video, which no key names: those of every Qwen3-VL that Qwen published (preprocessor_config.json,
 # video_preprocessor_config.json).
