@@ -17,6 +17,7 @@ import trimtab
 from tests import gguf_files, gguf_towers, pico, stock
 from tests.long_runs import slow_on_cpu
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
+from trimtab.engine.formats import weights
 from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.loader import transformers_model as hf
@@ -89,13 +90,28 @@ def test_a_set_of_files_is_one_model(root, tmp_path):
     assert torch.equal(found, expected("llama", "q4_k", "none", root))
 
 
+@pytest.mark.parametrize("form", gguf_files.FORMS)
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_the_stock_route_of_verify_has_the_same_weights(family, root):
-    file, dense = files(family, "q4_k", root)
+def test_the_stock_route_of_verify_has_the_same_weights_without_the_engines_reader(family, form, root, monkeypatch):
+    for name in ("prequantized", "dequantize"):
+        monkeypatch.setattr(weights, name, lambda *_: pytest.fail("the engine's reader"))
+    file, dense = files(family, form, root)
     model = unsplit.load_unsplit(str(find_folder(file)), "auto", "bfloat16", "cpu")
     truth, found = load_file(dense / "model.safetensors"), model.state_dict()
     assert set(truth) <= set(found)
     assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+
+
+def test_a_verdict_says_what_read_the_weights(root, monkeypatch):
+    file, dense = files("llama", "q4_k", root)
+    folder = str(find_folder(file))
+    (note,) = unsplit.dense_note(folder)
+    assert "(gguf) were dequantized by transformers' reader of GGUF, apart from trimtab's reader" in note
+    monkeypatch.setattr(unsplit, "is_read", lambda method: False)  # a release of transformers that has none
+    (note,) = unsplit.dense_note(folder)
+    assert "by trimtab's own reader: nothing that is installed checks their values" in note
+    found, truth = unsplit.load_unsplit(folder, "auto", "bfloat16", "cpu").state_dict(), load_file(dense / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
 
 
 @pytest.mark.parametrize(("family", "form"), [("llama", "q4_k"), ("qwen3_5", "q8_0"), ("gemma4", "f16")])
