@@ -182,6 +182,21 @@ def test_a_tower_of_more_layers_than_its_file_has_is_refused(refused):
     assert f"lacks {510 * 12} of" in refused(many)[0]
 
 
+def test_one_of_several_projectors_is_not_chosen(pair, tmp_path):
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for name, source in (
+        ("a.gguf", "model.gguf"),
+        ("mmproj-F16.gguf", "mmproj-model.gguf"),
+        ("mmproj-F32.gguf", "mmproj-model.gguf"),
+    ):
+        (folder / name).write_bytes((pair / source).read_bytes())
+    with pytest.raises(CheckpointError, match=r"has 2 projectors \(mmproj\): mmproj-F16.gguf, mmproj-F32.gguf") as told:
+        find_folder(folder)
+    assert told.value.hint == "Leave one of them in the folder, or give a.gguf for text alone"
+    assert find_folder(folder / "a.gguf").name == "a.gguf"
+
+
 def test_a_damaged_projector_is_not_left_out(pair, tmp_path):
     """A folder whose projector cannot be read is no model without images."""
     folder = tmp_path / "cut"
