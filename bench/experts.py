@@ -3,9 +3,9 @@
     python -m bench.experts --work FOLDER --save bench/results/experts.json [--cases 26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,...]
 
 A case: MODEL:EXPERTS[:GIB of the GPU[:SKEW]]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with double
-quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case; with a SKEW
-the second half of each layer's experts has scores times that. Tokens are sampled: random weights repeat a greedy token, and
-choose the same experts. A row, of the public API, token ids in and text out, an adapter of
+quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case, where
+the residual is the token's embedding for the most part, and tokens are sampled; with a SKEW the second half of each layer's experts
+has scores times that. A row, of the public API, token ids in and text out, an adapter of
 rank 8 on attention and dense parts: `tok_s` of one row behind a prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an
 adapter on experts too; `rows8_tok_s`: eight rows, each with its own of these. `hits`: of the experts chosen by steps, those that
 were on the card. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16 bits, an adapter
@@ -106,8 +106,7 @@ def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path
     with trimtab.load(plan) as model:
         found["load_s"] = round(time.perf_counter() - start, 1)
         say("loaded")
-        if skew != 1:
-            _skew(model, skew)
+        _spread(model, skew)
 
         def once(tokens: int, adapter: str, prompt: int) -> Any:
             answer = model.answer(next(asks)[:prompt], adapter=adapter, max_new_tokens=tokens, temperature=1.0)
@@ -143,17 +142,25 @@ def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path
     return found
 
 
-def _skew(model: Any, factor: float) -> None:
-    """Multiply the router's weights of the second half of each layer's experts."""
+def _spread(model: Any, skew: float) -> None:
+    """Let the residual be the token's embedding for the most part, so that its experts are not its neighbour's. skew: a factor of
+    the scores of the second half of each layer's experts."""
     from trimtab.engine.formats.bitsandbytes import quantize
     from trimtab.engine.formats.weights import dequantize
 
+    norms = {name: value for name, value in model.hf_model.named_parameters() if ".post_" in name}
+    post = any("post_feedforward" in name for name in norms)
+    for value in norms.values() if post else ():
+        value.data.mul_(0.03)
     for name, module in model.hf_model.named_modules():
-        if not name.endswith(("router.proj", "mlp.gate")):
+        if name.endswith("embed_tokens") and not post:
+            table = next(iter(module.parameters(recurse=False)), None)
+            (module.source if table is None else table.data).mul_(50)
+        if skew == 1 or not name.endswith(("router.proj", "mlp.gate")):
             continue
         stored = getattr(module, "stored", None)
         weight = module.weight.data if stored is None else dequantize(stored)
-        weight[len(weight) // 2 :] *= factor
+        weight[len(weight) // 2 :] *= skew
         if stored is not None:
             for part, value in quantize(weight, "nf4-dq").parts.items():
                 stored.parts[part].copy_(value.view(stored.parts[part].shape))

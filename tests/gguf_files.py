@@ -398,66 +398,6 @@ def split(file: Path, folder: Path) -> list[Path]:
     return parts
 
 
-def with_towers(source: Path, folder: Path) -> Path:
-    """Write a Gemma 4 checkpoint as a GGUF model with a projector file, beside its config.json; returns the folder."""
-    from safetensors.torch import load_file
-
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    text, vision = config["text_config"], config["vision_config"]
-    layers, sliding = text["num_hidden_layers"], [one == "sliding_attention" for one in text["layer_types"]]
-    shared, wide = text.get("num_kv_shared_layers") or 0, text["intermediate_size"]
-    full_heads = text.get("num_global_key_value_heads") or (1 if text["attention_k_eq_v"] else text["num_key_value_heads"])
-    keys = _GEMMA_KEYS | {
-        "gemma4.block_count": layers, "gemma4.embedding_length": text["hidden_size"], "gemma4.attention.shared_kv_layers": shared,
-        "gemma4.attention.head_count": text["num_attention_heads"], "gemma4.attention.sliding_window_pattern": sliding,
-        "gemma4.attention.head_count_kv": [text["num_key_value_heads"] if one else full_heads for one in sliding],
-        "gemma4.embedding_length_per_layer_input": text["hidden_size_per_layer_input"],
-        "gemma4.feed_forward_length": [
-            wide * (1 + bool(text["use_double_wide_mlp"] and place >= layers - shared)) for place in range(layers)
-        ],
-    }  # fmt: skip
-    tensors: dict[str, Any] = {"rope_freqs.weight": ("F32", torch.tensor([1.0] * 8 + [1e30] * 24), (32,))}
-    towers: dict[str, Any] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if name.startswith("model.language_model."):
-            own, held, target = own_name(name.replace("language_model.", ""), _GEMMA_NAMES), tensor, tensors
-        elif ".audio_tower." in name or "embed_audio" in name:
-            own, held, target = "a." + name[-40:], tensor.reshape(-1), towers  # left out by the reader
-        else:
-            own, held, target = _projector_name(name), tensor.view(1) if tensor.dim() == 0 else tensor, towers
-            if own == "v.patch_embd.weight":
-                side = vision["patch_size"]
-                held = tensor.view(-1, side, side, 3).permute(0, 3, 1, 2).contiguous()
-        kind = "BF16" if held.dim() in (2, 4) else "F32"
-        target[own] = (kind, pack(kind, held)[0], tuple(held.shape))
-    folder.mkdir(parents=True)
-    write(folder / "model.gguf", keys, tensors)
-    clip = {
-        "general.type": "mmproj", "general.architecture": "clip", "clip.has_vision_encoder": True,
-        "clip.vision.projector_type": "gemma4v", "clip.vision.embedding_length": vision["hidden_size"],
-        "clip.vision.block_count": vision["num_hidden_layers"], "clip.vision.patch_size": vision["patch_size"],
-        "clip.vision.attention.layer_norm_epsilon": 1e-6, "clip.vision.image_size": 224,
-    }  # fmt: skip
-    write(folder / "mmproj-model.gguf", clip, towers)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-def _projector_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor of Gemma 4's vision tower."""
-    fixed = {"input_proj.weight": "v.patch_embd.weight", "position_embedding_table": "v.position_embd.weight",
-             "std_bias": "v.std_bias", "std_scale": "v.std_scale",
-             "embedding_projection.weight": "mm.input_projection.weight"}  # fmt: skip
-    if found := next((new for old, new in fixed.items() if name.endswith(old)), None):
-        return found
-    stems = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_out", "gate_proj": "ffn_gate",
-             "up_proj": "ffn_up", "down_proj": "ffn_down", "input_layernorm": "ln1", "pre_feedforward_layernorm": "ln2",
-             "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "post_attention_layernorm": "attn_post_norm",
-             "post_feedforward_layernorm": "ffn_post_norm"}  # fmt: skip
-    path, _, end = name.replace(".linear.", ".").rpartition(".")
-    return f"v.blk.{path.split('.')[4]}.{stems[path.rpartition('.')[2]]}.{end}"
-
-
 # Tokenizers -----------------------------------------------------------------------------------------------------------
 
 TEMPLATE = (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests import gguf_files, pico
+from tests import gguf_files, gguf_towers, pico
 from tests.adapter_files import TEXT, embedding, q_proj, small_anatomy, write_adapter
 from tests.fuzz_files import mutate
 from trimtab import api
@@ -232,9 +232,12 @@ def gguf(work: Path) -> list[Input]:
     pair = {f"blk.0.attn_q.weight.lora_{role}": ("F32", torch.ones(2, 2), (2, 2)) for role in "ab"}
     own = {"general.type": "adapter", "general.architecture": "qwen3", "adapter.type": "lora", "adapter.lora.alpha": 2.0}
     gguf_files.write(_made(work / "lora") / "a.gguf", own, pair)
-    gguf_files.with_towers(pico.build("gemma4", work / "dense"), work / "towers")
+    gguf_towers.gemma4(pico.build("gemma4", work / "dense"), work / "towers")
     towers = (("config.json", mutate.of_text), ("config.json", mutate.of_text), ("mmproj-model.gguf", mutate.of_start))
     inputs.append(Input(work / "towers", towers, read_checkpoint))
+    gguf_towers.qwen3vl(pico.build("qwen3_vl", work / "seen"), work / "qwen" / "pair")
+    pair = (("mmproj-model.gguf", mutate.of_start), ("mmproj-model.gguf", mutate.of_start), ("model.gguf", mutate.of_start))
+    inputs.append(Input(work / "qwen" / "pair", pair, read_checkpoint))
     return [*inputs, Input(work / "lora", (("a.gguf", mutate.of_start),), lambda folder: read_adapter(folder / "a.gguf"))]
 
 

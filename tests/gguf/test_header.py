@@ -278,7 +278,7 @@ def tiny(tmp_path, keys=None, *, family="qwen3", **tensors):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"general.architecture": "rwkv7"}, "is of the architecture 'rwkv7'; llama, qwen2, qwen3, qwen3moe, gemma4, "),
+        ({"general.architecture": "rwkv7"}, "is of the architecture 'rwkv7'; llama, qwen2, qwen3, qwen3vl, qwen3moe, gemma4, "),
         ({"general.type": "adapter"}, "is an adapter in GGUF, not a model"),
         ({"general.type": "mmproj"}, "has the towers of a model"),
         ({"qwen3.block_count": None}, "has no qwen3.block_count"), ({"qwen3.block_count": 10**6}, "1 to 512 is read"),

@@ -190,7 +190,8 @@ def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any
 def _gguf_in(folder: Path) -> Path | None:
     """Return the companion of the GGUF file that a folder holds instead of safetensors files, None for any other folder.
 
-    A folder with config.json is such a one if it has a model and its projector file. Errors: CheckpointError for several models.
+    A folder with config.json is such a one if it has a model and its projector file; some of these need no config.json. Errors:
+    CheckpointError for several models or projectors.
     """
     names: list[str] = []
     with suppress(OSError):
@@ -200,9 +201,15 @@ def _gguf_in(folder: Path) -> Path | None:
         return None
     models = [name for name in packed if companion.is_model_file(folder / name)]
     towers = [name for name in packed if name not in models and file_kind(folder / name) == "mmproj"]
+    if len(models) == 1 and towers and (CONFIG in names or any(companion.is_whole(folder / name) for name in towers)):
+        if len(towers) > 1:
+            raise CheckpointError(
+                f"has {len(towers)} projectors (mmproj): {', '.join(towers[:SHOWN_NAMES])}", path=folder,
+                hint=f"Leave one of them in the folder, or give {models[0]} for text alone",
+            )  # fmt: skip
+        return companion.folder_with_towers(folder, folder / models[0], folder / towers[0])
     if CONFIG in names:
-        is_pair = len(models) == len(towers) == 1
-        return companion.folder_with_towers(folder, folder / models[0], folder / towers[0]) if is_pair else None
+        return None
     if len(models) > 1:
         raise CheckpointError(
             f"has {len(models)} GGUF files: {', '.join(models[:SHOWN_NAMES])}", path=folder, hint="Give one of the files"

@@ -137,6 +137,21 @@ class StoredFormat:
             return None
         return "int4" + "-2" * (self.group == 32) + "-zp" * self.has_zero
 
+    @property
+    def has_exact_scale(self) -> bool:
+        """Whether the rows of a table are multiplied with its own factor as it is, not rounded to their type."""
+        return self.family == "mobile"
+
+    def is_rounded(self, dtype: str) -> bool:
+        """Whether values that stand in the file as they are become others in a type."""
+        return dtype not in (GGML_FLOATS.get(self.name.removesuffix(INDEXED), dtype), "float32")
+
+    def at_once(self, numel: int) -> tuple[int, int]:
+        """Return, of a weight of this many values, (how many a product has in memory, how many are dequantized at a time)."""
+        if self.family == "mobile":
+            return min(numel, MOBILE_PIECE_VALUES), MOBILE_VALUES
+        return numel, DEQUANTIZED_VALUES
+
     def reading_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes in addition to the file tensors of a weight while its values are rearranged."""
         if self.family == "ggml":  # the parts, while the file's blocks are there

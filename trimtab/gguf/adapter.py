@@ -57,9 +57,8 @@ def _write(header: GgufHeader, made: Path, width: int) -> dict[str, Any]:
     """Fill a new folder, and return its table."""
     file, keys = header.files[0], header.keys
     if keys.get("general.type") != "adapter" or keys.get("adapter.type") != "lora":
-        is_model = keys.get("general.type", "model") == "model"
-        hint = f"`trimtab plan {file.name}` names its formats" if is_model else HINT
-        raise AdapterError(file, [f"is a {'model' if is_model else 'GGUF file'}, and no LoRA"], hint=hint)
+        kind, hint = _OTHERS.get(str(keys.get("general.type", "model")), ("GGUF file", HINT))
+        raise AdapterError(file, [f"is a {kind}, and no LoRA"], hint=hint.format(file))
     pairs, turned, problems = _pairs(header, width)
     alpha = keys.get("adapter.lora.alpha")
     if not isinstance(alpha, float) or not math.isfinite(alpha) or alpha <= 0:
@@ -82,6 +81,14 @@ def _write(header: GgufHeader, made: Path, width: int) -> dict[str, Any]:
 
 
 _KEYS = ("adapter.type", "adapter.lora.alpha")
+# general.type -> (what the file is, what to do).
+_OTHERS = {
+    "model": ("model", "`trimtab plan {0.name}` names its formats"),
+    "mmproj": (
+        "projector (mmproj) of a model for images",
+        "`trimtab plan {0.parent}` plans the model, with its file in the folder",
+    ),
+}
 
 
 def _pairs(header: GgufHeader, width: int) -> tuple[dict[str, dict[str, GgufTensor]], dict[str, Order], list[str]]:

@@ -39,13 +39,20 @@ def in_order(value: Any, order: Order) -> Any:
 @dataclass(frozen=True)
 class Mapped:
     """A tensor under the model's name. rows, columns: the order of its rows or columns. change: "minus_one", "log_negate",
-    "unsqueeze", "patches" or "scalar", which undoes a change of the converter, or "whole"; only small tensors have one."""
+    "unsqueeze", "patches", "scalar" or "frames", which undoes a change of the converter, or "whole"; only small tensors have one.
+    second: the other part of a tensor of two ("frames")."""
 
     tensor_name: str
     source: GgufTensor
     rows: Order | None = None
     columns: Order | None = None
     change: str = ""
+    second: GgufTensor | None = None
+
+    @property
+    def sources(self) -> tuple[GgufTensor, ...]:
+        """The tensors of the file that it is made of."""
+        return (self.source,) if self.second is None else (self.source, self.second)
 
 
 @dataclass(frozen=True)
@@ -57,17 +64,18 @@ class Architecture:
     model_types: tuple[str, ...]
     class_name: str
     names: Mapping[str, str]
-    config: Callable[[_Keys, GgufHeader, dict[str, Any]], None]
+    config: Callable[[Keys, GgufHeader, dict[str, Any]], None]
     fields: Mapping[str, str]
     changes: Mapping[str, str] = field(default_factory=dict)
     orders: Mapping[str, Callable[[Mapping[str, Any]], tuple[str, Order]]] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Keys:
-    """The keys of an architecture; those that are not taken are refused in the end."""
+class Keys:
+    """The keys of an architecture; those that are not taken are refused in the end. hint: what its errors say to do."""
 
-    def __init__(self, header: GgufHeader) -> None:
+    def __init__(self, header: GgufHeader, hint: str = HINT) -> None:
+        self.hint = hint
         self.header, self.prefix = header, f"{header.architecture}."
         self.left = {name.removeprefix(self.prefix): value for name, value in header.keys.items() if name.startswith(self.prefix)}
 
@@ -75,29 +83,35 @@ class _Keys:
         """Return a value of a type. Errors: CheckpointError for another type, and for a missing one without a default."""
         value = self.left.pop(name, default)
         if value is None:
-            refuse(self.header.files[0], f"has no {self.prefix}{name}", hint=HINT)
+            refuse(self.header.files[0], f"has no {self.prefix}{name}", hint=self.hint)
         is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not is_right or (isinstance(value, float) and not math.isfinite(value)):
-            refuse(self.header.files[0], f"{self.prefix}{name} is {value!r:.60}", hint=HINT)
-        return _short(value) if isinstance(value, float) else value
+            refuse(self.header.files[0], f"{self.prefix}{name} is {value!r:.60}", hint=self.hint)
+        return shortest(value) if isinstance(value, float) else value
 
     def expect(self, name: str, *wanted: Any) -> None:
         """Take a key that may be missing, and refuse any other value."""
         value = self.left.pop(name, None)
         if value is not None and value not in wanted:
             known = " or ".join(map(repr, wanted))
-            refuse(self.header.files[0], f"{self.prefix}{name} is {value!r:.60}, {known} is read", hint=HINT)
+            refuse(self.header.files[0], f"{self.prefix}{name} is {value!r:.60}, {known} is read", hint=self.hint)
 
     def of_layers(self, name: str, layers: int) -> list[int]:
         """Return a number of every layer, of a key with one for all or a list."""
         value = self.take(name, (int, list))
         values = value if isinstance(value, list) else [value] * layers
         if len(values) != layers or not all(isinstance(one, int) and one > 0 for one in values):
-            refuse(self.header.files[0], f"{self.prefix}{name} has no number for each of {layers} layers", hint=HINT)
+            refuse(self.header.files[0], f"{self.prefix}{name} has no number for each of {layers} layers", hint=self.hint)
         return values
 
+    def check_all_taken(self) -> None:
+        """Refuse the keys that nothing has taken."""
+        if self.left:
+            shown = ", ".join(f"{self.prefix}{name} = {value!r:.40}" for name, value in list(self.left.items())[:5])
+            refuse(self.header.files[0], f"has keys whose meaning is not known here: {shown}", hint=self.hint)
 
-def _short(value: float) -> float:
+
+def shortest(value: float) -> float:
     """Return the number with the fewest digits that is this float32: what stood in the original's config.json."""
     raw = struct.pack("<f", value) if abs(value) < 3e38 else b""
     digits = (float(f"{value:.{count}g}") for count in range(1, 10))
@@ -107,7 +121,7 @@ def _short(value: float) -> float:
 # Positions ------------------------------------------------------------------------------------------------------------
 
 
-def _rope(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+def _rope(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     keys.expect("rope.scaling.finetuned", True, False)
     for name in ("attn_factor", "yarn_log_multiplier"):
         keys.expect(f"rope.scaling.{name}", 1.0)
@@ -147,7 +161,7 @@ def _llama3(header: GgufHeader, found: tuple[float, ...], theta: float, original
         if not math.isclose(value, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-3):
             refuse(header.files[0], "its factors are those of no scaling that is known", "rope_freqs.weight", HINT)
     return {
-        "rope_type": "llama3", "factor": _short(factor), "low_freq_factor": low, "high_freq_factor": high,
+        "rope_type": "llama3", "factor": shortest(factor), "low_freq_factor": low, "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }  # fmt: skip
 
@@ -168,7 +182,7 @@ _LLAMA_NAMES = _NAMES | {"ffn_norm": "{}.post_attention_layernorm"}
 _QK_NORMS = {"attn_q_norm": "{}.self_attn.q_norm", "attn_k_norm": "{}.self_attn.k_norm"}
 
 
-def _dense(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+def _dense(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     width, turned = keys.take("attention.key_length", int, 0), keys.take("rope.dimension_count", int, 0)
     config["head_dim"] = width or turned or config["hidden_size"] // config["num_attention_heads"]
     if turned not in (0, config["head_dim"]):
@@ -181,7 +195,7 @@ def _dense(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
 
 
-def _qwen3moe(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+def _qwen3moe(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     """Every layer has experts: llama.cpp has no other kind of this architecture, and always norms the weights of the chosen."""
     file, layers = header.files[0], config["num_hidden_layers"]
     count, chosen, width = (keys.take(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length"))
@@ -206,14 +220,21 @@ def _qwen3moe(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     del config["mlp_bias"]
 
 
-def _llama(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+def _qwen3vl(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+    """Without images its positions along three axes are the same, and it is Qwen3. towers.py reads both keys."""
+    for name, kind in (("rope.dimension_sections", list), ("n_deepstack_layers", int)):
+        keys.take(name, kind)
+    _dense(keys, header, config)
+
+
+def _llama(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     _dense(keys, header, config)
     # llama.cpp gives Mistral the name of Llama; what they compute is the same.
     if "mistral" in str(header.keys.get("general.name", "")).lower() and not config["attention_bias"] | config["mlp_bias"]:
         config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 
 
-def _gemma4(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+def _gemma4(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     file, layers = header.files[0], config["num_hidden_layers"]
     pattern, shared = keys.take("attention.sliding_window_pattern", list), keys.take("attention.shared_kv_layers", int, 0)
     heads, wide = keys.of_layers("attention.head_count_kv", layers), keys.of_layers("feed_forward_length", layers)
@@ -261,7 +282,7 @@ def _gemma4(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
         refuse(file, "has another number of key heads in full layers, with values of their own", hint=HINT)
 
 
-def _qwen35(keys: _Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+def _qwen35(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     width, heads = keys.take("attention.key_length"), keys.take("ssm.time_step_rank")
     config["num_hidden_layers"] -= keys.take("nextn_predict_layers", int, 0)
     keys.expect("attention.value_length", width)
@@ -307,6 +328,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2": Architecture(("qwen2",), "Qwen2ForCausalLM", _LLAMA_NAMES, _dense, _DENSE_FIELDS),
     "qwen3": Architecture(("qwen3",), "Qwen3ForCausalLM", _LLAMA_NAMES | _QK_NORMS, _dense, _DENSE_FIELDS),
+    "qwen3vl": Architecture(("qwen3", "qwen3_vl"), "Qwen3ForCausalLM", _LLAMA_NAMES | _QK_NORMS, _qwen3vl, _DENSE_FIELDS),
     "qwen3moe": Architecture(
         ("qwen3_moe",), "Qwen3MoeForCausalLM",
         {stem: path for stem, path in _LLAMA_NAMES.items() if ".mlp." not in path}
@@ -355,7 +377,10 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     if kind == "adapter":
         refuse(file, "is an adapter in GGUF, not a model", hint="Give its base model as the model")
     if kind == "mmproj" or header.architecture == "clip":
-        refuse(file, "has the towers of a model (mmproj), not its language model", hint="Give the file of the language model")
+        refuse(
+            file, "has the towers of a model (mmproj), not its language model",
+            hint="Give the file of the language model, or for images a folder with both files",
+        )  # fmt: skip
     made = ARCHITECTURES.get(header.architecture)
     if made is None:
         refuse(file, f"is of the architecture {header.architecture!r:.60}; {', '.join(ARCHITECTURES)} are read", hint=HINT)
@@ -363,7 +388,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     if table is None or len(table.shape) != 2:
         refuse(file, "has no token_embd.weight", hint=HINT)
     _check_vocabulary(header, table.shape[0])
-    keys = _Keys(header)
+    keys = Keys(header)
     keys.expect("vocab_size", table.shape[0])
     keys.expect("attention.causal", True)
     config: dict[str, Any] = {
@@ -378,9 +403,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     made.config(keys, header, config)
     keys.expect("rope.scaling.type", "none")
     keys.expect("tensor_data_layout", "Meta AI original pth")
-    if keys.left:
-        shown = ", ".join(f"{keys.prefix}{name} = {value!r:.40}" for name, value in list(keys.left.items())[:5])
-        refuse(file, f"has keys whose meaning is not known here: {shown}", hint=HINT)
+    keys.check_all_taken()
     return config | {"quantization_config": {"quant_method": "gguf"}}
 
 

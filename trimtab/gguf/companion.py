@@ -7,6 +7,7 @@ The folder of a file has config.json, tokenizer files made by transformers, the 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -19,8 +20,8 @@ from typing import Any
 from trimtab.errors import CheckpointError
 from trimtab.gguf.architectures import TOKEN_IDS, Mapped, config_of, in_order, tensors_of
 from trimtab.gguf.folders import folder_for, stamp
-from trimtab.gguf.header import SPLIT, GgufHeader, file_kind, read_bytes, read_gguf, refuse
-from trimtab.gguf.towers import vision_of
+from trimtab.gguf.header import SPLIT, GgufHeader, GgufTensor, file_kind, read_bytes, read_gguf, refuse
+from trimtab.gguf.towers import QWEN3VL, gemma4_vision, projector_of, qwen3vl_config, qwen3vl_vision
 from trimtab.process.json_file import FOREIGN_FILES, check_files, read_object
 
 SMALL = "small.safetensors"
@@ -41,12 +42,18 @@ def folder_of(path: Path) -> Path:
 
 
 def folder_with_towers(folder: Path, model: Path, projector: Path) -> Path:
-    """Return the checkpoint folder of a GGUF model with its projector file (mmproj); both are in a folder that has config.json and
-    the processor's files of the original. Errors: CheckpointError for files that do not fit each other."""
+    """Return the checkpoint folder of a GGUF model with its projector file (mmproj); both are in a folder. That of Gemma 4 has
+    config.json and the processor's files of the original. Errors: CheckpointError for files that do not fit each other."""
     check_files(folder)
     beside = [folder / name for name in ("config.json", *FOREIGN_FILES) if (folder / name).is_file()]
     more = [(str(one), *stamp(one)) for one in (projector, *beside)]
     return folder_for(model, lambda made: _write_towers(read_gguf(model), read_gguf(projector), beside, made), more)
+
+
+def is_whole(projector: Path) -> bool:
+    """Return whether a projector file and its model's file need no config.json. Errors: CheckpointError for a damaged file."""
+    header = read_gguf(projector)
+    return QWEN3VL in (header.keys.get("clip.vision.projector_type"), header.keys.get("clip.projector_type"))
 
 
 def is_model_file(file: Path) -> bool:
@@ -69,32 +76,94 @@ def _write(header: GgufHeader, made: Path) -> dict[str, Any]:
 
 def _write_towers(header: GgufHeader, projector: GgufHeader, beside: list[Path], made: Path) -> dict[str, Any]:
     """Fill a new folder of a model with a vision tower, and return its table."""
-    file, own = header.files[0], config_of(header)
-    config = read_object(beside[0].parent / "config.json", "config.json")
-    text, vision = config.get("text_config"), config.get("vision_config")
-    kind = config.get("model_type")
+    own, kind = config_of(header), projector_of(projector)
+    if kind == QWEN3VL:
+        config, vision = _write_qwen3vl(header, projector, own, beside, made)
+    else:
+        config, vision = _write_gemma4(header, projector, own, beside, made)
+    (made / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    names = [
+        replace(one, tensor_name=one.tensor_name.replace("model.", "model.language_model.", 1)) for one in tensors_of(header, own)
+    ]
+    table = _write_tensors(header, header.files + projector.files, names + vision, made)
+    return table | {"beside": [str(one) for one in beside]}
+
+
+def _write_gemma4(
+    header: GgufHeader, projector: GgufHeader, own: dict[str, Any], beside: list[Path], made: Path
+) -> tuple[dict[str, Any], list[Mapped]]:
+    """Copy the other files of the folder, and return (config.json, the tower's tensors)."""
+    config = read_object(projector.files[0].parent / "config.json", "config.json")
+    kind, text, vision = (config.get(name) for name in ("model_type", "text_config", "vision_config"))
     if kind != "gemma4" or own["model_type"] != "gemma4_text" or not isinstance(text, dict) or not isinstance(vision, dict):
         refuse(
             projector.files[0], f"is with config.json of {kind!r:.40} and a model of {own['model_type']}; that of Gemma 4 is read",
             hint="Use the safetensors files of the model for images",
         )  # fmt: skip
-    same = text.keys() & own.keys() - {"model_type", "architectures", "dtype", "quantization_config", "tie_word_embeddings"}
-    if not own["hidden_size_per_layer_input"]:
-        same -= {"vocab_size_per_layer_input"}
-    wrong = [f"{name} {text[name]!r:.60} ({own[name]!r:.60})" for name in sorted(same) if text[name] != own[name]]
-    if wrong:
-        refuse(file, f"does not fit config.json beside it: {', '.join(wrong[:5])}", hint="Get config.json of the same model")
+    _check_same(header.files[0], config, {"text_config": own})
     for one in beside:
         shutil.copyfile(one, made / one.name)
     if (made / "tokenizer.json").is_file():
         _check_words(header, read_object(made / "tokenizer.json", "tokenizer"))
     config |= {"audio_config": None, "quantization_config": own["quantization_config"]}  # audio towers are not read
-    (made / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    names = [
-        replace(one, tensor_name=one.tensor_name.replace("model.", "model.language_model.", 1)) for one in tensors_of(header, own)
-    ]
-    table = _write_tensors(header, header.files + projector.files, names + vision_of(projector, vision), made)
-    return table | {"beside": [str(one) for one in beside]}
+    return config, gemma4_vision(projector, vision)
+
+
+def _write_qwen3vl(
+    header: GgufHeader, projector: GgufHeader, own: dict[str, Any], beside: list[Path], made: Path
+) -> tuple[dict[str, Any], list[Mapped]]:
+    """Write the tokenizer and the processor of the files, and return (config.json, the tower's tensors)."""
+    if header.architecture != "qwen3vl":
+        refuse(
+            projector.files[0], f"is with a model of the architecture {header.architecture!r:.40}, qwen3vl is read with it",
+            hint="Use the safetensors files of the model for images",
+        )  # fmt: skip
+    config, processor = qwen3vl_config(header, projector, own)
+    vision = qwen3vl_vision(projector, config["vision_config"])
+    given = {one.name: read_object(one, FOREIGN_FILES[one.name]) for one in beside if one.name in ("config.json", *_PROCESSORS)}
+    # A config.json has positions in one of two spellings; those of the GGUF file are used.
+    _check_same(header.files[0], given.get("config.json", {}), config, (*_OTHER_FIELDS, "rope_parameters"))
+    whole = given.get("processor_config.json", {})
+    for part, name in zip(("image_processor", "video_processor"), _PROCESSORS, strict=False):
+        settings = whole.get(part) or given.get(name) or {}
+        _check_same(projector.files[0], {part: settings}, {part: processor[part]}, ("size", f"{part}_type"))
+        processor[part] |= {name: value for name, value in settings.items() if name != f"{part}_type"}
+    (made / "processor_config.json").write_text(json.dumps(processor, indent=1), encoding="utf-8")
+    _write_tokenizer(header, made)
+    return config | _token_ids(header), vision
+
+
+# Files of the original that say how images and videos are cut.
+_PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+# Fields of a part of config.json that may differ from the file's.
+_OTHER_FIELDS = ("model_type", "architectures", "dtype", "quantization_config", "tie_word_embeddings")
+
+
+def _check_same(file: Path, given: Mapping[str, Any], made: Mapping[str, Any], but: tuple[str, ...] = _OTHER_FIELDS) -> None:
+    """Refuse settings in a file's folder whose parts have other values than the file. but: fields that may differ."""
+    for part, own in made.items():
+        theirs = given.get(part)
+        if not isinstance(own, dict) or theirs is None:
+            continue
+        if not isinstance(theirs, dict):
+            refuse(file, f"does not fit the files beside it: {part} is no object", hint="Get the files of the same model")
+        same = theirs.keys() & own.keys() - set(but)
+        if own.get("hidden_size_per_layer_input") == 0:
+            same -= {"vocab_size_per_layer_input"}
+        wrong = [
+            f"{name} {theirs[name]!r:.60} ({own[name]!r:.60})" for name in sorted(same) if not _is_same(theirs[name], own[name])
+        ]
+        if wrong:
+            refuse(file, f"does not fit config.json beside it: {', '.join(wrong[:5])}", hint="Get config.json of the same model")
+
+
+def _is_same(theirs: object, own: object) -> bool:
+    """Return whether two settings are equal; the file's numbers are rounded to float32."""
+    if isinstance(theirs, list) and isinstance(own, list):
+        return len(theirs) == len(own) and all(map(_is_same, theirs, own))
+    if isinstance(theirs, float) and isinstance(own, float):
+        return math.isclose(theirs, own, rel_tol=2**-24)
+    return theirs == own
 
 
 def _check_words(header: GgufHeader, tokenizer: Mapping[str, Any]) -> None:
@@ -123,15 +192,14 @@ def _row(files: tuple[Path, ...], one: Mapped) -> list[Any]:
 
 def _check_types(header: GgufHeader, mapped: list[Mapped]) -> None:
     wrong = [
-        one.source for one in mapped
-        if one.source.type_name not in (_DTYPES if _is_small(one) else MATRIX_TYPES)
-        or len(one.source.shape) > (4 if one.change else 2)
+        source for one in mapped for source in one.sources
+        if source.type_name not in (_DTYPES if _is_small(one) else MATRIX_TYPES) or len(source.shape) > (4 if one.change else 2)
     ]  # fmt: skip
     if wrong:
         kinds = ", ".join(sorted({tensor.type_name for tensor in wrong}))
         shown = ", ".join(tensor.name for tensor in wrong[:3])
         refuse(
-            header.files[0], f"has {len(wrong)} tensors of types that are not read ({kinds}): {shown}",
+            wrong[0].file, f"has {len(wrong)} tensors of types that are not read ({kinds}): {shown}",
             hint=f"{', '.join(MATRIX_TYPES)} are read: use such a file of the same model, as Q4_K_M or Q8_0",
         )  # fmt: skip
 
@@ -145,20 +213,24 @@ def _is_small(one: Mapped) -> bool:
 
 
 def _write_small(header: GgufHeader, small: list[Mapped], target: Path) -> None:
-    if (count := sum(one.source.nbytes for one in small)) > MOST_SMALL_BYTES:
+    if (count := sum(source.nbytes for one in small for source in one.sources)) > MOST_SMALL_BYTES:
         refuse(header.files[0], f"its vectors have {count} B, at most {MOST_SMALL_BYTES} are read", hint="The file is damaged")
     import torch
     from safetensors.torch import save
 
+    def values_of(source: GgufTensor) -> Any:
+        return torch.frombuffer(bytearray(read_bytes(source)), dtype=getattr(torch, _DTYPES[source.type_name])).view(source.shape)
+
     changes: dict[str, Callable[[Any], Any]] = {
         "": lambda value: value, "minus_one": lambda value: value.float() - 1, "unsqueeze": lambda value: value.unsqueeze(1),
-        "log_negate": lambda value: torch.log(-value.float()), "whole": lambda value: value,
+        "log_negate": lambda value: torch.log(-value.float()), "whole": lambda value: value, "frames": lambda value: value,
         "scalar": lambda value: value.reshape(()), "patches": lambda value: value.permute(0, 2, 3, 1).flatten(1),
     }  # fmt: skip
     tensors = {}
     for one in small:
-        value = torch.frombuffer(bytearray(read_bytes(one.source)), dtype=getattr(torch, _DTYPES[one.source.type_name]))
-        value = value.view(one.source.shape)
+        value = values_of(one.source)
+        if one.second is not None:  # the frames of a patch: [D, 3, P, P] of each
+            value = torch.stack((value, values_of(one.second)), dim=2)
         try:
             value = changes[one.change](value if one.rows is None else in_order(value, one.rows)).contiguous()
         except RuntimeError as exc:  # sides that the change does not take

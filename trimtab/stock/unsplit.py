@@ -20,6 +20,7 @@ from trimtab.adapters.rules import Rules
 from trimtab.process.json_file import read_object
 from trimtab.request import MADE_EXPERTS
 from trimtab.stock.load import load_adapter, load_base, model_class, quantization, without_repacking
+from trimtab.stock.second_reading import is_read, second_reading
 
 # quant_method -> the package that transformers needs to dequantize such weights while it loads (None: no other).
 DEQUANTIZED_BY_STOCK: dict[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
@@ -31,7 +32,7 @@ _KEY = re.compile(r"^base_model\.model\.(.+?)\.(lora_[AB]|lora_embedding_[AB]|lo
 def load_unsplit(folder: str, quant: str, dtype: str, device: str) -> Any:
     """Return the stock model on one device, in eval mode, with bitsandbytes' quantization as trimtab names it.
 
-    Of other formats stock dequantizes the weights while it loads, where it can (`dense_note`), else our reader does.
+    Of other formats stock dequantizes the weights while it loads, where it can (`dense_note`), else the second reading does.
     """
     options: dict[str, Any] = {"device_map": {"": device}, "dtype": getattr(torch, dtype)}
     method = _method(folder)
@@ -100,18 +101,21 @@ def _has(package: str | None) -> bool:
 
 
 def dense_note(folder: str) -> list[str]:
-    """Return a note where the stock stack cannot load a checkpoint's format here, and computes with what our reader made of it."""
+    """Return a note where the stock stack cannot load a checkpoint's format here: what read the weights that it computes with."""
     method = _method(folder)
     is_nested = "quantization_config" not in read_object(Path(folder) / "config.json", "config.json")
     if method in (None, "bitsandbytes", MOBILE):
         return []
     if method in DEQUANTIZED_BY_STOCK and _has(DEQUANTIZED_BY_STOCK[method]) and not is_nested:
         return []
-    return [f"the weights ({method}) were dequantized by trimtab's reader: the stock stack cannot here"]
+    if not is_read(method):
+        return [f"the weights ({method}) were dequantized by trimtab's own reader: nothing that is installed checks their values"]
+    by = "transformers' reader of GGUF" if method == "gguf" else "plain arithmetic in float64"
+    return [f"the weights ({method}) were dequantized by {by}, apart from trimtab's reader: the stock stack cannot load them here"]
 
 
 def _dense_state(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint with its packed weights dequantized."""
+    """Return the tensors of a checkpoint with its packed weights dequantized, apart from our reader where that is possible."""
     from trimtab.checkpoint.folder import read_checkpoint
     from trimtab.engine.formats.weights import dequantize, prequantized
     from trimtab.engine.tiers.reader import read_small
@@ -119,8 +123,10 @@ def _dense_state(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
     plain, packed = split_packed(read_checkpoint(folder))
     state: dict[str, torch.Tensor] = dict(read_small(plain))
+    is_second = is_read(_method(str(folder)) or "")
     for name, entry in packed.items():
-        state[name] = dequantize(prequantized(entry, read_small(entry.read_parts), dtype))
+        parts = read_small(entry.read_parts)
+        state[name] = second_reading(entry, parts, dtype) if is_second else dequantize(prequantized(entry, parts, dtype))
     return state
 
 

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests import ROOT, gguf_files
+from tests import ROOT, gguf_files, gguf_towers, pico
 from trimtab import demo
 
 COMMIT, OLD = "a" * 40, "b" * 40
@@ -166,6 +166,18 @@ def test_a_gguf_file_is_fetched_by_name_with_its_set_and_read_from_the_cache(hub
     assert not [path for _, path, _ in hub.asked if "someone/mlx/resolve" in path and "safetensors" in path]
     assert {path.name for path in (tmp_path / "cache").rglob("snapshots/*/*/*")} == {part.rpartition("/")[2] for part in parts}
     assert done.returncode == 0 and '"quant": "q8_0"' in done.stdout
+
+
+def test_a_model_for_images_is_two_gguf_files_of_a_repository(hub, trimtab_, tmp_path):
+    folder, _ = gguf_towers.qwen3vl(pico.built("qwen3_vl"), tmp_path / "pair")
+    hub.repositories["someone/seeing"] = {file.name: file.read_bytes() for file in folder.iterdir()}
+    first = trimtab_("pull", "someone/seeing/model.gguf")
+    assert "for images, beside a projector (mmproj-model.gguf)" in first.stderr
+    pulling = "from trimtab.cli.main import main; main(['pull', 'someone/seeing/mmproj-model.gguf'])"
+    done = trimtab_("plan", "someone/seeing", "--device", "cpu", before=pulling)
+    assert "mmproj-model.gguf is a projector" in done.stderr and "Qwen3VLForConditionalGeneration on cpu" in done.stdout
+    listed = trimtab_("models", "--quick", HF_HUB_OFFLINE="1").stdout
+    assert "someone/seeing  Qwen3VLForConditionalGeneration" in listed and "f16 (16.00 bits)" in listed
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_was(hub, trimtab_, tmp_path):

@@ -16,6 +16,7 @@ import trimtab
 from tests import pico, quantized_files, stock
 from tests.long_runs import slow_on_cpu
 from tests.quantized_files import FAMILIES, FORMS, TIERS, base_of, write
+from trimtab.engine.formats import weights
 from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.stock import unsplit
@@ -135,7 +136,9 @@ def test_the_scales_of_a_rounded_kv_cache_are_left_out(form, shape, root, tmp_pa
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_stock_route_of_verify_has_the_same_weights(form, root):
+def test_the_stock_route_of_verify_has_the_same_weights_without_the_engines_reader(form, root, monkeypatch):
+    for name in ("prequantized", "dequantize"):
+        monkeypatch.setattr(weights, name, lambda *_: pytest.fail("the engine's reader"))
     small, dense = files("llama", form, root)
     model = unsplit.load_unsplit(str(small), "auto", "bfloat16", "cpu")
     truth = load_file(dense / "model.safetensors")

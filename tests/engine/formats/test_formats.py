@@ -23,6 +23,7 @@ from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import packed_parts, stored_format
 from trimtab.merging.changes.dequantize import packed_rows
+from trimtab.stock import second_reading
 
 CONFIGS = json.loads((FOLDER / "cases.json").read_text())["configs"]
 NAMES = {
@@ -59,13 +60,16 @@ def read(checkpoint, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_weight_is_what_its_own_library_makes_of_it(golden, case, tmp_path):
+def test_a_weight_is_what_its_own_library_makes_of_it_and_so_is_the_second_reading(golden, case, tmp_path, monkeypatch):
     parts = stored(golden, case)
     expected = parts.pop("expected")
     entry, packed = read(written(tmp_path, parts, CONFIGS[case]), dtype=expected.dtype)
     assert entry.format_name == NAMES[case] and entry.shape == tuple(expected.shape)
     whole = weights.dequantize(packed)
     assert whole.dtype == expected.dtype and torch.equal(whole, expected)
+    monkeypatch.setattr(second_reading, "PIECE_VALUES", 300)
+    again = second_reading.second_reading(entry, read_small(entry.read_parts), expected.dtype)
+    assert again.dtype == expected.dtype and torch.equal(again, expected)
     for start, stop in ((0, 1), (3, 8), (0, expected.shape[0])):
         assert torch.equal(weights.dequantize_rows(packed, start, stop, CPU), expected[start:stop])
     nbytes = {name: part.numel() * part.element_size() for name, part in packed.parts.items()}
@@ -106,8 +110,10 @@ def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
     parts.pop("expected")
     zero = torch.arange(3 * 32).view(3, 32) * 5 % 16  # each of the 16, many of them 0
     parts["qzeros"] = words(zero, 4) - 0x11111111
-    _, packed = read(written(tmp_path, parts, CONFIGS["gptq-g32"]))
+    entry, packed = read(written(tmp_path, parts, CONFIGS["gptq-g32"]))
     assert torch.equal(packed.parts["zero"].long(), zero.t())
+    again = second_reading.second_reading(entry, read_small(entry.read_parts), torch.bfloat16)
+    assert torch.equal(again, weights.dequantize(packed))
 
 
 @pytest.mark.parametrize("case", ["ct-int4-row-odd", "ct-fp8-block", "gptq-ordered", "ct-int8-row"])

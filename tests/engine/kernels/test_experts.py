@@ -12,8 +12,8 @@ from tests.cuda_on_cpu import run
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed
-from trimtab.engine.formats.weights import dequantize
-from trimtab.engine.kernels import autotune, layouts
+from trimtab.engine.formats.weights import dequantize, exact_rows
+from trimtab.engine.kernels import autotune
 from trimtab.engine.kernels import experts as ours
 from trimtab.engine.kernels.experts import Change, Mixture
 from trimtab.engine.kernels.selfcheck import relative_error
@@ -73,7 +73,7 @@ def unpacked(stack, *, is_rounded):
     matrices = [stack.expert(expert) for expert in range(count)]
     if is_rounded:
         return torch.stack([dequantize(one).double() for one in matrices])
-    return torch.stack([layouts.decoded(one, range(rows), torch.float64) for one in matrices])
+    return torch.stack([exact_rows(one, range(rows), torch.float64) for one in matrices])
 
 
 def exact(x, index, weights, mixture, tables, *, is_rounded=False):

@@ -14,7 +14,7 @@ from tests.engine.kernels.test_fused_kernels import STEP_TOLERANCE, on_cpu  # no
 from trimtab.engine.batched_lora import columns as extended
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats import mobile
-from trimtab.engine.formats.weights import dequantize, dequantize_at, shell
+from trimtab.engine.formats.weights import dequantize, dequantize_at, exact_rows, shell
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -51,7 +51,7 @@ def weights_of(form, rows, columns, dtype=BF16):
     return [made.make(one, columns, dtype) for one in rows]
 
 
-def exact(x, group, weight=lambda one: layouts.decoded(one, range(one.shape[0]), torch.float64)):
+def exact(x, group, weight=lambda one: exact_rows(one, range(one.shape[0]), torch.float64)):
     """As the format's layer rounds its inputs and outputs, if it does."""
     parts = []
     for one in group:
@@ -65,8 +65,8 @@ def exact(x, group, weight=lambda one: layouts.decoded(one, range(one.shape[0]),
 @pytest.mark.parametrize("form", FORMS)
 def test_exact_weights_round_to_those_of_the_format(form):
     (packed,) = weights_of(form, [40], 512 if form.endswith("_k") else 320)
-    ours = layouts.decoded(packed, range(40), torch.float64)
-    assert torch.equal(ours[8:24], layouts.decoded(packed, range(8, 24), torch.float64))
+    ours = exact_rows(packed, range(40), torch.float64)
+    assert torch.equal(ours[8:24], exact_rows(packed, range(8, 24), torch.float64))
     rounded = ours.float() if form.endswith("f32") or form.startswith(("fp8", "q")) else ours.to(FORMS[form])
     assert torch.equal(rounded.to(BF16), dequantize(packed))
 

@@ -23,6 +23,7 @@ from trimtab.demo_names import BASE, FOLDER, without_demo_name
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
 from trimtab.formats.packed import split_packed
 from trimtab.gguf.companion import is_model_file
+from trimtab.gguf.header import file_kind
 from trimtab.planning.values.execution import formats_on_gpu
 from trimtab.report.document import Document, Table, Text
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
@@ -100,7 +101,9 @@ def _model_names(folder: Path) -> list[str]:
         is_default = folder.resolve() == hub_cache().resolve()
         return [path.name.removeprefix("models--").replace("--", "/", 1) if is_default else str(path) for path in cached]
     found = [path.parent for path in _below(folder, CONFIG) if not (path.parent / ADAPTER_CONFIG).is_file()]
-    return [str(path) for path in sorted((*found, *filter(is_model_file, _below(folder, "*.gguf"))))]
+    packed = _below(folder, "*.gguf")
+    found += {file.parent for file in packed if file_kind(file) == "mmproj"} - set(found)  # models for images, of two files
+    return [str(path) for path in sorted((*found, *filter(is_model_file, packed)))]
 
 
 def _model(name: str, request: LoadRequest | None) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.packed import Packed, Shell
+from trimtab.engine.formats.packed import Draw, Packed, Shell
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry
+from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry, StoredFormat
 from trimtab.process.packages import switch
 
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
@@ -178,6 +178,33 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
     of_rows = slice(first * columns // packed.blocksize, -(-last * columns // packed.blocksize))
     part = replace(facts, shape=(last - first, columns), parts={"weight": stored.to(device), "absmax": scales[of_rows]})
     return dequantize(part)[start - first : stop - first]
+
+
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    """Return rows of a 4-bit weight, not rounded to its type; the scale of a block is float32. Errors: AssertionError if the rows
+    are not whole blocks."""
+    D_out, D_in = packed.shape
+    start, stop, size = rows.start, rows.stop, packed.blocksize
+    assert D_in % size == 0 or (start, stop) == (0, D_out)
+    values = packed.parts["weight"].reshape(-1).view(torch.uint8)[start * D_in // 2 : stop * D_in // 2]
+    code = packed.codes["code"].to(values.device)
+    pairs = torch.stack((code[(values >> 4).int()], code[(values & 15).int()]), dim=1)
+    blocks = torch.arange(start * D_in // size, -(-stop * D_in // size), device=values.device)
+    absmax = packed.parts["absmax"].reshape(-1)[blocks]
+    if "nested_absmax" in packed.parts:
+        outer = packed.parts["nested_absmax"][blocks // packed.nested_blocksize]
+        absmax = torch.addcmul(packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer)
+    return (pairs.view(-1, size).to(dtype) * absmax[:, None].to(dtype)).view(stop - start, D_in)
+
+
+def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
+    """Return the parts of a 4-bit weight whose values are about 0.03."""
+    blocks = rows * columns // WEIGHT_BLOCK
+    parts = {"weight": draw.bytes(rows * columns // 2, 1)}
+    if form.name != "nf4-dq":
+        return parts | {"absmax": draw.uniform(blocks) * 0.1}
+    outer = draw.uniform(-(-blocks // NESTED_BLOCK)) * 0.01 + 0.01
+    return parts | {"absmax": draw.bytes(blocks, 1).view(-1), "nested_absmax": outer, "offset": draw.values(0.05)}
 
 
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:

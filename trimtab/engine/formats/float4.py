@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
+from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat
 
 # float16 has the bits of e2m1 in the same order, with an exponent that is larger by 14.
 FLOAT16_STEP = 2.0**14
@@ -63,6 +63,19 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device,
         own = {name: packed.parts[name][rows].to(device) for name in ("weight", "scale")}
         out[first - start : rows.stop - start].copy_(exact(own | whole, torch.float32).view(-1, columns).to(packed.dtype))
     return out
+
+
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    """Return rows of the weight, not rounded to its type."""
+    part = {name: one if name == "global" else one[rows.start : rows.stop] for name, one in packed.parts.items()}
+    return exact(part, dtype).view(len(rows), packed.shape[1])
+
+
+def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
+    """Return the parts of an NVFP4 weight whose values are about 0.03."""
+    scale = draw.uniform(rows, form.groups(columns)) * 200 + 1
+    parts = {"weight": draw.bytes(rows, columns // 2), "scale": scale.to(torch.float8_e4m3fn)}
+    return parts | {"global": draw.values(7000.0, 1.0)}
 
 
 def exact(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.formats.float4 import powers
-from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
+from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_format
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat, stored_format
 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
@@ -55,6 +55,21 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device,
         values *= factor if wide == 0 else factor.repeat_interleave(min(wide, columns), dim=1)[:, :columns]
         out[first - start : last - start].copy_(values.to(packed.dtype))
     return out
+
+
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    """Return rows of the weight, not rounded to its type."""
+    (high, wide), scale = stored_format(packed.kind).block, packed.parts["scale"]
+    of_row = torch.arange(rows.start, rows.stop, device=scale.device) // (high or packed.shape[0])
+    of_column = torch.arange(packed.shape[1], device=scale.device) // (wide or packed.shape[1])
+    values = packed.parts["weight"][rows.start : rows.stop].to(torch.float32).to(dtype)
+    return values * scale.to(dtype)[of_row][:, of_column]
+
+
+def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
+    """Return the parts of a weight whose values are about 0.03."""
+    values = (draw.normal(rows, columns) * 100).clamp(-448, 448)
+    return {"weight": values.to(torch.float8_e4m3fn), "scale": draw.uniform(*_scales(form.name, (rows, columns))) * 0.001}
 
 
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
+from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_PARTS, INDEXED, PackedEntry
+from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_PARTS, INDEXED, PackedEntry, StoredFormat
 from trimtab.gguf.architectures import in_order
 
 # Format -> where the scales and minima in float16 are in a block.
@@ -166,6 +166,21 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device,
         found = values(kind, parts)
         out[first - start : last - start].copy_((found if index is None else found[:, index]).to(packed.dtype))
     return out
+
+
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    """Return rows of a weight without an order of columns, computed in float32, not rounded to its type."""
+    return values(packed.kind, {name: part[rows.start : rows.stop] for name, part in packed.parts.items()}).to(dtype)
+
+
+def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
+    """Return the parts of a weight whose values are about 0.03."""
+    size, nbytes = GGML_BLOCKS[form.name]
+    blocks = draw.bytes(rows * columns // size, nbytes)
+    for at in SCALES[form.name]:
+        step = draw.uniform(len(blocks), 1) * (0.01 if size == 32 else 0.0003)
+        blocks[:, at : at + 2] = step.half().view(torch.uint8)
+    return arranged(form.name, blocks.view(rows, -1))
 
 
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Packed, Shell
+from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell
 from trimtab.errors import CheckpointError
 from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat, stored_format
 
@@ -140,6 +140,24 @@ def _fill(out: Tensor, parts: Mapping[str, Tensor], rows: slice, form: StoredFor
         index = parts["index"] if form.has_index else torch.arange(columns, device=data.device) // size
         values.sub_(zero[:, index] if isinstance(zero, Tensor) else zero).mul_(scale[:, index])
     out.copy_(values)
+
+
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    """Return rows of the weight, not rounded to its type. Of 4 bits without an order of columns."""
+    parts, form, part = packed.parts, stored_format(packed.kind), slice(rows.start, rows.stop)
+    data = parts["weight"][part]
+    values = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)[:, : packed.shape[1]].to(dtype)
+    group = torch.arange(packed.shape[1], device=data.device) // (form.group or packed.shape[1])
+    zero = parts["zero"][part].to(dtype)[:, group] if form.has_zero else 8
+    return (values - zero) * parts["scale"][part].to(dtype)[:, group]
+
+
+def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
+    """Return the parts of a weight whose values are about 0.03."""
+    groups = form.groups(columns)
+    scale = draw.uniform(rows, groups) * 0.01
+    parts = {"weight": draw.bytes(rows, columns * form.bits // 8), "scale": scale.to(draw.scale_dtype)}
+    return parts | ({"zero": draw.bytes(rows, groups) & 15} if form.has_zero else {})
 
 
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:

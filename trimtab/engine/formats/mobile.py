@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.formats.packed import Packed, Shell
+from trimtab.engine.formats.packed import Draw, Packed, Shell
 from trimtab.errors import CheckpointError
 from trimtab.formats.mobile import ACTIVATIONS
-from trimtab.formats.record import MOBILE_PIECE_VALUES, MOBILE_VALUES, PackedEntry, stored_format
+from trimtab.formats.record import MOBILE_PIECE_VALUES, MOBILE_VALUES, PackedEntry, StoredFormat, stored_format
 
 LEAST, MOST = -128, 127
 
@@ -53,6 +53,20 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device,
         piece.copy_(_integers(data, bits).view(piece.shape))
         piece.mul_(scale.to(out.dtype)[..., None])
     return out
+
+
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    """Return rows of the weight with its rounded scales, their product not rounded."""
+    part = slice(rows.start, rows.stop)
+    own = {"weight": packed.parts["weight"][part], "scale": packed.parts["scale"][part].to(packed.dtype)}
+    return dequantize(Packed(packed.kind, (len(rows), packed.shape[1]), dtype, own, {}))
+
+
+def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
+    """Return the parts of a weight whose values are about 0.03."""
+    data, step = draw.bytes(rows, columns * form.bits // 8), draw.uniform(rows, form.groups(columns)) * 0.2 / 2**form.bits
+    scales = {"activation": draw.values(0.03, 0.1 * columns**0.5 / 16)} if form.has_rounding else {}
+    return {"weight": data.view(torch.int8) if form.bits == 8 else data, "scale": step} | scales
 
 
 def _integers(data: Tensor, bits: int) -> Tensor:

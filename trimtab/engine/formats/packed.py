@@ -58,6 +58,29 @@ class Packed:
         )
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers for the parts of a weight, on one device. scale_dtype: of scales, where a format leaves it open."""
+
+    generator: torch.Generator
+    scale_dtype: torch.dtype
+
+    def bytes(self, rows: int, columns: int) -> Tensor:
+        count = rows * columns
+        return torch.randint(0, 256, (count,), dtype=torch.uint8, device=self.generator.device, generator=self.generator).view(
+            rows, -1
+        )
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, device=self.generator.device, generator=self.generator)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.generator.device, generator=self.generator)
+
+    def values(self, *values: float) -> Tensor:
+        return torch.tensor(values, device=self.generator.device)
+
+
 class CodeTables:
     """The look-up tables of one loaded model: one copy of each distinct table a device.
 

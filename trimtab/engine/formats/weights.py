@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trimtab.engine.formats import bitsandbytes, float4, float8, ggml, grouped, mobile
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.formats.packed import Packed, PlainShell, Shell, WideShell, is_narrow
+from trimtab.engine.formats.packed import Draw, Packed, PlainShell, Shell, WideShell, is_narrow
 from trimtab.engine.formats.packed import unpacked_shell as packed_shell
-from trimtab.formats.record import Family, PackedEntry, stored_format
+from trimtab.formats.record import Family, PackedEntry, StoredFormat, stored_format
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,17 @@ class WeightFormat:
 
     read: (entry, its file tensors by part on the device where they are computed, dtype) -> the weight; nothing is quantized again.
     dequantize: the weight [D_out, D_in] in its own type, on its device. dequantize_rows: some of its rows, copied to a device
-    first. shell: a layer over the parts where they are, without a copy: a layer over views of a
-    staging buffer computes with the buffer's current content.
+    first. shell: a layer over the parts where they are, without a copy: a layer over views of a staging buffer computes with the
+    buffer's current content. exact_rows: rows of a weight that kernels read, in another type and not rounded to its own: what they
+    are compared with. random_parts: the parts of such a weight.
     """
 
     dequantize: Callable[[Packed], Tensor]
     dequantize_rows: Callable[[Packed, int, int, torch.device], Tensor]
     shell: Callable[[Packed, Tensor | None, torch.dtype], Shell]
     read: Callable[[PackedEntry, Mapping[str, Tensor], torch.dtype], Packed] | None = None
+    exact_rows: Callable[[Packed, range, torch.dtype], Tensor] | None = None
+    random_parts: Callable[[StoredFormat, int, int, Draw], dict[str, Tensor]] | None = None
 
 
 def _plain_shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
@@ -44,7 +47,10 @@ def _head_rows(packed: Packed, start: int, stop: int, device: torch.device) -> T
     return head8.dense(q, scale, packed.dtype)
 
 
-_BITSANDBYTES = WeightFormat(bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read)
+_BITSANDBYTES = WeightFormat(
+    bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read, bitsandbytes.exact_rows,
+    bitsandbytes.random_parts,
+)  # fmt: skip
 FORMATS: Mapping[Family, WeightFormat] = {
     "none": WeightFormat(
         lambda packed: packed.parts["weight"],
@@ -58,11 +64,19 @@ FORMATS: Mapping[Family, WeightFormat] = {
         _head_rows,
         lambda packed, bias, _: head8.Head(packed.parts["weight"], packed.parts["scale"], bias, packed.kernel),
     ),
-    "grouped": WeightFormat(grouped.dequantize, grouped.dequantize_rows, grouped.shell, grouped.read),
-    "mobile": WeightFormat(mobile.dequantize, mobile.dequantize_rows, mobile.shell, mobile.read),
-    "float4": WeightFormat(float4.dequantize, float4.dequantize_rows, float4.shell, float4.read),
-    "float8": WeightFormat(float8.dequantize, float8.dequantize_rows, float8.shell, float8.read),
-    "ggml": WeightFormat(ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read),
+    "grouped": WeightFormat(
+        grouped.dequantize, grouped.dequantize_rows, grouped.shell, grouped.read, grouped.exact_rows, grouped.random_parts
+    ),
+    "mobile": WeightFormat(
+        mobile.dequantize, mobile.dequantize_rows, mobile.shell, mobile.read, mobile.exact_rows, mobile.random_parts
+    ),
+    "float4": WeightFormat(
+        float4.dequantize, float4.dequantize_rows, float4.shell, float4.read, float4.exact_rows, float4.random_parts
+    ),
+    "float8": WeightFormat(
+        float8.dequantize, float8.dequantize_rows, float8.shell, float8.read, float8.exact_rows, float8.random_parts
+    ),
+    "ggml": WeightFormat(ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read, ggml.exact_rows, ggml.random_parts),
 }
 
 
@@ -89,6 +103,23 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
     Only these rows are copied to the device and dequantized.
     """
     return _of(packed.kind).dequantize_rows(packed, start, stop, device)
+
+
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
+    """Return rows [n, D_in] of a weight that kernels read, in a type, not rounded to the weight's own: what they are compared with.
+
+    Errors: AssertionError for a weight of another format, and for rows of bitsandbytes' formats that are not whole blocks.
+    """
+    of_rows = _of(packed.kind).exact_rows
+    assert of_rows is not None, packed.kind
+    return of_rows(packed, rows, dtype)
+
+
+def random_parts(kind: str, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
+    """Return the parts of a weight of random bytes, with values about 0.03. kind: a format that kernels read."""
+    parts_of = _of(kind).random_parts
+    assert parts_of is not None, kind
+    return parts_of(stored_format(kind), rows, columns, draw)
 
 
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:

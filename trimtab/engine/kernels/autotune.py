@@ -23,10 +23,10 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
 from trimtab.engine.cuda.nvrtc import Job
-from trimtab.engine.formats import ggml, mobile
+from trimtab.engine.formats import mobile
 from trimtab.engine.formats.bitsandbytes import quantize
-from trimtab.engine.formats.packed import Packed
-from trimtab.engine.formats.weights import shell
+from trimtab.engine.formats.packed import Draw, Packed
+from trimtab.engine.formats.weights import random_parts, shell
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends
@@ -36,7 +36,7 @@ from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.selfcheck import graph_us, pair_us, relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
-from trimtab.formats.record import GGML_BLOCKS, NESTED_BLOCK, StoredFormat, stored_format
+from trimtab.formats.record import stored_format
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "compile_tried", "graph_us", "jobs", "keep_tuned",
@@ -104,67 +104,23 @@ class RandomWeights:
     """Makes packed weights of random bytes on a device; the code tables are bitsandbytes' own. scale_dtype: of other formats."""
 
     def __init__(self, device: torch.device, *, quant: str = "nf4-dq", scale_dtype: torch.dtype = torch.bfloat16) -> None:
-        self.device, self.nested, self.scale_dtype = device, quant == "nf4-dq", scale_dtype
-        self.generator = torch.Generator(device=device).manual_seed(0)
-        self.codes: Mapping[str, Tensor]
-        if stored_format(quant).family != "codebook":
-            self.kind, self.codes = quant, {}
-            return
-        sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
-        self.kind, self.codes = sample.kind, sample.codes
+        self.quant, self.kind = quant, quant
+        self.draw = Draw(torch.Generator(device=device).manual_seed(0), scale_dtype)
+        self.codes: Mapping[str, Tensor] = {}
+        if stored_format(quant).tables:
+            sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
+            self.kind, self.codes = sample.kind, sample.codes
 
     def make(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Packed:
         """Return a weight [rows, columns] whose values are about 0.03."""
-        blocks, form = rows * columns // BLOCK, stored_format(self.kind)
-        if form.family != "codebook":
-            parts = self._grouped(rows, columns, form)
-            scale = float(parts["activation"][0]) if form.has_rounding else 0.0
-            return Packed(self.kind, (rows, columns), dtype, parts, {}, input_scale=scale)
-        parts = {"weight": self._bytes(rows * columns // 2).view(-1, 1)}
-        if self.nested:
-            outer = torch.rand(-(-blocks // NESTED_BLOCK), device=self.device, generator=self.generator)
-            parts |= {"absmax": self._bytes(blocks), "nested_absmax": outer * 0.01 + 0.01}
-            parts["offset"] = torch.full((1,), 0.05, device=self.device)
-        else:
-            parts["absmax"] = torch.rand(blocks, device=self.device, generator=self.generator) * 0.1
-        return Packed(self.kind, (rows, columns), dtype, parts, self.codes)
-
-    def _grouped(self, rows: int, columns: int, form: StoredFormat) -> dict[str, Tensor]:
-        if form.family == "float8":
-            high, wide = form.block
-            count = (-(-rows // high) if high else 1, -(-columns // wide) if wide else 1)
-            values = torch.randn(rows, columns, device=self.device, generator=self.generator) * 100
-            scale = torch.rand(count, device=self.device, generator=self.generator) * 0.001
-            return {"weight": values.clamp(-448, 448).to(torch.float8_e4m3fn), "scale": scale}
-        if form.family == "mobile":
-            data = self._bytes(rows * columns * form.bits // 8).view(rows, -1)
-            step = torch.rand(rows, form.groups(columns), device=self.device, generator=self.generator) * 0.2 / 2**form.bits
-            given = {"weight": data.view(torch.int8) if form.bits == 8 else data, "scale": step}
-            scales = {"activation": torch.tensor([0.03, 0.1 * columns**0.5 / 16], device=self.device)}
-            return given | (scales if form.has_rounding else {})
-        if form.family == "float4":
-            scale = torch.rand(rows, form.groups(columns), device=self.device, generator=self.generator) * 200 + 1
-            whole = {"global": torch.tensor([7000.0, 1.0], device=self.device)}
-            return {"weight": self._bytes(rows * columns // 2).view(rows, -1), "scale": scale.to(torch.float8_e4m3fn)} | whole
-        if form.family == "ggml":
-            size, nbytes = GGML_BLOCKS[form.name]
-            blocks = self._bytes(rows * columns // size * nbytes).view(-1, nbytes)
-            for at in ggml.SCALES[form.name]:
-                step = torch.rand(len(blocks), 1, device=self.device, generator=self.generator) * (0.01 if size == 32 else 0.0003)
-                blocks[:, at : at + 2] = step.half().view(torch.uint8)
-            return ggml.arranged(form.name, blocks.view(rows, -1))
-        groups = form.groups(columns)
-        scale = torch.rand(rows, groups, device=self.device, generator=self.generator) * 0.01
-        parts = {"weight": self._bytes(rows * columns * form.bits // 8).view(rows, -1), "scale": scale.to(self.scale_dtype)}
-        return parts | ({"zero": self._bytes(rows * groups).view(rows, groups) & 15} if form.has_zero else {})
+        parts = random_parts(self.quant, rows, columns, self.draw)
+        scale = float(parts["activation"][0]) if "activation" in parts else 0.0
+        return Packed(self.kind, (rows, columns), dtype, parts, self.codes, input_scale=scale)
 
     def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
         """Return as many groups of layers over one input as take up `nbytes`, each of different bytes; at least two."""
         count = max(2, min(96, round(nbytes / (sum(rows) * columns * 0.516))))
         return [[self.make(one, columns) for one in rows] for _ in range(count)]
-
-    def _bytes(self, count: int) -> Tensor:
-        return torch.randint(0, 256, (count,), dtype=torch.uint8, device=self.device, generator=self.generator)
 
 
 def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:

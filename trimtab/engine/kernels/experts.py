@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.formats.weights import dequantize, exact_rows
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import can_unpack
@@ -494,7 +494,7 @@ def _exact(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, lora: Ex
             y = torch.cat([stack[expert, rows.start : rows.stop].double() @ x for rows in pieces])
         else:
             own = stack.expert(expert)
-            y = torch.cat([layouts.decoded(own, rows, torch.float64) @ x for rows in pieces])
+            y = torch.cat([exact_rows(own, rows, torch.float64) @ x for rows in pieces])
         if lora is None or lora.changes is None or (slot := int(lora.row_slots[row * len(lora.row_slots) // len(index)])) < 0:
             return y
         for change in (lora.changes[member][slot] for member in members):

@@ -36,6 +36,7 @@ from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, CutKey, LaunchCon
 from trimtab.engine.formats import mobile
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.weights import exact_rows
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
 from trimtab.engine.layers.linear import Leaf
@@ -163,12 +164,12 @@ class LoraColumns:
 
 
 def decoded(packed: Packed, dtype: torch.dtype = torch.float32, *, rows: slice = slice(None)) -> Tensor:
-    """Return the unpacked weight [D_out, D_in] of a 4-bit Packed, or some rows of it; scaled in float32, not rounded.
+    """Return the unpacked weight [D_out, D_in], or some rows of it; not rounded to its type.
 
     Errors: AssertionError if rows are not whole blocks.
     """
     start, stop, _ = rows.indices(packed.shape[0])
-    return layouts.decoded(packed, range(start, stop), dtype)
+    return exact_rows(packed, range(start, stop), dtype)
 
 
 def lora_shrink_torch(x: Tensor, lora: LoraArgs) -> None:

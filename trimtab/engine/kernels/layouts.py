@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.formats import float4, ggml, mobile
+from trimtab.engine.formats import mobile
 from trimtab.engine.formats.packed import Packed
 from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, stored_format
 
@@ -133,46 +133,3 @@ def why_not_parts(packed: Packed) -> str | None:
         if not part.is_contiguous() or part.data_ptr() % (4 if part.numel() == 1 else 16):
             return f"{name} is not contiguous or not aligned to 16 bytes"
     return None
-
-
-def decoded(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
-    """Return rows of a weight [D_out, D_in], exact: not rounded to the weight's type. Errors: AssertionError if rows of
-    bitsandbytes' formats are not whole blocks."""
-    if "absmax" in packed.parts:
-        return _codes(packed, rows, dtype)
-    parts, form, columns = packed.parts, stored_format(packed.kind), packed.shape[1]
-    part = slice(rows.start, rows.stop)
-    if form.family == "mobile":
-        own = {"weight": parts["weight"][part], "scale": parts["scale"][part].to(packed.dtype)}
-        return mobile.dequantize(Packed(packed.kind, (len(rows), columns), dtype, own, {}))
-    if form.family == "ggml":
-        return ggml.values(packed.kind, {name: one[part] for name, one in parts.items()}).to(dtype)
-    if form.family == "float4":
-        whole = {name: one[part] for name, one in parts.items() if name != "global"} | {"global": parts["global"]}
-        return float4.exact(whole, dtype).view(len(rows), columns)
-    if form.family == "float8":
-        high, wide = form.block
-        of_row = torch.arange(rows.start, rows.stop, device=parts["scale"].device) // (high or packed.shape[0])
-        of_column = torch.arange(columns, device=parts["scale"].device) // (wide or columns)
-        return parts["weight"][part].to(torch.float32).to(dtype) * parts["scale"].to(dtype)[of_row][:, of_column]
-    data = parts["weight"][part]
-    values = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)[:, :columns].to(dtype)
-    group = torch.arange(columns, device=data.device) // (form.group or columns)
-    zero = parts["zero"][part].to(dtype)[:, group] if form.has_zero else 8
-    return (values - zero) * parts["scale"][part].to(dtype)[:, group]
-
-
-def _codes(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
-    D_out, D_in = packed.shape
-    start, stop = rows.start, rows.stop
-    assert D_in % packed.blocksize == 0 or (start, stop) == (0, D_out)
-    values = packed.parts["weight"].reshape(-1).view(torch.uint8)[start * D_in // 2 : stop * D_in // 2]
-    code = packed.codes["code"].to(values.device)
-    pairs = torch.stack((code[(values >> 4).int()], code[(values & 15).int()]), dim=1)
-    blocks = torch.arange(start * D_in // packed.blocksize, -(-stop * D_in // packed.blocksize), device=values.device)
-    absmax = packed.parts["absmax"].reshape(-1)[blocks]
-    if "nested_absmax" in packed.parts:
-        outer = packed.parts["nested_absmax"][blocks // packed.nested_blocksize]
-        absmax = torch.addcmul(packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer)
-    scaled = pairs.view(-1, packed.blocksize).to(dtype) * absmax[:, None].to(dtype)
-    return scaled.view(stop - start, D_in)

@@ -500,7 +500,7 @@ class _Filler:
             "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
             "dtype": self.dtype, "store": self.adapter_store, "padding_idx": module.padding_idx,
         }  # fmt: skip
-        if row.stored and stored_format(row.stored).family == "mobile":
+        if row.stored and stored_format(row.stored).has_exact_scale:
             common["exact_scale"] = float(getattr(module, "scalar_embed_scale", 1.0))
         table: tables.Table
         first_rows = int(getattr(module, "padding_idx", None) or 0) + 1

@@ -18,14 +18,7 @@ from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.config_limits import USUAL_CHOSEN
-from trimtab.formats.record import (
-    DEQUANTIZED_BYTES,
-    DEQUANTIZED_VALUES,
-    MOBILE_PIECE_VALUES,
-    MOBILE_VALUES,
-    is_dequantized,
-    stored_format,
-)  # fmt: skip
+from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, is_dequantized, stored_format
 from trimtab.planning.values.blocks import Paid, quant_of, widened_bytes
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES, Work
 from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes
@@ -316,9 +309,7 @@ def _own_bytes(row: ModuleRow, anatomy: Anatomy, quant: str) -> int:
     weight = row.weight
     if weight is None or not row.quantized or not stored_format(row.stored or quant).is_own:
         return 0
-    whole, step = weight.numel, DEQUANTIZED_VALUES
-    if stored_format(row.stored or quant).family == "mobile":
-        whole, step = min(whole, MOBILE_PIECE_VALUES), MOBILE_VALUES
+    whole, step = stored_format(row.stored or quant).at_once(weight.numel)
     return whole * DTYPE_BYTES[anatomy.dtype] + DEQUANTIZED_BYTES * min(whole, step)
 
 

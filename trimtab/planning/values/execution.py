@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.formats.packed import formats_of
-from trimtab.formats.record import GGML_FLOATS, HEAD8, WEIGHT_BLOCK, PackedEntry, packed_bytes, stored_format
+from trimtab.formats.record import HEAD8, WEIGHT_BLOCK, PackedEntry, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
@@ -200,7 +200,7 @@ def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, 
     unpacked there. dtype: in which the model computes."""
     form = stored_format(name)
     rounded = "; inputs and outputs rounded to 8 bits" if form.has_rounding else ""
-    if dtype not in (GGML_FLOATS.get(form.name.removesuffix("-idx"), dtype), "float32"):
+    if form.is_rounded(dtype):
         rounded = f"; its values rounded to {dtype}"
     if are_tables:
         return "the rows of the tokens are dequantized" + rounded
