@@ -10,7 +10,7 @@ from trimtab.planning.memory.activations import Use
 from trimtab.planning.memory.towers import PARTS
 from trimtab.planning.values.blocks import Block, widened_bytes
 from trimtab.planning.values.budget import STAGING_SLOTS, Choice
-from trimtab.planning.values.execution import BlockWork, StepWork, head_bytes, head_rows
+from trimtab.planning.values.execution import EXPERT_LAYER_S, EXPERT_RATE_SHARE, BlockWork, StepWork, head_bytes, head_rows
 
 
 def step_work(
@@ -37,6 +37,10 @@ def step_work(
             continue
         copied = block.movable_bytes if choice.tier == "stream" else 0
         own = block.read_bytes(rows)
+        if reads_packed and block.expert_bytes:
+            others = block.movable_bytes - (0 if block.are_apart else block.expert_bytes)
+            own = others + int(rows * block.expert_bytes * block.expert_share / EXPERT_RATE_SHARE)
+            other_s += EXPERT_LAYER_S
         device, link = device + own + (0 if reads_packed else block.widened_bytes), link + copied
         other_s += choice.step_s if choice.tier == "disk" else 0.0
         one = BlockWork(own, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())

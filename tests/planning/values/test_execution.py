@@ -36,10 +36,10 @@ def card(gib, **extra) -> Machine:
     )  # fmt: skip
 
 
-def plan(gib=8, *, anatomy=E4B, head="full", machine=None, refused="", is_advised=True, **asked) -> Plan:
+def plan(gib=8, *, anatomy=E4B, head="full", machine=None, refused="", is_advised=True, rates=H200, **asked) -> Plan:
     request = LoadRequest(model="m", quant="nf4-dq", head=head, **asked)
     return make_plan(
-        request, anatomy, adapters=ADAPTER, machine=machine or card(gib), rates=H200, head8=with_int8_head(anatomy),
+        request, anatomy, adapters=ADAPTER, machine=machine or card(gib), rates=rates, head8=with_int8_head(anatomy),
         head_refused=refused, is_advised=is_advised,
     )  # fmt: skip
 

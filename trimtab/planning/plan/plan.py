@@ -31,7 +31,7 @@ from trimtab.report import charts
 from trimtab.report.document import Document
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
-PLAN_VERSION = 6
+PLAN_VERSION = 7
 HOMES = ("device", "host", "disk", "file")
 Tree = TypeVar("Tree")
 

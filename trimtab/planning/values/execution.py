@@ -77,6 +77,10 @@ CHECK_PIECE_VALUES = 2**20
 FUSED_LAYER_S = (39e-6, 36e-6)
 FUSED_ROW_SHARE = 0.055
 GRAPH_LINEAR_S = (24e-6, 21e-6)
+# A fused layer with packed experts beyond another: its router and launches. Kernels decode the experts of each row by themselves,
+# at this share of the rate at which memory is read (Gemma 4 26B-A4B, one row and eight on an H200: bench/results/experts.json).
+EXPERT_LAYER_S = 26e-6
+EXPERT_RATE_SHARE = 0.21
 # bitsandbytes' one-row product reads memory at this share of the rate.
 GRAPH_RATE_SHARE = 0.75
 EAGER_KERNELS = (19, 14)
