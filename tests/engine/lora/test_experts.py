@@ -133,6 +133,43 @@ def test_every_tier_answers_as_the_resident_one(tier: str, work: tuple[Path, Pat
     assert max(abs(found[token] - value) for token, value in expected.items()) < NEAR
 
 
+# What PEFT makes of each family: modules that transformers 5 made stacks and bare weights are parameters there.
+KINDS: dict[str, dict[str, Any]] = {
+    "all-linear": {"target_modules": "all-linear"},
+    "dora": {"target_modules": "all-linear", "use_dora": True},
+    "stacks": {"target_modules": ["q_proj"], "target_parameters": BOTH},
+    "experts-of-transformers-4": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "experts-of-Mixtral": {"target_modules": ["q_proj", "w1", "w2", "w3"]},
+    "router": {"target_modules": ["q_proj", "gate", "router"]},
+    "weight-of-a-router": {"target_modules": ["q_proj"], "target_parameters": ["gate.weight", "router.weight"]},
+    "shared-expert": {"target_modules": ["q_proj", "shared_expert.gate_proj", "shared_experts.up_proj", "shared_expert_gate"]},
+}
+MIXTURES = ("qwen3_5_moe", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "gemma4_moe")
+
+
+@pytest.mark.parametrize("family", [MIXTURES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in MIXTURES[1:])])
+def test_all_that_peft_makes_of_a_mixture_answers_as_in_peft(family: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base, made, generator = build(family, tmp_path / "base"), {}, torch.Generator().manual_seed(0)
+    for kind, options in KINDS.items():
+        try:
+            model = get_peft_model(load(base), LoraConfig(r=3, lora_alpha=7, **options))
+        except ValueError:  # which names the module
+            continue
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                if "lora_" in path:
+                    change = 0.1 * torch.randn(parameter.shape, generator=generator)
+                    parameter.copy_(parameter * (1 + change) if "magnitude" in path else change)
+        made[kind] = tmp_path / kind
+        model.save_pretrained(made[kind])
+    assert len(made) >= (2 if family == "gemma4_moe" else 6), sorted(made)  # the others name its towers' wrappers
+    with loaded(base, made) as model:
+        found = {kind: answered(model, kind) for kind in made}
+    assert {kind: gap(found[kind], of_peft(base, folder)) < NEAR for kind, folder in made.items()} == dict.fromkeys(made, True)
+
+
 # Other layouts --------------------------------------------------------------------------------------------------------
 
 
