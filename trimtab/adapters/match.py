@@ -86,7 +86,9 @@ class AdapterSpec:
             size = DTYPE_BYTES[self.model_dtype if target.kind == "saved" else dtype]
             for entry in target.tensors.values():
                 is_shared = target.stack is not None and len(entry.shape) == 3 and entry.shape[0] == 1  # held for each expert
-                shared[entry.tensor_name] = prod(entry.shape) * size * (target.stack.shape[0] if is_shared and target.stack else 1)
+                shared[entry.tensor_name] = (
+                    prod(entry.shape) * size * (len(target.stack.experts) if is_shared and target.stack else 1)
+                )
         return sum(shared.values())
 
     def counts(self) -> dict[str, Any]:

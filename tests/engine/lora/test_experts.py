@@ -264,6 +264,26 @@ def apart(shared: str = "") -> Any:
     return changed
 
 
+def test_a_half_that_all_experts_share_completes_their_pairs(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Megatron-Bridge's `experts.gate_proj.lora_A` [1, R, D_in] beside `experts.3.gate_proj.lora_B`."""
+    base = work[0]
+    expected = with_changes(base, single_adapter(base, tmp_path / "one", 0, ranks=False, experts=(0, 1, 2, 3), shared="A"))
+
+    def halves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        every = apart("A")(tensors)
+        return {key: value for key, value in every.items() if "lora_A" in key} | {
+            key: value for key, value in tensors.items() if "lora_B" in key
+        }
+
+    halved = rewritten(tmp_path / "one", tmp_path / "halves", halves, target_modules="all-linear")
+    with loaded(base, {"halves": halved}) as model:
+        assert gap(answered(model, "halves"), expected) < NEAR
+        shares = {share.name: share for share in model.memory_shares()}
+        assert shares["adapters"].measured_bytes <= 1.05 * shares["adapters"].planned_bytes
+    trimtab.merge(base, tmp_path / "merged", adapters={"one": halved}, check=True)
+    assert float((of_model(load(tmp_path / "merged")) - expected).abs().max()) < NEAR
+
+
 @pytest.mark.parametrize("alias", [0, 1])
 @pytest.mark.parametrize("shared", ["", "A", "B"])
 def test_linear_layers_of_all_experts_have_three_dimensions(
