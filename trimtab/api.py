@@ -265,6 +265,7 @@ def _planned(
     held = 0 if later is None else held_bytes(every.values())
     made = make_plan(
         request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
+        expert_bytes={name: specs[name].nbytes("float32", on_experts=True) for name in request.adapters},
         adapter_stamps={name: files[name].stamps for name in request.adapters}, head_refused=head_refused, machine=machine,
         rates=rates, checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),

@@ -12,6 +12,7 @@ Known layouts, with a pair A [R, D_in], B [D_out, R] for each expert:
   shared by all experts, [1, ...]. With two dimensions: refused.
 - `experts.N.gate_proj` and `w1`, `w2`, `w3`: one pair for a linear layer of one expert, as PEFT wrote before transformers 5 and
   vLLM reads. Gate and up are halves of `gate_up_proj`, each with its own A.
+- The shared half of the former, [1, ...], with the other half of each expert of the latter (Megatron-Bridge).
 - `experts.gate_up_projs.N` and `down_projs.N`: the same for the matrices of a stack, in gpt-oss checkpoints of Unsloth in 4 bits.
 
 Source: PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (update_layer, get_delta_weight), tuners/tuners_utils.py,
@@ -202,6 +203,7 @@ class StackBuilder:
         for option in ("use_dora", "lora_bias", "fan_in_fan_out"):
             if self.config.get(option) and (self._whole or self._named or (self._single and option != "fan_in_fan_out")):
                 problems.append(f"{option}: PEFT has no such adapter on stacks of experts (target_parameters)")
+        self._share_halves()
         spelled = [f"{own_path(keys.path)}.{name}" for module, keys in self._all_whole() for name in _stacks_of(rows[module])]
         own = dict.fromkeys(own_path(keys.path) for keys in self._single.values())
         every = self._of_all_experts(rows)
@@ -219,6 +221,20 @@ class StackBuilder:
             )
         yield from self._whole_targets(rows, rules, problems)
         yield from self._single_targets(rows, rules, problems)
+
+    def _share_halves(self) -> None:
+        """Give pairs of single experts the half that all of them share."""
+        for (module, name, outputs), keys in list(self._named.items()):
+            role, key = next(iter(keys.roles.items()))
+            shape, any_outputs = self._entry(keys, role).shape, outputs == _WHOLE and name == "down_proj"
+            own = [
+                one for (of, stack, ends, _), one in self._single.items()
+                if (of, stack) == (module, name) and (any_outputs or ends == outputs) and role not in one.roles
+            ]  # fmt: skip
+            if len(keys.roles) == 1 and len(shape) == 3 and shape[0] == 1 and own:
+                del self._named[module, name, outputs]
+                for one in own:
+                    one.roles[role] = key
 
     def _of_all_experts(self, rows: Mapping[str, ModuleRow]) -> dict[str, bool]:
         """Return the paths, in all experts of a module, of the layers that the file adapts in one of them, each with whether
@@ -341,7 +357,7 @@ class StackBuilder:
                 problems.append(f"{path}: {'; '.join(words) or 'lora_A or lora_B is missing'}")
                 continue
             A, B = (self._entry(keys, role) for role in "AB")
-            if (A.shape, B.shape) != ((rank, wide), (high, rank)):
+            if A.shape not in ((rank, wide), (1, rank, wide)) or B.shape not in ((high, rank), (1, high, rank)):
                 problems.append(
                     f"{path}: lora_A {list(A.shape)} and lora_B {list(B.shape)}, expected {[rank, wide]} and {[high, rank]} (rank "
                     f"{rank}, {module}.{name} is {list(tensor.shape)})"

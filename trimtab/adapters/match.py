@@ -76,17 +76,19 @@ class AdapterSpec:
     notes: tuple[str, ...] = ()
     idle: Mapping[str, list[Any]] = field(default_factory=dict)
 
-    def nbytes(self, dtype: str) -> int:
-        """Return the device memory of the attached adapter with its LoRA tensors in `dtype`.
+    def nbytes(self, dtype: str, *, on_experts: bool = False) -> int:
+        """Return the device memory of the attached adapter with its LoRA tensors in `dtype`; on_experts: of its part on stacks.
 
         An upper bound: a saved weight that equals the base weight is not kept.
         """
         shared: dict[str, int] = {}
-        for target in self.targets:
+        for target in self.targets if not on_experts else (one for one in self.targets if one.stack is not None):
             size = DTYPE_BYTES[self.model_dtype if target.kind == "saved" else dtype]
             for entry in target.tensors.values():
                 is_shared = target.stack is not None and len(entry.shape) == 3 and entry.shape[0] == 1  # held for each expert
-                shared[entry.tensor_name] = prod(entry.shape) * size * (target.stack.shape[0] if is_shared and target.stack else 1)
+                shared[entry.tensor_name] = (
+                    prod(entry.shape) * size * (len(target.stack.experts) if is_shared and target.stack else 1)
+                )
         return sum(shared.values())
 
     def counts(self) -> dict[str, Any]:

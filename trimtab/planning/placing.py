@@ -61,7 +61,8 @@ class Known:
 class Given:
     """What all candidates for one request have in common. Fields are arguments of `make_plan`.
 
-    is_explained: whether an error names the sufficient budget, which needs a further search.
+    expert_bytes: of the adapters' parts on experts, which no graph of a prompt copies. is_explained: whether an error
+    names the sufficient budget, which needs a further search.
     """
 
     request: LoadRequest
@@ -75,6 +76,7 @@ class Given:
     head_refused: str
     held_bytes: int
     media: MediaMemory
+    expert_bytes: Mapping[str, int] = field(default_factory=dict)
     known: Known = field(default_factory=Known)
     is_explained: bool = True
 
@@ -109,6 +111,7 @@ class _Planner:
     def __init__(self, given: Given, way: Way) -> None:
         self.given, self.way, self.machine, self.rates = given, way, given.machine, given.rates
         self.mode, self.captures_prompts, self.adapter_sizes = way.mode, way.captures_prompts, dict(given.adapters)
+        self.expert_bytes = given.expert_bytes
         self.media, self.held_bytes = given.media, given.held_bytes
         self.anatomy = anatomy = way.anatomy
         self.request = request = replace(given.request, head=way.head, quant=quant_of(anatomy, given.request.quant))
@@ -293,7 +296,7 @@ class _Planner:
             if not self.chunks:
                 return {}
             return uncaptured_bytes(self.anatomy, self.chunks, quant=self.request.quant, has_adapters=bool(self.adapter_sizes))
-        sizes = self.adapter_sizes.values()
+        sizes = [size - self.expert_bytes.get(name, 0) for name, size in self.adapter_sizes.items()]
         is_switched = len(sizes) > 1 or self.use.batch > 1
         return prompt_bytes(
             self.anatomy, self.use, self.chunks, quant=self.request.quant,

@@ -61,13 +61,15 @@ def make_plan(
     held_bytes: int = 0,
     media: MediaMemory = NO_MEDIA,
     anatomy_of: Callable[[LoadRequest], Anatomy | None] | None = None,
+    expert_bytes: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the placement and the execution with the least expected seconds within the request's budgets.
 
-    adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known. head8: the
-    anatomy with an 8-bit output head, for a request that leaves the head to the plan; head_refused: why it must stay
-    full. is_advised: whether an error names the change that helps most, which needs more plans. anatomy_of: makes the
-    anatomy of a request with another head or format, for that; None: no such change is tried, or only with `head8`.
+    adapters: name -> bytes on the execution device; expert_bytes: those of them that change experts. disk_free_bytes: of
+    the spill folder, None if not known. head8: the anatomy with an 8-bit output head, for a request that leaves the head
+    to the plan; head_refused: why it must stay full. is_advised: whether an error names the change that helps most, which
+    needs more plans. anatomy_of: makes the anatomy of a request with another head or format, for that; None: no such
+    change is tried, or only with `head8`.
     held_bytes: of adapters that stay in host memory, as a server keeps them. media: host memory of a server's images
     and audio.
     Errors: RequestError for placements that cannot be followed and executions that are unavailable, DoesNotFitError
@@ -76,7 +78,7 @@ def make_plan(
     given = Given(
         request=request, anatomy=first_equal(anatomy), adapters=adapters, machine=machine, rates=rates,
         disk_free_bytes=disk_free_bytes, chunk_tokens=prefill_chunk_tokens, head8=None if head8 is None else first_equal(head8),
-        head_refused=head_refused, held_bytes=held_bytes, media=media,
+        head_refused=head_refused, held_bytes=held_bytes, media=media, expert_bytes=expert_bytes or {},
     )  # fmt: skip
     try:
         plan = Candidates(given).best()

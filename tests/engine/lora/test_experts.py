@@ -133,6 +133,43 @@ def test_every_tier_answers_as_the_resident_one(tier: str, work: tuple[Path, Pat
     assert max(abs(found[token] - value) for token, value in expected.items()) < NEAR
 
 
+# What PEFT makes of each family: modules that transformers 5 made stacks and bare weights are parameters there.
+KINDS: dict[str, dict[str, Any]] = {
+    "all-linear": {"target_modules": "all-linear"},
+    "dora": {"target_modules": "all-linear", "use_dora": True},
+    "stacks": {"target_modules": ["q_proj"], "target_parameters": BOTH},
+    "experts-of-transformers-4": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "experts-of-Mixtral": {"target_modules": ["q_proj", "w1", "w2", "w3"]},
+    "router": {"target_modules": ["q_proj", "gate", "router"]},
+    "weight-of-a-router": {"target_modules": ["q_proj"], "target_parameters": ["gate.weight", "router.weight"]},
+    "shared-expert": {"target_modules": ["q_proj", "shared_expert.gate_proj", "shared_experts.up_proj", "shared_expert_gate"]},
+}
+MIXTURES = ("qwen3_5_moe", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "gemma4_moe")
+
+
+@pytest.mark.parametrize("family", [MIXTURES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in MIXTURES[1:])])
+def test_all_that_peft_makes_of_a_mixture_answers_as_in_peft(family: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base, made, generator = build(family, tmp_path / "base"), {}, torch.Generator().manual_seed(0)
+    for kind, options in KINDS.items():
+        try:
+            model = get_peft_model(load(base), LoraConfig(r=3, lora_alpha=7, **options))
+        except ValueError:  # which names the module
+            continue
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                if "lora_" in path:
+                    change = 0.1 * torch.randn(parameter.shape, generator=generator)
+                    parameter.copy_(parameter * (1 + change) if "magnitude" in path else change)
+        made[kind] = tmp_path / kind
+        model.save_pretrained(made[kind])
+    assert len(made) >= (2 if family == "gemma4_moe" else 6), sorted(made)  # the others name its towers' wrappers
+    with loaded(base, made) as model:
+        found = {kind: answered(model, kind) for kind in made}
+    assert {kind: gap(found[kind], of_peft(base, folder)) < NEAR for kind, folder in made.items()} == dict.fromkeys(made, True)
+
+
 # Other layouts --------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +262,26 @@ def apart(shared: str = "") -> Any:
         return {key: value[:1] if shared and f"lora_{shared}" in key else value for key, value in pairs.items()}
 
     return changed
+
+
+def test_a_half_that_all_experts_share_completes_their_pairs(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Megatron-Bridge's `experts.gate_proj.lora_A` [1, R, D_in] beside `experts.3.gate_proj.lora_B`."""
+    base = work[0]
+    expected = with_changes(base, single_adapter(base, tmp_path / "one", 0, ranks=False, experts=(0, 1, 2, 3), shared="A"))
+
+    def halves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        every = apart("A")(tensors)
+        return {key: value for key, value in every.items() if "lora_A" in key} | {
+            key: value for key, value in tensors.items() if "lora_B" in key
+        }
+
+    halved = rewritten(tmp_path / "one", tmp_path / "halves", halves, target_modules="all-linear")
+    with loaded(base, {"halves": halved}) as model:
+        assert gap(answered(model, "halves"), expected) < NEAR
+        shares = {share.name: share for share in model.memory_shares()}
+        assert shares["adapters"].measured_bytes <= 1.05 * shares["adapters"].planned_bytes
+    trimtab.merge(base, tmp_path / "merged", adapters={"one": halved}, check=True)
+    assert float((of_model(load(tmp_path / "merged")) - expected).abs().max()) < NEAR
 
 
 @pytest.mark.parametrize("alias", [0, 1])

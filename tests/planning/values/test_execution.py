@@ -51,6 +51,15 @@ def off_device(made: Plan) -> int:
 # Modes --------------------------------------------------------------------------------------------------------------------
 
 
+def test_prompts_copy_no_part_of_an_adapter_that_changes_experts():
+    request = LoadRequest(model="m", quant="nf4-dq", head="full", batch=2)
+    made = [
+        make_plan(request, E4B, adapters=ADAPTER, machine=card(24), rates=H200, expert_bytes=bytes_of).execution.prompt.bytes
+        for bytes_of in (None, {"a": 80_000_000})
+    ]
+    assert made[0]["adapter_copy"] - made[1]["adapter_copy"] == 80_000_000
+
+
 def test_steps_are_fused_where_model_card_and_format_allow_it():
     step = plan().execution.step
     assert step.mode == "fused" and step.reason.startswith("its decoder is described: trimtab's kernels")

@@ -46,7 +46,7 @@ def _first(module: nn.Module) -> str:
 def matrices(stack: Stack, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return A [n, R, D_in] and B [n, D_out, R] of the stack's experts that have a pair. tensors: by role, as in the file."""
     if "A" not in tensors:
-        A, B = (torch.stack([tensors[f"{role}.{expert}"] for expert in stack.experts]) for role in "AB")
+        A, B = (torch.stack([tensors[f"{role}.{expert}"].flatten(0, -2) for expert in stack.experts]) for role in "AB")
         return A, B
     A, B, count = tensors["A"], tensors["B"], len(stack.experts)
     if A.dim() == 2:
