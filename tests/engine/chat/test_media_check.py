@@ -51,7 +51,7 @@ def test_every_family_is_in_these_tests():
         assert (getattr(config, "audio_config", None) is not None) == (family in HEARING), family
 
 
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", [*SEEING, "qwen3_5_vl"])
 def test_every_picture_is_refused_by_name_or_read(family, monkeypatch):
     model = pico.make_model(family)
 
