@@ -400,9 +400,10 @@ def inputs(family: str, model_config: Any, *, seed: int = 0) -> dict[str, Tensor
     image_tokens = audio_tokens = 0
     if family.startswith("gemma4"):
         media, image_tokens = _patches(generator, model_config.vision_config)
-    elif family in ("gemma3", "mistral3"):
+    elif family in ("gemma3", "mistral3", "llava", "internvl"):
         size = model_config.vision_config.image_size
-        media["pixel_values"], image_tokens = torch.randn(1, 3, size, size, generator=generator), 4
+        size = size if isinstance(size, int) else size[0]
+        media["pixel_values"], image_tokens = torch.randn(1, 3, size, size, generator=generator), 1 if family == "internvl" else 4
         if family == "mistral3":
             media["image_sizes"] = torch.tensor([[size, size]])
     elif family.endswith("_vl"):
@@ -418,7 +419,7 @@ def inputs(family: str, model_config: Any, *, seed: int = 0) -> dict[str, Tensor
     ids = torch.cat([text[:4], torch.tensor(picture + sound, dtype=torch.long), text[4:]]).unsqueeze(0)
     types = (ids == IMAGE).long() + 3 * (ids == AUDIO).long()
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | media
-    if image_tokens and family != "mistral3":
+    if image_tokens and family not in ("mistral3", "llava", "internvl"):
         found["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = types
     return found
 

@@ -52,16 +52,6 @@ def prompt_of(model, *parts):
     return Inputs(tensors, len(tokens), tuple(tokens), has_media=bool(grids))
 
 
-def expected(theirs, inputs, token_ids):
-    """Return stock's scores of the next token, behind a prompt and the answer to it so far."""
-    more = torch.tensor([token_ids[inputs.prompt_tokens :]], dtype=torch.long)
-    tensors = dict(inputs.tensors)
-    for name, rest in (("input_ids", more), ("attention_mask", torch.ones_like(more)), ("mm_token_type_ids", more * 0)):
-        if name in tensors:
-            tensors[name] = torch.cat([tensors[name], rest], dim=1)
-    return stock.logits(theirs, tensors)[0, -1]
-
-
 PROMPTS = {
     "several images, towers": ("all", (3, WIDE, 5, SMALL, 2)), "text": ("text", (21,)), "image, then text": (None, (SMALL, 30)),
     "text, then image": ("all", (7, WIDE)), "image of the base": (None, (2, SMALL, 3)),
@@ -90,14 +80,14 @@ def test_mixed_rows_with_images_say_what_stock_says(family, way, request, tmp_pa
             while not prompt.step():
                 pass
             assert (way == "transformers") != batch.prompts.holds(prompt)
-            assert differ(prompt.logits, expected(stocks[adapter], inputs, inputs.token_ids)) < TOLERANCE
+            assert differ(prompt.logits, stock.next_logits(stocks[adapter], inputs.tensors, inputs.token_ids)) < TOLERANCE
             rows.append((batch.join(prompt).row, inputs, adapter))
         for step in range(4):
             if step == 2:  # the last row takes the place of one that leaves
                 batch.leave(rows.pop(1)[0])
             found = batch.logits()
             for row, inputs, adapter in rows:
-                wanted = expected(stocks[adapter], inputs, row.token_ids)
+                wanted = stock.next_logits(stocks[adapter], inputs.tensors, row.token_ids)
                 assert differ(found[row.number], wanted) < TOLERANCE, (step, inputs.token_ids)
                 row.token_ids.append(int(wanted.argmax()))
             batch.write_last_tokens()
