@@ -29,6 +29,7 @@ UNUSABLE = [
     ("qwen2_5_vl", SECTIONS, [4, 6, 5], "its mrope_section is [4, 6, 5]"),
     ("qwen3_vl", SECTIONS, [8, 8], "its mrope_section is [8, 8]"),
     ("qwen3_5_vl", SECTIONS, None, "its mrope_section is None"),
+    ("ministral3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}, "it has no llama_4_scaling_beta"),
     ("qwen3_5_vl", "linear_num_key_heads", 3, "linear_attn.in_proj_qkv.weight is [256, 64], the model's is [320, 64]"),
 ]
 
@@ -56,7 +57,6 @@ def test_a_config_that_no_class_can_compute_is_refused_by_the_plan(family, field
 # What the modules compute, and no description: how a plan for a GPU has it, with the reason.
 FALLBACKS = [
     ("qwen3", "hidden_act", "relu", "its activation is relu"),
-    ("ministral3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}, "its configuration has no llama_4_scaling_beta"),
     ("gemma3n", "vocab_size", pico.VOCABULARY, "its layers keep several residuals"),
 ]
 

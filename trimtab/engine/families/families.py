@@ -55,7 +55,7 @@ def describe(hf_model: HFModel) -> Decoder:
             except AttributeError as exc:
                 raise UndescribedError(f"its {type(exc.obj).__name__} has no {exc.name}") from exc
             except KeyError as exc:
-                raise UndescribedError(f"its configuration has no {exc.args[0]}") from exc
+                raise UnusableConfigError(f"it has no {exc.args[0]}") from exc
     raise UndescribedError(f"there is no description of {type(hf_model).__name__}")
 
 
