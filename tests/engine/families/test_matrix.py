@@ -16,12 +16,15 @@ import torch
 
 import trimtab
 from tests import pico, stock
+from tests.engine.loader.test_load import OLD
 from tests.engine.prefill.test_prefill import differ, ids, picture
 from tests.long_runs import skip_without_rings, slow_on_cpu
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
+
+pytestmark = pytest.mark.skipif(OLD, reason="its modules differ from the descriptions")
 
 FAMILIES = (*pico.FAMILIES, *pico._OTHERS)
 TIERS = ("resident", "stream", "disk", "host", "gather")

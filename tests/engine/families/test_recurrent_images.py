@@ -15,6 +15,7 @@ from PIL import Image
 import trimtab
 from tests import pico, stock, talking_families
 from tests.engine.decode.test_graphs import replayed  # noqa: F401 - a fixture
+from tests.engine.loader.test_load import OLD
 from tests.engine.prefill import test_encoder_cache, test_prefill, test_prefix_cache
 from tests.engine.prefill.test_prefill import differ, ids
 from tests.engine.prefill.test_prefix_cache import BATCHES, keeping, told
@@ -25,6 +26,8 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.engine import LoadedEngine
+
+pytestmark = pytest.mark.skipif(OLD, reason="its modules differ from the descriptions")
 
 FAMILIES = ["qwen3_5_vl", pytest.param("qwen3_5_moe_vl", marks=pytest.mark.slow)]
 # float32: attention and the delta rule add in another order, a block of 64 tokens or one token at a time (largest seen: 3e-6).
