@@ -374,6 +374,8 @@ def _value(path: str, tensor: Tensor, depth: int, generator: torch.Generator, *,
         return 2 + noise.abs()
     if re.search(r"\.(q|k)_norm\.weight$", path) and not unit_scores:
         return tensor.float() / 16 * (1 + 0.1 * noise)  # attention without 1/sqrt(d): keep it far from one-hot
+    if path.endswith("A_log"):
+        return 0.5 * noise - 3  # states that remember: a norm of one token's product with itself is a sign
     if "norm" in path or tensor.dim() < 2:
         return tensor.float() + 0.05 * noise
     if "embed_tokens" in path or "position_embedding" in path or "pos_embed" in path:
