@@ -164,19 +164,29 @@ def _qwen3() -> Any:
     return Qwen3Config(**_TEXT, tie_word_embeddings=True)
 
 
-def _qwen3_5() -> Any:
-    from transformers import Qwen3_5TextConfig
+def _qwen3_5(name: str = "", *, has_images: bool = False) -> Any:
+    """Name: "Moe" for a mixture. With images, several values of a head turn along each axis."""
+    import transformers
 
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    return Qwen3_5TextConfig(**_TEXT | {"num_hidden_layers": 4, "tie_word_embeddings": False} | linear)
-
-
-def _qwen3_5_moe() -> Any:
-    from transformers import Qwen3_5MoeTextConfig
-
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
-    return Qwen3_5MoeTextConfig(**_TEXT | {"num_hidden_layers": 4, "tie_word_embeddings": False} | linear | experts)
+    text: dict[str, Any] = _TEXT | {
+        "num_hidden_layers": 4, "tie_word_embeddings": False, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    }  # fmt: skip
+    if name:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2}
+        text |= {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
+    if not has_images:
+        return getattr(transformers, f"Qwen3_5{name}TextConfig")(**text)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+    rope["mrope_interleaved"] = True
+    vision = {
+        "depth": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2, "out_hidden_size": WIDTH,
+        "num_position_embeddings": 16, "patch_size": 8,
+    }  # fmt: skip
+    return getattr(transformers, f"Qwen3_5{name}Config")(
+        text_config=text | {"rope_parameters": rope}, vision_config=vision,
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END,
+    )  # fmt: skip
 
 
 _GROWING = {
@@ -281,7 +291,9 @@ _OTHERS = {
             _text, "Granite", embedding_multiplier=12.0, attention_multiplier=0.1, residual_multiplier=0.22, logits_scaling=8.0
         ),
     ),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", _qwen3_5_moe),
+    "qwen3_5_vl": ("Qwen3_5ForConditionalGeneration", partial(_qwen3_5, has_images=True)),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", partial(_qwen3_5, "Moe")),
+    "qwen3_5_moe_vl": ("Qwen3_5MoeForConditionalGeneration", partial(_qwen3_5, "Moe", has_images=True)),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         partial(
@@ -362,6 +374,8 @@ def _value(path: str, tensor: Tensor, depth: int, generator: torch.Generator, *,
         return 2 + noise.abs()
     if re.search(r"\.(q|k)_norm\.weight$", path) and not unit_scores:
         return tensor.float() / 16 * (1 + 0.1 * noise)  # attention without 1/sqrt(d): keep it far from one-hot
+    if path.endswith("A_log"):
+        return 0.5 * noise - 3  # states that remember: a norm of one token's product with itself is a sign
     if "norm" in path or tensor.dim() < 2:
         return tensor.float() + 0.05 * noise
     if "embed_tokens" in path or "position_embedding" in path or "pos_embed" in path:
@@ -388,12 +402,13 @@ def inputs(family: str, model_config: Any, *, seed: int = 0) -> dict[str, Tensor
     image_tokens = audio_tokens = 0
     if family.startswith("gemma4"):
         media, image_tokens = _patches(generator, model_config.vision_config)
-    elif family in ("gemma3", "mistral3"):
+    elif family in ("gemma3", "mistral3", "llava", "internvl"):
         size = model_config.vision_config.image_size
-        media["pixel_values"], image_tokens = torch.randn(1, 3, size, size, generator=generator), 4
+        size = size if isinstance(size, int) else size[0]
+        media["pixel_values"], image_tokens = torch.randn(1, 3, size, size, generator=generator), 1 if family == "internvl" else 4
         if family == "mistral3":
             media["image_sizes"] = torch.tensor([[size, size]])
-    elif family in ("qwen2_5_vl", "qwen3_vl"):
+    elif family.endswith("_vl"):
         vision = model_config.vision_config
         pixels = torch.randn(16, 3 * vision.temporal_patch_size * vision.patch_size**2, generator=generator)
         media, image_tokens = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}, 4
@@ -406,7 +421,7 @@ def inputs(family: str, model_config: Any, *, seed: int = 0) -> dict[str, Tensor
     ids = torch.cat([text[:4], torch.tensor(picture + sound, dtype=torch.long), text[4:]]).unsqueeze(0)
     types = (ids == IMAGE).long() + 3 * (ids == AUDIO).long()
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | media
-    if image_tokens and family != "mistral3":
+    if image_tokens and family not in ("mistral3", "llava", "internvl"):
         found["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = types
     return found
 
@@ -422,7 +437,8 @@ def _patches(generator: torch.Generator, vision: Any) -> tuple[dict[str, Tensor]
 # Adapters -------------------------------------------------------------------------------------------------------------
 
 _PROJECTIONS = r"(q|k|v|o|gate|up|down)_proj"
-_LANGUAGE = rf"model\.(language_model\.)?layers\.\d+\.(self_attn|mlp)\.{_PROJECTIONS}"
+_RECURRENT = r"linear_attn\.(in_proj_\w+|out_proj)"
+_LANGUAGE = rf"model\.(language_model\.)?layers\.\d+\.((self_attn|mlp|mlp\.shared_expert)\.{_PROJECTIONS}|{_RECURRENT})"
 _TOWERS = r"model\.(vision_tower|visual|audio_tower|embed_vision|embed_audio|multi_modal_projector)\..+"
 
 
@@ -456,8 +472,8 @@ def _adapter(
     """Write an adapter into a new folder.
 
     targets: "text" is every attention and MLP projection of the language model; "all" also every Linear of towers and
-    connectors, inside Gemma 4's wrappers by their inner `.linear`. bias: lora_bias. embeddings: LoRA on embed_tokens
-    too.
+    connectors, inside Gemma 4's wrappers by their inner `.linear`; else a pattern of paths. bias: lora_bias. embeddings: LoRA
+    on embed_tokens too.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -483,12 +499,15 @@ def _load(folder: Path) -> Any:
 
 
 def _targets(model: Any, targets: str, embeddings: bool) -> str | list[str]:
+    if targets not in ("text", "all"):
+        return targets
     if not any(re.match(_TOWERS, path) for path, _ in model.named_modules()):
         # PEFT turns MLP names of a model with fused experts into adapters on 3-D parameters.
         fused = any(parameter.dim() == 3 for parameter in model.parameters())
         names = [f"{name}_proj" for name in ("qkvo" if fused else ("q", "k", "v", "o", "gate", "up", "down"))]
         there = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-        names += [name for name in ("qkv_proj", "gate_up_proj") if name in there]
+        more = ("qkv_proj", "gate_up_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+        names += [name for name in more if name in there]
         return [*names, "embed_tokens"] if embeddings else names
     wanted = {"text": _LANGUAGE, "all": f"{_LANGUAGE}|{_TOWERS}"}[targets]
     # Exact class: a subclass such as the output projection of nn.MultiheadAttention is read from outside its forward.

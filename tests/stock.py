@@ -32,3 +32,14 @@ def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return [B, S, V] of one forward pass."""
     with torch.no_grad():
         return model(**inputs).logits
+
+
+def next_logits(model: Any, inputs: dict[str, torch.Tensor], token_ids: list[int]) -> torch.Tensor:
+    """Return the scores [V] behind a prompt of one row and the tokens that follow it, in one pass. token_ids: of both."""
+    more = torch.tensor([token_ids[inputs["input_ids"].shape[1] :]], dtype=torch.long)
+    tensors = dict(inputs)
+    for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+        if name in tensors:
+            rest = more if name == "input_ids" else torch.full_like(more, int(name == "attention_mask"))
+            tensors[name] = torch.cat([tensors[name], rest.to(tensors[name])], dim=1)
+    return logits(model, tensors)[0, -1].float()

@@ -130,7 +130,7 @@ _MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("an", "d"), ("{}", 
 
 
 def _kind(family: str) -> tuple[dict[str, Any], str, dict[str, str], dict[str, str], str]:
-    return KINDS["gemma4" if family.startswith("gemma4") else family]
+    return KINDS["gemma4" if family.startswith("gemma4") else "qwen3_vl" if family.startswith("qwen3_5") else family]
 
 
 @cache
@@ -195,7 +195,7 @@ def save(family: str, folder: Path) -> Path:
     elif family == "mistral3":
         image = PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 16, "width": 16})
         processor = {"processor_class": "PixtralProcessor", "patch_size": 16, "spatial_merge_size": 2}
-    elif family in ("qwen2_5_vl", "qwen3_vl"):
+    elif family.endswith("_vl"):
         image = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=256, max_pixels=64 * 64)
         names = ("Qwen2_5_VLProcessor", "Qwen2VL") if family == "qwen2_5_vl" else ("Qwen3VLProcessor", "Qwen3VL")
         video = {"video_processor_type": f"{names[1]}VideoProcessor"}

@@ -68,9 +68,10 @@ def test_tables_equal_pefts_merge(family: str, variant: str, tmp_path: Path) -> 
     compare(family, base, adapter, tmp_path / "out", limit=FLOAT32_ULPS.get(variant, 0))
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in long_runs.FIRST else long_runs.slow_on_cpu(name) for name in pico.FAMILIES if name != "gemma4"]
-)
+OTHERS = [name for name in (*pico.FAMILIES, *pico._OTHERS) if name != "gemma4"]
+
+
+@pytest.mark.parametrize("family", [name if name in long_runs.FIRST else long_runs.slow_on_cpu(name) for name in OTHERS])
 def test_every_family_equals_pefts_merge_bit_for_bit(family: str, tmp_path: Path) -> None:
     base = pico.build(family, tmp_path / "base", dtype="float32", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", targets="all")

@@ -124,6 +124,7 @@ class LoadedModel(Asking):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 check_kv(plan.request.kv, self.anatomy)  # the plan may be an edited file
                 guard_towers(self._loaded.hf_model)
+                self._loaded.left_out |= kept_batch.compared(self)
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
                 if plan.request.prefix_cache_bytes:
@@ -458,7 +459,7 @@ class LoadedModel(Asking):
         # Graphs captured while loading stay as they are when the other model is closed.
         attention = self._why_without_cudnn() or self._attention_at_load
         loaded |= {} if attention is None else {"cuDNN's attention": attention}
-        return (*(Fallback(what, why) for what, why in loaded.items()), *self.own_fallbacks, *own)
+        return tuple(dict.fromkeys((*(Fallback(what, why) for what, why in loaded.items()), *self.own_fallbacks, *own)))
 
     def rows(self) -> Batch | None:
         """Return the batch that `answer` and `generate` decode with, None where transformers' own generation decodes.

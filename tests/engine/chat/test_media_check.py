@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests import pico, talking_families
 from tests.engine.chat.test_control_tokens import asked
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths
+from trimtab.engine.loader.processor import load_processor
 from trimtab.errors import CheckpointError, RequestError
 
 SIZES = [
@@ -51,7 +53,7 @@ def test_every_family_is_in_these_tests():
         assert (getattr(config, "audio_config", None) is not None) == (family in HEARING), family
 
 
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", [*SEEING, "qwen3_5_vl"])
 def test_every_picture_is_refused_by_name_or_read(family, monkeypatch):
     model = pico.make_model(family)
 
@@ -96,6 +98,27 @@ def test_a_processor_that_drops_media_is_an_error():
     wrong = copy.copy(asked("mistral3"))
     wrong.__dict__["processor"] = talking_families.tokenizer("mistral3")
     with pytest.raises(CheckpointError, match="ignores images and audio") as caught:
+        chat.prepare(wrong, "What is it?", images=[Image.new("RGB", (64, 64))])
+    assert "processor_config.json" in caught.value.hint
+
+
+@pytest.mark.parametrize(("family", "field", "value", "words"), [
+    ("qwen3_5_vl", "merge_size", 1, "64 tokens, the model reads 16 tokens"),
+    ("qwen2_5_vl", "merge_size", 4, "4 tokens, the model reads 16 tokens"),
+    ("qwen3_vl", "patch_size", 16, "1536 values, the model reads 384 values"),
+    ("qwen3_vl", "temporal_patch_size", 1, "192 values, the model reads 384 values"),
+    ("gemma3", "size", {"height": 28, "width": 28}, "28 x 28 values, the model reads 56 x 56 values"),
+    ("gemma3", "image_seq_length", 9, "9 tokens, the model reads 4 tokens"),
+])  # fmt: skip
+def test_a_processor_of_another_model_is_an_error(family, field, value, words, tmp_path):
+    """Its images have other patches, or other places in the prompt, than the model's."""
+    folder = talking_families.save(family, pico.build(family, tmp_path))
+    settings = json.loads((folder / "processor_config.json").read_text())
+    (settings if field in settings else settings["image_processor"])[field] = value
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    wrong = copy.copy(asked(family))
+    wrong.__dict__["processor"] = load_processor(folder)
+    with pytest.raises(CheckpointError, match=words) as caught:
         chat.prepare(wrong, "What is it?", images=[Image.new("RGB", (64, 64))])
     assert "processor_config.json" in caught.value.hint
 

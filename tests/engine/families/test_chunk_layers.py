@@ -122,8 +122,7 @@ def test_rows_of_a_pass_have_their_own_adapters_in_routers(tmp_path, monkeypatch
     """Experts take the tokens of all rows as one; what adds adapters by row must see the rows: Gemma 4's router has a linear."""
     monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 16)
     base = pico.build("gemma4_moe", tmp_path / "base")
-    monkeypatch.setattr(pico, "_targets", lambda *_: r".*router\.proj")
-    adapter = pico.adapter(base, tmp_path / "all", rank=4)
+    adapter = pico.adapter(base, tmp_path / "all", targets=r".*router\.proj")
     plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, adapters={"all": adapter})
     with trimtab.load(plan, decode="auto") as model:
         changed = [path for path, leaf in model.hf_model.named_modules() if getattr(leaf, "adapters", None)]

@@ -6,9 +6,11 @@ in a description are found and named before anything is computed with it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,10 @@ from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - rep
 from tests.engine.decode.test_graphs import through as row_of
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import through
+from tests.planning.values.test_execution import E4B
+from tests.planning.values.test_execution import plan as gpu_plan
 from trimtab.engine.batch.batch import Batch
+from trimtab.engine.decode import step_choice
 from trimtab.engine.families import check, families
 from trimtab.engine.families.decoder import Decoder, UndescribedError
 from trimtab.engine.kernels import delta_rule
@@ -248,9 +253,10 @@ def test_a_fork_takes_a_state_of_the_prompt_alone(tmp_path):
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_row_begins_without_the_state_of_the_one_that_left(tmp_path, monkeypatch, forgets):
     """False is the planted fault: a state that is not cleared changes the next row's scores."""
-    if not forgets:
-        monkeypatch.setattr(kv_cache.BatchedKVCache, "clear", lambda self, row: None)
     with loaded("qwen3_5", tmp_path) as model:
+        assert check.difference(model) is None  # it would find the fault
+        if not forgets:
+            monkeypatch.setattr(kv_cache.BatchedKVCache, "clear", lambda self, row: None)
         batch, fresh = (Batch(model, rows=1, decode="fused") for _ in range(2))
         for one in (batch, fresh):
             one.prompts = PrefillRunner(one, "static", (16,))
@@ -379,23 +385,92 @@ def test_a_step_that_forgets_its_state_is_found(monkeypatch):
 def test_a_swapped_rotation_is_found():
     model = hf("gemma3", torch.float32)
     decoder = families.describe(model)
-    first, second = decoder.ropes
-    swapped = replace(decoder, ropes={first: replace(decoder.ropes[first], kind=second), second: decoder.ropes[second]})
-    layers = tuple(replace(one, mixer=replace(one.mixer, rope=second)) for one in decoder.layers)
-    for fault in (swapped, replace(decoder, layers=layers)):
+    layers = tuple(replace(one, mixer=replace(one.mixer, rope=list(decoder.ropes)[1])) for one in decoder.layers)
+    for fault in (swapped_ropes(decoder), replace(decoder, layers=layers)):
         assert "layer" in str(check.wrong(fault, model, torch.device("cpu"), torch.float32, 512))
 
 
-def test_a_wrong_description_leaves_the_steps_to_the_modules(tmp_path, monkeypatch):
-    with loaded("qwen3", tmp_path) as model:
-        right = families.describe
-        monkeypatch.setattr("trimtab.engine.families.step.describe", lambda one: norm_form(right(one)))
-        batch = joined(model, "fused", ASKED)
-        with pytest.raises(DeviceError, match="layer 1's norm before the MLP has other bits"):  # asked for, else a fallback
-            batch.step()
-        batch.steps.mode = "auto"
-        assert batch.steps.fused_step() is None
-        assert any("norm before the MLP" in one.why for one in batch.steps.fallbacks)
+def swapped_ropes(decoder: Decoder) -> Decoder:
+    first, second = decoder.ropes
+    return replace(decoder, ropes={first: replace(decoder.ropes[first], kind=second), second: decoder.ropes[second]})
+
+
+def shorter(decoder: Decoder) -> Decoder:
+    return with_attention(decoder, 1, q=decoder.attentions[1].k)
+
+
+AT_LOAD = {
+    "a norm's rounding": ("qwen3", norm_form, "layer 1's norm before the MLP has other bits"),
+    "a swapped rotation": ("gemma3", swapped_ropes, "layer"),
+    "a softcap": ("gemma2", *OF_FAMILIES["softcap of scores"][1:]),
+    "a window": ("gemma2", *OF_FAMILIES["window"][1:]),
+    "a state of a row that left": ("qwen3_5", lambda d: d, "layer 0's state is that of a row that has left"),
+    "another layer": ("qwen3", shorter, "layer 1's queries has 64 values, its description 128"),
+    "no norm at all": (
+        "qwen3",
+        lambda d: changed(d, 1, before_mlp=replace(d.layers[1].before_mlp, module=None)),
+        "its description does not fit its modules (AttributeError: 'NoneType' object has no attribute 'weight')",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", AT_LOAD)
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_what_differs_is_named_by_the_load_and_the_modules_compute(fault, is_planned, tmp_path, monkeypatch):
+    """Before the first step. is_planned: steps that the plan has fused, as on a GPU, else those that a caller asks for."""
+    family, make, words = AT_LOAD[fault]
+    right = families.describe
+    monkeypatch.setattr(check, "describe", lambda one: make(right(one)))
+    if "state" in fault:
+        monkeypatch.setattr(kv_cache.BatchedKVCache, "clear", lambda self, row: None)
+    plan = trimtab.plan(pico.build(family, tmp_path / "base"), quant="none", context=300, device="cpu")
+    if is_planned:
+        plan = replace(plan, execution=replace(plan.execution, step=replace(plan.execution.step, mode="fused")))
+    with trimtab.load(plan, decode="auto" if is_planned else "fused") as model:
+        assert [one.what for one in model.fallbacks] == ["fused step"] and words in model.fallbacks[0].why
+        if is_planned:
+            batch = joined(model, "auto", [(None, ASKED[0][1], {})])
+            assert batch.steps.fused_step() is None
+            compare(joined(model, "eager", [(None, ASKED[0][1], {})]), batch, 2, 0)
+        else:
+            with pytest.raises(DeviceError, match=re.escape(words)):
+                joined(model, "fused", ASKED[1:2])
+
+
+@pytest.mark.parametrize(
+    ("mode", "decode", "times"), [("fused", "auto", 1), ("eager", "fused", 1), ("eager", "auto", 0), ("fused", "graph", 0)]
+)
+def test_a_description_is_compared_once_where_steps_are_made_of_it(mode, decode, times, tmp_path, monkeypatch):
+    """And with no adapter, whatever a plan attaches."""
+    wrong, calls = check.wrong, []
+    monkeypatch.setattr(check, "wrong", lambda *given: calls.append(given[0]) or wrong(*given))
+    base = pico.build("qwen3", tmp_path / "base")
+    adapter = pico.adapter(base, tmp_path / "a", modules_to_save=["model.norm"])
+    plan = trimtab.plan(base, adapters={"a": adapter}, quant="none", context=64, device="cpu")
+    plan = replace(plan, execution=replace(plan.execution, step=replace(plan.execution.step, mode=mode)))
+    with trimtab.load(plan, decode=decode) as model:
+        assert len(calls) == times and not model.fallbacks
+        if decode == "fused":
+            for _ in range(2):
+                joined(model, "fused", ASKED[1:2])
+            assert len(calls) == 1
+
+
+def test_modules_without_room_for_their_graph_are_not_captured(monkeypatch):
+    """Where a plan counts the graph of a fused step, whose kernels read pages in place, and its description differs."""
+    monkeypatch.setattr(step_choice.hf_slots, "why_not", lambda _: None)
+    for gib, words in ((8, None), (4, "layer 1 differs; cuda needs 265.0 MiB")):
+        plan = gpu_plan(gib, kv_tokens=16384, batch=8, context_tokens=8192)
+        assert plan.execution.step.mode == "fused"
+        model = SimpleNamespace(
+            plan=plan, anatomy=E4B, hf_model=None, device="cuda", adapters=(), adapter_store=SimpleNamespace(packs_experts=False)
+        )
+        choice = object.__new__(step_choice.StepChoice)
+        vars(choice).update(model=model, mode="auto", rows=8, device=torch.device("cuda"))
+        choice._difference = lambda: None
+        assert choice._why_no_graph() is None
+        choice._difference = lambda: "layer 1 differs"
+        assert (words or "None") in str(choice._why_no_graph())
 
 
 def test_an_adapter_on_a_layer_that_is_not_described_is_named(tmp_path, monkeypatch):
@@ -438,4 +513,5 @@ def test_growing_rotations_and_unknown_layers_are_refused():
     assert families.why_not(growing) == "its rotation is dynamic"
     strange = pico.make_model("qwen3")
     strange.config.layer_types = ["full_attention", "linear_attention"]
-    assert families.why_not(strange) == "its layers are of kinds ['linear_attention']"
+    with pytest.raises(families.UnusableConfigError, match=r"its layers are of kinds \['linear_attention'\]"):
+        families.why_not(strange)

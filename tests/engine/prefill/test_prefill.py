@@ -26,6 +26,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.decode.step_capture import in_pass
+from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.passes import chunk_forward as hf_prefill
@@ -69,7 +70,8 @@ def eager(model, rows=1):
 
 def in_chunks(model, sizes, rows=1):
     skip_without_rings(model)
-    batch = Batch(model, rows=rows, decode="eager")  # steps as transformers runs them: prompts alone are in question
+    # Steps as transformers runs them: prompts alone are in question. States of recurrent layers need the kernels' way.
+    batch = Batch(model, rows=rows, decode="fused" if hf_slots.keeps_states(model.hf_model) else "eager")
     batch.prompts = PrefillRunner(batch, "auto" if ON_GPU else "static", sizes)
     assert batch.prompts.sizes == tuple(sizes)
     return batch

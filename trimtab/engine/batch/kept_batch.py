@@ -16,6 +16,20 @@ import torch
 
 from trimtab.engine.batch.batch import Batch, BatchModel
 from trimtab.errors import RequestError
+from trimtab.process import phases
+
+
+def compared(model: BatchModel) -> dict[str, str]:
+    """Compare the description of a model's decoder with its modules, where steps are to be made of it. Returns what is left out,
+    with the reason."""
+    mode = model.plan.execution.step.mode if model.decode == "auto" else model.decode
+    if mode != "fused":
+        return {}
+    from trimtab.engine.families import check
+
+    phases.begin("comparing the decoder's description")
+    why = check.difference(model)
+    return {} if why is None else {"fused step": why}
 
 
 def single(model: BatchModel) -> Batch | None:

@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from torch import Tensor
 
+from trimtab.engine.kv.kv_cache import media_ids
 from trimtab.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from trimtab.engine.formats.hf_types import FeatureExtractor
+    from trimtab.engine.formats.hf_types import FeatureExtractor, HFModel
 
 # Audio below this is tried on the extractor alone first: there are windows of up to a tenth of a second.
 SHORT_S = 0.5
+# Families whose processor gives rows of patches and a grid of them for each image.
+IN_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 SHAPE_HINT = "Crop it, or send one that is less narrow"
 
 
@@ -52,6 +55,32 @@ def check_taken(encoded: Mapping[str, object], folder: Path) -> None:
     if not any(isinstance(value, Tensor) and value.is_floating_point() for value in encoded.values()):
         raise CheckpointError(
             "its processor ignores images and audio", path=folder,
+            hint="Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)",
+        )  # fmt: skip
+
+
+def check_tower(hf_model: HFModel, encoded: Mapping[str, object], folder: Path) -> None:
+    """Raise CheckpointError if a processor makes other images than the tower reads: its files are another model's. Known are Qwen's
+    patches (IN_GRIDS), and Gemma 3's images of one size."""
+    config, vision = hf_model.config, getattr(hf_model.config, "vision_config", None)
+    pixels, grids, ids = (encoded.get(name) for name in ("pixel_values", "image_grid_thw", "input_ids"))
+    if vision is None or not isinstance(pixels, Tensor) or not isinstance(ids, Tensor):
+        return
+    if str(config.model_type).startswith(IN_GRIDS) and isinstance(grids, Tensor):
+        made, read = pixels.shape[-1:], [3 * vision.temporal_patch_size * vision.patch_size**2]
+        soft = int(grids.prod(dim=-1).sum()) // vision.spatial_merge_size**2
+    elif config.model_type == "gemma3":
+        made, read = pixels.shape[-2:], [vision.image_size] * 2
+        soft = config.mm_tokens_per_image * pixels.shape[0]
+    else:
+        return
+    found, wanted = (" x ".join(map(str, shape)) + " values" for shape in (made, read))
+    if found == wanted:
+        count = sum(int((ids == token).sum()) for token in media_ids(hf_model)[0])
+        found, wanted = f"{count} tokens", f"{soft} tokens"
+    if found != wanted:
+        raise CheckpointError(
+            f"its processor makes images of {found}, the model reads {wanted}", path=folder,
             hint="Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)",
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from trimtab.engine.chat.content_parts import Message, Part, empty_place, own_fo
 from trimtab.engine.chat.control_tokens import ControlTokens, PromptText, turns_of
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
-from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken
+from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken, check_tower
 from trimtab.engine.kv.kv_cache import media_ids, placeholder_ids
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader.processor import TOKENIZER_HINT
@@ -457,6 +457,7 @@ def _through_processor(
     has_media = bool(pictures or sounds)
     if has_media:
         check_taken(encoded, model.processor_folder)
+        check_tower(model.hf_model, encoded, model.processor_folder)
         check_pictures(model.hf_model.config, encoded, images)
         check_frames(encoded, audio, SAMPLE_RATE)
     digests = ([picture_digest(picture) for picture in images], [sound_digest(samples) for samples in audio])

@@ -20,7 +20,7 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.step_memory import check_room
-from trimtab.errors import DeviceError
+from trimtab.errors import DeviceError, DoesNotFitError
 from trimtab.planning.values.execution import CAPTURED, KERNEL_ROWS
 from trimtab.request import DECODE_MODES, check_choice
 
@@ -102,7 +102,18 @@ class StepChoice:
             return f"planned so: {planned.reason}"
         mode = self.mode if self.mode in CAPTURED else planned.mode
         check_room(self.model, self.rows, mode)
+        if mode == "fused" and (why := self._difference()) is not None:
+            try:  # the plan counts no graph of modules, which takes more
+                check_room(self.model, self.rows, "graph")
+            except DoesNotFitError as exc:
+                return f"{why}; {exc}"
         return None
+
+    def _difference(self) -> str | None:
+        """Return why no step can be made of this model's description, None if one can."""
+        from trimtab.engine.families import check
+
+        return check.difference(self.model)
 
     def fall_back(self, what: str, why: str, *, requested: bool) -> None:
         """Report a slower computation. Errors: DeviceError if the faster one was explicitly requested."""
@@ -115,16 +126,14 @@ class StepChoice:
     def _choose_kernels(self) -> None:
         if self.device.type != "cuda" and self.mode != "fused":
             return
-        from trimtab.engine.families import families
-        from trimtab.engine.families.step import choose_kernels
-
-        why = families.why_not(self.model.hf_model)
-        if why is not None:
+        if (why := self._difference()) is not None:
             self.fall_back("fused step", why, requested=self.mode == "fused")
             self._take_for_adapters()
             return
         self.is_fusable = True
         if self.device.type == "cuda":
+            from trimtab.engine.families.step import choose_kernels
+
             invariant = bool(self.model.plan.request.batch_invariant)
             self._take(choose_kernels(self.model.hf_model, self.rows, is_invariant=invariant))
             # Without any of them the modules' own operations are as few as plain torch's.

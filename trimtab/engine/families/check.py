@@ -1,5 +1,7 @@
 """Is a family's description right for this model? Its parts and the whole decoder, compared with transformers' modules at load.
 
+    why = difference(model)      # compared once a model: while it is loaded, where its steps are planned or asked to be fused
+
 Norms and rotations must have the modules' bits, windows their values; each described layer, in plain torch over a few tokens, must
 give the module's output up to roundings. What differs is named, and the modules compute the steps.
 """
@@ -7,19 +9,26 @@ give the module's output up to roundings. What differs is named, and the modules
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm
+from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm, UndescribedError
+from trimtab.engine.families.families import describe
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.embed_and_logits import argmax_logits
 from trimtab.engine.kernels.plain_attention import attention_torch, norm_torch, turned_torch
+from trimtab.engine.kv.kv_cache import BatchedKVCache, prompt_cache
+from trimtab.engine.kv.recurrent import RecurrentLayer
 from trimtab.engine.layers.linear import staged_in
+from trimtab.engine.lora.store import EAGER
+from trimtab.engine.memory.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.layers.context import EngineContext
 
 TOKENS = 6  # more than a convolution's taps
 # The norm of a difference over the norm of what a layer adds; a rounding of the layer's output comes on top. The operations are the
@@ -27,6 +36,29 @@ TOKENS = 6  # more than a convolution's taps
 LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _PARTS = ("queries", "keys", "values")
 _ACTS = {"silu": {}, "gelu": {"approximate": "none"}, "gelu_tanh": {"approximate": "tanh"}}
+
+_FOUND: WeakKeyDictionary[HFModel, str | None] = WeakKeyDictionary()
+
+
+def difference(model: EngineContext) -> str | None:
+    """Return why a model's steps cannot be computed by its description: there is none, or what of it differs. None if they can."""
+    hf_model, store = model.hf_model, model.adapter_store
+    if hf_model not in _FOUND:
+        selection = store.selection
+        try:
+            decoder = describe(hf_model)
+            store.none()
+            with store.applying(EAGER):
+                _FOUND[hf_model] = wrong(decoder, hf_model, model.device, model.dtype, model.plan.request.context_tokens)
+        except UndescribedError as exc:
+            _FOUND[hf_model] = str(exc)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as exc:
+            if is_out_of_memory(exc) or "CUDA" in str(exc):
+                raise
+            _FOUND[hf_model] = f"its description does not fit its modules ({type(exc).__name__}: {exc})"
+        finally:
+            store.select(selection)
+    return _FOUND[hf_model]
 
 
 @torch.no_grad()
@@ -37,6 +69,7 @@ def wrong(decoder: Decoder, hf_model: HFModel, device: torch.device, dtype: torc
         or _wrong_norms(decoder, device, dtype)
         or _wrong_ropes(decoder, device, dtype, context_tokens)
         or _wrong_attention(decoder)
+        or _wrong_states(decoder, hf_model, device, dtype)
         or _wrong_layers(decoder, hf_model, device, context_tokens)
     )
 
@@ -86,10 +119,10 @@ def _wrong_norms(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _wrong_ropes(decoder: Decoder, device: torch.device, dtype: torch.dtype, context_tokens: int) -> str | None:
-    most = max(context_tokens - 1, 1)
-    positions = torch.tensor([0, 1, 7, most // 3, most], device=device)
-    like = torch.empty(len(positions), 1, 1, dtype=dtype, device=device)
     for kind, rope in decoder.ropes.items():
+        most = max(min(context_tokens, rope.limit or context_tokens) - 1, 1)  # `FusedStep.why_not_rows` names a longer context
+        positions = torch.tensor([0, 1, 7, most // 3, most], device=device)
+        like = torch.empty(len(positions), 1, 1, dtype=dtype, device=device)
         angles = torch.cat((positions[:, None].float() * rope.inv_freq.to(device).float(),) * 2, dim=-1)
         is_wide = any(own.rope == kind and own.shape.turn == "wide" for own in decoder.attentions.values())
         ours = [(one * rope.factor).to(torch.float32 if is_wide else dtype) for one in (angles.cos(), angles.sin())]
@@ -110,6 +143,23 @@ def _wrong_attention(decoder: Decoder) -> str | None:
         rotary = own.shape.dim if own.shape.rotary is None else own.shape.rotary
         if own.rope is not None and decoder.ropes[own.rope].inv_freq.numel() * 2 != rotary:
             return f"layer {number} turns {decoder.ropes[own.rope].inv_freq.numel() * 2} values of a head"
+    return None
+
+
+def _wrong_states(decoder: Decoder, hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Whether the next row of a cache begins with the state of the one that left: of the first recurrent layer."""
+    for number, own in list(decoder.deltas.items())[:1]:
+        cache = BatchedKVCache(1, TOKENS, device)
+        cache.lay_out(prompt_cache(hf_model))
+        held = cache.layers[number]
+        if not isinstance(held, RecurrentLayer):
+            return f"layer {number} keeps a {type(held).__name__}, its description a state"
+        held.make(own.shape, dtype, device)
+        for state in held.tensors:
+            state.fill_(1)
+        cache.clear(0)
+        if any(bool(state.any()) for state in held.tensors):
+            return f"layer {number}'s state is that of a row that has left"
     return None
 
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trimtab.engine.families.decoder import (
     Attention,
     Decoder,
@@ -40,6 +42,10 @@ _GROWING_ROPES = ("dynamic",)
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
+class UnusableConfigError(UndescribedError, ValueError):
+    """A config has values that the family's own class cannot compute with."""
+
+
 def describe(hf_model: HFModel) -> Decoder:
     """Return the description of a model's text decoder. Errors: UndescribedError."""
     for module in hf_model.modules():
@@ -48,13 +54,18 @@ def describe(hf_model: HFModel) -> Decoder:
                 return replace(make(module), head=next(iter(packed_heads(hf_model)), None))
             except AttributeError as exc:
                 raise UndescribedError(f"its {type(exc.obj).__name__} has no {exc.name}") from exc
+            except KeyError as exc:
+                raise UnusableConfigError(f"it has no {exc.args[0]}") from exc
     raise UndescribedError(f"there is no description of {type(hf_model).__name__}")
 
 
 def why_not(hf_model: HFModel) -> str | None:
-    """Return why there is no description of this model, None if there is one."""
+    """Return why there is no description of this model, None if there is one. Errors: UnusableConfigError, for a model that its
+    own modules cannot compute."""
     try:
         describe(hf_model)
+    except UnusableConfigError:
+        raise
     except UndescribedError as exc:
         return str(exc)
     return None
@@ -69,7 +80,7 @@ def _kinds(text: Module, *more: str) -> list[str]:
     if kinds is None:
         kinds = [_SLIDING if getattr(config, "sliding_window", None) is not None else _FULL] * len(text.layers)
     if strange := sorted(set(kinds) - {_FULL, _SLIDING, *more}):
-        raise UndescribedError(f"its layers are of kinds {strange}")
+        raise UnusableConfigError(f"its layers are of kinds {strange}")
     return list(kinds)
 
 
@@ -85,6 +96,12 @@ def _ropes(text: Module, kinds: list[str], *, by_kind: bool = False) -> dict[str
         if name in _GROWING_ROPES:
             raise UndescribedError(f"its rotation is {name}")
     has_axes = hasattr(text.rotary_emb, "mrope_section")
+    if has_axes:
+        at = torch.zeros(3, 1, 1, dtype=torch.long, device=text.rotary_emb.inv_freq.device)
+        try:
+            text.rotary_emb(at.float(), at)
+        except (RuntimeError, TypeError, LookupError) as exc:
+            raise UnusableConfigError(f"its mrope_section is {text.rotary_emb.mrope_section}: {exc}") from exc
     limit = text.config.rope_parameters["original_max_position_embeddings"] if types == "longrope" else None
     turning = [kind for kind in dict.fromkeys(kinds) if kind != _LINEAR]
     return {kind: Rope(text.rotary_emb, kind if by_kind else None, has_axes, limit) for kind in turning}

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.families import check
 from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Norm
 from trimtab.engine.families.families import describe
 from trimtab.engine.families.mixture import experts_of, routed
@@ -32,7 +31,6 @@ from trimtab.engine.kv.recurrent import RecurrentLayer
 from trimtab.engine.layers.embedding import PackedTable, Table
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf, packed_together, staged_in
 from trimtab.engine.lora.layers import SavedModule
-from trimtab.engine.lora.store import EAGER
 from trimtab.process import phases
 
 if TYPE_CHECKING:
@@ -121,8 +119,6 @@ class FusedStep:
         inside = {leaf for layer in self.layers if layer.experts for one in layer.experts.parts for leaf in one.modules()}
         inside |= {leaf for same in self.decoder.groups() for group in same for leaf in group}
         self._outside = [one for one in self.text.modules() if isinstance(one, Leaf) and one not in inside]
-        self._difference: str | None = None
-        self._is_checked = False
         self._zeros = torch.zeros_like(cache.positions)
 
     def _make_states(self) -> None:
@@ -170,22 +166,6 @@ class FusedStep:
             return None
         return fused_check.check_pages(self.kernels.small, self.decoder.shapes(full_only=True), self.dtype)
 
-    def _differs(self) -> str | None:
-        """Return what of the description differs from the modules, None if nothing does; compared once."""
-        if not self._is_checked:
-            self._is_checked = True
-            store = self.decoder.adapter_store
-            selection = store.selection
-            try:
-                store.none()
-                with store.applying(EAGER):
-                    self._difference = check.wrong(
-                        self.decoder, self.hf_model, self.cache.device, self.dtype, self.cache.context_tokens
-                    )
-            finally:
-                store.select(selection)
-        return self._difference
-
     @property
     def dtype(self) -> torch.dtype:
         """Of hidden states."""
@@ -215,7 +195,7 @@ class FusedStep:
             return f"its layers have windows of {len(self.cache.ring_places)} lengths"
         if (name := next((leaf.module_path for leaf in self._outside if leaf.adapters), None)) is not None:
             return f"an adapter changes {name}, which its description does not have"
-        return self._differs()
+        return None
 
     # The step ----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trimtab.engine.kv.kv_cache import BatchedKVCache
 
 # Families whose modules update these states in place, in one step of several rows. Others keep more, or keep it elsewhere.
-MODEL_TYPES = ("qwen3_5_text",)
+MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
 _Base: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", object)
 
 

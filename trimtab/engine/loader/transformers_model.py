@@ -384,32 +384,40 @@ def anatomy_of(
         return probed.anatomies[key]
     plain, packed = split_packed(checkpoint)
     try:
+        windows = _cache_windows(probed.config)
+        if (least := min((one for one in windows or () if one is not None), default=1)) < 1:
+            raise ValueError(f"a sliding window of {least} tokens")
         built = build_anatomy(
             probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
             unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
-            windows=_cache_windows(probed.config), head=head, experts=experts, renames=read_renames(probed.model),
+            windows=windows, head=head, experts=experts, renames=read_renames(probed.model),
             file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
         )  # fmt: skip
+        if not is_to_plan:
+            return built
+        anatomy = probed.anatomies[key] = _with_ways(built, probed)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
         raise CheckpointError(
             f"has values that do not go together for {type(probed.model).__name__} ({type(exc).__name__}: {exc})",
             path=checkpoint.folder / CONFIG,
         ) from exc
-    if not is_to_plan:
-        return built
+    return anatomy
+
+
+def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
+    """Return an anatomy with the executions that it supports."""
     from trimtab.engine.families import families
     from trimtab.engine.kv import kv_cache as hf_slots
     from trimtab.engine.passes import chunk_forward as hf_prefill
     from trimtab.engine.passes import media_embeddings as hf_prompt_media
 
-    anatomy = probed.anatomies[key] = replace(
+    return replace(
         built,
         capture_unsupported=hf_slots.why_not(probed.model),
         fused_unsupported=families.why_not(probed.model),
         prompts_unsupported=hf_prefill.why_not(probed.model),
         images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
     )
-    return anatomy
 
 
 def _file_dtype(checkpoint: Checkpoint, plain: Mapping[str, TensorEntry], tensor_name: str) -> str | None:

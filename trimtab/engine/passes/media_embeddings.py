@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
 
 # Families whose masks are causal for images too, unless their config says otherwise (transformers 5.23.0). Gemma 3 is not one.
-CAUSAL_IMAGES = ("gemma3n", "gemma4", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
+CAUSAL_IMAGES = ("gemma3n", "gemma4", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 
 
 def images_look_ahead(config: Any) -> bool:

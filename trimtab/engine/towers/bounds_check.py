@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 # Towers whose positions are computed for any size, that resize every image to one, or that media_check.py checks first.
 KNOWN = (
     "gemma4_vision", "gemma4_audio", "gemma3n_vision", "gemma3n_audio", "siglip_vision_model", "clip_vision_model",
-    "qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision", "pixtral",
+    "qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision",
+    "pixtral",
 )  # fmt: skip
 HINT = "Send one of another size or length"
 # Texts of torch for two shapes that do not match, and of a CPU for an index without a class in one_hot.

@@ -87,6 +87,7 @@ PATCHES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "llava": (577, 576),
         "mistral3": (3025, 756),
         "qwen2_5_vl": (5120, 1280),
+        "qwen3_5": (5120, 1280),
         "qwen3_vl": (5120, 1280),
         "": (4096, 1024),
     }
