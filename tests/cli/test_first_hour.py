@@ -162,6 +162,20 @@ def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monk
     assert code == 2 and err.startswith(f"trimtab: {blamed}: this machine has 0 CUDA devices")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("plan", BASE, "--keep-unquantized", "lm_haed"), "trimtab: --keep-unquantized lm_haed: names no linear module"),
+        (("plan", BASE, "--max-memory", '{"gpu": "4GiB"}'), "trimtab: --max-memory gpu: no device has this name (choices: 0, "),
+        (("serve", BASE, "--limit", "foo=3"), " request_pixels, audio_s, request_audio_s, "),
+        (("serve", BASE, "--limit", "audio_seconds=3"), "(did you mean audio_s or audio_bytes?)"),
+    ],
+)  # fmt: skip
+def test_what_was_typed_and_what_may_be_typed_are_shown_as_they_are(ask, given, said):
+    code, _, err = ask(*given)
+    assert code == 2 and said in err
+
+
 def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch):
     def refuse(device, bytes_now):
         raise RequestError("this machine has 0 CUDA devices", field="device", value=device)

@@ -276,8 +276,10 @@ def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, t
 
 @pytest.mark.parametrize(
     ("line", "field"),
-    [("/compare base", "/compare"), ("/adapter none-such", "adapter"), ("/image", "/image"), ("/image no.png", "image"),
-     ("/again", "prompt"), ("/x", "/x"), ("/clear all", "/clear"),
+    [("/compare base", "/compare"), ("/compare base none-such", "/compare"), ("/adapter none-such", "/adapter"),
+     ("/adapter style:1+none-such:1", "/adapter"), ("/again none-such", "/again"), ("/reload none-such", "/reload"),
+     ("/image", "/image"), ("/image no.png", "/image"), ("/audio no.wav", "/audio"), ("/again", "prompt"), ("/x", "/x"),
+     ("/clear all", "/clear"),
      ("/quit now", "/quit"), ("/save talk.txt", "/save"), ("/adapter a=/no/such", None)],
 )  # fmt: skip
 def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field, capsys):
@@ -287,6 +289,7 @@ def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field
     assert talked(model, line, QUESTION, is_terminal=True) == 0
     out, err = capsys.readouterr()
     assert out.strip() and "trimtab: " in err and "/save=" not in err
+    assert not (field or "").startswith("/") or f"trimtab: {field}" in err
 
 
 def test_a_message_may_begin_with_a_slash_and_an_empty_line_is_none(model, capsys):

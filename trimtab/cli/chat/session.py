@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 BASE_NAMES = (BASE, "none")
 # Commands that end a chat, and commands that take no text.
 LEAVING, ALONE = ("/quit", "/exit", "/bye"), ("clear", "help", "memory")
+# What the library's errors call the text behind a command.
+ARGUMENTS = ("adapter", "audio", "image", "name")
 LEAVE = "/quit or Ctrl-D leaves; /help lists the commands"
 HELP = (
     ("/adapter [NAME]", "answer with this adapter from now on, with `base` for none; without a name, list them"),
@@ -157,7 +159,14 @@ class Session:
                 )  # fmt: skip
             if name in ALONE and rest.strip():
                 raise _takes_nothing(f"/{name}")
-            self._commands[name](rest.strip())
+            try:
+                self._commands[name](rest.strip())
+            except RequestError as exc:
+                if exc.field not in ARGUMENTS:
+                    raise
+                raise RequestError(
+                    exc.reason, field=f"/{name}", value=exc.value, allowed=exc.allowed, near=exc.near, hint=exc.hint
+                ) from exc
             return
         before = self.chat.left_out
         pieces = self.chat.stream(line.removeprefix("/") if line.startswith("//") else line,
