@@ -15,7 +15,7 @@ from trimtab.adapter_names import Adapters, paths_of
 from trimtab.adapters.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
 from trimtab.adapters.file import check_beside, stamps_of, value_problems
 from trimtab.adapters.vocabulary import check_vocabulary
-from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.anatomy import Anatomy, check_keep
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
 from trimtab.errors import DoesNotFitError, RequestError
@@ -301,6 +301,9 @@ def anatomy_for(
         return inputs.anatomies[key]
     anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None
     if anatomy is None:
+        whole = anatomies.find_anatomy(checkpoint, replace(request, keep_unquantized=()), keeps_16bit=keeps_16bit)
+        if whole is not None:  # it has the same modules: a mistake is known before torch is imported
+            check_keep(request.keep_unquantized, whole.rows)
         phases.begin_imports()
         from trimtab.engine.loader import transformers_model as hf
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.adapter_files import TEXT, pair, small_anatomy, write_adapter
 from trimtab import api
 from trimtab.adapters.file import read_adapter
 from trimtab.adapters.match import match_adapter
+from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.cli import main as cli
@@ -403,6 +405,12 @@ def mistakes(tmp_path_factory):
         (["run", base, *prompts["one"][:2], "--out", str(folder / "notes.txt")], 2, "was not written by trimtab run"),
         (["run", base, *prompts["one"][:2], "--out", str(folder)], 2, "--out"),
         (["chat", base, *both], 2, several), (["verify", base, *both], 2, several), (["bench", base, *both], 2, several),
+        (["bench", base, "--against", "stok"], 2, "--against stok: unknown choice"),
+        (["bench", base, "--runs", "0"], 2, "--runs 0: must be"),
+        (["bench", base, "--prompts", str(folder / "none.jsonl")], 2, "none.jsonl"),
+        (["verify", base, "--against", "stok"], 2, "did you mean stock?"),
+        (["verify", base, "--against", "base"], 2, "needs an adapter"),
+        (["verify", base, *style, "--against", "http://localhost:1/v1", "--deadline", "0"], 2, "--deadline 0.0: must be"),
         (["merge", base, str(folder / "merged"), "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
         (["inspect", str(STYLE), "--model", str(folder / "no")], 3, "no such folder"),
     ]  # fmt: skip
@@ -416,6 +424,30 @@ def test_a_mistake_that_needs_no_torch_is_told_before_it_is_imported(mistakes, t
     )  # fmt: skip
     for (words, code, text), (their_code, err) in zip(mistakes, json.loads(done.stdout), strict=True):
         assert their_code == code and text in err, (words, their_code, err)
+
+
+def test_a_module_that_a_known_model_does_not_have_is_told_before_torch_is_imported(monkeypatch):
+    """Another process read the model's modules, without the mistake."""
+
+    def known(checkpoint, request, **_):
+        return None if request.keep_unquantized else small_anatomy()
+
+    monkeypatch.setattr("trimtab.machine.anatomy_cache.find_anatomy", known)
+    monkeypatch.setattr(api.phases, "begin_imports", lambda: pytest.fail("imports torch"))
+    wrong = LoadRequest(model=str(BASE), quant="none", keep_unquantized=("q_porj",))
+    with pytest.raises(RequestError, match="names no linear module") as caught:
+        api.anatomy_for(read_checkpoint(BASE), wrong, api.PlanInputs(), may_be_kept=True, keeps_16bit=False)
+    assert caught.value.value == ["q_porj"]
+
+
+def test_a_benchmark_against_itself_is_refused_before_a_process_is_started(ask, monkeypatch):
+    from trimtab.benchmark import bench
+
+    machine = SimpleNamespace(execution_device="cpu")
+    monkeypatch.setattr(bench, "find_machine", lambda device: (machine, None))
+    monkeypatch.setattr(bench, "run_module", lambda *_, **__: pytest.fail("starts a process"))
+    code, _, err = ask("bench", BASE, "--against", "eager")
+    assert code == 2 and "--against eager: both sides would run the same steps" in err
 
 
 def test_some_wrong_lines_are_told_first_and_counted(tmp_path):
