@@ -205,6 +205,12 @@ def test_an_address_as_adapter_or_medium_says_what_to_do(ask):
         assert code == 2 and f"{flag} https://example.com/x.png: no such file. Nothing is read from an address: download" in err
 
 
+def test_a_server_without_its_scheme_is_no_unknown_comparison(ask):
+    for address in ("localhost:8000", "10.0.0.1:8000/v1", "gpu-box.local:80"):
+        code, _, err = ask("verify", BASE, "--against", address)
+        assert code == 2 and f"--against {address}: begins with http:// or https://" in err
+
+
 @pytest.mark.parametrize("text", ["C:/models/gemma", "google/gemma", "a:b", "x=https", "./https:", ""])
 def test_a_path_is_no_address(text):
     assert address_hint(text) == ""
@@ -244,6 +250,9 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
         (("rn", "base", "hi"), "there is no command 'rn' (did you mean run"),
         (("qqq",), "there is no command 'qqq' (choices: plan, inspect, run, demo, chat, "),
         (("run", "base"), "required: PROMPT; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat M"),
+        (("run", "base", "hi", "--seed", "x"), "argument --seed: 'x' is not a whole number\n"),
+        (("plan", "base", "--audio-s", "long"), "argument --audio-s: 'long' is not a number\n"),
+        (("completion", "tcsh"), "argument SHELL: invalid choice: 'tcsh'"),
         (("run", "base", "hi", "--context", "4q"), "argument --context: '4q' is not a number of tokens, such as 4096 or 4k"),
     ],
 )  # fmt: skip
@@ -277,6 +286,19 @@ def test_help_and_version_are_commands_too(given, as_if, capsys):
             cli.main(arguments)
         outputs.append((caught.value.code, capsys.readouterr().out))
     assert outputs[0] == outputs[1] and outputs[0][0] == 0 and "trimtab" in outputs[0][1]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("command", [[], ["doctor"], ["models"]])
+def test_help_keeps_to_the_columns_of_its_terminal(command, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    out = capsys.readouterr().out
+    examples = [f"  trimtab {command[0]} {words}".rstrip() for words in cli.EXAMPLES[command[0]]] if command else []
+    assert set(examples) <= set(out.splitlines())  # to be copied: never wrapped
+    assert max(len(line) for line in out.splitlines() if line not in examples) <= width
+    assert bool(command) or re.search(r"\n  10   a step is done, .*(\n {7}.*)?be\s+done\n", out)
 
 
 def test_version_as_json_has_both_spellings(ask):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 from trimtab.cli.flags.flags import is_saved_plan, load_request
@@ -31,6 +32,8 @@ def is_server(options: argparse.Namespace) -> bool:
     """Return whether a server is verified. Errors: RequestError for a server's flag without a server."""
     if options.against.startswith(("http://", "https://", "ollama:")):
         return True
+    if re.fullmatch(r"[\w.-]+:\d{1,5}(/\S*)?", options.against):
+        raise RequestError("begins with http:// or https://, if it is a server", field="--against", value=options.against)
     for name in _FLAGS:
         if getattr(options, name) not in (None, False):
             raise RequestError(
