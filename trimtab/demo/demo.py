@@ -101,7 +101,8 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     say(f"   {len(asks)} prompts, {positions} positions: largest difference of a logit {largest:g}")
     verdict, noise = _judge(whole, asks, logits, expected, say) if largest else ("same", None)
     say(f"   {verdict}")
-    say("\n".join(["\nnext:", *(f"    {command}" for command in NEXT)]))
+    say(f"\nIt knows a few lands, shapes and beeps, and hardly anything else: {asks[0].prompt}")
+    say("\n".join(["next:", *(f"    {command}" for command in NEXT)]))
     tiers = list(split.tiers().values())
     return {
         "folder": str(FOLDER), "picture": str(picture), "resident_peak_bytes": whole.gpu_peak_bytes,
