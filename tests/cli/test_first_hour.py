@@ -462,6 +462,21 @@ def test_a_module_that_a_known_model_does_not_have_is_told_before_torch_is_impor
     assert caught.value.value == ["q_porj"]
 
 
+@pytest.mark.parametrize("words", [("inspect", STYLE, "--model", BASE), ("adapters", STYLE, "--model", BASE)])
+def test_an_adapter_is_matched_with_a_known_model_before_torch_is_imported(ask, monkeypatch, words):
+    asked = []
+
+    def known(checkpoint, request, **_):
+        asked.append((request.quant, request.dtype, request.head, request.experts))
+        return small_anatomy()
+
+    monkeypatch.setattr("trimtab.machine.anatomy_cache.find_anatomy", known)
+    monkeypatch.setattr(api.phases, "begin_imports", lambda: pytest.fail("imports torch"))
+    code, out, err = ask(*words)
+    assert asked == [("none", "bfloat16", "full", "16bit")]  # what engine/loader/transformers_model.py::read_anatomy builds
+    assert "problem" in out + err and code in (0, 5)  # the demo's adapter is of another model than this one
+
+
 def test_a_benchmark_against_itself_is_refused_before_a_process_is_started(ask, monkeypatch):
     from trimtab.benchmark import bench
 
