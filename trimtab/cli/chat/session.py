@@ -18,6 +18,8 @@ from trimtab.cli.flags.highlight import Style, apart
 from trimtab.cli.flags.opening import end_text
 from trimtab.cli.flags.output import has_color, print_error, print_text, set_off
 from trimtab.cli.flags.wording import as_typed
+from trimtab.demo_names import BASE as DEMO
+from trimtab.demo_names import KNOWS, without_demo_name
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.printable import printable
 from trimtab.process import interrupts
@@ -78,7 +80,9 @@ class Session:
     def run(self, read: Reader) -> int:
         """Answer until the end of the input. Returns the exit code. Errors: TrimtabError if the user cannot retry."""
         if self.is_terminal:
-            self._say(f"{self.model.plan.request.model}, adapters: {', '.join(self.model.adapters) or 'none'}\n{LEAVE}")
+            model = self.model.plan.request.model
+            about = f"{KNOWS}\n" if without_demo_name(model) == str(DEMO) else ""
+            self._say(f"{model}, adapters: {', '.join(self.model.adapters) or 'none'}\n{about}{LEAVE}")
         while True:
             try:
                 line = read(self._prompt())
