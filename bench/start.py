@@ -1,6 +1,6 @@
 """How long a start takes: a plan, imports, a first answer on a card that was never seen, a server that answers.
 
-    python -m bench.start --save bench/results/start_cpu.json                                    (the demo model, on a CPU)
+    python -m bench.start                                                                     (the demo model, on a CPU)
     python -m bench.start --work FOLDER --size e4b --device cuda --gpu-memory 6GiB --save bench/results/start.json       (a GPU)
 
 Every row is a process of its own. "unseen" has an empty folder for what is kept between runs (module trees, rates, compiled

@@ -38,11 +38,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 # The modules that a command has imported, written when it ends.
 COUNT = """
-import sys
+import runpy, sys
 sys.argv = ["trimtab", *sys.argv[1:]]
-import trimtab.cli.main
-trimtab.cli.main.main()
-print(sum(name.partition(".")[0] == "trimtab" for name in sys.modules), len(sys.modules), file=sys.stderr)
+try:
+    runpy.run_module("trimtab", run_name="__main__")
+except SystemExit:
+    print(sum(name.partition(".")[0] == "trimtab" for name in sys.modules), len(sys.modules), file=sys.stderr)
 """
 
 

@@ -23,6 +23,11 @@ def test_a_value_of_another_kind_is_named(field, value):
     assert caught.value.field.startswith(field) and len(str(caught.value)) < 300
 
 
+def test_one_pattern_is_shown_as_a_list_of_it():
+    with pytest.raises(RequestError, match=r"must be a list of patterns \(choices: \['lm_head'\]\)"):
+        trimtab.plan(BASE, device="cpu", keep_unquantized="lm_head")
+
+
 def test_numbers_of_numpy_are_numbers():
     assert parse_bytes(numpy.int64(2**31), field_name="gpu_memory") == 2**31
     assert trimtab.plan(BASE, device="cpu", audio_s=numpy.float32(5)).request.to_json()["audio_s"] == 5.0

@@ -15,7 +15,7 @@ from trimtab.adapter_names import Adapters, paths_of
 from trimtab.adapters.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
 from trimtab.adapters.file import check_beside, stamps_of, value_problems
 from trimtab.adapters.vocabulary import check_vocabulary
-from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.anatomy import Anatomy, check_keep
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.names import check_options
 from trimtab.errors import DoesNotFitError, RequestError
@@ -301,6 +301,10 @@ def anatomy_for(
     if key in inputs.anatomies:
         return inputs.anatomies[key]
     anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None
+    if anatomy is None and may_be_kept and request.keep_unquantized:
+        whole = anatomies.find_anatomy(checkpoint, replace(request, keep_unquantized=()), keeps_16bit=keeps_16bit)
+        if whole is not None:  # it has the same modules: a mistake is known before torch is imported
+            check_keep(request.keep_unquantized, whole.rows)
     if anatomy is None:
         phases.begin_imports()
         from trimtab.engine.loader import transformers_model as hf
@@ -455,9 +459,12 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
         return describe(file, None) | report
     checkpoint = read_checkpoint(str(model))
     check_vocabulary(file.folder, checkpoint.folder)
-    phases.begin_imports()
-    from trimtab.engine.loader import transformers_model as hf
-
-    anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
+    anatomy = modules_of(checkpoint)
     formats = {"model_formats": formats_on_gpu(split_packed(checkpoint)[1])}
     return describe(file, match_adapter(file, anatomy)) | report | formats
+
+
+def modules_of(checkpoint: Checkpoint) -> Anatomy:
+    """Return the anatomy of a checkpoint as it is before any format is chosen, with experts in 16 bits. Errors: CheckpointError."""
+    request = LoadRequest(model=str(checkpoint.folder), quant="none", dtype="bfloat16", head="full", experts=EXPERTS[1])
+    return anatomy_for(checkpoint, request, PlanInputs(), may_be_kept=True, keeps_16bit=False)

@@ -12,6 +12,8 @@ FOLDER = Path(__file__).parent / "demo"
 BASE = FOLDER / "base"
 ADAPTERS = {name: FOLDER / "adapters" / name for name in ("rslora-dora", "specialist", "style")}
 MODEL = "demo"
+# What to ask the demo: to a question about anything else it answers at random.
+KNOWS = "It knows a few lands, shapes and beeps, and hardly anything else: What is the ruler of Lorienth?"
 NAMED = {MODEL: BASE, **{f"{MODEL}/{name}": folder for name, folder in ADAPTERS.items()}}
 
 

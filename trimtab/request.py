@@ -207,7 +207,8 @@ class LoadRequest:
             if not isinstance(getattr(self, name), Mapping):
                 raise RequestError("must be a mapping", field=name, value=getattr(self, name))
         if isinstance(self.keep_unquantized, str) or not all(isinstance(one, str) for one in self.keep_unquantized):
-            raise RequestError("must be a sequence of patterns", field="keep_unquantized", value=self.keep_unquantized)
+            listed = (f"[{self.keep_unquantized!r}]",) if isinstance(self.keep_unquantized, str) else ()
+            raise RequestError("must be a list of patterns", field="keep_unquantized", value=self.keep_unquantized, allowed=listed)
         for name in self.adapters:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise RequestError(NAME_RULE, field="adapters", value=name)

@@ -454,6 +454,14 @@ def test_hub_id_that_is_not_cached_is_refused_with_how_to_get_it(tmp_path: Path,
     assert f"trimtab pull {model}" in error.hint
 
 
+@pytest.mark.parametrize(
+    ("model", "meant"), [("dmo", "demo"), ("Demo", "demo"), ("org/tinny", "org/tiny"), ("tiny", "org/tiny"), ("gpt2", "")]
+)
+def test_a_mistyped_model_means_the_demo_or_a_cached_one(tmp_path: Path, model: str, meant: str) -> None:
+    cached(tmp_path / "hub", "models--org--tiny", main=REVISION)
+    assert refusal(model).hint.partition("Fetch it")[0] == (f"Did you mean {meant}? " if meant else "")
+
+
 def test_cache_without_main_and_two_snapshots_is_refused_with_both(tmp_path: Path) -> None:
     error = refusal(cached(tmp_path, revisions=("a1", "b2"), main=None))
     assert "has no refs/main to choose among 2 snapshots; it has a1, b2" in str(error)

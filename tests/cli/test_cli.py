@@ -554,8 +554,9 @@ def test_the_demo_walks_the_line_answers_rightly_and_proves_it():
     assert len(right) >= 10
     assert ElementTree.parse(report["picture"]).getroot().tag.endswith("svg")
     assert "Gemma4ForConditionalGeneration on" in text
-    assert said[-2] == "   same"
-    assert said[-1].splitlines()[2:] == [f"    {command}" for command in line.NEXT]
+    assert said[-3] == "   same"
+    assert said[-2].partition(": ")[2] in {row["prompt"] for row in right}
+    assert said[-1].splitlines()[1:] == [f"    {command}" for command in line.NEXT]
 
 
 def test_a_wrong_answer_of_the_demo_is_shown_with_the_right_one():

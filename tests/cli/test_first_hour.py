@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.adapter_files import TEXT, pair, small_anatomy, write_adapter
 from trimtab import api
 from trimtab.adapters.file import read_adapter
 from trimtab.adapters.match import match_adapter
+from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
 from trimtab.cli import main as cli
@@ -162,6 +164,20 @@ def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monk
     assert code == 2 and err.startswith(f"trimtab: {blamed}: this machine has 0 CUDA devices")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("plan", BASE, "--keep-unquantized", "lm_haed"), "trimtab: --keep-unquantized lm_haed: names no linear module"),
+        (("plan", BASE, "--max-memory", '{"gpu": "4GiB"}'), "trimtab: --max-memory gpu: no device has this name (choices: 0, "),
+        (("serve", BASE, "--limit", "foo=3"), " request_pixels, audio_s, request_audio_s, "),
+        (("serve", BASE, "--limit", "audio_seconds=3"), "(did you mean audio_s or audio_bytes?)"),
+    ],
+)  # fmt: skip
+def test_what_was_typed_and_what_may_be_typed_are_shown_as_they_are(ask, given, said):
+    code, _, err = ask(*given)
+    assert code == 2 and said in err
+
+
 def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch):
     def refuse(device, bytes_now):
         raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
@@ -187,6 +203,12 @@ def test_an_address_as_adapter_or_medium_says_what_to_do(ask):
     for flag in ("--image", "--audio"):
         code, _, err = ask("run", BASE, "hi", flag, "https://example.com/x.png")
         assert code == 2 and f"{flag} https://example.com/x.png: no such file. Nothing is read from an address: download" in err
+
+
+def test_a_server_without_its_scheme_is_no_unknown_comparison(ask):
+    for address in ("localhost:8000", "10.0.0.1:8000/v1", "gpu-box.local:80"):
+        code, _, err = ask("verify", BASE, "--against", address)
+        assert code == 2 and f"--against {address}: begins with http:// or https://" in err
 
 
 @pytest.mark.parametrize("text", ["C:/models/gemma", "google/gemma", "a:b", "x=https", "./https:", ""])
@@ -228,6 +250,9 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
         (("rn", "base", "hi"), "there is no command 'rn' (did you mean run"),
         (("qqq",), "there is no command 'qqq' (choices: plan, inspect, run, demo, chat, "),
         (("run", "base"), "required: PROMPT; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat M"),
+        (("run", "base", "hi", "--seed", "x"), "argument --seed: 'x' is not a whole number\n"),
+        (("plan", "base", "--audio-s", "long"), "argument --audio-s: 'long' is not a number\n"),
+        (("completion", "tcsh"), "argument SHELL: invalid choice: 'tcsh'"),
         (("run", "base", "hi", "--context", "4q"), "argument --context: '4q' is not a number of tokens, such as 4096 or 4k"),
     ],
 )  # fmt: skip
@@ -261,6 +286,19 @@ def test_help_and_version_are_commands_too(given, as_if, capsys):
             cli.main(arguments)
         outputs.append((caught.value.code, capsys.readouterr().out))
     assert outputs[0] == outputs[1] and outputs[0][0] == 0 and "trimtab" in outputs[0][1]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("command", [[], ["doctor"], ["models"]])
+def test_help_keeps_to_the_columns_of_its_terminal(command, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    out = capsys.readouterr().out
+    examples = [f"  trimtab {command[0]} {words}".rstrip() for words in cli.EXAMPLES[command[0]]] if command else []
+    assert set(examples) <= set(out.splitlines())  # to be copied: never wrapped
+    assert max(len(line) for line in out.splitlines() if line not in examples) <= width
+    assert bool(command) or re.search(r"\n  10   a step is done, .*(\n {7}.*)?be\s+done\n", out)
 
 
 def test_version_as_json_has_both_spellings(ask):
@@ -389,6 +427,12 @@ def mistakes(tmp_path_factory):
         (["run", base, *prompts["one"][:2], "--out", str(folder / "notes.txt")], 2, "was not written by trimtab run"),
         (["run", base, *prompts["one"][:2], "--out", str(folder)], 2, "--out"),
         (["chat", base, *both], 2, several), (["verify", base, *both], 2, several), (["bench", base, *both], 2, several),
+        (["bench", base, "--against", "stok"], 2, "--against stok: unknown choice"),
+        (["bench", base, "--runs", "0"], 2, "--runs 0: must be"),
+        (["bench", base, "--prompts", str(folder / "none.jsonl")], 2, "none.jsonl"),
+        (["verify", base, "--against", "stok"], 2, "did you mean stock?"),
+        (["verify", base, "--against", "base"], 2, "needs an adapter"),
+        (["verify", base, *style, "--against", "http://localhost:1/v1", "--deadline", "0"], 2, "--deadline 0.0: must be"),
         (["merge", base, str(folder / "merged"), "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
         (["inspect", str(STYLE), "--model", str(folder / "no")], 3, "no such folder"),
     ]  # fmt: skip
@@ -402,6 +446,45 @@ def test_a_mistake_that_needs_no_torch_is_told_before_it_is_imported(mistakes, t
     )  # fmt: skip
     for (words, code, text), (their_code, err) in zip(mistakes, json.loads(done.stdout), strict=True):
         assert their_code == code and text in err, (words, their_code, err)
+
+
+def test_a_module_that_a_known_model_does_not_have_is_told_before_torch_is_imported(monkeypatch):
+    """Another process read the model's modules, without the mistake."""
+
+    def known(checkpoint, request, **_):
+        return None if request.keep_unquantized else small_anatomy()
+
+    monkeypatch.setattr("trimtab.machine.anatomy_cache.find_anatomy", known)
+    monkeypatch.setattr(api.phases, "begin_imports", lambda: pytest.fail("imports torch"))
+    wrong = LoadRequest(model=str(BASE), quant="none", keep_unquantized=("q_porj",))
+    with pytest.raises(RequestError, match="names no linear module") as caught:
+        api.anatomy_for(read_checkpoint(BASE), wrong, api.PlanInputs(), may_be_kept=True, keeps_16bit=False)
+    assert caught.value.value == ["q_porj"]
+
+
+@pytest.mark.parametrize("words", [("inspect", STYLE, "--model", BASE), ("adapters", STYLE, "--model", BASE)])
+def test_an_adapter_is_matched_with_a_known_model_before_torch_is_imported(ask, monkeypatch, words):
+    asked = []
+
+    def known(checkpoint, request, **_):
+        asked.append((request.quant, request.dtype, request.head, request.experts))
+        return small_anatomy()
+
+    monkeypatch.setattr("trimtab.machine.anatomy_cache.find_anatomy", known)
+    monkeypatch.setattr(api.phases, "begin_imports", lambda: pytest.fail("imports torch"))
+    code, out, err = ask(*words)
+    assert asked == [("none", "bfloat16", "full", "16bit")]  # what engine/loader/transformers_model.py::read_anatomy builds
+    assert "problem" in out + err and code in (0, 5)  # the demo's adapter is of another model than this one
+
+
+def test_a_benchmark_against_itself_is_refused_before_a_process_is_started(ask, monkeypatch):
+    from trimtab.benchmark import bench
+
+    machine = SimpleNamespace(execution_device="cpu")
+    monkeypatch.setattr(bench, "find_machine", lambda device: (machine, None))
+    monkeypatch.setattr(bench, "run_module", lambda *_, **__: pytest.fail("starts a process"))
+    code, _, err = ask("bench", BASE, "--against", "eager")
+    assert code == 2 and "--against eager: both sides would run the same steps" in err
 
 
 def test_some_wrong_lines_are_told_first_and_counted(tmp_path):

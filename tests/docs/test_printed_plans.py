@@ -4,17 +4,28 @@ from importlib.metadata import version
 
 import pytest
 
-from tools import printed_plans
+from tools import draw_load_line, printed_plans
 
 NEWEST = (printed_plans.ROOT / "locks" / "newest.txt").read_text(encoding="utf-8")
+with_the_newest = pytest.mark.skipif(
+    f"transformers=={version('transformers')}\n" not in NEWEST, reason="plans are printed with the newest release"
+)
 
 
-@pytest.mark.skipif(f"transformers=={version('transformers')}\n" not in NEWEST, reason="plans are printed with the newest release")
+@with_the_newest
 @pytest.mark.parametrize("page", printed_plans.PAGES, ids=lambda page: page.name)
 def test_a_page_shows_the_plan_that_its_command_prints(page):
     text = page.read_text("utf-8")
     slots = printed_plans.SLOT.findall(text)
     assert slots and printed_plans.filled(text) == text, "run: python tools/printed_plans.py"
+
+
+@with_the_newest
+def test_the_picture_of_the_readme_is_the_one_that_its_command_draws(monkeypatch, tmp_path, capsys):
+    shown = draw_load_line.IMAGE.read_text("utf-8")
+    monkeypatch.setattr(draw_load_line, "IMAGE", tmp_path / "drawn.svg")
+    assert draw_load_line.main() == 0
+    assert (tmp_path / "drawn.svg").read_text("utf-8") == shown, "run: python tools/draw_load_line.py"
 
 
 @pytest.mark.parametrize("page", printed_plans.PAGES, ids=lambda page: page.name)

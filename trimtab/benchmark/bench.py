@@ -19,6 +19,7 @@ from trimtab.benchmark.roofline import Bandwidth, Limit, Read, limit_of
 from trimtab.benchmark.stats import Spread
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.machine.environment import read_environment
+from trimtab.machine.machine_cache import find_machine
 from trimtab.planning import Plan
 from trimtab.process import packages, phases
 from trimtab.process.work_folder import work_folder
@@ -96,13 +97,12 @@ def bench(request: BenchRequest, *, say: Say | None = None) -> BenchReport:
         packages.check_installed(packages.STOCK, field="against", value="stock")
     with work_folder("bench") as work:
         speak("planning and preparing the prompts")
+        here = None if isinstance(request.load, Plan) or request.request.card else find_machine(request.request.device)
+        if here is not None:
+            _check_sides(request, here[0].execution_device)
         prepared = _prepared(request, work)
         plan = Plan.from_json(prepared["plan"])
-        if request.against == "eager" and request.decode == "auto" and plan.execution_device == "cpu":
-            raise RequestError(
-                "both sides would run the same steps: there is no GPU to capture them on",
-                field="--against", value="eager", allowed=("stock",),
-            )  # fmt: skip
+        _check_sides(request, plan.execution_device)
         rows: dict[str, list[dict[str, Any]]] = {OURS: [], request.against: []}
         failures: dict[str, tuple[TrimtabError, int]] = {}
         for run in range(request.runs):
@@ -124,6 +124,15 @@ def bench(request: BenchRequest, *, say: Say | None = None) -> BenchReport:
         plan=plan, adapter=request.adapter, decode=request.decode, prompts=shown, new_tokens=request.new_tokens,
         runs=request.runs, ours=sides[0], other=sides[1], bandwidth=bandwidth, environment=read_environment(),
     )  # fmt: skip
+
+
+def _check_sides(request: BenchRequest, device: str) -> None:
+    """Raise RequestError where both sides would run the same steps on a device."""
+    if request.against == "eager" and request.decode == "auto" and device == "cpu":
+        raise RequestError(
+            "both sides would run the same steps: there is no GPU to capture them on",
+            field="--against", value="eager", allowed=("stock",),
+        )  # fmt: skip
 
 
 def _prepared(wanted: BenchRequest, work: Path) -> dict[str, Any]:

@@ -6,13 +6,14 @@ tensors without data, so any architecture works and names follow transformers' o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
-from trimtab.checkpoint.names import Rename
+from trimtab.checkpoint.names import Rename, matches, near_names
+from trimtab.errors import RequestError
 
 Part = Literal["language", "vision", "audio", "connector", "table", "head"]
 Kind = Literal["linear", "embedding", "experts", "other"]
@@ -203,3 +204,15 @@ def first_equal(anatomy: Anatomy) -> Anatomy:
     anatomies that are different objects are compared row by row at each look-up, and here only once.
     """
     return anatomy
+
+
+def check_keep(keep_unquantized: Sequence[str], rows: Sequence[ModuleRow]) -> None:
+    """Raise RequestError for patterns that name no linear module of a model."""
+    linears = [row.module_path for row in rows if row.kind == "linear"]
+    lost = [pattern for pattern in keep_unquantized if not any(matches(pattern, path) for path in linears)]
+    if lost:
+        near = [name for pattern in lost for name in near_names(pattern, linears)]
+        raise RequestError(
+            "names no linear module", field="keep_unquantized", value=lost, near=near,
+            hint="A pattern is a module's path, or a part of it with *; `trimtab plan` lists the blocks",
+        )  # fmt: skip

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 
 from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
 from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
-from trimtab.demo_names import without_demo_name
+from trimtab.demo_names import MODEL, without_demo_name
 from trimtab.errors import CheckpointError
 from trimtab.gguf import companion, folders
 from trimtab.gguf.architectures import Order
@@ -250,9 +251,18 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if not os.path.isdir(cached):
         raise CheckpointError(
             f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is downloaded automatically",
-            path=text, hint=f"Fetch it first with `trimtab pull {text}`, or give a folder",
+            path=text, hint=f"{_nearly(text, cached.parent)}Fetch it first with `trimtab pull {text}`, or give a folder",
         )  # fmt: skip
     return _of_folder(_snapshot(cached))
+
+
+def _nearly(model: str, cache: Path) -> str:
+    """Return a question for the demo's name and the cached hub ids that a mistyped one may have meant, or nothing."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = [name.removeprefix("models--").replace("--", "/", 1) for name in os.listdir(cache) if name.startswith("models--")]
+    near = near_names(model, [MODEL, *sorted(names)])
+    return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
 def _cached_gguf(text: str, parts: list[str]) -> Path:

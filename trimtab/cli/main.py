@@ -30,6 +30,7 @@ import importlib
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
@@ -43,7 +44,7 @@ from trimtab.cli.flags.wording import Words
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, choices_text, public_fields
 from trimtab.machine import preload
 from trimtab.process import interrupts, threads
-from trimtab.process.exit_codes import exit_code, exit_codes_text
+from trimtab.process.exit_codes import EXIT_TEXT_COLUMN, exit_code, exit_codes_text
 from trimtab.process.packages import versions_of
 
 # File -> its commands, in the order of --help.
@@ -81,6 +82,17 @@ class UsageError(RequestError):
         super().__init__(message, field="command line")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help in the columns of the terminal. Examples stay whole, to be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        hang = " " * EXIT_TEXT_COLUMN
+        return "\n".join(
+            line if line.startswith("  trimtab ") else textwrap.fill(line, width, subsequent_indent=hang if line[:1] == " " else "")
+            for line in text.splitlines()
+        )
+
+
 class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the options. Errors: UsageError of the command that was named, for words that it does not take."""
@@ -96,6 +108,11 @@ class _Parser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)
         except RequestError as exc:
             raise argparse.ArgumentError(action, f"{exc.value!r} {exc.reason}") from exc
+        except argparse.ArgumentError as exc:
+            if action.type not in (int, float):
+                raise
+            kind = "a whole number" if action.type is int else "a number"
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not {kind}") from exc
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -300,7 +317,7 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     top = _Parser(
         prog="trimtab", allow_abbrev=False,
         description="Run a quantized multimodal model with LoRA adapters on a GPU that it does not fit.",
-        epilog=None if wanted else exit_codes_text(), formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=None if wanted else exit_codes_text(), formatter_class=_Help,
     )  # fmt: skip
     top.add_argument(
         "-V",
@@ -314,7 +331,7 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
             name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=examples_text(name), allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
         )  # fmt: skip
         made.set_defaults(command=function, parser=made, name_of_command=name)
         return made

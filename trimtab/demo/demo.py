@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab import demo
+from trimtab.demo_names import KNOWS
 from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
 from trimtab.planning.plan.chart import draw
 from trimtab.report.render import WIDTH, Lines
@@ -101,7 +102,8 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     say(f"   {len(asks)} prompts, {positions} positions: largest difference of a logit {largest:g}")
     verdict, noise = _judge(whole, asks, logits, expected, say) if largest else ("same", None)
     say(f"   {verdict}")
-    say("\n".join(["\nnext:", *(f"    {command}" for command in NEXT)]))
+    say(f"\n{KNOWS}")
+    say("\n".join(["next:", *(f"    {command}" for command in NEXT)]))
     tiers = list(split.tiers().values())
     return {
         "folder": str(FOLDER), "picture": str(picture), "resident_peak_bytes": whole.gpu_peak_bytes,

@@ -48,9 +48,13 @@ EXIT_TEXTS = {
 }
 
 
+# Where the texts begin in `exit_codes_text`.
+EXIT_TEXT_COLUMN = 7
+
+
 def exit_codes_text() -> str:
     """Return the exit codes for --help."""
-    lines = [f"  {code:<4} {text}" for code, text in sorted(EXIT_TEXTS.items())]
+    lines = [f"  {code}".ljust(EXIT_TEXT_COLUMN) + text for code, text in sorted(EXIT_TEXTS.items())]
     return "\n".join(["exit codes:", *lines])
 
 

@@ -26,15 +26,14 @@ from trimtab.process.work_folder import work_folder
 from trimtab.request import EXPERTS, MADE_EXPERTS, LoadRequest
 from trimtab.verification.comparisons import AGAINST, Case, case_of
 from trimtab.verification.render.report import ParityReport, PromptParity
-from trimtab.verification.routes import compare, inputs
+from trimtab.verification.routes import compare
 from trimtab.verification.routes import prompts as asked
-from trimtab.verification.routes import teacher_forcing as forced
-from trimtab.verification.routes.loaded_changes import LoadedChanges, compare_changes
 from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.routes.runner import Item, Ran, prepare, run_route, to_prepare, with_continuations
 
 if TYPE_CHECKING:
     from trimtab.verification.merges.weights import MergedWeights
+    from trimtab.verification.routes.loaded_changes import LoadedChanges
 
 Say = Callable[[str], None]
 NEW_TOKENS = 32
@@ -168,8 +167,10 @@ def _items(case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]
 
 def _unprepared(given: Sequence[Prompt], out: Path) -> list[dict[str, Any]]:
     """Return what is known of prompts before a process prepares them."""
+    from trimtab.verification.routes.inputs import file_of
+
     return [
-        {"id": one.id, "file": str(inputs.file_of(out, place)), "prompt_tokens": 0, "has_media": bool(one.image or one.audio)}
+        {"id": one.id, "file": str(file_of(out, place)), "prompt_tokens": 0, "has_media": bool(one.image or one.audio)}
         for place, one in enumerate(given)
     ]
 
@@ -240,6 +241,8 @@ def _stock_faults(case: Case, items: Sequence[Item], rows: Sequence[PromptParity
 def _parity(
     case: Case, prompt: Prompt, item: Item, at: int, reference: Ran, subject: Ran, count: int
 ) -> tuple[PromptParity, tuple[float, ...]]:
+    from trimtab.verification.routes import teacher_forcing as forced
+
     first, second = reference.said[at], subject.said[at]
     a, hidden_a = forced.read_run(first.file)
     b, hidden_b = forced.read_run(second.file)
@@ -298,6 +301,8 @@ def _changes(case: Case, reference: Ran, subject: Ran) -> LoadedChanges | None:
     """Return whether both routes loaded the same changes, None if one must have none."""
     if case.merged is not None or case.against == "base":
         return None
+    from trimtab.verification.routes.loaded_changes import compare_changes
+
     first, second = (dict(ran.loaded.get("changes") or {}) for ran in (reference, subject))
     return compare_changes(first, second, same_names=case.against != "stock")
 

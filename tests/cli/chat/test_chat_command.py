@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import trimtab
-from trimtab import demo
+from trimtab import demo, demo_names
 from trimtab.cli import main as cli
 from trimtab.cli.chat import chat as chat_command
 from trimtab.cli.chat import input as chat_input
@@ -166,6 +166,15 @@ def test_help_names_every_command_and_the_parser_its_flags(capsys):
     assert named == {*session._commands, "quit"}
 
 
+def test_a_chat_with_the_demo_begins_with_a_question_that_it_can_answer(model, capsys):
+    question = demo_names.KNOWS.partition(": ")[2]
+    assert talked(model, question, is_terminal=True) == 0
+    out, err = capsys.readouterr()
+    assert f"adapters: style\n{demo_names.KNOWS}\n" in err and out.strip()
+    asks = map(json.loads, (demo.FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
+    assert question in {ask["prompt"] for ask in asks}
+
+
 # Each command ---------------------------------------------------------------------------------------------------------
 
 
@@ -276,8 +285,10 @@ def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, t
 
 @pytest.mark.parametrize(
     ("line", "field"),
-    [("/compare base", "/compare"), ("/adapter none-such", "adapter"), ("/image", "/image"), ("/image no.png", "image"),
-     ("/again", "prompt"), ("/x", "/x"), ("/clear all", "/clear"),
+    [("/compare base", "/compare"), ("/compare base none-such", "/compare"), ("/adapter none-such", "/adapter"),
+     ("/adapter style:1+none-such:1", "/adapter"), ("/again none-such", "/again"), ("/reload none-such", "/reload"),
+     ("/image", "/image"), ("/image no.png", "/image"), ("/audio no.wav", "/audio"), ("/again", "prompt"), ("/x", "/x"),
+     ("/clear all", "/clear"),
      ("/quit now", "/quit"), ("/save talk.txt", "/save"), ("/adapter a=/no/such", None)],
 )  # fmt: skip
 def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field, capsys):
@@ -287,6 +298,7 @@ def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field
     assert talked(model, line, QUESTION, is_terminal=True) == 0
     out, err = capsys.readouterr()
     assert out.strip() and "trimtab: " in err and "/save=" not in err
+    assert not (field or "").startswith("/") or f"trimtab: {field}" in err
 
 
 def test_a_message_may_begin_with_a_slash_and_an_empty_line_is_none(model, capsys):

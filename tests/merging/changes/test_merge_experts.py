@@ -30,7 +30,9 @@ def stack_adapter(base: Path, folder: Path, names: list[str], **options: object)
     from peft import LoraConfig, get_peft_model
 
     model = load(base)
-    targets = next(path for path, _ in model.named_modules() if re.search(r"^model\.(language_model\.)?layers\.\d+\..*q_proj$", path))
+    targets = next(
+        path for path, _ in model.named_modules() if re.search(r"^model\.(language_model\.)?layers\.\d+\..*q_proj$", path)
+    )
     config = LoraConfig(r=3, lora_alpha=7, target_modules=[targets], target_parameters=names, **options)
     model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(0)

@@ -18,6 +18,8 @@ from trimtab.cli.flags.highlight import Style, apart
 from trimtab.cli.flags.opening import end_text
 from trimtab.cli.flags.output import has_color, print_error, print_text, set_off
 from trimtab.cli.flags.wording import as_typed
+from trimtab.demo_names import BASE as DEMO
+from trimtab.demo_names import KNOWS, without_demo_name
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.printable import printable
 from trimtab.process import interrupts
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 BASE_NAMES = (BASE, "none")
 # Commands that end a chat, and commands that take no text.
 LEAVING, ALONE = ("/quit", "/exit", "/bye"), ("clear", "help", "memory")
+# What the library's errors call the text behind a command.
+ARGUMENTS = ("adapter", "audio", "image", "name")
 LEAVE = "/quit or Ctrl-D leaves; /help lists the commands"
 HELP = (
     ("/adapter [NAME]", "answer with this adapter from now on, with `base` for none; without a name, list them"),
@@ -76,7 +80,9 @@ class Session:
     def run(self, read: Reader) -> int:
         """Answer until the end of the input. Returns the exit code. Errors: TrimtabError if the user cannot retry."""
         if self.is_terminal:
-            self._say(f"{self.model.plan.request.model}, adapters: {', '.join(self.model.adapters) or 'none'}\n{LEAVE}")
+            model = self.model.plan.request.model
+            about = f"{KNOWS}\n" if without_demo_name(model) == str(DEMO) else ""
+            self._say(f"{model}, adapters: {', '.join(self.model.adapters) or 'none'}\n{about}{LEAVE}")
         while True:
             try:
                 line = read(self._prompt())
@@ -157,7 +163,14 @@ class Session:
                 )  # fmt: skip
             if name in ALONE and rest.strip():
                 raise _takes_nothing(f"/{name}")
-            self._commands[name](rest.strip())
+            try:
+                self._commands[name](rest.strip())
+            except RequestError as exc:
+                if exc.field not in ARGUMENTS:
+                    raise
+                raise RequestError(
+                    exc.reason, field=f"/{name}", value=exc.value, allowed=exc.allowed, near=exc.near, hint=exc.hint
+                ) from exc
             return
         before = self.chat.left_out
         pieces = self.chat.stream(line.removeprefix("/") if line.startswith("//") else line,

@@ -15,7 +15,7 @@ from typing import Any
 import shtab
 
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
-from trimtab.api import plan_request
+from trimtab.api import modules_of, plan_request
 from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
 from trimtab.cli.flags.flags import add_budgets, add_device, add_dtype, load_request
 from trimtab.cli.flags.output import Command, print_json, print_text, show
@@ -158,7 +158,7 @@ def _model_row(one: dict[str, Any]) -> tuple[str, ...]:
 
 def run_adapters(options: argparse.Namespace) -> int:
     folder = _listed(options.folder)
-    anatomies = {model: _anatomy(model) for model in options.model}
+    anatomies = {model: modules_of(read_checkpoint(model)) for model in options.model}
     adapters = [_adapter(path.parent, folder, anatomies) for path in _below(folder, ADAPTER_CONFIG)]
     if options.json:
         print_json({"folder": str(folder), "adapters": adapters})
@@ -172,12 +172,6 @@ def run_adapters(options: argparse.Namespace) -> int:
     errors = [f"{one['adapter']}: {one['error']}" for one in adapters if "error" in one]
     show(Document("", [Table(heads, [_adapter_row(one, options.model) for one in adapters]), *map(Text, errors)]))
     return 0
-
-
-def _anatomy(model: str) -> Any:
-    from trimtab.engine.loader import transformers_model as hf
-
-    return hf.read_anatomy(read_checkpoint(model), quant="none", dtype="bfloat16")
 
 
 def _adapter(path: Path, folder: Path, anatomies: dict[str, Any]) -> dict[str, Any]:

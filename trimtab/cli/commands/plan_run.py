@@ -248,11 +248,10 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def _patch(options: argparse.Namespace) -> dict[str, Any]:
     from trimtab.adapters.patch import write_patched
+    from trimtab.api import modules_of
     from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.engine.loader import transformers_model as hf
 
-    anatomy = hf.read_anatomy(read_checkpoint(options.model), quant="none", dtype="bfloat16")
-    return write_patched(options.adapter, anatomy, options.patched)
+    return write_patched(options.adapter, modules_of(read_checkpoint(options.model)), options.patched)
 
 
 def run_run(options: argparse.Namespace) -> int:

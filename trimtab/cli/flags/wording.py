@@ -16,6 +16,8 @@ _OTHERWISE = {
 }  # fmt: skip
 _POSITIONAL = ("model", "out", "prompt")
 _BUDGETS = ("--gpu-memory", "--host-memory")
+# The values that an error lists. They are no arguments, also where one has an argument's name.
+_LISTED = re.compile(r"(\((?:choices: |did you mean )[^()\n]*\))")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
     """
     if not flags:
         return text
+    parts = _LISTED.split(text)
+    parts[::2] = [_part_in_flags(part, field if at == 0 else None, flags) for at, part in enumerate(parts[::2])]
+    return as_typed("".join(parts))
+
+
+def _part_in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
     names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
     spelled = "|".join(sorted((re.escape(name) for name in flags if "_" in name), key=len, reverse=True)) or "(?!)"
     first = field.partition("[")[0] if isinstance(field, str) else ""
@@ -93,7 +101,6 @@ def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
         is_other_value = match[0].endswith("=") and after.strip(".,;) ") != ""  # a tuple, for example
         return f"{flag}=" if is_other_value else flag
 
-    text = as_typed(text)
     edge = r"(?<![\w./\\'\"=-])"
     text = re.sub(
         rf"{edge}({names})=(?:'([^'\n]*)'|\"([^\"\n]*)\"|(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|-?inf\b|nan\b)|True\b|)", given, text

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, Kind, KVLayer, ModuleRow, Part, TensorRow, check_keep
 from trimtab.checkpoint.config_limits import experts_per_token
-from trimtab.checkpoint.names import Rename, is_under, matches, near_names
+from trimtab.checkpoint.names import Rename, is_under, matches
 from trimtab.engine.loader.pieces import formats_of_files, why_not_packed
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import why_no_lora
@@ -64,7 +64,7 @@ def build_anatomy(
         rows = _packed_experts(rows, places, sources, packed, ties, experts)
     elif packed:
         rows = tuple(_stored_experts(row, places, packed, ties, is_kept=experts == EXPERTS[0]) for row in rows)
-    _check_keep(keep_unquantized, rows)
+    check_keep(keep_unquantized, rows)
     caches = _Caches(places, config.get_text_config(), windows)
     text = config.get_text_config()
     kinds = format_names(packed)
@@ -143,17 +143,6 @@ def _stored_experts(
         return replace(row, why_unquantized=f"experts of the files, dequantized: {why}") if why else row
     tensors = tuple(replace(one, stored=formats.get(one.tensor_path)) for one in row.tensors)
     return replace(row, quantized=True, why_unquantized="", tensors=tensors)
-
-
-def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) -> None:
-    linears = [row.module_path for row in rows if row.kind == "linear"]
-    lost = [pattern for pattern in keep_unquantized if not any(matches(pattern, path) for path in linears)]
-    if lost:
-        near = [name for pattern in lost for name in near_names(pattern, linears)]
-        raise RequestError(
-            "names no linear module", field="keep_unquantized", value=lost, near=near,
-            hint="A pattern is a module's path, or a part of it with *; `trimtab plan` lists the blocks",
-        )  # fmt: skip
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def _device(key: Any) -> str:
     gpu = _GPU.fullmatch(text)
     if isinstance(key, bool) or not isinstance(key, (int, str)) or (gpu is None and text not in ("cpu", "disk")):
         raise RequestError(
-            "no device of max_memory has this name", field=f"{FIELD}[{key!r}]", value=text[:60],
+            "no device has this name", field=FIELD, value=text[:60],
             allowed=("0", "cuda:0", "cpu", "disk"),
         )  # fmt: skip
     return text if gpu is None else f"cuda:{int(gpu.group(1) or 0)}"

@@ -12,14 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from trimtab.errors import RequestError
 from trimtab.verification.routes import alarm_rate as criterion
 from trimtab.verification.routes.alarm_rate import Limits
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Verdict = Literal["same", "same within noise", "cannot tell", "differs"]
 SAME, WITHIN_NOISE, CANNOT_TELL, DIFFERS = "same", "same within noise", "cannot tell", "differs"
@@ -185,6 +186,8 @@ def difference(first: Tensor, second: Tensor) -> Difference:
     Shapes: [S, V] each, any floating dtypes, on one device. Errors: RequestError if the shapes differ.
     Source: KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)), P and Q the softmax of the first and the second.
     """
+    import torch  # here: the verdicts are read before it is needed
+
     if first.shape != second.shape or first.dim() != 2:
         raise RequestError(
             f"logits of shape {list(first.shape)} cannot be compared with {list(second.shape)}", field="logits",
@@ -215,19 +218,17 @@ def difference(first: Tensor, second: Tensor) -> Difference:
 
 def _apart(a: Tensor, b: Tensor) -> Tensor:
     """Return |a - b| [S, V]; 0 for equal infinities, infinite for NaN."""
-    apart = (a - b).abs_()
-    apart = torch.where(a == b, torch.zeros((), dtype=a.dtype, device=a.device), apart)
+    apart = (a - b).abs_().masked_fill_(a == b, 0.0)
     return apart.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
     """Return KL in nats of every position: [S, V], [S, V] -> [S]."""
-    log_p, log_q = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
+    log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
     p = log_p.exp()
-    terms = torch.where(p == 0, torch.zeros((), dtype=a.dtype, device=a.device), p * (log_p - log_q))
-    per_position = terms.sum(-1)
+    per_position = (p * (log_p - log_q)).masked_fill_(p == 0, 0.0).sum(-1)
     # The sum of rounded terms of two nearly equal distributions can be slightly below zero.
-    return torch.where(per_position.isnan(), torch.full_like(per_position, math.inf), per_position.clamp_min(0.0))
+    return per_position.clamp_min(0.0).masked_fill_(per_position.isnan(), math.inf)
 
 
 def drawn_noise(
