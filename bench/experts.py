@@ -3,13 +3,12 @@
     python -m bench.experts --work FOLDER --save bench/results/experts.json [--cases 26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,...]
 
 A case: MODEL:EXPERTS[:GIB of the GPU[:SKEW]]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with double
-quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case, where
-the residual is the token's embedding for the most part, and tokens are sampled; with a SKEW the second half of each layer's experts
-has scores times that. A row, of the public API, token ids in and text out, an adapter of
-rank 8 on attention and dense parts: `tok_s` of one row behind a prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an
-adapter on experts too; `rows8_tok_s`: eight rows, each with its own of these. `hits`: of the experts chosen by steps, those that
-were on the card. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16 bits, an adapter
-on attention.
+quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case, where the
+residual is the token's embedding for the most part, and tokens are drawn (temperature 50); with a SKEW the second half of each
+layer's experts has scores times that. A row, of the public API, token ids in and text out, an adapter of rank 8 on attention and
+dense parts: `tok_s` of one row behind a prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too;
+`rows8_tok_s`: eight rows, each with its own of these. `hits`: of the experts chosen by steps, those that were on the card.
+`peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16 bits, an adapter on attention.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path
         _spread(model, skew)
 
         def once(tokens: int, adapter: str, prompt: int) -> Any:
-            answer = model.answer(next(asks)[:prompt], adapter=adapter, max_new_tokens=tokens, temperature=1.0)
+            answer = model.answer(next(asks)[:prompt], adapter=adapter, max_new_tokens=tokens, temperature=50.0)
             assert len(answer.token_ids) == tokens, answer.finish_reason
             return answer
 
@@ -127,7 +126,7 @@ def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path
 
         def several(tokens: int) -> list[float]:
             requests = [{"prompt": next(asks)[:33], "adapter": f"e{number}"} for number in range(rows)]
-            return [answer.tokens_per_s for answer in model.batch(requests, max_new_tokens=tokens, temperature=1.0)]
+            return [answer.tokens_per_s for answer in model.batch(requests, max_new_tokens=tokens, temperature=50.0)]
 
         if rows > 1:
             several(SHORT)
