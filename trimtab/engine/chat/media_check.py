@@ -67,7 +67,10 @@ def check_tower(hf_model: HFModel, encoded: Mapping[str, object], folder: Path) 
     if vision is None or not isinstance(pixels, Tensor) or not isinstance(ids, Tensor):
         return
     if str(config.model_type).startswith(IN_GRIDS) and isinstance(grids, Tensor):
-        made, read = pixels.shape[-1:], [3 * vision.temporal_patch_size * vision.patch_size**2]
+        sides = (vision.temporal_patch_size, vision.patch_size)
+        if not all(isinstance(one, int) for one in sides):
+            return
+        made, read = pixels.shape[-1:], [getattr(vision, "in_channels", 3) * sides[0] * sides[1] ** 2]
         soft = int(grids.prod(dim=-1).sum()) // vision.spatial_merge_size**2
     elif config.model_type == "gemma3":
         made, read = pixels.shape[-2:], [vision.image_size] * 2

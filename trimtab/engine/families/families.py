@@ -96,7 +96,7 @@ def _ropes(text: Module, kinds: list[str], *, by_kind: bool = False) -> dict[str
         if name in _GROWING_ROPES:
             raise UndescribedError(f"its rotation is {name}")
     has_axes = hasattr(text.rotary_emb, "mrope_section")
-    if has_axes:
+    if has_axes and types != "longrope":  # whose module reads the longest position
         at = torch.zeros(3, 1, 1, dtype=torch.long, device=text.rotary_emb.inv_freq.device)
         try:
             text.rotary_emb(at.float(), at)
