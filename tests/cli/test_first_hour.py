@@ -401,7 +401,8 @@ def mistakes(tmp_path_factory):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BASE / name, bare)
     files = {"text": "hello\nyou\n", "one": '{"prompt": "a"}\n', "none": "",
-             "image": '{"prompt": "a", "image": "no.png"}\n', "named": '{"prompt": "a", "adapter": "styel"}\n'}  # fmt: skip
+             "image": '{"prompt": "a", "image": "no.png"}\n', "keyed": '{"prompt": "a", "max_tokens": 3}\n',
+             "named": '{"prompt": "a", "adapter": "styel"}\n'}  # fmt: skip
     prompts = {}
     for name, text in files.items():
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
@@ -423,6 +424,7 @@ def mistakes(tmp_path_factory):
         (["run", base, *prompts["none"]], 2, "holds no prompt"),
         (["run", base, *prompts["text"]], 2, "no line can be answered; the first: line 1: is not JSON"),
         (["run", base, *prompts["image"]], 2, f"line 1: there is no image file {folder / 'no.png'}"),
+        (["run", base, *prompts["keyed"]], 2, "line 1: max_tokens: unknown key (did you mean max_new_tokens?). Each line"),
         (["run", base, *prompts["named"], *style], 2, "line 1: no adapter of the name 'styel' is given (did you mean style?)"),
         (["run", base, *prompts["one"][:2], "--out", str(folder / "notes.txt")], 2, "was not written by trimtab run"),
         (["run", base, *prompts["one"][:2], "--out", str(folder)], 2, "--out"),
