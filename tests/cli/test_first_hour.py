@@ -245,6 +245,9 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
         (("run", "--model", "base", "hi"), "MODEL has no flag: trimtab run MODEL PROMPT"),
         (("chat", "base", "--ctx-size", "512"), "--ctx-size (did you mean --context?)"),
         (("bench", "base", "--max-tokens", "5"), "--max-tokens (did you mean --new-tokens?)"),
+        (("verify", "base", "--html", "v.html"), "--html (did you mean --save?)"),
+        (("run", "base", "--prompts", "a.jsonl", "--output", "b"), "--output (did you mean --out?)"),
+        (("merge", "base", "-o", "merged"), "-o; OUT has no flag: trimtab merge MODEL OUT"),
         (("inspect", "a", "--zzz"), "--zzz (`trimtab inspect --help` lists the flags)"),
         (("run", "base", "hi", "there", "-1.5"), "unrecognized arguments: there -1.5\n"),
         (("rn", "base", "hi"), "there is no command 'rn' (did you mean run"),
@@ -401,7 +404,8 @@ def mistakes(tmp_path_factory):
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BASE / name, bare)
     files = {"text": "hello\nyou\n", "one": '{"prompt": "a"}\n', "none": "",
-             "image": '{"prompt": "a", "image": "no.png"}\n', "named": '{"prompt": "a", "adapter": "styel"}\n'}  # fmt: skip
+             "image": '{"prompt": "a", "image": "no.png"}\n', "keyed": '{"prompt": "a", "max_tokens": 3}\n',
+             "named": '{"prompt": "a", "adapter": "styel"}\n'}  # fmt: skip
     prompts = {}
     for name, text in files.items():
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
@@ -423,6 +427,7 @@ def mistakes(tmp_path_factory):
         (["run", base, *prompts["none"]], 2, "holds no prompt"),
         (["run", base, *prompts["text"]], 2, "no line can be answered; the first: line 1: is not JSON"),
         (["run", base, *prompts["image"]], 2, f"line 1: there is no image file {folder / 'no.png'}"),
+        (["run", base, *prompts["keyed"]], 2, "line 1: max_tokens: unknown key (did you mean max_new_tokens?). Each line"),
         (["run", base, *prompts["named"], *style], 2, "line 1: no adapter of the name 'styel' is given (did you mean style?)"),
         (["run", base, *prompts["one"][:2], "--out", str(folder / "notes.txt")], 2, "was not written by trimtab run"),
         (["run", base, *prompts["one"][:2], "--out", str(folder)], 2, "--out"),

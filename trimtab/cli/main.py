@@ -401,6 +401,7 @@ ELSEWHERE = {
     **dict.fromkeys(("--adapters", "--lora", "--lora-modules", "--lora-path", "--adapter-path", "--enable-lora"), "--adapter"),
     **dict.fromkeys(("--gpu-memory-utilization", "--vram", "--n-gpu-layers", "-ngl", "--cpu-offload-gb"), "--gpu-memory"),
     **dict.fromkeys(("--quantization", "--load-in-4bit", "--load-in-8bit"), "--quant"),
+    **dict.fromkeys(("-o", "--output", "--output-dir", "--out-dir"), "--out OUT --save"), "--html": "--save",
     "--torch-dtype": "--dtype", "--temp": "--temperature", "-t": "--threads", "-s": "--seed",
 }  # fmt: skip
 

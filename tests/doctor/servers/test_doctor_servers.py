@@ -147,6 +147,21 @@ def test_flags_without_effect_beside_an_address_are_refused(capsys):
     assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == "--api-key-env"
 
 
+def test_the_command_asks_the_address(monkeypatch, capsys):
+    asked = []
+
+    def examined(address, *, key):
+        asked.append((address, key))
+        return examine(address, key=key, transport=answering(version={"version": "0.11.0"}, v1__models=models("m", owner="vllm")))
+
+    monkeypatch.setattr("trimtab.doctor.servers.report.examine", examined)
+    monkeypatch.setenv("KEY", "secret")
+    for flags in ((), ("--json",), ("--color", "never", "--threads", "1"), ("--api-key-env", "KEY")):
+        assert cli.main(["doctor", "http://host:1/v1", *flags]) == 0
+        assert "vllm" in capsys.readouterr().out.lower()
+    assert asked == [("http://host:1/v1", None)] * 3 + [("http://host:1/v1", "secret")]
+
+
 def test_an_address_where_nothing_answers_is_an_error():
     def nobody(request):
         raise httpx2.ConnectError("refused")

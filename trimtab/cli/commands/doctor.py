@@ -272,7 +272,7 @@ def _json(value: Any) -> Any:
 
 
 # With a server's address, all other flags concern this machine and a model's files.
-_SERVER_FLAGS = ("api_key_env", "json", "name", "command", "model")
+_SERVER_FLAGS = ("api_key_env", "json", "color", "threads", "help")
 
 
 def _asks_server(options: argparse.Namespace) -> bool:
@@ -284,9 +284,10 @@ def _asks_server(options: argparse.Namespace) -> bool:
         if options.api_key_env is not None:
             raise RequestError("has no effect without a server's address", field="--api-key-env")
         return False
-    for name, value in vars(options).items():
-        if name not in _SERVER_FLAGS and value not in (None, False):
-            raise RequestError("has no effect on a server's address", field=f"--{name.replace('_', '-')}")
+    for action in options.parser._actions:
+        is_given = getattr(options, action.dest, action.default) != action.default
+        if action.option_strings and action.dest not in _SERVER_FLAGS and is_given:
+            raise RequestError("has no effect on a server's address", field=action.option_strings[-1])
     return True
 
 

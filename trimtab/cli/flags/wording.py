@@ -31,6 +31,8 @@ class Words:
         """Return an error's text with these names. field: the error's, which begins the text; None: it does not."""
         if self.options is None:
             return text
+        if field == "--prompts":  # of a file: a line's keys are no flags
+            return as_typed(text)
         flags = flags_of(self.options.parser)
         if getattr(self.options, "max_memory", None) is not None and getattr(self.options, "device", None) is None:
             flags["device"] = "--max-memory"  # which chose it
