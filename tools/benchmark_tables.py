@@ -170,10 +170,28 @@ def families(results: Mapping[str, Any]) -> str:
     return f"{table}\n\n{_where(results)}; random weights, NF4 with double quantization, adapters of rank 8 on all linears.\n"
 
 
+def experts(results: Mapping[str, Any]) -> str:
+    """Return the mixtures of bench/results/experts.json."""
+    rows = []
+    for row in results["rows"]:
+        if "error" in row:
+            continue
+        size, _, card, *_ = [*row["case"].split(":"), "", ""]
+        near = f"{row['slots']} of 128" if row["slots"] else "all"
+        hits = f"{row['hits']:.0%}" if "hits" in row else "-"
+        cells = [f"{row[name]:,.0f}" if name in row else "-" for name in ("tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")]
+        rows.append([size.upper(), f"{card} GiB" if card else "whole", near, hits, *cells, f"{row['process_gib']:.2f} GiB"])
+    heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "tokens/s", "adapter on experts",
+             "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
+    table = _table(heads, 6, rows)
+    what = "random weights, NF4 with double quantization, an adapter of rank 8 on attention and dense parts"
+    return f"{table}\n\n{_where(results)}; {what}. The process holds the adapters.\n"
+
+
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "first_tokens": first_tokens, "first_tokens_h100": first_tokens_h100, "images": images, "towers": towers,
     "bench_cpu": bench_cpu, "start_cpu": start_cpu, "fast_decode": fast_decode,
-    "families": families,
+    "families": families, "experts": experts,
 }  # fmt: skip
 # Slot -> the result file that it is made of, where that has another name.
 SOURCES = {

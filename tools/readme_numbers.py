@@ -23,6 +23,7 @@ PAGES = (
     ROOT / "README.md", ROOT / "docs" / "how-fast.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "keep-peft.md",
     ROOT / "docs" / "is-my-merge-right.md", ROOT / "docs" / "server-under-load.md",
     ROOT / "docs" / "operate.md", ROOT / "docs" / "read-a-plan.md", ROOT / "docs" / "fit-a-model.md",
+    ROOT / "docs" / "mixtures.md",
 )  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SLOT = re.compile(r"(<!-- numbers:(\w+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
