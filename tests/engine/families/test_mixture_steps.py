@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +179,31 @@ def test_answers_with_experts_in_host_memory_are_the_resident_ones(family, kind,
             near = [vars(one)["near"] for one in model.hf_model.modules() if "near" in vars(one)]
             assert all(0 < one.slots == number and int(one.clock) > 1 for one in near) and bool(near) is bool(number)
     assert torch.equal(*scores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_come_and_go_at_random_answer_as_with_resident_experts(seed, on_cpu, replayed, tmp_path):  # noqa: F811
+    """Joins of prompts of any length, steps and departures in one random order, with few slots: every score has its bits."""
+    chance = random.Random(seed)
+    family, slots = ("qwen3_moe", "gemma4_moe")[seed % 2], 1 + seed % 3
+    asked: list[Any] = [("join", chance.choice((3, 20, 66, 80)), chance.choice((None, "a", "b"))) for _ in range(3)]
+    asked += [chance.choice((("step",), ("step",), ("leave", chance.random()), asked[0], asked[1])) for _ in range(40)]
+    scores = []
+    for number in (0, slots):
+        with loaded(family, tmp_path / str(number), "nf4", slots=number) as model:
+            with_kernels(on_cpu, model)
+            batch, seen = joined(model, "fused", ASKED[:1], rows=4), []
+            for what, *given in asked:
+                if what == "join" and len(batch.active) < 4:
+                    batch.join(through(batch, model.prepare(list(range(5, 5 + given[0]))), adapter=given[1]))
+                elif what == "leave" and len(batch.active) > 1:
+                    batch.leave(batch.active[int(given[0] * len(batch.active))])
+                elif batch.active:
+                    batch.step()
+                    seen.append(batch.logits().clone())
+            scores.append(torch.cat(seen))
+    assert len(scores[0]) > 20 and torch.equal(*scores)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16bit"])

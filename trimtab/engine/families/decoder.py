@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.checkpoint.config_limits import USUAL_CHOSEN, experts_per_token
+from trimtab.engine.kernels import routers
 from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.experts import ExpertLora, Mixture, why_not_many
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
-from trimtab.engine.kernels.routers import Choice
 from trimtab.engine.lora.experts import stack_facts, stack_of, stack_shape
 from trimtab.engine.tiers.near_experts import NearExperts
 
@@ -188,7 +188,7 @@ class Route:
     """How a router makes scores [n, E] of h [n, D] and chooses: by a linear, or weight [E, D]. Of the norm in front: scale [D],
     factor and eps, None without a norm. expert_scale [E]: a factor of each expert's weight."""
 
-    choice: Choice
+    choice: routers.Choice
     linear: Any = None
     weight: Tensor | None = None
     scale: Tensor | None = None
@@ -196,20 +196,32 @@ class Route:
     eps: float = 0.0
     expert_scale: Tensor | None = None
 
+    def takes(self, x: Tensor, count: int) -> bool:
+        """Whether kernels compute it for x [n, D] and this many experts: every tensor has x's type."""
+        own = [one for one in (self.weight, self.scale, self.expert_scale) if one is not None]
+        return routers.why_not(count, x.shape[1], self.choice) is None and all(one.dtype == x.dtype for one in own)
+
 
 def _by_weight(is_normed: bool | None = None, is_wide: bool = False) -> Callable[[Any], Route]:
     """Return what describes a router with one weight. is_normed: None where the module says it."""
-    return lambda one: Route(Choice(one.top_k, one.norm_topk_prob if is_normed is None else is_normed, is_wide), weight=one.weight)
+
+    def describe(one: Any) -> Route:
+        normed = one.norm_topk_prob if is_normed is None else is_normed
+        return Route(routers.Choice(one.top_k, normed, is_wide), weight=one.weight)
+
+    return describe
+
+
+def _by_linear(one: Any) -> Route:
+    choice = routers.Choice(one.config.top_k_experts, is_wide=True)
+    return Route(choice, one.proj, None, one.scale, float(one.scalar_root_size), float(one.eps), one.per_expert_scale)
 
 
 # Routers that kernels know, by transformers' class: an adapter that replaces one has another.
 ROUTES: Mapping[str, Callable[[Any], Route]] = {
-    "Gemma4TextRouter": lambda one: Route(
-        Choice(one.config.top_k_experts, is_wide=True), one.proj, None, one.scale, float(one.scalar_root_size), float(one.eps),
-        one.per_expert_scale,
-    ),
-    "Qwen2MoeTopKRouter": _by_weight(), "Qwen3MoeTopKRouter": _by_weight(), "Qwen3VLMoeTextTopKRouter": _by_weight(True),
-    "Qwen3_5MoeTopKRouter": _by_weight(True), "MixtralTopKRouter": _by_weight(True, is_wide=True),
+    "Gemma4TextRouter": _by_linear, "Qwen2MoeTopKRouter": _by_weight(), "Qwen3MoeTopKRouter": _by_weight(),
+    "Qwen3VLMoeTextTopKRouter": _by_weight(True), "Qwen3_5MoeTopKRouter": _by_weight(True),
+    "MixtralTopKRouter": _by_weight(True, is_wide=True),
 }  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def routed(
     """Return the numbers [n, K] and weights [n, K] of x's experts, x [n, D]. rows: as `Experts.chosen` has it. product: of a step,
     with the adapters of its rows; None: the router computes as it is. module: of kernels between products."""
     route = own.route if product is not None and module is not None else None
-    if route is None or product is None or routers.why_not(int(own.module.num_experts), x.shape[1], route.choice) is not None:
+    if route is None or product is None or not route.takes(x, int(own.module.num_experts)):
         return own.chosen(x, rows)
     given = x if route.scale is None else routers.normed(x, route.scale, route.factor, route.eps, module)
     logits = functional.linear(given, route.weight) if route.weight is not None else product([route.linear], given)

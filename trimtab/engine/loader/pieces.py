@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import ModuleRow, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
+from trimtab.engine.cuda.capture_stream import wait_for_all
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import hold_packed, why_no_lora
 from trimtab.engine.lora.store import AdapterStore
-from trimtab.engine.tiers.near_experts import NearWriter
+from trimtab.engine.tiers.near_experts import NearExperts, NearWriter
 from trimtab.engine.tiers.streaming import Staged, Streamer
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import WEIGHT_BLOCK, PackedEntry, stored_format
@@ -221,7 +222,10 @@ def hold(
 
 
 def let_go(hf_model: nn.Module | None) -> None:
-    """Free the packed experts of a model at once: their modules and forwards know each other."""
+    """Free the packed experts of a model at once: their modules and forwards know each other. Steps that were queued ahead may read
+    those in host memory until they have run."""
     for module in () if hf_model is None else hf_model.modules():
-        for name in ("stacks", "near"):
-            vars(module).pop(name, None)
+        near: NearExperts | None = vars(module).pop("near", None)
+        if near is not None:
+            wait_for_all(near.where.device)
+        vars(module).pop("stacks", None)

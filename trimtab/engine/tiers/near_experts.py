@@ -83,7 +83,7 @@ class NearWriter:
         if seen is None:
             raise DeviceError(
                 f"the driver does not let the GPU read {gib(self._host.nbytes)} of host memory, as slots of experts need",
-                device=str(self.device), hint="Raise the limit of locked memory, or give a larger gpu_memory",
+                device=str(self.device), hint='Raise the limit of locked memory, or stream layers: place={"*layers.*": "stream"}',
             )  # fmt: skip
         parts = {part: place.view(seen) for part, place in self._places.items()}
         parts |= {part: packed.parts[part].to(self.device) for part in WHOLE if part in parts}
