@@ -70,7 +70,7 @@ class Reference:
     """Least recently used slots, as a reader would write them down."""
 
     def __init__(self, slots):
-        self.slots, self.step = [(0, -1)] * slots, 0
+        self.slots, self.step = [(-1, -1)] * slots, 0
 
     def __call__(self, numbers, count):
         self.step += 1
@@ -154,6 +154,22 @@ def test_a_prompts_experts_take_turns_in_the_half_that_was_used_longest_ago(modu
         wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), module=module)
         assert torch.equal(ours.experts(x, index, weights, far, torch.full_like(x, math.nan), module=module), wanted)
         check_slots(far, mixture)
+
+
+@on_cpu
+def test_prompts_leave_alone_what_steps_used(module):
+    """One prompt after the other takes the same slots, and empty ones before any other."""
+    torch.manual_seed(1)
+    mixture = mixture_of(16, 64, 64, torch.bfloat16, "nf4")
+    far = apart(mixture, 8)
+    used = [3, 9, 4]
+    for number in range(6):
+        x, index, weights, _ = case(mixture, 70, 8, torch.bfloat16)
+        ours.experts(x, index, weights, far, torch.empty_like(x), module=module)
+        if number == 1:
+            assert (far.near.owner >= 0).all()
+            ours.experts(x[:1], torch.tensor([used]), weights[:1, :3].contiguous(), far, torch.empty_like(x[:1]), module=module)
+        assert number < 1 or set(used) <= set(far.near.owner.tolist())
 
 
 @on_cpu

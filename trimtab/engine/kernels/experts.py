@@ -370,8 +370,8 @@ class _Turns:
         launch(
             mixture.gate_up, "experts_turns", (1,), 32,
             [
-                first, count, near.where, near.owner, near.used, near.clock, near.slots, near.turning, near.turns, self.turn,
-                self.at, self._lists,
+                first, count, near.where, near.owner, near.used, near.slots, near.turning, near.turns, self.turn, self.at,
+                self._lists,
             ],
             4 * 2 * (count + near.slots),
         )  # fmt: skip

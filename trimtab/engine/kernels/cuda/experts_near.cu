@@ -4,7 +4,7 @@
 #define PLACE_THREADS 1024
 #define BRING_THREADS 256
 
-// where [count]: an expert's slot, -1 without; owner [slots]: its expert, -1 while empty; used [slots]: the step of its last use; clock
+// where [count]: an expert's slot, -1 without; owner [slots]: its expert, -1 while empty; used [slots]: the step of its last use, 0 of none, -1 while empty; clock
 // [1]: steps so far; counts [2]: how many experts steps chose, and how many of them had no slot. brought [1 + 2 pairs]: how many experts are new, then of each its number and slot, by numbers. Slots go to new
 // experts in the order of their last use, empty ones first. Shared: 2 count + 2 slots ints. Grid: [1].
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS) experts_place(
@@ -64,11 +64,10 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) experts_place(
 
 // The experts of a prompt take turns: first those that are near, then the others in `turning` slots, those used longest ago. first
 // [count + 1]: as `experts_sort` has it. turn [count]: of an expert, -1 of one that no token uses; at [count]: its slot then, -1: it is
-// read where it is. lists [turns - 1][1 + 2 turning]: as `brought`, of each turn but the first. where, owner, used, clock: what is left
-// behind. Shared: 2 count + 2 slots ints. Grid: [1].
+// read where it is. lists [turns - 1][1 + 2 turning]: as `brought`, of each turn but the first. where, owner: what is left behind; it
+// counts as not used, so the next prompt takes the same slots. Shared: 2 count + 2 slots ints. Grid: [1].
 extern "C" __global__ void __launch_bounds__(PLACE_THREADS) experts_turns(
-    const int* first, int count, int* where, int* owner, int* used, const int* clock, int slots, int turning, int turns, int* turn,
-    int* at, int* lists) {
+    const int* first, int count, int* where, int* owner, int* used, int slots, int turning, int turns, int* turn, int* at, int* lists) {
   extern __shared__ __align__(16) int marks[];
   int *missing = marks + count, *last = missing + count, *taken = last + slots;
   __shared__ int news;
@@ -77,7 +76,6 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) experts_turns(
   if (tid == 0) news = 0;
   wait_for_previous();
   __syncthreads();
-  const int now = __ldcg(clock);
   for (int e = tid; e < count; e += step) {
     marks[e] = __ldcg(first + e + 1) > __ldcg(first + e);
     missing[e] = marks[e] && __ldcg(where + e) < 0;
@@ -120,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS) experts_turns(
     int place = 0;
     for (int other = 0; other < e; other++) place += missing[other];
     if (place + turning < placed) continue;
-    where[e] = at[e], owner[at[e]] = e, used[at[e]] = now;
+    where[e] = at[e], owner[at[e]] = e, used[at[e]] = max(last[at[e]], 0);
   }
 }
 
