@@ -67,7 +67,7 @@ def products(device: torch.device) -> list[dict[str, Any]]:
     """Measure the products of up to 8 rows, each in a CUDA graph."""
     from trimtab.engine.formats import int8_head as head8
     from trimtab.engine.kernels import autotune as tuning
-    from trimtab.engine.kernels import int8_head as head8_choice
+    from trimtab.engine.loader import head_kernel as head8_choice
 
     module, rows = head8.load(device), []
     for model, (vocabulary, width) in SIZES.items():

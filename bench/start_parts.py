@@ -27,7 +27,7 @@ PARTS = (
     ("adapters", ("engine/planned_adapters:", "engine/model:_attach_planned", "serve/adapters/adapter_cache:__init__")),
     (
         "checks of kernels",
-        ("engine/kernels/selfcheck:", "engine/cuda/check_cache:", "engine/kernels/int8_head:", "engine/towers/bounds_check:"),
+        ("engine/kernels/selfcheck:", "engine/cuda/check_cache:", "engine/loader/head_kernel:", "engine/towers/bounds_check:"),
     ),
     (
         "captures",

@@ -49,7 +49,7 @@ engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops
 engine/layers (runtime): embedding<tables linear<leaves unpacked<unpacked_weights
 engine/kv (runtime): int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
 engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<compile_ahead
-    dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec int8_head<head8_choice
+    dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec
     selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns table<slots
 engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill media_embeddings<hf_prompt_media
@@ -59,7 +59,7 @@ engine/decode (runtime): batch_invariant<company decode_step decode_step<batch_s
 engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops
     pieces<tower_pieces
 engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<probe transformers_model<hf
-    transformers_model<hf_renames
+    transformers_model<hf_renames head_kernel<head8_choice
 engine/templates (runtime): budget<template_budget costs<template_costs render<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media
     media_check media_headers prompt<chat turn_end

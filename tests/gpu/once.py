@@ -26,8 +26,8 @@ from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import int8_head as head8_choice
 from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 # Outputs of layers over one input, columns, whether two are gate and up.

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 import trimtab
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.kernels import int8_head as head8_choice
+from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.planning.memory.unpacked import ITEM
 
 REASON = nvrtc.why_not("cuda:0")

@@ -188,14 +188,14 @@ class Candidates:
             plans.append(place(self.given, way))
         except DoesNotFitError as exc:
             errors.append(exc)
-        limits = limits_of(way.anatomy)
-        is_asked = bool(request.place) or request.device_map is not None
-        if way.mode == "fused" and limits and not is_asked and not machine.on_cpu and machine.has_pinned:
-            if not plans or not plans[0].is_whole:
-                try:
-                    plans.append(self._in_slots(way, *limits))
-                except DoesNotFitError as exc:
-                    errors.append(exc)
+        is_free = way.mode == "fused" and not request.place and request.device_map is None
+        may_pay = is_free and not machine.on_cpu and machine.has_pinned and not (plans and plans[0].is_whole)
+        limits = limits_of(way.anatomy) if may_pay else None
+        if limits is not None:
+            try:
+                plans.append(self._in_slots(way, *limits))
+            except DoesNotFitError as exc:
+                errors.append(exc)
         if plans:
             return min(plans, key=lambda plan: plan.expected_s)
         raise _nearest(errors)

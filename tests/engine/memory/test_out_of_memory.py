@@ -17,7 +17,7 @@ from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.decode import step_capture
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import device_kernels as kernels
-from trimtab.engine.kernels import int8_head as head8_choice
+from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.engine.lora.attached import AttachedAdapter
 from trimtab.engine.lora.layers import Holders
 from trimtab.engine.memory import step_memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -189,7 +190,7 @@ class Route:
     factor and eps, None without a norm. expert_scale [E]: a factor of each expert's weight."""
 
     choice: routers.Choice
-    linear: Any = None
+    linear: Leaf | None = None
     weight: Tensor | None = None
     scale: Tensor | None = None
     factor: float = 1.0
@@ -202,27 +203,28 @@ class Route:
         return routers.why_not(count, x.shape[1], self.choice) is None and all(one.dtype == x.dtype for one in own)
 
 
-def _by_weight(is_normed: bool | None = None, is_wide: bool = False) -> Callable[[Any], Route]:
-    """Return what describes a router with one weight. is_normed: None where the module says it."""
-
-    def describe(one: Any) -> Route:
-        normed = one.norm_topk_prob if is_normed is None else is_normed
-        return Route(routers.Choice(one.top_k, normed, is_wide), weight=one.weight)
-
-    return describe
-
-
-def _by_linear(one: Any) -> Route:
-    choice = routers.Choice(one.config.top_k_experts, is_wide=True)
-    return Route(choice, one.proj, None, one.scale, float(one.scalar_root_size), float(one.eps), one.per_expert_scale)
-
-
-# Routers that kernels know, by transformers' class: an adapter that replaces one has another.
-ROUTES: Mapping[str, Callable[[Any], Route]] = {
-    "Gemma4TextRouter": _by_linear, "Qwen2MoeTopKRouter": _by_weight(), "Qwen3MoeTopKRouter": _by_weight(),
-    "Qwen3VLMoeTextTopKRouter": _by_weight(True), "Qwen3_5MoeTopKRouter": _by_weight(True),
-    "MixtralTopKRouter": _by_weight(True, is_wide=True),
+# Routers that kernels know, by transformers' class: which attribute is what of a `Route` or its choice, and whether weights stay
+# float32. An adapter that replaces a router has another class.
+_PLAIN = {"weight": "weight", "chosen": "top_k"}
+_ASKED = _PLAIN | {"is_normed": "norm_topk_prob"}
+ROUTES: Mapping[str, tuple[Mapping[str, str], bool]] = {
+    "Gemma4TextRouter": ({
+        "linear": "proj", "chosen": "config.top_k_experts", "scale": "scale", "factor": "scalar_root_size", "eps": "eps",
+        "expert_scale": "per_expert_scale",
+    }, True),
+    "Qwen2MoeTopKRouter": (_ASKED, False), "Qwen3MoeTopKRouter": (_ASKED, False), "Qwen3VLMoeTextTopKRouter": (_PLAIN, False),
+    "Qwen3_5MoeTopKRouter": (_PLAIN, False), "MixtralTopKRouter": (_PLAIN, True),
 }  # fmt: skip
+
+
+def _route(router: object) -> Route | None:
+    """Return how kernels choose, None where the router is computed as it is."""
+    names, is_wide = ROUTES.get(type(router).__name__, ({}, False))
+    found = {name: attrgetter(path)(router) for name, path in names.items()}
+    if not found:
+        return None
+    choice = routers.Choice(found.pop("chosen"), found.pop("is_normed", True), is_wide)
+    return Route(choice, **found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,8 +252,7 @@ class Experts:
     @property
     def route(self) -> Route | None:
         """How kernels choose, None where the router is computed as it is."""
-        describe = ROUTES.get(type(self.router).__name__)
-        return None if describe is None else describe(self.router)
+        return _route(self.router)
 
     @property
     def parts(self) -> list[Any]:
@@ -424,7 +425,7 @@ class Decoder:
         """Return the linears of routers that have a packed weight."""
         routes = (layer.experts.route for layer in self.layers if layer.experts is not None)
         linears = (one.linear for one in routes if one is not None)
-        return [one for one in linears if getattr(one, "quant_kind", "none") != "none"]
+        return [one for one in linears if one is not None and getattr(one, "quant_kind", "none") != "none"]
 
     def sizes(self) -> Sizes:
         """Return the sizes of both ends of a step."""

@@ -43,7 +43,11 @@ def routed(
     if route is None or product is None or not route.takes(x, int(own.module.num_experts)):
         return own.chosen(x, rows)
     given = x if route.scale is None else routers.normed(x, route.scale, route.factor, route.eps, module)
-    logits = functional.linear(given, route.weight) if route.weight is not None else product([route.linear], given)
+    if route.linear is not None:
+        logits = product([route.linear], given)
+    else:
+        assert route.weight is not None
+        logits = functional.linear(given, route.weight)
     return routers.choose(logits, route.choice, route.expert_scale, module)
 
 

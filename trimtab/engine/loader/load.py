@@ -24,9 +24,9 @@ from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import dequantize, prequantized
-from trimtab.engine.kernels import int8_head as head8_choice
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
+from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.engine.loader import pieces
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.lora.store import AdapterStore

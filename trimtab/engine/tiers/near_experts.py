@@ -28,8 +28,8 @@ _PAGE_BYTES = 4096
 @dataclass(frozen=True, eq=False)
 class NearExperts:
     """The slots of one module. stacks: by name, their parts [S, ...] in the slots. where [E]: an expert's slot, -1 without; owner
-    [S]: a slot's expert, -1 while empty; used [S]: the step of its last use, 0 of none, -1 while empty; clock [1]: steps so far; all
-    int32. counts [2] int64: how many experts steps chose, and how many of those had no slot."""
+    [S]: a slot's expert, -1 while empty; used [S]: the step of its last use, 0 of none, -1 while empty; clock [1]: steps so far;
+    all int32. counts [2] int64: how many experts steps chose, and how many of those had no slot."""
 
     stacks: Mapping[str, Packed]
     where: Tensor
