@@ -52,11 +52,19 @@ def requested(**fields):
         ({"temperature": 3}, "temperature: must be less than or equal to 2"),
         ({"store": True}, "store: not supported: store (must be False; trimtab serve --lenient takes and ignores it)"),
         ({"zoo": 1}, "zoo: not supported: zoo. This server refuses unknown fields; trimtab serve --lenient takes and ignores it"),
+        ({"temprature": 1}, "temprature: not supported: temprature (did you mean temperature?). This server refuses unknown "
+                            "fields; trimtab serve --lenient takes and ignores it"),
         ({"model": None}, "model: must be a valid string"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_plain_words(fields, message):
     assert str(refused(chat, **fields)) == message
+
+
+def test_a_long_field_is_not_compared_with_those_that_there_are(monkeypatch):
+    monkeypatch.setattr("trimtab.serve.api.schemas.near_names", lambda name, known: [name])
+    assert "did you mean" in str(refused(chat, **{"x" * 40: 1}))
+    assert "did you mean" not in str(refused(chat, **{"x" * 41: 1}))
 
 
 @pytest.mark.parametrize(

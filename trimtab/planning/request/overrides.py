@@ -197,10 +197,7 @@ def _check_keys(devices: Mapping[str, str], blocks: Sequence[Block], anatomy: An
     unknown = [key for key in devices if key and key not in paths]
     if unknown:
         near = dict.fromkeys(name for key in unknown for name in near_names(key, sorted(paths)))
-        raise RequestError(
-            f"{len(unknown)} keys name no module of this model: {', '.join(unknown)}", field="device_map",
-            value=unknown, near=tuple(near),
-        )  # fmt: skip
+        raise RequestError("no module of this model has such a name", field="device_map", value=unknown, near=tuple(near))
 
 
 def _check_followed(devices: Mapping[str, str], followed: set[str], anatomy: Anatomy) -> None:

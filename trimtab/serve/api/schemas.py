@@ -29,7 +29,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from trimtab.adapter_names import NAME as ADAPTER_NAME
-from trimtab.errors import RequestError
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import RequestError, choices_text
 from trimtab.request import MOST_BIAS, MOST_PENALTY, MOST_STOP_CHARACTERS, PENALTIES
 from trimtab.serve.contract.field_names import Names, client_field
 
@@ -483,7 +484,7 @@ def read(
             return kind.model_validate_json(kept, context=most)
         except ValidationError as exc:
             errors = _errors(exc)
-    raise _first(errors)
+    raise _first(errors, kind=kind)
 
 
 def chat_of(fields: Mapping[str, Any], names: Names | None = None) -> ChatRequest:
@@ -509,10 +510,10 @@ def _errors(exc: ValidationError) -> Sequence[Mapping[str, Any]]:
     return exc.errors(include_url=False, include_context=False, include_input=False)
 
 
-def _first(errors: Sequence[Mapping[str, Any]], names: Names | None = None) -> RequestError:
-    first, *rest = [(client_field(_path(error["loc"]) or "body", names or {}), _words(error)) for error in errors]
-    also = list(dict.fromkeys(path for path, _ in rest if path != first[0]))[:8]
-    return RequestError(first[1] + (f"; also wrong: {', '.join(also)}" if also else ""), field=first[0])
+def _first(errors: Sequence[Mapping[str, Any]], names: Names | None = None, kind: type[BaseModel] | None = None) -> RequestError:
+    first, *rest = [client_field(_path(error["loc"]) or "body", names or {}) for error in errors]
+    also = list(dict.fromkeys(path for path in rest if path != first))[:8]
+    return RequestError(_words(errors[0], kind) + (f"; also wrong: {', '.join(also)}" if also else ""), field=first)
 
 
 def _without_effect(
@@ -551,9 +552,12 @@ def _names_of(kind: type[BaseModel], *, are_required: bool = False) -> frozenset
     return frozenset(field.alias or name for name, field in fields if field.is_required() or not are_required)
 
 
-def _words(error: Mapping[str, Any]) -> str:
+def _words(error: Mapping[str, Any], kind: type[BaseModel] | None) -> str:
     if error["type"] == "extra_forbidden":
-        return f"not supported: {error['loc'][-1]!s:.100}. This server refuses unknown fields; {LENIENT}"
+        typed, near = str(error["loc"][-1]), list[str]()
+        if kind is not None and len(error["loc"]) == 1 and len(typed) <= 40:  # comparing longer names takes long
+            near = near_names(typed, _names_of(kind))
+        return f"not supported: {typed:.100}{choices_text((), near)}. This server refuses unknown fields; {LENIENT}"
     if error["type"] == "none_required":
         return f"not supported: {error['loc'][-1]!s:.100}"
     if error["type"] in ("part", "block", "item"):

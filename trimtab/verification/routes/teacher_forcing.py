@@ -107,7 +107,7 @@ def other_orders(
                 yield f"in two chunks, split {place}", lambda cut=cut: _in_pieces(hf_model, inputs, cut)  # type: ignore[misc]
     if inputs["input_ids"].device.type == "cpu":
         threads = 2 if torch.get_num_threads() == 1 else 1
-        yield f"on {threads} CPU threads", lambda: _on_threads(hf_model, inputs, threads)
+        yield f"on {threads} CPU thread{'s' * (threads > 1)}", lambda: _on_threads(hf_model, inputs, threads)
 
 
 def _in_pieces(hf_model: Any, inputs: Mapping[str, Tensor], cut: int) -> Tensor:
