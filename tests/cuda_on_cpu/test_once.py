@@ -52,6 +52,7 @@ def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
     monkeypatch.setattr(once.ends, "check", lambda *args, **kwargs: rest.append("ends"))
     monkeypatch.setattr(once.fused_check, "check_pages", lambda *args: rest.append("pages"))
     monkeypatch.setattr(once, "wrong_turns", lambda *args: rest.append("turns"))
+    monkeypatch.setattr(once.routers, "check", lambda *args: rest.append("routers"))
     monkeypatch.setattr(once.kernels, "wrong_lora", lambda *args: rest.append("lora"))
 
     def run(**part):
@@ -66,6 +67,7 @@ def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
         "small",
         "pages",
         "turns",
+        "routers",
         "ends",
         "ends",
         "lora",

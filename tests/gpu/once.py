@@ -26,6 +26,7 @@ from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import routers
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
@@ -80,6 +81,7 @@ def findings(
         fused_check.check(small, widths=WIDTHS, attention=ATTENTION, rows=rows),
         fused_check.check_pages(small, PAGED),
         wrong_turns(small),
+        routers.check(small, 128, 2816, routers.Choice(8), torch.bfloat16),
         *(ends.check(both_ends, sizes, rows=rows) for sizes in SIZES),
         *(kernels.wrong_lora(products, dtype) for dtype in (torch.bfloat16, torch.float16)),
     ):

@@ -15,7 +15,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.formats.record import HEAD8, packed_bytes
 from trimtab.planning.memory.activations import patches_of
-from trimtab.planning.memory.expert_slots import limits_of, slots_bytes
+from trimtab.planning.memory.expert_slots import limits_of
 from trimtab.planning.memory.prompts import has_room
 from trimtab.planning.placing import Given, ModeRefusedError, Way, place
 from trimtab.planning.plan.plan import Plan
@@ -165,7 +165,7 @@ class Candidates:
                     continue
                 if plan.is_whole and (captured or not is_beside):
                     return plan
-                if is_shared or not captured:
+                if is_shared or not captured or plan.execution.expert_slots:
                     plans.append(plan)
                     is_beside |= captured
         if plans:
@@ -188,7 +188,7 @@ class Candidates:
             plans.append(place(self.given, way))
         except DoesNotFitError as exc:
             errors.append(exc)
-        is_free = way.mode == "fused" and not request.place and request.device_map is None
+        is_free = way.mode == "fused" and {*(request.place or {}).values()} <= {"resident"} and request.device_map is None
         may_pay = is_free and not machine.on_cpu and machine.has_pinned and not (plans and plans[0].is_whole)
         limits = limits_of(way.anatomy) if may_pay else None
         if limits is not None:
@@ -201,16 +201,17 @@ class Candidates:
         raise _nearest(errors)
 
     def _in_slots(self, way: Way, least: int, most: int) -> Plan:
-        """Return the placement with as many slots of experts as fit. Errors: of the least."""
+        """Return the fastest placement with as many slots of experts as fit. Errors: of the least."""
         best = place(self.given, replace(way, expert_slots=least))
-        each = slots_bytes(way.anatomy, 2) - slots_bytes(way.anatomy, 1)
-        slots = min(most, least + (best.gpu_budget_bytes - best.gpu_needed_bytes) // max(each, 1))
-        while slots > least:
+        away, above = best.blocks_off_device, most + 1
+        while above - least > 1:
+            slots, more = (least + above) // 2, None
             with suppress(DoesNotFitError):
                 more = place(self.given, replace(way, expert_slots=slots, is_explained=False))
-                if more.blocks_off_device <= best.blocks_off_device:
-                    return more
-            slots -= 1  # torch's reserve and alignment grow with the bytes
+            if more is None or more.blocks_off_device > away:
+                above = slots
+            else:
+                least, best = slots, min(more, best, key=lambda plan: plan.expected_s)
         return best
 
 
@@ -258,7 +259,7 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
         return first, "the whole decoder stays on the device"
     whole, small = plans["full"], plans["int8"]
     kept = whole.blocks_off_device - small.blocks_off_device
-    if kept <= 0 and whole.execution.expert_slots and small.execution.expert_slots:
+    if kept <= 0 and whole.execution.expert_slots:
         return _head_of_slots(whole, small)
     if kept > 0 and small.expected_s < whole.expected_s:
         rates = f"{predicted_rate(small.execution)} instead of {predicted_rate(whole.execution)} predicted"
@@ -269,10 +270,12 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
 
 
 def _head_of_slots(whole: Plan, small: Plan) -> tuple[str, str]:
+    """Return the head of a mixture whose experts are in slots with the full one, and the reason."""
     more = small.execution.expert_slots - whole.execution.expert_slots
-    if more > 0 and small.expected_s < whole.expected_s:
+    if small.expected_s < whole.expected_s:
         rates = f"{predicted_rate(small.execution)} instead of {predicted_rate(whole.execution)} predicted"
-        return "int8", f"keeps {more} more experts of each layer on the device, {rates}; {_cost()}"
+        kept = f"{more} more experts of each layer" if more > 0 else "all experts"
+        return "int8", f"keeps {kept} on the device, {rates}; {_cost()}"
     return "full", "8 bits would not make steps faster"
 
 

@@ -385,7 +385,7 @@ class _Planner:
             launch_s = prompt_launch_s(*counts, passes=passes, launch_s=rates.launch_s, **options)
             prompt_s += self._waits_s(chosen, slots)
             prompt_s = prompt_s + launch_s if self.captures_prompts else max(prompt_s, launch_s)
-            prompt_s += passes * self._fetch_s(-(-use.prompt_tokens // max(passes, 1)))
+            prompt_s += passes * self._fetch_s(-(-use.prompt_tokens // max(passes, 1)), in_turns=True)
             one_s = self._step_s(chosen, slots) + self._fetch_s(use.batch)
             counted = self.execution_bytes
         estimated_s = 0.0
@@ -421,10 +421,10 @@ class _Planner:
             return f"{why}, in static {sizes}"
         return f"{why}, in chunks of {self.use.prefill_tokens} tokens"
 
-    def _fetch_s(self, rows: int) -> float:
-        """Return the seconds that a pass of this many tokens waits for experts in host memory."""
+    def _fetch_s(self, tokens: int, *, in_turns: bool = False) -> float:
+        """Return the seconds that a pass waits for experts in host memory, as `fetched_bytes` has it."""
         slots, link_Bps = self.way.expert_slots, self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
-        return fetched_bytes(self.blocks, rows, slots) / (link_Bps * LINK_SHARE) if slots else 0.0
+        return fetched_bytes(self.blocks, tokens, slots, in_turns=in_turns) / (link_Bps * LINK_SHARE) if slots else 0.0
 
     def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
         link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)

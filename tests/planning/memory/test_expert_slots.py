@@ -8,7 +8,7 @@ import pytest
 
 from tests.anatomies import gemma_26b
 from tests.planning.values.test_execution import GIB, H200, card, plan
-from trimtab.errors import DoesNotFitError
+from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import fetched_bytes, limits_of, slots_bytes, stacks_bytes
 from trimtab.planning.values.blocks import blocks_of
@@ -55,6 +55,41 @@ def test_a_step_fetches_what_has_no_slot():
     assert fetched_bytes(blocks, 1, 128) == 0
 
 
+def test_more_rows_than_slots_read_experts_where_they_are():
+    """Simulated, of 42 slots the least recently used: 16 even rows read 77.3 experts of a layer, 8 rows 37.1; 32 of 53 141.5."""
+    blocks = blocks_of(MIXTURE, "nf4-dq", are_apart=True)
+    for rows, slots, read in ((16, 42, 77.3), (8, 42, 37.1), (32, 53, 141.5)):
+        assert fetched_bytes(blocks, rows, slots) == pytest.approx(30 * EXPERT * read, rel=0.08)
+    assert fetched_bytes(blocks, 512, 50, in_turns=True) == pytest.approx(30 * EXPERT * 78, rel=1e-2)
+
+
+@pytest.mark.parametrize("head", ["full", "auto"])
+@pytest.mark.parametrize("gib", [6, 8, 12])
+def test_slots_take_what_is_left_of_the_budget(gib, head):
+    made = plan(gib, anatomy=MIXTURE, head=head, is_advised=False)
+    each = 30 * (EXPERT + 2**12)
+    assert made.execution.expert_slots and gib * GIB - made.gpu_needed_bytes < 2 * each
+
+
+def test_a_head_that_makes_all_experts_resident_is_taken():
+    full, auto = (plan(14.2, anatomy=MIXTURE, head=head, is_advised=False) for head in ("full", "auto"))
+    assert full.execution.expert_slots and auto.is_whole and auto.execution.head == "int8"
+    assert "keeps all experts on the device" in auto.execution.head_reason
+
+
+def test_rows_of_a_batch_keep_captured_prompts():
+    made = plan(8, anatomy=MIXTURE, batch=4, is_advised=False)
+    assert made.execution.expert_slots and made.execution.prompt.mode == "graph"
+
+
+def test_slots_of_a_saved_plan_agree_with_its_bytes(eight):
+    for made, slots in ((eight, 0), (plan(24, anatomy=MIXTURE), 9)):
+        values = made.to_json()
+        values["execution"]["expert_slots"] = slots
+        with pytest.raises(RequestError, match="does not agree"):
+            Plan.from_json(values)
+
+
 def test_a_plan_predicts_copies_in_front_of_computing(eight):
     slower = plan(8, anatomy=MIXTURE, machine=card(8), rates=replace(H200, pinned_h2d_Bps=H200.pinned_h2d_Bps / 4))
     taken = [fetched_bytes(blocks_of(MIXTURE, "nf4-dq", are_apart=True), 1, one.execution.expert_slots) for one in (eight, slower)]
@@ -67,6 +102,10 @@ def test_placements_and_modes_that_are_asked_for_have_no_slots(asked):
     anatomy = gemma_26b(None) if "experts" in asked else MIXTURE
     asked = {name: value for name, value in asked.items() if name != "experts"}
     assert plan(24 if "place" in asked else 8, anatomy=anatomy, **asked).execution.expert_slots == 0
+
+
+def test_what_is_asked_to_stay_leaves_slots_to_the_rest():
+    assert plan(8, anatomy=MIXTURE, place={"*layers.3": "resident"}, is_advised=False).execution.expert_slots
 
 
 def test_experts_that_the_config_does_not_count_have_no_slots():

@@ -462,8 +462,9 @@ class DecodeStep:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def _advance(self, count: int) -> None:
-        """Let the next step write the states of `count` rows: those of padding rows, which may be placed ones, stay as they are."""
-        if self.cache.has_recurrent and count != self._live:
+        """Let the next step write the states of `count` rows: those of padding rows, which may be placed ones, stay as they are,
+        and they bring no experts to the device."""
+        if (self.cache.has_recurrent or self.model.plan.execution.expert_slots) and count != self._live:
             self._live = count
             self.cache.live.fill_(count)
 

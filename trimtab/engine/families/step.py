@@ -372,17 +372,25 @@ class FusedStep:
         self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None, rows: int = 1, is_step: bool = False
     ) -> Tensor:
         """Return what a layer's experts make of x [n, D]; next to an MLP: of the residual h [n, D], with what the MLP made, y."""
-        chosen = routed(own, h if x is None else x, rows, self._products if is_step else None, self.kernels.small)
-        given = (chosen, rows, self.kind, self.decoder.adapter_store, self.kernels.experts)
+        given = (rows, self.kind, self.decoder.adapter_store, self.kernels.experts)
         if x is not None:
-            return own.with_shared(experts_of(own, x, *given), x, rows)
+            return own.with_shared(experts_of(own, x, self._chosen(own, x, rows, is_step), *given), x, rows)
         assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
         dense, x, after = torch.empty_like(y), torch.empty_like(h), own.after
         self.add_norm(y, own.after_dense, dense)
         self.add_norm(h, own.before, x)
-        made = experts_of(own, x, *given)
+        # Behind the norm of y: a router with as many experts as the model is wide writes its scores there.
+        made = experts_of(own, x, self._chosen(own, h, rows, is_step), *given)
         fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
         return dense
+
+    def _chosen(self, own: Experts, x: Tensor, rows: int, is_step: bool) -> tuple[Tensor, Tensor]:
+        numbers, weights = routed(own, x, rows, self._products if is_step else None, self.kernels.small)
+        if is_step and len(x) > 1 and "near" in vars(own.module):
+            # Padding rows choose what the first row does: they bring no expert to the device.
+            is_used = torch.arange(len(x), dtype=torch.int32, device=x.device) < self.cache.live
+            numbers = torch.where(is_used[:, None], numbers, numbers[:1])
+        return numbers, weights
 
     def _added(self, layer: Layer, y: Tensor) -> Tensor:
         """Return what is added to the residual."""

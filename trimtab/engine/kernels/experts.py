@@ -208,7 +208,9 @@ def experts(
     launch = partial(_launch, module, dtype, dependent)
     assert lora is None or n % len(lora.row_slots) == 0
     if n > MOST_ROWS:
-        return _many(x, index, weights, mixture, out, launch, lora)
+        # Scales are read as constants: not by a product that may begin while slots are written.
+        own = launch if mixture.near is None else partial(_launch, module, dtype, False)
+        return _many(x, index, weights, mixture, out, own, lora)
     if mixture.near is not None:
         _bring(index, mixture, mixture.near, launch)
     h = torch.empty(pairs, inner, dtype=dtype, device=x.device)

@@ -52,11 +52,18 @@ def stacks_bytes(anatomy: Anatomy) -> int:
     return sum(buffer_bytes(packed_parts(one.shape, form, one.dtype)) for one, form in stacks)
 
 
-def fetched_bytes(blocks: Sequence[Block], rows: int, slots: int) -> int:
-    """Return the bytes that a pass of this many tokens reads over the link."""
+def fetched_bytes(blocks: Sequence[Block], tokens: int, slots: int, *, in_turns: bool = False) -> int:
+    """Return the bytes that a pass of this many tokens reads over the link. in_turns: as those of a prompt, each expert once; in a
+    step each token reads a chosen expert for which no slot is left by itself."""
     taken = 0.0
     for block in blocks:
-        if block.expert_count > slots:
-            chosen = block.expert_bytes * (1 - (1 - block.expert_share) ** rows)
-            taken += chosen * (1 - slots / block.expert_count)
+        count, share = block.expert_count, block.expert_share
+        if count <= slots:
+            continue
+        chosen = count * (1 - (1 - share) ** tokens)
+        held = chosen * slots / count
+        read = chosen - held
+        if not in_turns and (left := read - (slots - held)) > 0:
+            read += left * (tokens * share * count / chosen - 1)
+        taken += read * block.expert_bytes / count
     return int(taken)

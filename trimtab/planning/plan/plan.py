@@ -278,6 +278,10 @@ class Plan:
         for name, value in least:
             if value <= 0:
                 raise RequestError("must be above zero", field=f"plan.{name}", value=value)
+        if execution.expert_slots < 0 or bool(execution.expert_slots) != ("expert_slots" in self.gpu):
+            raise RequestError(
+                "does not agree with plan.gpu.expert_slots", field="plan.execution.expert_slots", value=execution.expert_slots
+            )
         for name, named in (("adapter_bytes", self.adapter_bytes), ("adapter_stamps", self.adapter_stamps)):
             if self.request.adapters and set(named) != set(self.request.adapters):
                 raise RequestError(
