@@ -17,7 +17,7 @@ def prompts(monkeypatch):
     made._graphs[("first", None)] = SimpleNamespace(serial=None)
     made._graphs[("second", "a")] = SimpleNamespace(serial=7)
     plan = SimpleNamespace(request=SimpleNamespace(batch_invariant=False))
-    store = SimpleNamespace(serials={"a": 7}, changes_experts=lambda: False, packs_experts=False)
+    store = SimpleNamespace(serials={"a": 7}, reads_on_host=lambda: False)
     made.model = SimpleNamespace(plan=plan, adapter_store=store)
     monkeypatch.setattr(PrefillRunner, "_most_graphs", lambda self: 2)
     return made

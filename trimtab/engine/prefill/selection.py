@@ -73,9 +73,10 @@ def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> 
 def reads_experts(prompts: Passes) -> bool:
     """Whether the pass of the selected adapter reads on the host which experts were chosen: it cannot be captured, which a fallback
     says."""
-    store, steps = prompts.model.adapter_store, prompts.batch.steps
+    store = prompts.model.adapter_store
     if not store.reads_on_host():
         return False
+    steps = prompts.batch.steps
     has_kernels = steps.kernels.experts is not None and steps.fused_step() is not None and prompts.firsts is not None
     if has_kernels and (not store.changes_experts() or (prompts.firsts is not None and prompts.firsts.adds_experts)):
         return False
