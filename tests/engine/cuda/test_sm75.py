@@ -96,8 +96,8 @@ def test_every_source_of_kernels_is_compiled_here():
     """A new file of kernels belongs into the list above."""
     folder = Path(matvec.__file__).parent / "cuda"
     assert {file.name for file in folder.glob("*.cu")} == {
-        "attend.cu", "delta.cu", "ends.cu", "experts.cu", "experts_many.cu", "experts_near.cu", "fused.cu", "head8.cu", "matvec4.cu",
-        "prompt.cu", "rows.cu",
+        "attend.cu", "delta.cu", "ends.cu", "experts.cu", "experts_many.cu", "experts_near.cu", "fused.cu", "head8.cu",
+        "matvec4.cu", "prompt.cu", "rows.cu",
     }  # fmt: skip
 
 
