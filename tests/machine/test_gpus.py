@@ -45,6 +45,42 @@ class Nvml:
         return self.code
 
 
+class WholeDriver(Driver):
+    """The same with what a plan asks. reads: whether kernels read host memory where it is."""
+
+    def __init__(self, reads: int) -> None:
+        super().__init__()
+        self.attributes = {16: 58, 75: 8, 76: 9, 91: reads}  # of cuda.h, by number
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 13000
+        return 0
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 1
+        return 0
+
+    def cuDeviceGetName(self, name, size, device):
+        name.value = b"NVIDIA L4"
+        return 0
+
+    def cuDeviceTotalMem_v2(self, total, device):
+        total._obj.value = 24 * 2**30
+        return 0
+
+    def cuDeviceGetAttribute(self, value, which, device):
+        value._obj.value = self.attributes[which.value]
+        return 0
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_gpu_says_whether_kernels_read_host_memory_where_it_is(reads, monkeypatch):
+    driver, nvml = WholeDriver(reads), Nvml(0)
+    nvml.nvmlDeviceGetMemoryInfo = lambda handle, memory: setattr(memory._obj, "free", 20 * 2**30) or 0
+    libraries(monkeypatch, driver, nvml)
+    assert gpus.read_gpus() == (gpus.Gpu("NVIDIA L4", (8, 9), 58, 24 * 2**30, 20 * 2**30, (13, 0), bool(reads)),)
+
+
 def libraries(monkeypatch, driver, nvml):
     monkeypatch.setattr(gpus.sys, "platform", "linux")
     monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: nvml if "nvidia-ml" in name else driver)

@@ -16,15 +16,16 @@ from typing import TypeVar
 
 Answer = TypeVar("Answer")
 
-# cuda.h: CUDA_ERROR_NO_DEVICE, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_MAJOR and _MINOR.
+# cuda.h: CUDA_ERROR_NO_DEVICE, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_MAJOR and _MINOR,
+# ..._CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
 _NO_DEVICE = 100
-_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
+_MULTIPROCESSORS, _MAJOR, _MINOR, _HOST_POINTERS = 16, 75, 76, 91
 
 
 @dataclass(frozen=True)
 class Gpu:
     """One GPU. free_bytes: of the device, before this process has a context there. driver: the CUDA release that it
-    supports.
+    supports. reads_host: whether kernels read page-locked host memory at its own address.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     driver: tuple[int, int]
+    reads_host: bool = True
 
 
 class _Memory(ctypes.Structure):
@@ -117,7 +119,7 @@ def _gpu(cuda: ctypes.CDLL, nvml: ctypes.CDLL, index: int, driver: tuple[int, in
 
     return Gpu(
         name.value.decode(errors="replace"), (attribute(_MAJOR), attribute(_MINOR)), attribute(_MULTIPROCESSORS),
-        total.value, _free_bytes(cuda, nvml, device), driver,
+        total.value, _free_bytes(cuda, nvml, device), driver, bool(attribute(_HOST_POINTERS)),
     )  # fmt: skip
 
 

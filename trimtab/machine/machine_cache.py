@@ -58,13 +58,15 @@ def cpu_machine(process: int) -> Machine:
 
 
 def gpu_machine(
-    device: str, *, total_bytes: int, free_bytes: int, process: int, capability: tuple[int, int], multiprocessors: int
-) -> Machine:
+    device: str, *, total_bytes: int, free_bytes: int, process: int, capability: tuple[int, int], multiprocessors: int,
+    reads_host: bool = True,
+) -> Machine:  # fmt: skip
     """Return a machine that computes on a GPU. free_bytes: without this process's context."""
     return Machine(
         execution_device=device, gpu_total_bytes=total_bytes, gpu_free_bytes=free_bytes,
         host_available_bytes=host_available_bytes(), context_bytes=context_bytes(multiprocessors),
         process_bytes=process + FIRST_FORWARD_BYTES, capability=capability, multiprocessors=multiprocessors,
+        reads_host=reads_host,
     )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def find_machine(device: str, bytes_before: int | None = None) -> tuple[Machine,
         name = card.name
         machine = gpu_machine(
             resolved, total_bytes=card.total_bytes, free_bytes=max(card.free_bytes - context_bytes(card.multiprocessors), 0),
-            process=process, capability=card.capability, multiprocessors=card.multiprocessors,
+            process=process, capability=card.capability, multiprocessors=card.multiprocessors, reads_host=card.reads_host,
         )  # fmt: skip
     rates = read_rates(name, build.version, facts["threads"])
     return None if rates is None else (machine, rates)

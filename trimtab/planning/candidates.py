@@ -189,7 +189,8 @@ class Candidates:
         except DoesNotFitError as exc:
             errors.append(exc)
         is_free = way.mode == "fused" and {*(request.place or {}).values()} <= {"resident"} and request.device_map is None
-        may_pay = is_free and not machine.on_cpu and machine.has_pinned and not (plans and plans[0].is_whole)
+        is_read = not machine.on_cpu and machine.has_pinned and machine.reads_host
+        may_pay = is_free and is_read and not (plans and plans[0].is_whole)
         limits = limits_of(way.anatomy) if may_pay else None
         if limits is not None:
             try:

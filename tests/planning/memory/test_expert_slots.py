@@ -104,6 +104,11 @@ def test_placements_and_modes_that_are_asked_for_have_no_slots(asked):
     assert plan(24 if "place" in asked else 8, anatomy=anatomy, **asked).execution.expert_slots == 0
 
 
+def test_a_card_that_does_not_read_host_memory_streams_layers():
+    made = plan(8, anatomy=MIXTURE, machine=replace(card(8), reads_host=False), is_advised=False)
+    assert made.execution.expert_slots == 0 and made.blocks_off_device
+
+
 def test_what_is_asked_to_stay_leaves_slots_to_the_rest():
     assert plan(8, anatomy=MIXTURE, place={"*layers.3": "resident"}, is_advised=False).execution.expert_slots
 

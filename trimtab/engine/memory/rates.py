@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from trimtab.engine.cuda import nvrtc
 from trimtab.errors import DeviceError, gib
 from trimtab.machine import gpus
 from trimtab.machine import machine_cache as known
@@ -82,6 +83,7 @@ def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Ma
     return known.gpu_machine(
         resolved, total_bytes=total, free_bytes=max(available - context_bytes(multiprocessors), 0), process=process_bytes(),
         capability=(properties.major, properties.minor), multiprocessors=multiprocessors,
+        reads_host=nvrtc.reads_registered_memory(torch.device(resolved)),
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ class Machine:
     execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. *_free_bytes, *_available_bytes:
     bytes that can still be allocated in addition to context_bytes, the driver's share of the device that torch does not
     count, and process_bytes, the host memory of the process before any weight. Budgets include these two. capability:
-    the compute capability, multiprocessors: their number; None and 0 if not read.
+    the compute capability, multiprocessors: their number; None and 0 if not read. reads_host: whether kernels read page-locked
+    host memory at its own address.
     """
 
     execution_device: str
@@ -32,6 +33,7 @@ class Machine:
     has_pinned: bool = True
     capability: tuple[int, int] | None = None
     multiprocessors: int = 0
+    reads_host: bool = True
 
     @property
     def on_cpu(self) -> bool:
