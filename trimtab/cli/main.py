@@ -30,7 +30,6 @@ import importlib
 import os
 import platform
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
@@ -86,11 +85,12 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Help in the columns of the terminal. Examples stay whole, to be copied."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        hang = " " * EXIT_TEXT_COLUMN
-        return "\n".join(
-            line if line.startswith("  trimtab ") else textwrap.fill(line, width, subsequent_indent=hang if line[:1] == " " else "")
-            for line in text.splitlines()
-        )
+        lines = []
+        for line in text.splitlines():
+            hang = EXIT_TEXT_COLUMN if line.startswith(" ") else 0
+            pieces = [line[hang:]] if line.startswith("  trimtab ") else self._split_lines(line[hang:], width - hang)
+            lines.append(line[:hang] + f"\n{' ' * hang}".join(pieces))
+        return "\n".join(lines)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -54,7 +54,7 @@ EXIT_TEXT_COLUMN = 7
 
 def exit_codes_text() -> str:
     """Return the exit codes for --help."""
-    lines = [f"  {code}".ljust(EXIT_TEXT_COLUMN) + text for code, text in sorted(EXIT_TEXTS.items())]
+    lines = [f"  {code:<{EXIT_TEXT_COLUMN - 2}}{text}" for code, text in sorted(EXIT_TEXTS.items())]
     return "\n".join(["exit codes:", *lines])
 
 
