@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
-from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.lora.test_routers import router_adapter
-from tests.engine.prefill.test_packed_prompts import both, together, wide
+from tests.engine.prefill.test_packed_prompts import both, packing, together
 from tests.engine.prefill.test_prefill import REQUEST, answered, through
 from tests.engine.prefill.test_prefill import replayed as prompts_replayed  # noqa: F401 - a fixture
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
@@ -28,8 +27,6 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.families import families
 from trimtab.engine.kernels import delta_rule, experts
-from trimtab.engine.kernels.dequantize import PromptKernels
-from trimtab.engine.prefill import packing
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError
 
@@ -175,7 +172,7 @@ def test_answers_with_experts_in_host_memory_are_the_resident_ones(family, kind,
                 batch.step()
                 seen.append(batch.logits().clone())
             scores.append(torch.cat(seen))
-            assert ("experts_bring" in on_cpu.experts.launches[launched:]) is bool(number)
+            assert ("experts_fetch" in on_cpu.experts.launches[launched:]) is bool(number)
             near = [vars(one)["near"] for one in model.hf_model.modules() if "near" in vars(one)]
             assert all(0 < one.slots == number and int(one.clock) > 1 for one in near) and bool(near) is bool(number)
     assert torch.equal(*scores)
@@ -250,12 +247,7 @@ def test_prompts_of_one_pass_find_adapters_on_experts_in_tables(on_cpu, replayed
         alone.prompts = PrefillRunner(alone, "eager")
         asked = [list(range(5 + place, 5 + place + count)) for place, count in enumerate(counts)]
         expected = [answered(alone, model.prepare(one), adapter=name) for one, name in zip(asked, names, strict=True)]
-        batch = wide(Batch(model, rows=5, decode="fused"), monkeypatch, 256)
-        batch.prompts = PrefillRunner(batch, "static", (16, 64))
-        batch.prompts.captures, batch.prompts.staged_tables = True, []
-        batch.prompts._kernels = PromptKernels(module=cpu_module(), adds=True)
-        monkeypatch.setattr(packing.PackedPrefill, "_has_products", lambda self: True)
-        monkeypatch.setattr(PrefillRunner, "has_room_for", lambda *given: True)
+        batch = packing(Batch(model, rows=5, decode="fused"), monkeypatch)
         for _ in range(3):
             before = len(on_cpu.experts.launches)
             prompts = [batch.begin(model.prepare(one), REQUEST, adapter=name) for one, name in zip(asked, names, strict=True)]

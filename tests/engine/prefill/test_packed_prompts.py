@@ -90,6 +90,17 @@ def both(batch, prompts):
     return found
 
 
+def packing(batch, monkeypatch):
+    """A batch whose prompts of 16 and 64 tokens go together, with the kernels of prompts compiled for a CPU."""
+    wide(batch, monkeypatch, 256)
+    batch.prompts = PrefillRunner(batch, "static", (16, 64))
+    batch.prompts.captures, batch.prompts.staged_tables = True, []
+    batch.prompts._kernels = PromptKernels(module=cpu_module(), adds=True)
+    monkeypatch.setattr(packed_prompts.PackedPrefill, "_has_products", lambda self: True)
+    monkeypatch.setattr(PrefillRunner, "has_room_for", lambda *given: True)
+    return batch
+
+
 def wide(batch, monkeypatch, tokens=64):
     monkeypatch.setattr(type(batch.prompts), "most_packed", property(lambda self: tokens))
     return batch
@@ -303,12 +314,7 @@ def test_rows_of_a_pass_and_of_the_step_after_it_find_their_adapters_in_tables(
     with trimtab.load(plan, decode="graph") as model:
         alone = eager(model)
         expected = [answered(alone, model.prepare(ids(count)), adapter=name) for name, count in zip(names, counts)]
-        batch = wide(Batch(model, rows=6), monkeypatch, 256)
-        batch.prompts = PrefillRunner(batch, "static", (16, 64))
-        batch.prompts.captures, batch.prompts.staged_tables = True, []
-        batch.prompts._kernels = PromptKernels(module=cpu_module(), adds=True)
-        monkeypatch.setattr(packed_prompts.PackedPrefill, "_has_products", lambda self: True)
-        monkeypatch.setattr(PrefillRunner, "has_room_for", lambda *given: True)
+        batch = packing(Batch(model, rows=6), monkeypatch)
         for _ in range(2):
             prompts = [batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)]
             assert together(batch, prompts) == 2  # the rank of "b" is too high for a pass

@@ -55,14 +55,14 @@ def check_slots(far, mixture):
 
 
 def place(module, near, numbers, count):
-    """Run `experts_place` for the chosen experts; returns what is to be copied."""
+    """Run `experts_assign` for the chosen experts; returns what is to be copied."""
     index = torch.tensor(numbers, dtype=torch.int64)
-    brought = torch.full((1 + 2 * min(len(numbers), count),), -7, dtype=torch.int32)
+    fetched = torch.full((1 + 2 * min(len(numbers), count),), -7, dtype=torch.int32)
     launch = partial(ours._launch, module, torch.bfloat16, None)
     stack = mixture_of(1, 64, 64, torch.bfloat16, "nf4").gate_up
-    given = [index, len(numbers), count, near.where, near.owner, near.used, near.clock, near.counts, near.slots, brought]
-    launch(stack, "experts_place", (1,), 32, given, 4 * 2 * (count + near.slots))
-    made = brought[1 : 1 + 2 * int(brought[0])].view(-1, 2).tolist()
+    given = [index, len(numbers), count, near.where, near.owner, near.used, near.clock, near.counts, near.slots, fetched]
+    launch(stack, "experts_assign", (1,), 32, given, 4 * 2 * (count + near.slots))
+    made = fetched[1 : 1 + 2 * int(fetched[0])].view(-1, 2).tolist()
     return dict(made)
 
 
@@ -118,16 +118,16 @@ def test_a_step_has_the_bits_of_resident_experts(module, kind, form, slots):
     else:
         mixture = Mixture(file_stack(form, 8, 512, 256), file_stack(form, 8, 256, 256), "silu")
     far = apart(mixture, slots)
-    brought = 0
+    fetched = 0
     for n in (1, 3, 1, 2):
         x, index, weights, tables = case(mixture, n, 2, torch.bfloat16, slots=(0, -1, 2))
         wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module)
         before = len(module.launches)
         found = ours.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module)
         assert torch.equal(found, wanted)
-        brought += module.launches[before:].count("experts_bring")
+        fetched += module.launches[before:].count("experts_fetch")
         check_slots(far, mixture)
-    assert brought == 8
+    assert fetched == 8
 
 
 @on_cpu

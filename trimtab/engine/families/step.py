@@ -354,8 +354,8 @@ class FusedStep:
                 gated = self._products(layer.gates, y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
             y = self._products([layer.down], gated)
         if layer.experts is not None:
-            given, beside = (x, None) if layer.down is None else (None, y)
-            y = self.mixture(layer.experts, middle, given, beside, is_step=True)
+            given, dense = (x, None) if layer.down is None else (None, y)
+            y = self.mixture(layer.experts, middle, given, dense, is_step=True)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)

@@ -37,7 +37,7 @@ MEMBERS = 3
 MOST_ROWS, MOST_CHOSEN = 64, 32
 NAMES = (
     "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_low", "experts_many_gate_up",
-    "experts_many_down", "experts_many_sum", "experts_place", "experts_turns", "experts_bring",
+    "experts_many_down", "experts_many_sum", "experts_assign", "experts_turns", "experts_fetch",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block by format: of gate and of
@@ -45,7 +45,7 @@ _TYPES = (torch.bfloat16, torch.float16)
 _CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
 _EXACT_ROWS = 256  # of a matrix that the check decodes at once: whole blocks of every format
 _TILE, _LOW_RANKS = 64, 8  # pairs of a block of many, and rows of a stack; ranks of a block
-_BRING_BLOCKS = 32  # that copy one expert
+_FETCH_BLOCKS = 32  # that copy one expert
 _OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
 _OTHER_OUTPUTS = (8, 16)
 # Seven roundings of each value, and codes in float16; the largest seen: 5.4e-3 and 7.2e-4.
@@ -212,7 +212,7 @@ def experts(
         own = launch if mixture.near is None else partial(_launch, module, dtype, False)
         return _many(x, index, weights, mixture, out, own, lora)
     if mixture.near is not None:
-        _bring(index, mixture, mixture.near, launch)
+        _fetch(index, mixture, mixture.near, launch)
     h = torch.empty(pairs, inner, dtype=dtype, device=x.device)
     low, changes = _low(lora, pairs, x.device)
     if lora is not None and low is not None:
@@ -332,27 +332,27 @@ def _stack_arguments(mixture: Mixture, stack: Packed | Tensor, where: Tensor | N
     return [*given, offset, stack.codes.get("nested_code"), stack.codes.get("code"), *places]
 
 
-def _bring(index: Tensor, mixture: Mixture, near: NearExperts, launch: Callable[..., None]) -> None:
+def _fetch(index: Tensor, mixture: Mixture, near: NearExperts, launch: Callable[..., None]) -> None:
     """Give the chosen experts slots, and copy those that are new there."""
     pairs, count, slots = index.numel(), len(near.where), near.slots
     most = min(pairs, slots)
-    brought = torch.empty(1 + 2 * min(pairs, count), dtype=torch.int32, device=index.device)
+    fetched = torch.empty(1 + 2 * min(pairs, count), dtype=torch.int32, device=index.device)
     launch(
-        mixture.gate_up, "experts_place", (1,), 32,
-        [index, pairs, count, near.where, near.owner, near.used, near.clock, near.counts, slots, brought], 4 * 2 * (count + slots),
+        mixture.gate_up, "experts_assign", (1,), 32,
+        [index, pairs, count, near.where, near.owner, near.used, near.clock, near.counts, slots, fetched], 4 * 2 * (count + slots),
     )  # fmt: skip
     for stack in (mixture.gate_up, mixture.down):
-        _copy(mixture, stack, brought, most, launch)
+        _copy(mixture, stack, fetched, most, launch)
 
 
-def _copy(mixture: Mixture, stack: Packed | Tensor, brought: Tensor, most: int, launch: Callable[..., None]) -> None:
+def _copy(mixture: Mixture, stack: Packed | Tensor, fetched: Tensor, most: int, launch: Callable[..., None]) -> None:
     """Copy what a list names of one stack to its slots. most: experts of the list."""
     own = mixture.slots_of(stack)
     assert own is not None and isinstance(stack, Packed)
     parts: list[nvrtc.Argument] = []
     for far, here in zip(layouts.tensors(stack)[:3], layouts.tensors(own)[:3], strict=True):
         parts += [far, here, 0 if far is None else _each_bytes(far)]
-    launch(stack, "experts_bring", (_BRING_BLOCKS, most), 8, [brought, *parts])
+    launch(stack, "experts_fetch", (_FETCH_BLOCKS, most), 8, [fetched, *parts])
 
 
 class _Turns:

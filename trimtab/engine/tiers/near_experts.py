@@ -1,7 +1,7 @@
 """Where are the experts of a module whose stacks stay in host memory, with slots on the card for those that were used last?
 
-Kernels read host memory over the link at its own address (`reader.seen_by`). In a step, `experts_place` gives the chosen experts
-slots and `experts_bring` copies those that are new (engine/kernels/cuda/experts_near.cu), both inside the step's graph: the host
+Kernels read host memory over the link at its own address (`reader.seen_by`). In a step, `experts_assign` gives the chosen experts
+slots and `experts_fetch` copies those that are new (engine/kernels/cuda/experts_near.cu), both inside the step's graph: the host
 never reads which. A prompt uses nearly all experts: they take turns in the half of the slots that was used longest ago. One stream
 at a time.
 """
