@@ -40,14 +40,15 @@ NAMES = (
     "experts_many_down", "experts_many_sum", "experts_assign", "experts_turns", "experts_fetch",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
-# As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block by format: of gate and of
-# up, and of down.
+# As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and by format the outputs of a block and the most
+# registers of a thread.
 _CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
+_OUTPUTS = {"codebook": (16, 40), "none": (8, 80)}
+_OTHER_OUTPUTS = (16, 80)
 _EXACT_ROWS = 256  # of a matrix that the check decodes at once: whole blocks of every format
 _TILE, _LOW_RANKS = 64, 8  # pairs of a block of many, and rows of a stack; ranks of a block
 _FETCH_BLOCKS = 32  # that copy one expert
-_OUTPUTS = {"codebook": (16, 16), "none": (4, 8)}
-_OTHER_OUTPUTS = (8, 16)
+_REGISTERS = 65536  # of a multiprocessor
 # Seven roundings of each value, and codes in float16; the largest seen: 5.4e-3 and 7.2e-4.
 CHECK_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 # Of a block on any card.
@@ -165,8 +166,8 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
         why = _why_not_read(stack, dtype, multiple=8 if is_plain else 64)
         if why is not None:
             return why
-    chunks, units = -(-width // _CHUNK), top_k * -(-both // 2 // _CHUNK)
-    shared_bytes = max(_shared_bytes(mixture.gate_up, chunks, 2, 0), _shared_bytes(mixture.down, units, top_k, 1))
+    units = 2 * -(-width // _CHUNK), top_k * -(-both // 2 // _CHUNK)
+    shared_bytes = max(_shared_bytes(mixture.gate_up, units[0], 4, 2), _shared_bytes(mixture.down, units[1], top_k, 1))
     if shared_bytes > _MOST_SHARED_BYTES:
         return f"the sums of {top_k} experts need {shared_bytes} B of shared memory, more than {_MOST_SHARED_BYTES}"
     return nvrtc.why_not(device)
@@ -220,26 +221,26 @@ def experts(
             mixture.gate_up, "experts_low", (lora.largest_rank, 2 * chosen, n), 8,
             [x, x.stride(0), width, 0, index, chosen, count, 0, *_tables(lora, n), *changes[:2]],
         )  # fmt: skip
-    outputs, chunks = _outputs(mixture.gate_up)[0], -(-width // _CHUNK)
+    units = 2 * -(-width // _CHUNK)
     launch(
-        mixture.gate_up, "experts_gate_up", (inner // outputs, chosen, n), _warps(chunks),
+        mixture.gate_up, "experts_gate_up", _grid(module, mixture.gate_up, inner, pairs, units), _warps(units),
         [
-            x, x.stride(0), index, count, *_stack_arguments(mixture, mixture.gate_up), inner, width,
+            x, x.stride(0), index, pairs, chosen, count, *_stack_arguments(mixture, mixture.gate_up), inner, width,
             fused.ACTIVATIONS.index(mixture.activation), h, *changes,
         ],
-        _shared_bytes(mixture.gate_up, chunks, 2, 0),
+        _shared_bytes(mixture.gate_up, units, 4, 2),
     )  # fmt: skip
     if lora is not None and low is not None:
         launch(
             mixture.down, "experts_low", (lora.largest_rank, chosen, n), 8,
             [h, inner, inner, 1, index, chosen, count, 2, *_tables(lora, n), *changes[:2]],
         )  # fmt: skip
-    outputs, units = _outputs(mixture.down)[1], chosen * -(-inner // _CHUNK)
+    units = chosen * -(-inner // _CHUNK)
     launch(
-        mixture.down, "experts_down", (width // outputs, n), _warps(units),
+        mixture.down, "experts_down", _grid(module, mixture.down, width, n, units), _warps(units),
         [
-            h, index, weights, int(weights.dtype == torch.float32), chosen, count, *_stack_arguments(mixture, mixture.down), inner,
-            out, out.stride(0), *changes,
+            h, index, weights, int(weights.dtype == torch.float32), n, chosen, count, *_stack_arguments(mixture, mixture.down),
+            inner, out, out.stride(0), *changes,
         ],
         _shared_bytes(mixture.down, units, chosen, 1),
     )  # fmt: skip
@@ -310,11 +311,25 @@ def _warps(units: int) -> int:
     return -(-units // -(-units // _MOST_WARPS))
 
 
-def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, which: int) -> int:
-    """Return the shared memory of a block of one kernel (0: gate and up, 1: down) with this many chunks and changes."""
+def _grid(module: nvrtc.Module, stack: Packed | Tensor, outputs: int, items: int, units: int) -> tuple[int, int]:
+    """Return the grid of a product: tiles of outputs, and blocks that share each tile's items (pairs or rows) evenly.
+
+    A block fills its tables once, which takes about half as long as an item: few blocks with many items, but none idle.
+    """
+    own, registers = _outputs(stack)
+    tiles, at_once = outputs // own, module.multiprocessors * max(1, _REGISTERS // (32 * _warps(units) * registers))
+
+    def halves(blocks: int) -> int:
+        return -(-tiles * blocks // at_once) * (2 * -(-items // blocks) + 1)
+
+    return tiles, min(range(1, items + 1), key=halves)
+
+
+def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, turns: int) -> int:
+    """Return the shared memory of a block with this many sums of a chunk, and changes, of this many turns."""
     is_coded = isinstance(stack, Packed) and stored_format(stack.kind).family == "codebook"
     front = 256 * 32 + 20 + _warps(units) * 144 if is_coded else 0  # words: codes, zeros, x
-    return 4 * (front + (units + changes) * _outputs(stack)[which] * (1 if which else 2) + changes * (_CHANGE_WORDS + 2))
+    return 4 * (front + turns * (units + changes) * _outputs(stack)[0] + changes * (_CHANGE_WORDS + 2))
 
 
 def _stack_arguments(mixture: Mixture, stack: Packed | Tensor, where: Tensor | None = None) -> list[nvrtc.Argument]:
