@@ -6,7 +6,7 @@ Checkpoints are random, of released sizes, the decoder in NF4 with double quanti
 Answers are the public API's: token ids in, text out. A row: `tok_s` of one row (256 tokens behind the first 33), `rows8_tok_s` of
 eight rows with an adapter each, `first_ms` of 512 tokens (median of five, no prompt comes twice), `load_s`, how steps run and why.
 What the file to be saved has rows of is not run again. `--card-gib`: the planned budget of the GPU, and the memory that its
-allocator may take. llama.cpp: of Qwen3 in Q4_K_M without an adapter, by the program that PEER names: `PEER FILE.gguf` prints a line
+allocator may take, for one row and one adapter. llama.cpp: of Qwen3 in Q4_K_M without an adapter, by the program that PEER names: `PEER FILE.gguf` prints a line
 `PEER {"tok_s": ..., "ttft512_ms": ...}`.
 """
 
@@ -58,10 +58,11 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     import trimtab
 
     folder = prepare(case["model"], work)
-    adapters = {f"a{number}": work / f"{case['model']}-packed-r8" / f"a{number}" for number in range(8)}
+    rows = 1 if case.get("card_gib") else 8
+    adapters = {f"a{number}": work / f"{case['model']}-packed-r8" / f"a{number}" for number in range(rows)}
     asked: dict[str, Any] = {"gpu_memory": f"{case['card_gib']}GiB"} if case.get("card_gib") else {}
     start = time.perf_counter()
-    plan = trimtab.plan(folder, adapters=adapters, context=CONTEXT, device=DEVICE, batch=8, **asked)
+    plan = trimtab.plan(folder, adapters=adapters, context=CONTEXT, device=DEVICE, batch=rows, **asked)
     planned = time.perf_counter()
     found: dict[str, Any] = {"plan_s": round(planned - start, 1)}
     if asked and DEVICE == "cuda":
@@ -90,8 +91,9 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
             list(model.batch(asked, max_new_tokens=tokens))
             return time.perf_counter() - begin
 
-        eight(SHORT)
-        found["rows8_tok_s"] = round(8 * (LONG - SHORT) / (eight(LONG) - eight(SHORT)), 1)
+        if rows == 8:
+            eight(SHORT)
+            found["rows8_tok_s"] = round(8 * (LONG - SHORT) / (eight(LONG) - eight(SHORT)), 1)
         step = model.plan.execution.step
         found |= {
             "step": step.mode, "reason": step.reason, "head": model.plan.execution.head,

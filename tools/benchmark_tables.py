@@ -188,10 +188,25 @@ def experts(results: Mapping[str, Any]) -> str:
     return f"{table}\n\n{_where(results)}; {what}. The process holds the adapters.\n"
 
 
+LOOPS = {"outside": "sampled, whole, all of the time counted", "closed": "greedy, streamed"}
+
+
+def load_outside(results: Mapping[str, Any]) -> str:
+    """Return the servers of bench/results/load_outside.json."""
+    rows = []
+    for row in results["rows"]:
+        times = [f"{row[name][part]:.0f}" if row[name] else "-" for name in ("ttft_ms", "between_ms") for part in ("p50", "p99")]
+        how = "sampled, streamed" if "temperature" in row else LOOPS[row["loop"]]
+        rows.append([TITLES[row["model"]], f"{row['text_tokens']:,}", how, f"{row['tok_s']:,.0f}", *times])
+    heads = ["model", "tokens of a text", "answers", "tokens/s", "first token ms, p50", "p99", "between tokens ms, p50", "p99"]
+    what = "32 clients, 8 adapters, answers of 128 tokens, random weights, NF4 with double quantization, no errors"
+    return f"{_table(heads, 5, rows)}\n\n{_where(results)}; {what}.\n"
+
+
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "first_tokens": first_tokens, "first_tokens_h100": first_tokens_h100, "images": images, "towers": towers,
     "bench_cpu": bench_cpu, "start_cpu": start_cpu, "fast_decode": fast_decode,
-    "families": families, "experts": experts,
+    "families": families, "experts": experts, "load_outside": load_outside,
 }  # fmt: skip
 # Slot -> the result file that it is made of, where that has another name.
 SOURCES = {
