@@ -28,7 +28,10 @@ QWEN_TARGETS = (
     r"(model\.)?(language_model\.)?layers\.\d+\.((self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))"
     r"|model\.visual\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
 )
-PACKED = r"layers\.\d+\.((self_attn|mlp|linear_attn|router)\.(?!gate\.)\w+|per_layer_input_gate|per_layer_projection)\.weight$"
+PACKED = (
+    r"layers\.\d+\.((self_attn|mlp|mlp\.shared_expert|linear_attn|router)\.(?!gate\.)\w+|per_layer_input_gate|per_layer_projection)"
+    r"\.weight$"
+)
 # Modules that stay in 16 bits, by whole paths: transformers matches from the start of a name.
 NOT_PACKED = (
     "lm_head", "model.visual", "model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio",
@@ -44,10 +47,11 @@ CLASSES = {
     "gemma3-4b": "Gemma3ForCausalLM",
     "qwen3.5-9b": "Qwen3_5ForCausalLM",
     "qwen3-30b-a3b": "Qwen3MoeForCausalLM",
+    "qwen3.5-35b-a3b": "Qwen3_5MoeForCausalLM",
     "26b-a4b": "Gemma4ForConditionalGeneration",
 }
 # That neither see nor hear.
-READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b", "qwen3-30b-a3b", "26b-a4b"]
+READERS = ["qwen3-8b", "llama-310m", "llama-3-8b", "gemma3-4b", "qwen3.5-9b", "qwen3-30b-a3b", "qwen3.5-35b-a3b", "26b-a4b"]
 # A few narrow layers of a size: every bench runs on a CPU with it, to see that it will on a GPU.
 TINY = "-tiny"
 CLASSES |= {size + TINY: name for size, name in CLASSES.items()}
@@ -71,6 +75,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "norm_topk_prob": True, "max_position_embeddings": 40960, "tie_word_embeddings": False,
     }),
+    "qwen3.5-35b-a3b": ("Qwen3_5MoeTextConfig", {}),  # transformers' defaults are this model's
 }  # fmt: skip
 
 

@@ -2,13 +2,14 @@
 
     python -m bench.experts --work FOLDER --save bench/results/experts.json [--cases 26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,...]
 
-A case: MODEL:EXPERTS[:GIB of the GPU[:SKEW]]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with double
-quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case, where the
-residual is the token's embedding for the most part, and tokens are drawn (temperature 50); with a SKEW the second half of each
-layer's experts has scores times that. A row, of the public API, token ids in and text out, an adapter of rank 8 on attention and
-dense parts: `tok_s` of one row behind a prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too;
-`rows8_tok_s`: eight rows, each with its own of these. `hits`: of the experts chosen by steps, those that were on the card.
-`peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16 bits, an adapter on attention.
+A case: MODEL:EXPERTS[:GIB of the GPU[:SKEW[:COPIES]]]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with
+double quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case,
+where the residual is the token's embedding for the most part, and tokens are drawn (temperature 50); with a SKEW the second half of each
+layer's experts has scores times that. COPIES: every copy to the GPU is issued so often, as a slow link would take. A row, of the
+public API, token ids in and text out, an adapter of rank 8 on attention and dense parts: `tok_s` of one row behind a prompt of 33
+tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too; `rows8_tok_s`: eight rows, each with its own of these.
+`hits`: of the experts chosen by steps, those that were on the card. `peak_gib`: of torch's allocator; `process_gib`: of the driver.
+stock: transformers and PEFT, 16 bits, an adapter on attention.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _write_expert_adapter(size: str, folder: Path, adapters: Path) -> None:
     (adapters / "experts" / "adapter_config.json").write_text(json.dumps(config))
 
 
-def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path, layers: int | None) -> dict[str, Any]:
+def run(
+    size: str, experts: str, card_gib: float | None, skew: float, copies: int, work: Path, layers: int | None
+) -> dict[str, Any]:  # fmt: skip
     import torch
 
     import trimtab
@@ -85,10 +88,12 @@ def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path
         print(f"# {time.perf_counter() - begun:.1f} s: {what}", flush=True)
 
     folder = prepare(size, work, layers)
+    if copies > 1:
+        _slow_link(copies)
     adapters = folder / "r8"
     rows = 8 if card_gib is None else 1
     named = {"linears": adapters / "linears"}
-    named |= {f"e{number}": adapters / "experts" for number in range(0 if skew != 1 else rows)}
+    named |= {f"e{number}": adapters / "experts" for number in range(0 if skew != 1 or copies > 1 else rows)}
     start = time.perf_counter()
     asked: dict[str, Any] = {"gpu_memory": f"{card_gib}GiB"} if card_gib else {}
     plan = trimtab.plan(folder, adapters=named, context=CONTEXT, device=DEVICE, batch=rows, experts=experts, **asked)
@@ -139,6 +144,21 @@ def run(size: str, experts: str, card_gib: float | None, skew: float, work: Path
     if DEVICE == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return found
+
+
+def _slow_link(copies: int) -> None:
+    """Issue every copy to the GPU as often, and say that the link's rate is so much lower."""
+    from bench.cards import slow_link
+    from trimtab.engine.kernels import experts as kernels
+
+    slow_link(copies)
+    copy = kernels._copy
+
+    def several(*given: Any) -> None:
+        for _ in range(copies):
+            copy(*given)
+
+    kernels._copy = several
 
 
 def _spread(model: Any, skew: float) -> None:
@@ -200,8 +220,8 @@ def main() -> None:
         if experts == "stock":
             made = run_stock(size, given.work, given.layers)
         else:
-            limits = [float(one) for one in card]
-            made = run(size, experts, limits[0] if limits else None, limits[1] if limits[1:] else 1.0, given.work, given.layers)
+            card_gib, skew, copies = [float(one) for one in card] + [0.0, 1.0, 1.0][len(card) :]
+            made = run(size, experts, card_gib or None, skew, int(copies), given.work, given.layers)
         print("ROW " + json.dumps({"case": given.one, "layers": given.layers} | made), flush=True)
         return
     end = time.monotonic() + given.total_s

@@ -6,8 +6,8 @@ Checkpoints are random, of released sizes, the decoder in NF4 with double quanti
 Answers are the public API's: token ids in, text out. A row: `tok_s` of one row (256 tokens behind the first 33), `rows8_tok_s` of
 eight rows with an adapter each, `first_ms` of 512 tokens (median of five, no prompt comes twice), `load_s`, how steps run and why.
 What the file to be saved has rows of is not run again. `--card-gib`: the planned budget of the GPU, and the memory that its
-allocator may take, for one row and one adapter. llama.cpp: of Qwen3 in Q4_K_M without an adapter, by the program that PEER names: `PEER FILE.gguf` prints a line
-`PEER {"tok_s": ..., "ttft512_ms": ...}`.
+allocator may take, for one row and one adapter. llama.cpp: of Qwen3 in Q4_K_M without an adapter, by the program that PEER names:
+`PEER FILE.gguf` prints a line `PEER {"tok_s": ..., "ttft512_ms": ...}`.
 """
 
 from __future__ import annotations
