@@ -2,14 +2,14 @@
 
     python -m bench.experts --work FOLDER --save bench/results/experts.json [--cases 26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,...]
 
-A case: MODEL:EXPERTS[:GIB of the GPU[:SKEW[:COPIES]]]. Checkpoints are random, of released sizes, the decoder's linears in NF4 with
-double quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst case,
-where the residual is the token's embedding for the most part, and tokens are drawn (temperature 50); with a SKEW the second half of each
-layer's experts has scores times that. COPIES: every copy to the GPU is issued so often, as a slow link would take. A row, of the
-public API, token ids in and text out, an adapter of rank 8 on attention and dense parts: `tok_s` of one row behind a prompt of 33
-tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too; `rows8_tok_s`: eight rows, each with its own of these.
-`hits`: of the experts chosen by steps, those that were on the card. `peak_gib`: of torch's allocator; `process_gib`: of the driver.
-stock: transformers and PEFT, 16 bits, an adapter on attention.
+A case: MODEL:EXPERTS[:GIB of the GPU[:SKEW[:COPIES]]]. Checkpoints are random, of released sizes, the decoder's linears in NF4
+with double quantization, experts in 16 bits; EXPERTS says what loading makes of them. Random routers choose evenly, the worst
+case, where the residual is the token's embedding for the most part, and tokens are drawn (temperature 50); with a SKEW the second
+half of each layer's experts has scores times that. COPIES: every copy to the GPU is issued so often, as a slow link would take. A
+row, of the public API, token ids in and text out, an adapter of rank 8 on attention and dense parts: `tok_s` of one row behind a
+prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too; `rows8_tok_s`: eight rows, each with its
+own of these. `hits`: of the experts chosen by steps, those that were on the card. `peak_gib`: of torch's allocator; `process_gib`:
+of the driver. stock: transformers and PEFT, 16 bits, an adapter on attention.
 """
 
 from __future__ import annotations
