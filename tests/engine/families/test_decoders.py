@@ -292,7 +292,10 @@ FAULTS = {
     ),
     "scale": (lambda d: with_attention(d, 1, scale=d.attentions[1].scale * 4), "layer 1's attention differs"),
     "values": (lambda d: with_attention(d, 1, v=d.attentions[1].k), "layer 1's attention differs"),
-    "gate": (lambda d: changed(d, 1, gate=d.layers[1].up, up=d.layers[1].gate), "layer 1 differs"),
+    "gate": (
+        lambda d: changed(d, 1, mlp=replace(d.layers[1].mlp, gate=d.layers[1].mlp.up, up=d.layers[1].mlp.gate)),
+        "layer 1 differs",
+    ),
     "softcap": (lambda d: with_attention(d, 1, softcap=0.05), "layer 1's attention differs"),
     "norms of heads": (lambda d: with_attention(d, 1, q_norm=None, k_norm=None), "layer 1's attention differs"),
 }
@@ -354,6 +357,16 @@ OF_FAMILIES = {
         "gemma4_moe",
         lambda d: changed(d, 1, experts=replace(d.layers[1].experts, after_dense=d.layers[1].experts.after)),
         "layer 1 differs",
+    ),
+    "shared expert": (
+        "glm4_moe",
+        lambda d: changed(d, 1, experts=replace(d.layers[1].experts, shared=d.layers[0].mlp)),
+        "layer 1 differs",
+    ),
+    "gate of a shared expert": (
+        "qwen2_moe",
+        lambda d: changed(d, 0, experts=replace(d.layers[0].experts, shared_gate=None)),
+        "layer 0 differs",
     ),
     "state": (
         "qwen3_5",
@@ -475,7 +488,7 @@ def test_modules_without_room_for_their_graph_are_not_captured(monkeypatch):
 
 def test_an_adapter_on_a_layer_that_is_not_described_is_named(tmp_path, monkeypatch):
     with loaded("qwen3", tmp_path) as model:
-        layer, groups = families.describe(model.hf_model).layers[1].down, Decoder.groups
+        layer, groups = families.describe(model.hf_model).layers[1].mlp.down, Decoder.groups
         monkeypatch.setattr(Decoder, "groups", lambda self: [[g for g in same if g != [layer]] for same in groups(self)])
         with pytest.raises(DeviceError, match=r"changes model\.layers\.1\.mlp\.down_proj, which its desc"):
             joined(model, "fused", ASKED).step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +18,18 @@ from tests import pico
 from tests.cuda_on_cpu import run
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
+from tests.engine.families.test_matrix import TOLERANCE as MATRIX_TOLERANCE
+from tests.engine.families.test_matrix import Theirs, planned
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.lora.test_routers import router_adapter
 from tests.engine.prefill.test_packed_prompts import both, packing, together
-from tests.engine.prefill.test_prefill import REQUEST, answered, through
+from tests.engine.prefill.test_prefill import REQUEST, answered, differ, ids, through
 from tests.engine.prefill.test_prefill import replayed as prompts_replayed  # noqa: F401 - a fixture
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.families import families
-from trimtab.engine.kernels import delta_rule, experts
+from trimtab.engine.kernels import delta_rule, experts, gemm4
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError
 
@@ -61,6 +64,76 @@ def test_a_step_of_mixed_rows_is_the_modules(family, kind, on_cpu, replayed, tmp
         names = on_cpu.experts.launches
         mixtures = sum(layer.experts is not None for layer in families.describe(model.hf_model).layers)
         assert names.count("experts_gate_up") >= mixtures and names.count("experts_low") == 2 * names.count("experts_gate_up")
+
+
+SHARED = r".*\.(self_attn\.q_proj|shared_experts?\.(gate|up|down)_proj|shared_expert_gate)"
+WITH_SHARED = ["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "glm4_moe"))]
+
+
+def untouched(model: Any) -> None:
+    """Let the modules of shared experts fail from now on."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("a module computes it")
+
+    parts = [one for path, one in model.hf_model.named_modules() if re.search(r"\.shared_experts?$", path)]
+    assert parts
+    for one in parts:
+        one.register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize("rows", [4, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", WITH_SHARED)
+def test_shared_experts_are_products_of_the_step(family, rows, on_cpu, replayed, tmp_path):  # noqa: F811
+    """They and their gates, with an adapter on all of them, in steps and in prompts."""
+    adapter = {"s": pico.adapter(pico.build(family, tmp_path / "base"), tmp_path / "s", targets=SHARED)}
+    asked = [("s" if number % 2 else None, tokens, {}) for number, (_, tokens, _) in enumerate(ASKED * (rows // len(ASKED)))]
+    with loaded(family, tmp_path, "nf4", adapters=adapter) as model:
+        with_kernels(on_cpu, model)
+        if rows > 8:
+            on_cpu.rows = run.CpuModule(gemm4.source(), gemm4.NAMES)
+            on_cpu.rows.variant_names = gemm4.NAMES
+        decoder = families.describe(model.hf_model)
+        of_shared = [leaf for layer in decoder.layers if layer.experts for group in layer.experts.products for leaf in group]
+        assert of_shared and all(leaf.quant_kind != "none" for leaf in of_shared)
+        # PEFT 0.21 takes the names of GLM's for those of experts.
+        assert all(("s" in leaf.adapters) is (family != "glm4_moe") for leaf in of_shared)
+        expected, batch = (joined(model, way, asked, rows=rows) for way in ("eager", "fused"))
+        compare(expected, batch, 2, 2 * TOLERANCE)
+        expected, prompts = (Batch(model, rows=1, decode=way) for way in ("eager", "fused"))
+        expected.prompts, prompts.prompts = PrefillRunner(expected, "eager"), PrefillRunner(prompts, "static", (32,))
+        wanted = through(expected, model.prepare(ASKED[0][1]), adapter="s").logits
+        untouched(model)
+        batch.step()
+        found = through(prompts, model.prepare(ASKED[0][1]), adapter="s").logits
+        assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert batch.steps.captures == 1 and not batch.steps.fallbacks
+
+
+@pytest.mark.parametrize("family", WITH_SHARED)
+def test_shared_experts_say_what_stock_says(family, tmp_path):
+    """In float32: rows with an adapter on them and their gates, and without; a prompt in chunks, then steps."""
+    base = pico.build(family, tmp_path / "base")
+    adapters = {"a": pico.adapter(base, tmp_path / "a", targets=SHARED)}
+    theirs = Theirs(base, adapters)
+    with trimtab.load(planned(base, adapters, "resident")) as model:
+        batch, going = Batch(model, rows=2, decode="fused"), []
+        batch.prompts = PrefillRunner(batch, "static", (8, 16))
+        untouched(model)
+        for name in (None, "a"):
+            inputs = model.prepare(ids(19))
+            prompt = through(batch, inputs, adapter=name)
+            wanted = theirs.logits(name, inputs, list(inputs.token_ids))
+            assert differ(prompt.logits, wanted) < MATRIX_TOLERANCE
+            assert name is None or differ(theirs.logits(None, inputs, list(inputs.token_ids)), wanted) > 20 * MATRIX_TOLERANCE
+            going.append((batch.join(prompt).row, inputs))
+        for _ in range(2):
+            found = batch.logits()
+            for row, inputs in going:
+                wanted = theirs.logits(row.adapter, inputs, row.token_ids)
+                assert differ(found[row.number], wanted) < MATRIX_TOLERANCE
+                row.token_ids.append(int(wanted.argmax()))
+            batch.write_last_tokens()
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16bit"])
@@ -139,7 +212,7 @@ def test_a_prompt_whose_adapter_no_kernel_adds_is_not_captured(why, on_cpu, repl
         assert not prompts_replayed and any("are chosen on the host" in one.why for one in batch.steps.fallbacks)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["nf4", "16bit"])
 def test_a_step_of_streamed_layers_is_the_resident_one(family, kind, on_cpu, replayed, tmp_path):  # noqa: F811
     """Stacks are views of a staging buffer, which the next layer's copy fills."""

@@ -734,6 +734,20 @@ def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
 
 
 @needs_gxx
+@pytest.mark.parametrize("columns", [128, 384, 1664])
+def test_the_check_at_load_takes_a_product_with_one_output(modules, monkeypatch, columns):
+    """A shared expert's gate. In these widths terms of the first row cancel: a rounding is much of what is left."""
+    (weight,) = group = [tuning.RandomWeights(torch.device("cpu"), quant="nf4").make(1, columns)]
+    assert tuning.check(group, modules[0], rows=(1, 3, 8)) is None
+    own = modules[0].variant(matvec.options(weight, torch.bfloat16))
+    launch = own.launch
+    monkeypatch.setattr(
+        own, "launch", lambda name, grid, block, args, **more: (launch(name, grid, block, args, **more), args[4].mul_(1.02))
+    )
+    assert "relative error" in tuning.check(group, modules[0], rows=(1, 3, 8))
+
+
+@needs_gxx
 @pytest.mark.parametrize(
     "rows, cut, paired, scaled, followed, form",
     [

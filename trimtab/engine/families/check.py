@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Norm, UndescribedError
+from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Mlp, Norm, UndescribedError
 from trimtab.engine.families.families import describe
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.embed_and_logits import argmax_logits
@@ -256,16 +256,22 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
     def act(x: Tensor) -> Tensor:
         return functional.silu(x) if decoder.activation == "silu" else functional.gelu(x, **_ACTS[decoder.activation])
 
+    def mlp(own: Mlp, x: Tensor) -> Tensor:
+        gate, up = own.gate(x).chunk(2, dim=-1) if own.up is None else (own.gate(x), own.up(x))
+        made: Tensor = own.down(act(gate) * up)
+        return made
+
     added = 1.0 if layer.added is None else layer.added
     h = h + _normed(attended, layer.after_attention) * added
     x = _normed(h, layer.before_mlp)
     own = layer.experts
-    if layer.gate is None or layer.down is None:
+    if layer.mlp is None:
         assert own is not None
-        made = own.with_shared(own.module(x[0], *own.chosen(x[0])), x[0])[None]
+        made = own.module(x[0], *own.chosen(x[0]))[None]
+        if own.shared is not None:
+            made = own.add_shared(made, mlp(own.shared, x), None if own.shared_gate is None else own.shared_gate(x))
     else:
-        gate, up = layer.gate(x).chunk(2, dim=-1) if layer.up is None else (layer.gate(x), layer.up(x))
-        made = layer.down(act(gate) * up)
+        made = mlp(layer.mlp, x)
         if own is not None:
             chosen = own.module(_normed(h[0], own.before), *own.chosen(h[0]))
             made = _normed(made, own.after_dense) + _normed(chosen, own.after)[None]

@@ -30,7 +30,7 @@ from trimtab.engine.layers.linear import Leaf
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.columns import Columns, KeptWeights
-    from trimtab.engine.families.decoder import Attention, Layer, Norm
+    from trimtab.engine.families.decoder import Attention, Layer, Mlp, Norm
     from trimtab.engine.passes.chunk_forward import ChunkState
 
 
@@ -161,15 +161,22 @@ class ChunkLayers:
         return out
 
     def _mlp(self, layer: Layer, x: Tensor, rows: int, residual: Tensor) -> Tensor:
-        if layer.down is None:
-            assert layer.experts is not None
-            return self.step.mixture(layer.experts, residual, x, rows=rows)
-        made = self._products(layer.gates, x, rows)
-        gate, up = made if layer.up is not None else made[0].chunk(2, dim=1)
+        own, y = layer.experts, None if layer.mlp is None else self._gated(layer.mlp, x, rows)
+        if own is None:
+            assert y is not None
+            return y
+        y = self.step.mixture(own, residual, x if y is None else None, y, rows)
+        if own.shared is not None:
+            gate = None if own.shared_gate is None else self._products([own.shared_gate], x, rows)[0]
+            own.add_shared(y, self._gated(own.shared, x, rows), gate)
+        return y
+
+    def _gated(self, own: Mlp, x: Tensor, rows: int) -> Tensor:
+        made = self._products(own.gates, x, rows)
+        gate, up = made if own.up is not None else made[0].chunk(2, dim=1)
         gated = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
         fused.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
-        y = self._products([layer.down], gated, rows)[0]
-        return y if layer.experts is None else self.step.mixture(layer.experts, residual, None, y, rows)
+        return self._products([own.down], gated, rows)[0]
 
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
         """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""

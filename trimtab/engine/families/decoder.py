@@ -176,6 +176,20 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, eq=False)
+class Mlp:
+    """A gated MLP of linears; no up: gate makes both."""
+
+    gate: Leaf
+    up: Leaf | None
+    down: Leaf
+
+    @property
+    def gates(self) -> list[Leaf]:
+        """The linears over its input."""
+        return [one for one in (self.gate, self.up) if one is not None]
+
+
+@dataclass(frozen=True, eq=False)
 class PerLayerInput:
     """A layer's own input (Gemma 4), gated and added behind the MLP."""
 
@@ -231,15 +245,15 @@ def _route(router: object) -> Route | None:
 class Experts:
     """A layer's experts, in its MLP's place or next to it. parent: transformers' module that has the router, by its name there: an
     adapter puts another module into its place. router: gives weights and numbers of a token's experts last; module: of stacks.
-    shared: a module over the same input, whose output is added, times the sigmoid of shared_gate's. Next to an MLP (Gemma 4) router
-    and experts read the residual; before, after: the norms of the experts' input and of what they make; after_dense: of what the
-    MLP makes. tables: of adapters that all tokens of a pass have (mixture.py)."""
+    shared: an MLP over the same input, whose output is added, times the sigmoid of what shared_gate makes, a linear with one
+    output. Next to an MLP (Gemma 4) router and experts read the residual; before, after: the norms of the experts' input and of
+    what they make; after_dense: of what the MLP makes. tables: of adapters that all tokens of a pass have (mixture.py)."""
 
     parent: object
     router_name: str
     module: Any
-    shared: Any = None
-    shared_gate: Any = None
+    shared: Mlp | None = None
+    shared_gate: Leaf | None = None
     before: Norm | None = None
     after: Norm | None = None
     after_dense: Norm | None = None
@@ -255,9 +269,10 @@ class Experts:
         return _route(self.router)
 
     @property
-    def parts(self) -> list[Any]:
-        """The modules that are computed as they are."""
-        return [one for one in (self.router, self.shared, self.shared_gate) if one is not None]
+    def products(self) -> list[list[Leaf]]:
+        """The linears of the shared expert, those that read one input together, in the order in which they run."""
+        groups = [] if self.shared is None else [self.shared.gates, [self.shared.down]]
+        return groups if self.shared_gate is None else [*groups, [self.shared_gate]]
 
     @property
     def has_mixture(self) -> bool:
@@ -295,32 +310,23 @@ class Experts:
         _, weights, numbers = self.router(x.view(rows, -1, x.shape[-1]) if rows > 1 and has_linears else x)
         return numbers.reshape(len(x), -1), weights.reshape(len(x), -1)
 
-    def with_shared(self, made: Tensor, x: Tensor, rows: int = 1) -> Tensor:
-        """Return what the experts made of x [n, D] with what the shared one makes. rows: as `chosen` has it."""
-        if self.shared is None:
-            return made
-        given = x.view(rows, -1, x.shape[-1]) if rows > 1 else x
-        shared = self.shared(given)
-        if self.shared_gate is not None:
-            shared = torch.sigmoid(self.shared_gate(given)) * shared
-        total: Tensor = made + shared.view(made.shape)
-        return total
+    @staticmethod
+    def add_shared(made: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
+        """Add what the shared expert made to what the others made, both [n, D]. gate [n, 1]: what shared_gate made."""
+        return made.add_(shared if gate is None else torch.sigmoid(gate) * shared)
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer. mixer: what mixes tokens. Norms in front of attention and MLP, and behind them of what is added to the residual,
-    None without; added: a factor of it. gate, up, down: linears; no up: gate makes both; none of them: `experts` alone.
-    scale: of the layer's output."""
+    None without; added: a factor of it. mlp: None where there are `experts` alone. scale: of the layer's output."""
 
     module: Any
     before_attention: Norm | None
     mixer: Attention | DeltaNet
     after_attention: Norm | None
     before_mlp: Norm | None
-    gate: Leaf | None
-    up: Leaf | None
-    down: Leaf | None
+    mlp: Mlp | None
     after_mlp: Norm | None
     per_layer: PerLayerInput | None = None
     scale: Tensor | None = None
@@ -328,16 +334,12 @@ class Layer:
     experts: Experts | None = None
 
     @property
-    def gates(self) -> list[Leaf]:
-        """The linears over the MLP's input."""
-        return [one for one in (self.gate, self.up) if one is not None]
-
-    @property
     def products(self) -> list[list[Leaf]]:
         """The layer's linears, those that read one input together, in the order in which they run."""
         mixer = self.mixer
         inputs = [mixer.projections] if isinstance(mixer, Attention) else [[mixer.qkv, mixer.z], [mixer.b, mixer.a]]
-        groups = [*inputs, [mixer.o], *([self.gates, [self.down]] if self.down is not None else [])]
+        groups = [*inputs, [mixer.o], *([self.mlp.gates, [self.mlp.down]] if self.mlp is not None else [])]
+        groups += [] if self.experts is None else self.experts.products
         return groups + ([[self.per_layer.gate], [self.per_layer.projection]] if self.per_layer is not None else [])
 
 

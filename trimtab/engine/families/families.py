@@ -21,6 +21,7 @@ from trimtab.engine.families.decoder import (
     DeltaNet,
     Experts,
     Layer,
+    Mlp,
     Norm,
     PerLayerInput,
     Rope,
@@ -147,11 +148,16 @@ def _layer(module: Module, mixer: Attention | DeltaNet, form: str, names: Sequen
     if hasattr(mlp, "experts"):
         shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
         router = "router" if hasattr(mlp, "router") else "gate"
-        experts = Experts(mlp, router, mlp.experts, shared, getattr(mlp, "shared_expert_gate", None))
-        return Layer(module, norms[0], mixer, norms[1], norms[2], None, None, None, norms[3], experts=experts, **more)
-    joined = getattr(mlp, "gate_up_proj", None)
-    gate, up = (mlp.gate_proj, mlp.up_proj) if joined is None else (joined, None)
-    return Layer(module, norms[0], mixer, norms[1], norms[2], gate, up, mlp.down_proj, norms[3], **more)
+        gate = getattr(mlp, "shared_expert_gate", None)
+        experts = Experts(mlp, router, mlp.experts, None if shared is None else _mlp(shared), gate)
+        return Layer(module, norms[0], mixer, norms[1], norms[2], None, norms[3], experts=experts, **more)
+    return Layer(module, norms[0], mixer, norms[1], norms[2], _mlp(mlp), norms[3], **more)
+
+
+def _mlp(module: Module) -> Mlp:
+    joined = getattr(module, "gate_up_proj", None)
+    gate, up = (module.gate_proj, module.up_proj) if joined is None else (joined, None)
+    return Mlp(gate, up, module.down_proj)
 
 
 # The families ----------------------------------------------------------------------------------------------------------

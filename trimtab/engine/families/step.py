@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Norm
+from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Mlp, Norm
 from trimtab.engine.families.families import describe
 from trimtab.engine.families.mixture import experts_of, routed
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
@@ -116,7 +116,7 @@ class FusedStep:
         self._make_states()
         self._why_no_pages = self._wrong_pages()
         # Linears of the decoder that a step does not compute.
-        inside = {leaf for layer in self.layers if layer.experts for one in layer.experts.parts for leaf in one.modules()}
+        inside = {leaf for layer in self.layers if layer.experts for leaf in layer.experts.router.modules()}
         inside |= {leaf for same in self.decoder.groups() for group in same for leaf in group}
         self._outside = [one for one in self.text.modules() if isinstance(one, Leaf) and one not in inside]
         self._zeros = torch.zeros_like(cache.positions)
@@ -342,20 +342,17 @@ class FusedStep:
         y = self._added(layer, self._products([layer.mixer.o], attended))
         middle = self.buffer("middle", h.shape, h.dtype)
         norm = self.norm(h, layer.after_attention, layer.before_mlp, None, middle)
-        if layer.down is None:
+        own = layer.experts
+        if layer.mlp is None:
             x = self.normed(y, norm)
         else:
-            if layer.up is None:
-                wide = self._products(layer.gates, y, None, norm, _ahead([layer.down]))
-                half = wide.shape[1] // 2
-                gated = self.buffer("gated", (len(wide), half), wide.dtype)
-                fused.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
-            else:
-                gated = self._products(layer.gates, y, matvec.Gate(self.kind), norm, _ahead([layer.down]))
-            y = self._products([layer.down], gated)
-        if layer.experts is not None:
-            given, dense = (x, None) if layer.down is None else (None, y)
-            y = self.mixture(layer.experts, middle, given, dense, is_step=True)
+            y = self._mlp(layer.mlp, y, norm)
+        if own is not None:
+            given, dense = (x, None) if layer.mlp is None else (None, y)
+            y = self.mixture(own, middle, given, dense, is_step=True)
+            if own.shared is not None:
+                made = self._mlp(own.shared, x)
+                y = own.add_shared(y, made, None if own.shared_gate is None else self._products([own.shared_gate], x))
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)
@@ -368,13 +365,25 @@ class FusedStep:
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
 
+    def _mlp(self, own: Mlp, x: Tensor, norm: matvec.Norm | None = None) -> Tensor:
+        """Return what an MLP makes of x [n, D]. norm: as `_products` has it."""
+        if own.up is not None:
+            gated = self._products(own.gates, x, matvec.Gate(self.kind), norm, _ahead([own.down]))
+            return self._products([own.down], gated)
+        wide = self._products(own.gates, x, None, norm, _ahead([own.down]))
+        half = wide.shape[1] // 2
+        gated = self.buffer("gated", (len(wide), half), wide.dtype)
+        fused.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
+        return self._products([own.down], gated)
+
     def mixture(
         self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None, rows: int = 1, is_step: bool = False
     ) -> Tensor:
-        """Return what a layer's experts make of x [n, D]; next to an MLP: of the residual h [n, D], with what the MLP made, y."""
+        """Return what a layer's experts but the shared one make of x [n, D]; next to an MLP: of the residual h [n, D], with what
+        the MLP made, y."""
         given = (rows, self.kind, self.decoder.adapter_store, self.kernels.experts)
         if x is not None:
-            return own.with_shared(experts_of(own, x, self._chosen(own, x, rows, is_step), *given), x, rows)
+            return experts_of(own, x, self._chosen(own, x, rows, is_step), *given)
         assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
         x, after, dense = torch.empty_like(h), own.after, own.after_dense
         assert (dense.eps, dense.form) == (after.eps, after.form)
@@ -436,8 +445,8 @@ class FusedStep:
         attended, scores = self.buffer("looked", (count, heads * dim), x.dtype), own.scores
         fused.rope_and_attention(
             joined, heads, own.norms(), *turn, keys, values, places, where.positions, scores.scale, scores.softcap, attended,
-            queries, self._scratch(count, heads, dim), self.kernels.small, mode=own.mode, ahead=_ahead(layer.gates), pages=pages,
-            sinks=scores.sinks, growth=scores.growth,
+            queries, self._scratch(count, heads, dim), self.kernels.small, mode=own.mode,
+            ahead=_ahead([] if layer.mlp is None else layer.mlp.gates), pages=pages, sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
         return own.gated(joined, attended)
 

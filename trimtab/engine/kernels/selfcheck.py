@@ -44,15 +44,16 @@ LENGTHS = ((70, 0), (512, 511), (1100, 700), (1100, 1099), (512, 5000))
 _PIECE = 2**20
 
 
-def relative_error(actual: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference over the norm of the expected result, in float64 (infinite if not finite)."""
+def relative_error(actual: Tensor, wanted: Tensor, least: float = 0.0) -> float:
+    """Return the norm of the difference over the norm of the expected result, or over `least` if that is more, in float64
+    (infinite if not finite)."""
     sums = torch.zeros(2, dtype=torch.float64, device=actual.device)
     pieces = (x.reshape(-1).split(_PIECE) for x in (actual, wanted.to(actual.device)))
     for a, b in zip(*pieces, strict=True):
         b = b.double()
         sums += torch.stack([(a.double() - b).square().sum(), b.square().sum()])
     off, whole = sums.sqrt().tolist()
-    error = off / max(whole, 1e-30)
+    error = off / max(whole, least, 1e-30)
     return error if math.isfinite(error) else math.inf
 
 
