@@ -402,14 +402,8 @@ class Prefixes:
                     layer.lazy_initialization(conv, recurrent[None])
             elif not layer.is_initialized:
                 empty = torch.empty(1, field.shape[0], 1, field.shape[2], dtype=field.dtype, device=self.model.device)
-                layer.lazy_initialization(empty, self._values_like(cache.layout, field, empty))
+                layer.lazy_initialization(empty, _values_like(cache.layout, field, empty))
         cache.load(match, self._views_of(row))
-
-    def _values_like(self, layout: Layout, field: PageField, keys: Tensor) -> Tensor:
-        for other in (*layout.blocks, *layout.rings):
-            if other.layer == field.layer and other.name == "values":
-                return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
-        return keys
 
     def into_cache(self, match: Match) -> Cache:
         """Return transformers' cache with the first match.tokens tokens of a prompt."""
@@ -431,17 +425,12 @@ class Prefixes:
                 continue
             keys, values = states[number, "keys"][None], states[number, "values"][None]
             if layer.is_sliding:
-                order = self._order(match.tokens, layer.sliding_window, keys.shape[2])
+                order = _order(match.tokens, layer.sliding_window, keys.shape[2], keys.device)
                 keys, values = keys.index_select(2, order), values.index_select(2, order)
             hf_kv_int8.extend(layer, keys, values)
             if layer.is_sliding:
                 layer.cumulative_length = match.tokens
         return prompt_states
-
-    def _order(self, tokens: int, window: int, places: int) -> Tensor:
-        """Return the places of the last window - 1 positions in a ring, in order."""
-        first = max(tokens - (window - 1), 0)
-        return torch.arange(first, tokens, device=self.model.device) % places
 
     def encoders(self, prompt: PrefillState, *, is_counted: bool = True) -> AbstractContextManager[None]:
         """Return a context in which the towers return the kept outputs for a prompt's images and audio. is_counted: False where
@@ -470,7 +459,8 @@ class Prefixes:
         if self.batch.prompts.holds(prompt):
             views = partial(self._views_of, self.batch.cache.prompt_row)
         else:
-            views = partial(self._views_of_prompt, prompt.cache, prompt.done_tokens)
+            assert cache.layout is not None
+            views = partial(_views_of_prompt, cache.layout, prompt.cache, prompt.done_tokens)
         self._keep(prompt.row, prompt.done_tokens, views, snapshot=True, offset=None)
 
     def joined(self, prompt: PrefillState) -> None:
@@ -571,25 +561,38 @@ class Prefixes:
             views = self._row_views[row] = RowViews.of(layout, states)
         return views if slots.pool is None else replace(views, pages=slots.pool.pages_at(row))
 
-    def _views_of_prompt(self, prompt: Cache, count: int) -> RowViews:
-        """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
-        states: dict[tuple[int, str], Tensor] = {}
-        assert self.cache is not None and self.cache.layout is not None
-        rings = {field.layer: field.shape[1] for field in self.cache.layout.rings}
-        for number, layer in enumerate(prompt.layers):
-            if is_recurrent(layer):
-                states |= {(number, name): state for name, state in states_of(layer).items()}
-            for name in ("keys", "values"):
-                tensor = getattr(layer, name, None)
-                if tensor is None:
-                    continue
-                states[number, name] = tensor[0]
-                if number in rings:
-                    kept = min(tensor.shape[2], rings[number])
-                    places = torch.arange(count - kept, count, device=tensor.device) % rings[number]
-                    ring = tensor.new_zeros(tensor.shape[1], rings[number], tensor.shape[3])
-                    states[number, name] = ring.index_copy(1, places, tensor[0, :, -kept:] if kept else tensor[0])
-        return RowViews.of(self.cache.layout, states)
+
+def _values_like(layout: Layout, field: PageField, keys: Tensor) -> Tensor:
+    for other in (*layout.blocks, *layout.rings):
+        if other.layer == field.layer and other.name == "values":
+            return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
+    return keys
+
+
+def _order(tokens: int, window: int, places: int, device: torch.device) -> Tensor:
+    """Return the places of the last window - 1 positions in a ring, in order."""
+    first = max(tokens - (window - 1), 0)
+    return torch.arange(first, tokens, device=device) % places
+
+
+def _views_of_prompt(layout: Layout, prompt: Cache, count: int) -> RowViews:
+    """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
+    states: dict[tuple[int, str], Tensor] = {}
+    rings = {field.layer: field.shape[1] for field in layout.rings}
+    for number, layer in enumerate(prompt.layers):
+        if is_recurrent(layer):
+            states |= {(number, name): state for name, state in states_of(layer).items()}
+        for name in ("keys", "values"):
+            tensor = getattr(layer, name, None)
+            if tensor is None:
+                continue
+            states[number, name] = tensor[0]
+            if number in rings:
+                kept = min(tensor.shape[2], rings[number])
+                places = torch.arange(count - kept, count, device=tensor.device) % rings[number]
+                ring = tensor.new_zeros(tensor.shape[1], rings[number], tensor.shape[3])
+                states[number, name] = ring.index_copy(1, places, tensor[0, :, -kept:] if kept else tensor[0])
+    return RowViews.of(layout, states)
 
 
 def _logits_key(key: PrefixKey) -> bytes:
