@@ -24,7 +24,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.loader.transformers_model import Probe
 from trimtab.engine.tiers.reader import PositionedFile
-from trimtab.errors import AdapterError, CheckpointError
+from trimtab.errors import AdapterError
 from trimtab.formats.packed import split_packed
 from trimtab.merging.changes import experts
 from trimtab.merging.changes.delta import Change, EntryRows, Rows, row_pieces
@@ -358,12 +358,3 @@ def _check_shapes(recipe: Recipe, shapes: Shapes, problems: list[str]) -> None:
 
 def _target(shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), device="meta")
-
-
-def check_has_weights(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for a folder without weights."""
-    if not checkpoint.has_weights:
-        raise CheckpointError(
-            "has a config.json but no weights: there is nothing to merge into", path=checkpoint.path,
-            hint="Add the safetensors files",
-        )  # fmt: skip

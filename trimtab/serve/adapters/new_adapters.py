@@ -199,8 +199,8 @@ class AdapterQueue:
             one.finish(one.work)
         except Exception as exc:
             self._waiting.remove(one)
-            one.finish(partial(_throw, exc))
+            one.finish(partial(throw, exc))
 
 
-def _throw(exc: Exception) -> None:
+def throw(exc: Exception) -> None:
     raise exc

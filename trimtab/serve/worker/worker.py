@@ -33,7 +33,7 @@ from trimtab.process import phases
 from trimtab.process.child import end_after
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
-from trimtab.serve.adapters.new_adapters import AdapterQueue, Unprepared, Urgency, Watcher, bounded, files_stamp
+from trimtab.serve.adapters.new_adapters import AdapterQueue, Unprepared, Urgency, Watcher, bounded, files_stamp, throw
 from trimtab.serve.contract.inside_root import look
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.log import keep_streams, set_up_as_parent, write_traceback
@@ -233,7 +233,7 @@ class _Worker:
         """Answer messages that arrived after the last job ended, so that every request gets an answer."""
         for message in self.inbox.rest():
             if message["do"] == "call":
-                self._reply(message["id"], partial(_throw, StoppingError()))
+                self._reply(message["id"], partial(throw, StoppingError()))
             elif message["do"] == "submit":
                 self.events.append(error_event(message["job"]["id"], StoppingError()))
         self._tell()
@@ -305,7 +305,7 @@ class _Worker:
         """
         self.is_draining = True
         for call_id in list(self._reading):
-            self._loaded(call_id, partial(_throw, StoppingError()))
+            self._loaded(call_id, partial(throw, StoppingError()))
 
     def _reply(self, call_id: int, work: Callable[[], Any]) -> None:
         answer: dict[str, Any] = {"say": "reply", "id": call_id}
@@ -336,20 +336,20 @@ class _Worker:
         elif any(name == other for other, *_ in self._reading.values()):
             exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
         if exc is not None:
-            self._reply(call_id, partial(_throw, exc))
+            self._reply(call_id, partial(throw, exc))
             return
         self._reading[call_id] = name, path, root
         try:
             threading.Thread(target=read, name="trimtab-read", daemon=True).start()
         except RuntimeError as no_thread:  # the system has no thread left: only this call fails
-            self._loaded(call_id, partial(_throw, no_thread))
+            self._loaded(call_id, partial(throw, no_thread))
 
     def _take_read(self) -> None:
         with suppress(queue.Empty):
             while True:
                 call_id, stamp, result = self._read.get_nowait()
                 if isinstance(result, Exception):
-                    self._loaded(call_id, partial(_throw, result))
+                    self._loaded(call_id, partial(throw, result))
                 elif call_id in self._reading:
                     name, path, root = self._reading[call_id]
                     pieces, put = self.model.adapter_pieces(result), partial(self._put, name, path, root, stamp, result)
@@ -470,10 +470,6 @@ def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
     planned = {name: tuple(map(tuple, stamps)) for name, stamps in before.adapter_stamps.items()}
     now = {name: stamps_of(path) for name, path in request.adapters.items()}
     return all(planned.get(name) in (None, tuple(map(tuple, stamps))) for name, stamps in now.items())
-
-
-def _throw(exc: Exception) -> None:
-    raise exc
 
 
 def _nothing() -> None:
