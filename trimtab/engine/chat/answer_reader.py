@@ -414,7 +414,7 @@ def _call_in(text: str) -> tuple[str, str] | None:
         return None
 
 
-def _arguments_in(body: str, calls: str | None, parameters: Any, *, is_cut: bool) -> str:
+def _arguments_in(body: str, calls: str | None, parameters: Mapping[str, object] | None, *, is_cut: bool) -> str:
     """Return the arguments' JSON of a call between marks, or its beginning; as it was written where it is none: the client sees
     that."""
     try:
