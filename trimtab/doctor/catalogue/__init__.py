@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -17,4 +18,7 @@ def read_entry(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    number, _, name = path.stem.partition("_")
+    bug = module.BUG
+    vars(module)["BUG"] = replace(bug, id=bug.id or number.upper(), name=bug.name or name.replace("_", "-"))
     return module
