@@ -53,6 +53,16 @@ class _Folder:
     root: str | None = None
     seen: Hashable | None = None
 
+    def is_new(self, stamp: Hashable | None) -> bool:
+        """Record what a check found; return whether it has found other files twice."""
+        is_other = stamp is not None and stamp != self.used
+        before, self.seen = self.seen, stamp if is_other else None
+        return is_other and before == stamp
+
+    def use(self, stamp: Hashable) -> None:
+        """Record which files are in use now, or refused."""
+        self.used, self.seen = stamp, None
+
 
 class Watcher:
     """read: reads an adapter, given its path and name; called on the watching thread. `read_again` has (name, adapter)
@@ -95,11 +105,7 @@ class Watcher:
             folders = list(self._folders.items())
         for name, folder in folders:
             stamp = files_stamp(folder.path)
-            if stamp is None or stamp == folder.used:
-                folder.seen = None
-            elif stamp != folder.seen:
-                folder.seen = stamp
-            else:
+            if folder.is_new(stamp):
                 self._take(name, folder, stamp)
 
     def _take(self, name: str, folder: _Folder, stamp: Hashable) -> None:
@@ -108,10 +114,10 @@ class Watcher:
         except Exception as exc:  # files can fail in unforeseen ways
             if files_stamp(folder.path) == stamp:  # else they changed while they were read
                 log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
-                folder.used = stamp
+                folder.use(stamp)
             return
         if files_stamp(folder.path) == stamp:
-            folder.used, folder.seen = stamp, None
+            folder.use(stamp)
             self.read_again.put((name, adapter))
 
 
