@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -80,6 +81,19 @@ def test_any_by_another_name_counts_in_the_files_that_import_it():
     first = "from typing import Any\nModel: TypeAlias = Any\n"
     second = "from trimtab.engine.first import Model\ndef f(a: Model) -> None: ...\n"
     assert house.anys([first, second, "def f(model: Model) -> None: ...\n"]) == [3, 2, 0]
+
+
+def test_a_write_to_anything_but_self_is_a_foreign_one():
+    source = "class A:\n    def f(self, b):\n        self.x = b.x = 1\n        self.y.z += 1\n        b.u, self.v = 1, b.w\n"
+    assert sorted(ast.unparse(node) for node in house.foreign_writes(ast.parse(source))) == ["b.u", "b.x", "self.y.z"]
+
+
+def test_long_classes_and_foreign_writes_of_a_small_house(written):
+    long = "class A:\n" + "    x = 1\n" * 300
+    found = written(
+        {"engine/a": long, "engine/b": long.removesuffix("    x = 1\n"), "engine/c": "a.b = 1\n", "doctor/d": "a.b = 1\n"}
+    )
+    assert (found.long_classes(), found.foreign_writes()) == (1, 1)
 
 
 def test_lines_rooms_and_pages_of_a_small_house(written):

@@ -6,11 +6,9 @@ Drawn with the same shapes as a plan: .svg; the same report gives the same bytes
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from trimtab.benchmark import stats as figures
 from trimtab.benchmark.report import OURS, BenchReport, Side, number
-from trimtab.errors import RequestError
 from trimtab.report import charts
 from trimtab.report.charts import INK, LINE, MARGIN, OVER, PAPER, QUIET, WIDTH, Box, Label, Shape, Stroke
 
@@ -20,13 +18,6 @@ LEFT = MARGIN + 90
 BAR_WIDTH = WIDTH - LEFT - MARGIN - 380
 COLORS = {OURS: "#2f6690", "stock": "#d98e32", "eager": "#9fc5e8"}
 WHISKER = 2.0
-
-
-def check_picture_path(path: str) -> None:
-    """Raise RequestError unless an image can be drawn under this name."""
-    charts.check_path(path, field="--picture")
-    if not Path(path).absolute().parent.is_dir():
-        raise RequestError("there is no such folder", field="--picture", value=str(Path(path).parent))
 
 
 def draw(report: BenchReport, path: str | os.PathLike[str]) -> None:

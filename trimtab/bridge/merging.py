@@ -11,8 +11,8 @@ onload_layer and _unload_and_optionally_merge; accelerate 1.13.0 and 1.15.0, hoo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -28,41 +28,24 @@ def keep_merges(peft_model: Any) -> None:
     for layer in tuner.modules():
         base = getattr(layer, "base_layer", None)
         if isinstance(base, nn.Module) and hasattr(layer, "merge") and offload_hook(base) is not None:
-            layer.merge, layer.unmerge = MethodType(_merge, layer), MethodType(_unmerge, layer)
+            _wrap(layer, lambda layer: _brought(layer.base_layer), "merge", "unmerge")
         is_split = is_split or offload_hook(layer) is not None
     if is_split:
-        tuner.merge_and_unload, tuner.unload = MethodType(_merge_and_unload, tuner), MethodType(_unload, tuner)
-        tuner.merge_adapter, tuner.unmerge_adapter = (MethodType(_merge_adapter, tuner), MethodType(_unmerge_adapter, tuner))
+        _wrap(tuner, _hidden, "merge_and_unload", "unload", "merge_adapter", "unmerge_adapter")
 
 
-def _merge(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    with _brought(layer.base_layer):
-        return type(layer).merge(layer, *args, **kwargs)
+def _wrap(module: Any, around: Callable[[Any], AbstractContextManager[None]], *names: str) -> None:
+    """Run methods of one object inside a block."""
 
+    def inside(name: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with around(self):
+                return getattr(type(self), name)(self, *args, **kwargs)
 
-def _unmerge(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    with _brought(layer.base_layer):
-        return type(layer).unmerge(layer, *args, **kwargs)
+        return call
 
-
-def _merge_and_unload(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    with _hidden(tuner):
-        return type(tuner).merge_and_unload(tuner, *args, **kwargs)
-
-
-def _unload(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    with _hidden(tuner):
-        return type(tuner).unload(tuner, *args, **kwargs)
-
-
-def _merge_adapter(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    with _hidden(tuner):
-        return type(tuner).merge_adapter(tuner, *args, **kwargs)
-
-
-def _unmerge_adapter(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-    with _hidden(tuner):
-        return type(tuner).unmerge_adapter(tuner, *args, **kwargs)
+    for name in names:
+        setattr(module, name, MethodType(inside(name), module))
 
 
 class _Hidden:

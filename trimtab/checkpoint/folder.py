@@ -146,13 +146,10 @@ def read_loadable(model: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
-def check_has_weights(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for a checkpoint without weights, which can be planned alone."""
+def check_has_weights(checkpoint: Checkpoint, so: str = "it can be planned, not loaded") -> None:
+    """Raise CheckpointError for a checkpoint without weights. so: what that means."""
     if not checkpoint.has_weights:
-        raise CheckpointError(
-            "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.path,
-            hint="Add the safetensors files",
-        )  # fmt: skip
+        raise CheckpointError(f"has a config.json but no weights: {so}", path=checkpoint.path, hint="Add the safetensors files")
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab._version import __version__
 from trimtab.adapters.file import check_is_adapter
-from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
+from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_has_weights, check_unchanged, read_checkpoint
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
 from trimtab.gguf.folders import TABLE
@@ -170,7 +170,7 @@ def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) ->
     from trimtab.merging.files import layout as layouts
     from trimtab.merging.files.write import Sources
 
-    recipes.check_has_weights(checkpoint)
+    check_has_weights(checkpoint, "there is nothing to merge into")
     dtype = request.dtype or layouts.config_dtype(checkpoint.config)
     probe = hf.probe(checkpoint, dtype)
     anatomy = hf.anatomy_of(probe, checkpoint, quant="none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError
@@ -15,13 +16,13 @@ from trimtab.planning.memory.media import MediaMemory
 from trimtab.planning.memory.prefix_cache import prefix_bytes
 from trimtab.planning.memory.prompts import BESIDE_ROOM_BYTES, ROOM_SLACK_BYTES, has_room, prompt_bytes, uncaptured_bytes
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.reasons import Reasons, refusal
+from trimtab.planning.reasons import Reasons, Refusal
 from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
 from trimtab.planning.search import Search
 from trimtab.planning.step_work import prompt_linears, step_work
-from trimtab.planning.values.blocks import Block, blocks_of, experts_of, places_of, quant_of, stored_of, unquantized_of
+from trimtab.planning.values.blocks import Block, Paid, blocks_of, experts_of, places_of, quant_of, stored_of, unquantized_of
 from trimtab.planning.values.budget import Choice, Item, Limits, Machine, Totals, slots_of, totals_of
-from trimtab.planning.values.byte_sizes import Rates, Weights, allocated_bytes, allocator_reserve_bytes, seconds, unhidden_s
+from trimtab.planning.values.byte_sizes import Rates, Weights, Work, allocated_bytes, allocator_reserve_bytes, seconds, unhidden_s
 from trimtab.planning.values.execution import (
     CAPTURED,
     FRAGMENT_BYTES,
@@ -41,7 +42,6 @@ from trimtab.request import LoadRequest
 
 # A ring of page-locked buffers for file tensors, and tensors that are read before they are used (engine/tiers/reader.py).
 READ_BUFFER_BYTES = 128 * 2**20
-UNLIMITED_BYTES = 2**62
 
 
 class ModeRefusedError(Exception):
@@ -105,6 +105,72 @@ def place(given: Given, way: Way) -> Plan:
     return _Planner(given, way).plan()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Choices:
+    """The tiers that a block may be in while the model computes one way, and what each takes. asked: the user's, by block path.
+    is_captured, reads_packed: of decode steps."""
+
+    machine: Machine
+    rates: Rates
+    use: Use
+    asked: Mapping[str, Asked]
+    is_captured: bool
+    reads_packed: bool
+
+    @cached_property
+    def works(self) -> Mapping[Paid, Work]:
+        return self.use.works()
+
+    def item(self, block: Block) -> Item:
+        requested = self.asked.get(block.block_path)
+        choices = [
+            self._choice(block, tier, home)
+            for tier, home in places_of(block)
+            if (requested is None and self._runs_in_mode(block, tier))
+            or (requested is not None and requested.tier == tier and requested.home in (None, home))
+        ]
+        if requested is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
+            why = f"{block.block_path} is placed in tier {requested.tier}: the CPU takes part in every step"
+            raise ModeRefusedError(why)
+        if requested is not None and not choices:
+            raise RequestError(
+                f"{block.block_path} is not one tensor of the checkpoint, so its rows cannot be read from there",
+                field="device_map", value=requested.asked, allowed=("cpu", self.machine.execution_device),
+            )  # fmt: skip
+        return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
+
+    def _choice(self, block: Block, tier: str, home: str) -> Choice:
+        on_cpu, is_moved = self.machine.on_cpu, tier != "resident"
+        movable = block.movable_bytes if on_cpu else block.movable_allocated_bytes
+        staged = block.buffer_bytes if tier in ("stream", "disk") else 0
+        device = (block.row_bytes if on_cpu else allocated_bytes(block.row_bytes)) if tier == "gather" else 0
+        host = block.movable_bytes if tier in ("host", "gather") else staged
+        request_s, step_s = self._seconds(block, tier, home)
+        return Choice(
+            tier, home, device if is_moved else movable, host if is_moved and home == "host" else 0,
+            staged if home == "disk" else 0, staged, request_s, step_s, request_s + self.use.answer_tokens * step_s,
+        )  # fmt: skip
+
+    def _seconds(self, block: Block, tier: str, home: str) -> tuple[float, float]:
+        pinned, on_cpu = self.machine.has_pinned, self.machine.on_cpu
+        # A captured step launches its kernels all at once.
+        launch_s = 0.0 if self.is_captured and block.paid == "token" else None
+        return seconds(
+            tier, home, self.weights(block), self.works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu,
+            step_launch_s=launch_s,
+        )  # fmt: skip
+
+    def weights(self, block: Block) -> Weights:
+        return Weights(
+            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes,
+            widened_bytes=0 if self.reads_packed else block.widened_bytes,
+        )  # fmt: skip
+
+    def _runs_in_mode(self, block: Block, tier: str) -> bool:
+        """Return whether a captured step can run with the block in this tier: the CPU computes nothing at a token."""
+        return not (self.is_captured and block.part in ("language", "head") and tier in ("host", "disk"))
+
+
 class _Planner:
     """One placement in the making."""
 
@@ -144,9 +210,12 @@ class _Planner:
         self.prefix_bytes = (
             prefix_bytes(anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens) if keeps_prefixes else {}
         )
-        self.works = self.use.works()
+        self.choices = _Choices(
+            machine=machine, rates=given.rates, use=self.use, asked=self.asked, is_captured=self.is_captured,
+            reads_packed=self.reads_packed,
+        )  # fmt: skip
         kept = (*key, self.use, self.is_captured)
-        self.items = (not self.asked and known.items.get(kept)) or [self._item(block) for block in self.blocks]
+        self.items = (not self.asked and known.items.get(kept)) or list(map(self.choices.item, self.blocks))
         if not self.asked:
             known.items[kept] = self.items
         self.limits = self._limits()
@@ -154,7 +223,7 @@ class _Planner:
     def plan(self) -> Plan:
         disk_bytes = self.limits.disk_budget_bytes
         if disk_bytes is not None and self._spilled_bytes() > disk_bytes:
-            raise self._disk_error()
+            raise self._refusal().of_disk()
         search = Search(self.items, self.limits)
         best = search.best() if search.may_fit() else None
         if best is None and self.is_captured:  # perhaps one staging buffer fits; an error counts one too
@@ -162,8 +231,11 @@ class _Planner:
             search = Search(self.items, self.limits)
             best = search.best() if search.may_fit() else None
         if best is None:
-            raise self._does_not_fit(search) if self.given.is_explained and self.way.is_explained else self._unexplained()
+            raise self._refusal().error(search) if self.given.is_explained and self.way.is_explained else self._unexplained()
         return self._with_best_buffers(*best) if self.is_captured and self._copies(best[0]) else self._plan(*best)
+
+    def _refusal(self) -> Refusal:
+        return Refusal(self.request, self.machine, self.items, self.limits, self._spilled_bytes())
 
     def _unexplained(self) -> DoesNotFitError:
         return DoesNotFitError(
@@ -203,7 +275,7 @@ class _Planner:
             return 0.0
         cut = self.captures_prompts
         in_turn = [block for block in staged if not (cut and block.paid == "token" and len(block.pieces) > 1)]
-        weighed = ((self._weights(block), self.works[block.paid]) for block in in_turn)
+        weighed = ((self.choices.weights(block), self.choices.works[block.paid]) for block in in_turn)
         return sum(unhidden_s(*pair, self.rates, pinned=self.machine.has_pinned) for pair in weighed)
 
     def _evened(self, chosen: list[Choice], totals: Totals) -> tuple[list[Choice], Totals]:
@@ -218,57 +290,6 @@ class _Planner:
             seconds_of=lambda choices: self._seconds_of(choices, slots_of(choices, self.limits)),
         )  # fmt: skip
         return even, totals if even == chosen else totals_with(even)
-
-    # Choices ----------------------------------------------------------------------------------------------------------
-
-    def _item(self, block: Block) -> Item:
-        requested = self.asked.get(block.block_path)
-        choices = [
-            self._choice(block, tier, home)
-            for tier, home in places_of(block)
-            if (requested is None and self._runs_in_mode(block, tier))
-            or (requested is not None and requested.tier == tier and requested.home in (None, home))
-        ]
-        if requested is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
-            why = f"{block.block_path} is placed in tier {requested.tier}: the CPU takes part in every step"
-            raise ModeRefusedError(why)
-        if requested is not None and not choices:
-            raise RequestError(
-                f"{block.block_path} is not one tensor of the checkpoint, so its rows cannot be read from there",
-                field="device_map", value=requested.asked, allowed=("cpu", self.machine.execution_device),
-            )  # fmt: skip
-        return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
-
-    def _choice(self, block: Block, tier: str, home: str) -> Choice:
-        on_cpu, is_moved = self.machine.on_cpu, tier != "resident"
-        movable = block.movable_bytes if on_cpu else block.movable_allocated_bytes
-        staged = block.buffer_bytes if tier in ("stream", "disk") else 0
-        device = (block.row_bytes if on_cpu else allocated_bytes(block.row_bytes)) if tier == "gather" else 0
-        host = block.movable_bytes if tier in ("host", "gather") else staged
-        request_s, step_s = self._seconds(block, tier, home)
-        return Choice(
-            tier, home, device if is_moved else movable, host if is_moved and home == "host" else 0,
-            staged if home == "disk" else 0, staged, request_s, step_s, request_s + self.use.answer_tokens * step_s,
-        )  # fmt: skip
-
-    def _seconds(self, block: Block, tier: str, home: str) -> tuple[float, float]:
-        pinned, on_cpu = self.machine.has_pinned, self.machine.on_cpu
-        # A captured step launches its kernels all at once.
-        launch_s = 0.0 if self.is_captured and block.paid == "token" else None
-        return seconds(
-            tier, home, self._weights(block), self.works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu,
-            step_launch_s=launch_s,
-        )  # fmt: skip
-
-    def _weights(self, block: Block) -> Weights:
-        return Weights(
-            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes,
-            widened_bytes=0 if self.reads_packed else block.widened_bytes,
-        )  # fmt: skip
-
-    def _runs_in_mode(self, block: Block, tier: str) -> bool:
-        """Return whether a captured step can run with the block in this tier: the CPU computes nothing at a token."""
-        return not (self.is_captured and block.part in ("language", "head") and tier in ("host", "disk"))
 
     def _execution_bytes(self) -> dict[str, int]:
         """Return the bytes of prompts and steps without weights and caches, by item."""
@@ -438,53 +459,6 @@ class _Planner:
             gpu_bytes=choice.device_bytes + fixed, host_bytes=choice.host_bytes, disk_bytes=choice.disk_bytes,
             request_s=choice.request_s, token_s=choice.step_s, reason=reason,
         )  # fmt: skip
-
-    # Sufficient budgets -----------------------------------------------------------------------------------------------
-
-    def _does_not_fit(self, search: Search) -> DoesNotFitError:
-        limits = self.limits
-        if limits.total_budget_bytes is not None:
-            alone = Search(self.items, self._asked_limits())
-            total_bytes = alone.smallest_total_bytes() if alone.best() is not None else None
-            if total_bytes is not None:
-                return refusal("memory", total_bytes, limits.total_budget_bytes)
-            search = alone
-        device_bytes, host_bytes = search.smallest_device_bytes(), search.smallest_host_bytes()
-        if device_bytes is not None:
-            return self._device_error(device_bytes, host_bytes)
-        if host_bytes is not None:
-            return refusal("host", host_bytes, limits.host_budget_bytes)
-        return self._neither_fits()
-
-    def _asked_limits(self) -> Limits:
-        """Return the budgets that the user set, without the limit of a memory that both devices share."""
-        request = self.request
-        return replace(
-            self.limits,
-            device_budget_bytes=request.gpu_memory_bytes or UNLIMITED_BYTES,
-            host_budget_bytes=request.host_memory_bytes or UNLIMITED_BYTES,
-            total_budget_bytes=None,
-        )
-
-    def _neither_fits(self) -> DoesNotFitError:
-        """Return the error for a request that needs more than one larger budget."""
-        limits = self.limits
-        open_host = replace(limits, host_budget_bytes=UNLIMITED_BYTES, total_budget_bytes=None)
-        device_bytes = Search(self.items, open_host).smallest_device_bytes()
-        if device_bytes is None:
-            return self._disk_error()
-        on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
-        host_bytes = Search(self.items, on_device).smallest_host_bytes()
-        return self._device_error(device_bytes, host_bytes, needs_both=True)
-
-    def _device_error(self, device_bytes: int, host_bytes: int | None, *, needs_both: bool = False) -> DoesNotFitError:
-        return refusal(
-            self.machine.execution_device, device_bytes, self.limits.device_budget_bytes, host_bytes=host_bytes,
-            needs_both=needs_both, total_bytes=self.machine.gpu_total_bytes,
-        )  # fmt: skip
-
-    def _disk_error(self) -> DoesNotFitError:
-        return refusal("disk", self._spilled_bytes(), self.limits.disk_budget_bytes or 0)
 
     def _spilled_bytes(self) -> int:
         """Return the bytes of the blocks that the request puts on disk."""

@@ -7,15 +7,19 @@ which all blocks stay on the device, and the one in which no block goes to disk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trimtab.errors import DoesNotFitError, gib
+from trimtab.planning.search import Search
 from trimtab.planning.values.blocks import Block
-from trimtab.planning.values.budget import Choice, Item, Limits, Totals, totals_of
+from trimtab.planning.values.budget import Choice, Item, Limits, Machine, Totals, totals_of
+from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
     from trimtab.planning.request.overrides import Asked
 
+UNLIMITED_BYTES = 2**62
 _PAID = {
     "token": "read at every token",
     "image": "read once per image",
@@ -85,6 +89,63 @@ def _far(all_near: Totals, limits: Limits) -> str:
 def _shared(totals: Totals, limits: Limits) -> str:
     over = limits.total_need(totals) - (limits.total_budget_bytes or 0)
     return f"{gib(over)} more than the machine's memory"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no placement of a request fits: the smallest budget that is enough, or the smallest of two. spilled_bytes: of the blocks
+    that the request puts on disk."""
+
+    request: LoadRequest
+    machine: Machine
+    items: Sequence[Item]
+    limits: Limits
+    spilled_bytes: int
+
+    def error(self, search: Search) -> DoesNotFitError:
+        limits = self.limits
+        if limits.total_budget_bytes is not None:
+            alone = Search(self.items, self._asked_limits())
+            total_bytes = alone.smallest_total_bytes() if alone.best() is not None else None
+            if total_bytes is not None:
+                return refusal("memory", total_bytes, limits.total_budget_bytes)
+            search = alone
+        device_bytes, host_bytes = search.smallest_device_bytes(), search.smallest_host_bytes()
+        if device_bytes is not None:
+            return self._device_error(device_bytes, host_bytes)
+        if host_bytes is not None:
+            return refusal("host", host_bytes, limits.host_budget_bytes)
+        return self._neither_fits()
+
+    def _asked_limits(self) -> Limits:
+        """Return the budgets that the user set, without the limit of a memory that both devices share."""
+        request = self.request
+        return replace(
+            self.limits,
+            device_budget_bytes=request.gpu_memory_bytes or UNLIMITED_BYTES,
+            host_budget_bytes=request.host_memory_bytes or UNLIMITED_BYTES,
+            total_budget_bytes=None,
+        )
+
+    def _neither_fits(self) -> DoesNotFitError:
+        """Return the error for a request that needs more than one larger budget."""
+        limits = self.limits
+        open_host = replace(limits, host_budget_bytes=UNLIMITED_BYTES, total_budget_bytes=None)
+        device_bytes = Search(self.items, open_host).smallest_device_bytes()
+        if device_bytes is None:
+            return self.of_disk()
+        on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
+        host_bytes = Search(self.items, on_device).smallest_host_bytes()
+        return self._device_error(device_bytes, host_bytes, needs_both=True)
+
+    def _device_error(self, device_bytes: int, host_bytes: int | None, *, needs_both: bool = False) -> DoesNotFitError:
+        return refusal(
+            self.machine.execution_device, device_bytes, self.limits.device_budget_bytes, host_bytes=host_bytes,
+            needs_both=needs_both, total_bytes=self.machine.gpu_total_bytes,
+        )  # fmt: skip
+
+    def of_disk(self) -> DoesNotFitError:
+        return refusal("disk", self.spilled_bytes, self.limits.disk_budget_bytes or 0)
 
 
 _BUDGETS = {"host": "the host budget", "memory": "the machine's memory", "disk": "the space for blocks on disk"}

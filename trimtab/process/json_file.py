@@ -110,10 +110,15 @@ def read_json(path: str | os.PathLike[str], kind: str) -> Any:
 
 def read_object(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     """Return a file's JSON object. Errors: CheckpointError."""
-    values = _own(path, read_json, kind)
+    values = read_values(path, kind)
     if not isinstance(values, dict):
         raise CheckpointError("is not a JSON object", path=path)
     return values
+
+
+def read_values(path: str | os.PathLike[str], kind: str) -> Any:
+    """Return the value in a JSON file. Errors: CheckpointError."""
+    return _own(path, read_json, kind)
 
 
 def check_files(folder: Path, *, without: Iterable[str] = ()) -> None:

@@ -43,17 +43,16 @@ def user_name() -> str:
         return ""
 
 
-def _map_texts(value: Any, change: Callable[[str], str], *, keys: bool) -> Any:
+def map_texts(value: Any, change: Callable[[str], str], *, keys: bool) -> Any:
     """Return a JSON value with every text changed. keys: the keys of mappings too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
-            change(key) if keys and isinstance(key, str) else key: _map_texts(item, change, keys=keys)
-            for key, item in value.items()
+            change(key) if keys and isinstance(key, str) else key: map_texts(item, change, keys=keys) for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_map_texts(item, change, keys=keys) for item in value]
+        return [map_texts(item, change, keys=keys) for item in value]
     return value
 
 
@@ -98,7 +97,7 @@ def without_paths(value: Any, *known: str, folders: Sequence[str] = ()) -> Any:
                 text = re.sub(rf"(?<!\w){re.escape(folder)}{_BELOW}", "[path]", text)
         return _PATH.sub("[path]", _ADDRESS.sub("[object]", text))
 
-    return _map_texts(value, change, keys=False)
+    return map_texts(value, change, keys=False)
 
 
 # Reports from this machine --------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def clean(text: str) -> str:
 
 def clean_all(value: Any) -> Any:
     """Return a JSON value with every string in it cleaned, keys too."""
-    return _map_texts(value, clean, keys=True)
+    return map_texts(value, clean, keys=True)
 
 
 def check_clean(text: str, *, what: str) -> None:

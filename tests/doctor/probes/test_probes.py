@@ -14,9 +14,8 @@ import pytest
 from tests.rules import each
 from tests.upstream.expected import EXPECTED, SETS, expected_states, set_of
 from tools import upstream_table
-from trimtab.doctor.catalogue import FILES
 from trimtab.doctor.facts.bug import NOT_APPLICABLE, OWNERS, UNKNOWN, Affected, Bug, Seen
-from trimtab.doctor.probes.runner import FOLDER, Verdict, probes_document, read_catalogue, run_probes
+from trimtab.doctor.probes.runner import Verdict, probes_document, read_catalogue, run_probes
 from trimtab.errors import RequestError
 from trimtab.report.render import Lines
 
@@ -54,10 +53,6 @@ CRASHES = "import faulthandler\nfaulthandler._sigsegv()"
 
 
 # The catalogue --------------------------------------------------------------------------------------------------------
-
-
-def test_every_file_of_the_folder_is_named_and_every_name_is_a_file():
-    assert sorted(FILES) == sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
 def test_entries_are_in_the_order_of_their_ids():

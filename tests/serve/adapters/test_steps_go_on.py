@@ -21,9 +21,8 @@ from trimtab.engine.lora import base_values
 from trimtab.engine.model import LoadedModel
 from trimtab.serve.adapters import new_adapters as watching
 from trimtab.serve.adapters.new_adapters import AdapterQueue, Urgency
-from trimtab.serve.worker import prompt_inputs, worker
+from trimtab.serve.worker import prompt_inputs
 from trimtab.serve.worker.ipc import event_from_message
-from trimtab.serve.worker.worker import _Worker
 
 DORA, STYLE = DEMO / "adapters" / "rslora-dora", DEMO / "adapters" / "style"
 CONTEXT, NEVER_ENDS = 4096, 4000
@@ -107,7 +106,7 @@ def test_an_answer_goes_on_while_the_files_of_an_adapter_or_their_dates_cannot_b
 
         return blocked
 
-    monkeypatch.setattr(worker, "files_stamp", blocking(watching.files_stamp))
+    monkeypatch.setattr(watching, "files_stamp", blocking(watching.files_stamp))
     monkeypatch.setattr(adapter_file, "_not_finite", blocking(adapter_file._not_finite))
     running.ask("long", tokens=NEVER_ENDS)
     running.wait_for_steps(2)
@@ -151,7 +150,7 @@ def test_changed_files_are_prepared_between_steps_too(running, tmp_path):
     running.wait_for_steps(2)
     running.log.clear()
     held = running.worker.engine.shelf.read(DORA, "a")
-    running.worker.watcher.read_again.put(("a", held))
+    running.worker.adapters.watcher.read_again.put(("a", held))
     for _ in range(20):
         running.wait_for_steps(10)
         if running.worker.engine.shelf.reloads:
@@ -245,7 +244,7 @@ def test_a_client_waits_for_none_of_the_adapters_of_the_start(slowly):
     slowly.ask("long", tokens=NEVER_ENDS)
     slowly.wait_for_steps(2)
     slowly.call("load_adapter", name="new", path=str(slowly.folders["new"]))
-    wait_until(lambda: any(one.urgency == Urgency.AWAITED for one in list(slowly.worker._unprepared._waiting)))
+    wait_until(lambda: any(one.urgency == Urgency.AWAITED for one in list(slowly.worker.adapters.waiting._waiting)))
     slowly.may_begin.set()
     assert "new" in slowly.hear("reply")["value"]["adapters"]
     log = list(slowly.log)
@@ -306,5 +305,5 @@ def test_a_changed_adapter_that_fails_in_an_unknown_way_does_not_end_the_worker(
     def fails():
         raise ValueError("in the middle of a piece")
 
-    _Worker._changed(object.__new__(_Worker), "style", fails)
-    _Worker._changed(object.__new__(_Worker), "style", lambda: None)
+    watching._changed("style", fails)
+    watching._changed("style", lambda: None)

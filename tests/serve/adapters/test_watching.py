@@ -151,7 +151,7 @@ def test_a_changed_folder_answers_next_and_what_runs_keeps_the_old_weights(runni
     assert begun.wait(WAIT_S)
     put(SPECIALIST, folder)
     touch(folder, 5)
-    wait_for(lambda: not worker.watcher.read_again.empty())
+    wait_for(lambda: not worker.adapters.watcher.read_again.empty())
     is_through.set()
     assert text_of(running, "long") == before
     running.ask("after", adapter="mine")
@@ -180,7 +180,7 @@ def test_a_half_written_folder_changes_nothing(running, folder, caplog):
     # The same weights again: read, and nothing is new.
     (folder / TENSORS_NAME).write_bytes(whole)
     touch(folder, 9)
-    wait_for(lambda: running.worker.watcher._folders["mine"].used == files_stamp(folder))
+    wait_for(lambda: running.worker.adapters.watcher._folders["mine"].used == files_stamp(folder))
     running.ask("whole", adapter="mine")
     assert text_of(running, "whole") == before and running.worker.engine.shelf.reloads == 0
 

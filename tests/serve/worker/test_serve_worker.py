@@ -297,7 +297,7 @@ def test_a_draining_worker_answers_loads_under_way_and_ends_though_their_files_c
         yield from pieces(held)
 
     monkeypatch.setattr(served.engine.shelf, "read", slow)
-    monkeypatch.setattr(served.model, "adapter_pieces", endless)
+    monkeypatch.setattr(served.adapters, "_pieces", endless)
     running.call("load_adapter", name="unread", path=str(adapters / "specialist"))
     running.call("load_adapter", name="unprepared", path=str(adapters / "rslora-dora"))
     assert reading.wait(WAIT_S) and preparing.wait(WAIT_S)

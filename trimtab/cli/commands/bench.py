@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
-from trimtab.cli.flags.flags import adapter_to_use, add_placement, check_media, group_of, plan_or_request
+from trimtab.cli.flags.flags import adapter_to_use, add_placement, check_folder_of, check_media, group_of, plan_or_request
 from trimtab.cli.flags.output import Command, give_report
 from trimtab.planning import Plan
 from trimtab.process import phases
@@ -57,14 +57,15 @@ def _request(options: argparse.Namespace) -> Any:
     adapter = adapter_to_use(options.use, list(request.adapters))
     phases.begin_imports()
     from trimtab.benchmark.bench import NEW_TOKENS, BenchRequest
-    from trimtab.benchmark.chart import check_picture_path
     from trimtab.benchmark.report import check_save_path
+    from trimtab.report.charts import check_path
     from trimtab.verification.routes.prompts import read_prompts
 
     if options.save:
         check_save_path(options.save)
     if options.picture:
-        check_picture_path(options.picture)
+        check_path(options.picture, field="--picture")
+        check_folder_of(options.picture, "--picture")
     timed = BenchRequest(
         load=load, adapter=adapter,
         against=options.against, runs=options.runs, prompt_tokens=options.prompt_tokens,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.cases.cases import TARGETS, Case, device_map
-from trimtab.process.redact import Cleaner
+from trimtab.process.redact import Cleaner, map_texts
 from trimtab.stock.load import load_adapter, without_repacking
 
 Emit = Callable[[dict[str, Any]], None]
@@ -89,7 +89,7 @@ class _Run:
         }
         requested = arguments["device_map"]
         self.facts(
-            configuration=_readable(self.configuration, self.clean), map_asked=requested,
+            configuration=map_texts(self.configuration, self.clean, keys=False), map_asked=requested,
             map_keys_without_module=[] if isinstance(requested, str) else [key for key in requested if key not in known],
         )  # fmt: skip
         model = case_model.load_base(self.folder, arguments, self.card)
@@ -205,11 +205,3 @@ def _scan(model: Any) -> list[dict[str, Any]]:
     except ImportError:
         return []
     return [asdict(finding) for finding in scan(model).findings]
-
-
-def _readable(value: Any, clean: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _readable(item, clean) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_readable(item, clean) for item in value]
-    return clean(value) if isinstance(value, str) else value

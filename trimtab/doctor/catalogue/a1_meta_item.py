@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, failure, on_cpu, unmark
 
 BUG = Bug(
-    id="A1",
-    name="meta-item",
     title="A block with double-quantized 4-bit layers cannot be offloaded: .item() on a meta tensor",
     symptom="RuntimeError: Tensor.item() cannot be called on meta tensors",
     trigger="4-bit with double quantization, and a block that holds such layers is offloaded: by an explicit map a block, "
@@ -18,7 +16,6 @@ BUG = Bug(
     affected=(Affected("bitsandbytes"), Affected("accelerate")),
     versions="bitsandbytes 0.49.2 and 0.50.2, each run with accelerate 1.13.0 and 1.15.0; with the older pair A3 comes first",
     way_round="never let a 4-bit layer be offloaded: give \"cpu\" only to modules that are not quantized",
-    owner=("bitsandbytes", "accelerate"),
     trackers=(
         "bitsandbytes-foundation/bitsandbytes#1951 (pull request, closed unmerged)",
         "bitsandbytes-foundation/bitsandbytes#1525 (4-bit and sequential offload, named by others)",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, failure, on_cpu, unmark
 
 BUG = Bug(
-    id="A2",
-    name="4bit-meta-copy",
     title="An offloaded 4-bit layer loads without an error, then the first forward cannot copy out of a meta tensor",
     symptom="NotImplementedError: Cannot copy out of meta tensor; no data! at bitsandbytes functional.py QuantState.to",
     trigger="any quantized Linear4bit that accelerate's hooks keep on \"cpu\": by a map a block (given to dispatch_model or to "
@@ -19,7 +17,6 @@ BUG = Bug(
     versions="bitsandbytes 0.49.2 with accelerate 1.13.0 (with A3 fixed) and 0.50.2 with 1.15.0, both run; 8-bit "
     "weights pass the same test in the newer pair",
     way_round="keep 4-bit layers on one accelerator and offload only modules that are not quantized; or 8-bit for what must go",
-    owner=("bitsandbytes", "accelerate"),
     trackers=(
         "huggingface/accelerate#3566 (closed: a current limitation)",
         "huggingface/accelerate#2934 (pull request, merged, a part)",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, failure, on_cpu
 
 BUG = Bug(
-    id="A3",
-    name="hf-initialized",
     title="Offloading a bitsandbytes weight: __new__() got an unexpected keyword argument '_is_hf_initialized'",
     symptom="TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized' (also Int8Params)",
     trigger="accelerate moves a 4-bit or 8-bit parameter (to meta, for offload) that transformers 5 has marked as loaded",
@@ -17,7 +15,6 @@ BUG = Bug(
     versions="run: fails with accelerate 1.13.0 and bitsandbytes 0.49.2, for 4-bit and 8-bit; accelerate 1.14.0 alone (takes "
     "the mark out) fixes it, and bitsandbytes 0.50.0 alone (takes any keyword)",
     way_round="upgrade accelerate to 1.14.0 or bitsandbytes to 0.50.0; 4-bit offload then meets A1 or A2",
-    owner=("accelerate", "bitsandbytes"),
     trackers=(
         "huggingface/accelerate#3976 (pull request, merged)",
         "bitsandbytes-foundation/bitsandbytes#1900 (pull request, merged)",

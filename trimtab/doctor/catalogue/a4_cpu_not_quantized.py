@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, quantized
 
 BUG = Bug(
-    id="A4",
-    name="cpu-not-quantized",
     title="Modules that the device map puts on \"cpu\" or \"disk\" stay unquantized, silently",
     symptom="silent: plain nn.Linear in the load dtype (bfloat16, not float32 as the flag's name says); four times the host "
     "memory, and four times the bytes to copy at every forward, of what a 4-bit user expects",
@@ -17,7 +15,6 @@ BUG = Bug(
     affected=(Affected("transformers"),),
     versions="transformers 5.6.2 and 5.23.0, run",
     way_round="count the quantized layers after loading, and plan host memory for full precision",
-    owner=("transformers",),
     trackers=(
         "huggingface/transformers#22018 (closed)",
         "huggingface/transformers#44772 (pull request, documentation)",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, quantized
 
 BUG = Bug(
-    id="A5",
-    name="nothing-quantized",
     title="{\"\": \"cpu\"} with the offload flag: no layer is quantized, yet is_loaded_in_4bit is True",
     symptom="nearly silent: 0 Linear4bit while model.is_loaded_in_4bit is True; the one warning names another backend (\"eetq\")",
     trigger="device_map={\"\": \"cpu\"} together with llm_int8_enable_fp32_cpu_offload=True, 4-bit or 8-bit",
@@ -15,8 +13,6 @@ BUG = Bug(
     affected=(Affected("transformers"),),
     versions="transformers 5.6.2 and 5.23.0, run; the warning's wrong backend too",
     way_round="omit the flag when everything is on one device; count the quantized layers after loading",
-    owner=("transformers",),
-    trackers=(),
     trimtab="the format does not depend on the placement; the plan lists it for each block",
     evidence="run",
 )  # fmt: skip

@@ -11,8 +11,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, failure, on_cpu, quantized, unmark
 
 BUG = Bug(
-    id="A6",
-    name="auto-map-quantizes-cpu-layers",
     title="device_map=\"auto\" quantizes the layers that it then puts on the CPU, where 4-bit cannot be offloaded",
     symptom="the model loads; its first forward fails as A2 (4-bit), or loading does as A1 or A3",
     trigger="device_map=\"auto\" (or another name) with llm_int8_enable_fp32_cpu_offload=True on a GPU that is too small",
@@ -21,7 +19,6 @@ BUG = Bug(
     affected=(Affected("transformers"),),
     versions="transformers 5.6.2 and 5.23.0, run with a map chosen in place of a small GPU's",
     way_round="infer the map first on an empty model, and pass it as a dict",
-    owner=("transformers",),
     trackers=("huggingface/transformers#22018 (closed)", "huggingface/transformers#29691 (state not known)"),
     trimtab="it plans first and quantizes by the plan; layers that do not fit are streamed, still quantized",
     evidence="run",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, failure, on_cpu, unmark
 
 BUG = Bug(
-    id="A7",
-    name="int8-detach",
     title="An 8-bit layer has no scales (SCB) any more after accelerate's offload hook is removed",
     symptom="AttributeError: 'NoneType' object has no attribute 'dtype' in bitsandbytes at the next forward, or wrong numbers",
     trigger="an 8-bit layer is offloaded by accelerate and then its hooks are removed: PEFT does that first when it loads an "
@@ -16,7 +14,6 @@ BUG = Bug(
     affected=(Affected("accelerate", None, "1.14.0"),),
     versions="run: accelerate 1.13.0 fails, with bitsandbytes 0.49.2 and 0.50.0; 1.14.0 and 1.15.0 do not",
     way_round="upgrade accelerate to 1.14.0; before that keep 8-bit layers on one device",
-    owner=("accelerate",),
     trackers=(
         "huggingface/accelerate#4044 (pull request, merged)",
         "bitsandbytes-foundation/bitsandbytes#1786 (another int8 offload regression, of 0.48.0, fixed)",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="A8",
-    name="cpu-packing",
     title="After one CPU forward a 4-bit weight dequantizes to garbage (CPUs with AVX512-BF16)",
     symptom="silent: dequantized weights off by 140 % (9 % before) until the next state_dict(); without double quantization "
     "they stay off by 24 % after it, and so does every later forward",
@@ -19,7 +17,6 @@ BUG = Bug(
     affected=(Affected("bitsandbytes"),),
     versions="bitsandbytes 0.49.2 and 0.50.2, run; the remaining error shows where a row holds more than one block of 64",
     way_round="merge, move and save before any forward on the CPU; or support_avx512bf16_for_cpu = False on every Linear4bit",
-    owner=("bitsandbytes",),
     trackers=("bitsandbytes-foundation/bitsandbytes#2078 (open, names only .to)",),
     trimtab="it holds the packed bytes itself, as quantized, and never repacks them",
     evidence="run",

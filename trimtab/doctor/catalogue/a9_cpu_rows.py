@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="A9",
-    name="cpu-rows",
     title="A 4-bit layer whose outputs are not a multiple of 32 fails on CPUs with AVX512-BF16",
     symptom="AssertionError: N must be divisible by block_n, at the first forward without gradients",
     trigger="a 4-bit layer of 40 outputs, say, computed on a CPU with AVX512-BF16; the same layer runs on other CPUs and on GPUs",
@@ -16,8 +14,6 @@ BUG = Bug(
     affected=(Affected("bitsandbytes"),),
     versions="bitsandbytes 0.49.2 and 0.50.2, run",
     way_round="support_avx512bf16_for_cpu = False on the layer",
-    owner=("bitsandbytes",),
-    trackers=(),
     trimtab="it computes over the bytes as they are stored",
     evidence="run",
 )  # fmt: skip

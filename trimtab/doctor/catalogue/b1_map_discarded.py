@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit
 
 BUG = Bug(
-    id="B1",
-    name="map-discarded",
     title="Loading an adapter with PEFT undoes the base's device map",
     symptom="silent: hf_device_map becomes {\"base_model\": <device>} and the offload hooks are gone; towers that the user put "
     "on the CPU are on the GPU (or the reverse)",
@@ -18,7 +16,6 @@ BUG = Bug(
     versions="peft 0.19.1 and 0.21.2, run; on a GPU the towers of a 4-bit model come back unquantized (A4)",
     way_round="give PEFT a map of your own with every key behind base_model.model. and no \"\" key (C2); or transformers' "
     "load_adapter (B9); or trimtab.bridge.load_peft",
-    owner=("peft",),
     trackers=("huggingface/peft#287 (closed, never done as asked)",),
     trimtab="placement is decided once, before loading; an adapter goes to its layer's device and moves nothing",
     evidence="run",

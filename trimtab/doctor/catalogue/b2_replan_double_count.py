@@ -9,8 +9,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit
 
 BUG = Bug(
-    id="B2",
-    name="replan-double-count",
     title="PEFT's own plan counts the loaded base twice, and moves layers that fit to the CPU",
     symptom="log line \"no modules could be assigned to the following devices due to insufficient memory: 0: N bytes\", then A1, "
     "A2 or A3; or everything lands on the CPU: \"Expected all tensors to be on the same device, but got index is on cuda:0\"",
@@ -21,7 +19,6 @@ BUG = Bug(
     versions="peft 0.19.1 and 0.21.2, for 4-bit, 8-bit and bfloat16 alike, run under pressure on a GPU; the probe plays a GPU "
     "of 1.5 times the base",
     way_round="as B1; or pass PEFT a max_memory that counts the base as free",
-    owner=("peft",),
     trackers=("huggingface/peft#287 (closed)",),
     trimtab="one plan from the weights' bytes and the budget, made before anything is loaded",
     evidence="run",

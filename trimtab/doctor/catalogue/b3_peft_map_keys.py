@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit, failure
 
 BUG = Bug(
-    id="B3",
-    name="peft-map-keys",
     title="The device map that loaded the base does not fit PeftModel.from_pretrained",
     symptom="without a \"\" key: ValueError: The device_map provided does not give any device for the following parameters: "
     "base_model.model...; with one: a warning that keys match nothing, and the whole model on the \"\" device",
@@ -18,7 +16,6 @@ BUG = Bug(
     versions="peft 0.19.1 and 0.21.2, run; with a \"\" key the model answers, its offload undone. accelerate 1.15.0 warns of "
     "the keys only where the check runs",
     way_round="put base_model.model. before every key of the map that PEFT gets",
-    owner=("peft",),
     trackers=("huggingface/peft#287 (closed)", "huggingface/peft#774 (closed)"),
     trimtab="a map names the model's own modules, and a key that names none is an error with near names",
     evidence="run",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit, behind_peft, failure
 
 BUG = Bug(
-    id="B4",
-    name="shared-kv",
     title="KeyError in shared_kv_states at the first prefill of a Gemma 4 that PEFT dispatched",
     symptom="KeyError: 22 (E4B), 13 (E2B), 18 (Gemma 3n), or 'sliding_attention' from transformers 5.8 on, at "
     "shared_kv_states[...]",
@@ -18,7 +16,6 @@ BUG = Bug(
     versions="run: transformers 5.6.2 fails (KeyError of a layer's number), 5.9.0 and 5.22.2 too (KeyError "
     "'sliding_attention': their UserDict is copied all the same), 5.23.0 passes (its KVSharingDict moves in place)",
     way_round="transformers 5.23.0; before that no device_map to PEFT on these models",
-    owner=("transformers", "peft"),
     trackers=(
         "huggingface/transformers#45312 (merged)", "huggingface/transformers#45347 (merged)",
         "huggingface/transformers#45663 (closed, FSDP2)", "huggingface/transformers#45716 (closed)",

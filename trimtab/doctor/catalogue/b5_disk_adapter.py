@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit, behind_peft, failure
 
 BUG = Bug(
-    id="B5",
-    name="disk-adapter",
     title="PEFT cannot load an adapter on a base with modules on disk, unless it is given a map",
     symptom="newest: NotImplementedError: Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty(). "
     "oldest: KeyError: 'base_model.model.model.model.audio_tower...' in _update_offload, also with a map",
@@ -18,7 +16,6 @@ BUG = Bug(
     versions="run: peft 0.19.1 and 0.20.0 fail with and without a map; 0.21.0 and 0.21.2 fail without one, and with a map "
     "behind base_model.model. they load and equal the unsplit model",
     way_round="peft 0.21.0 or newer, with the base's map, every key behind base_model.model.; mind B6",
-    owner=("peft",),
     trackers=("huggingface/peft#3468 (merged: the join of names)",),
     trimtab="the disk tier reads the checkpoint's own file; an adapter on such a layer is kept with its device",
     evidence="run",

@@ -10,8 +10,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit, behind_peft, failure
 
 BUG = Bug(
-    id="B6",
-    name="cwd-copy",
     title="Loading an adapter on a base on disk copies the base checkpoint below the current folder",
     symptom="silent: ./<absolute path without its root>/model.safetensors appears, as large as the base; after a change of the "
     "current folder the next forward fails with FileNotFoundError",
@@ -22,7 +20,6 @@ BUG = Bug(
     versions="peft 0.21.0 and 0.21.2, run: file written, and not found after chdir. 0.19.1 and 0.20.0 end before that (B5). "
     "Run from / the path would be the original file: deduced, not run",
     way_round="give PEFT no base on disk from a local folder; or run in a scratch folder and stay there",
-    owner=("peft",),
     trackers=("huggingface/peft#1431 (the pull request that the code is from)",),
     trimtab="it reads the checkpoint in place and writes no copy of it",
     evidence="run",

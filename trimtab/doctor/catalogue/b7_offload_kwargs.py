@@ -9,8 +9,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit, behind_peft, failure
 
 BUG = Bug(
-    id="B7",
-    name="offload-kwargs",
     title="PEFT ignores offload_buffers and ephemeral_gpu_offload, and forgets the base's offload folder",
     symptom="silent for offload_buffers and ephemeral_gpu_offload; ValueError: We need an `offload_dir` to dispatch this model "
     "where the base had an offload_folder",
@@ -21,7 +19,6 @@ BUG = Bug(
     affected=(Affected("peft"),),
     versions="peft 0.19.1 and 0.21.2, run: dispatch_model does not get offload_buffers",
     way_round="pass offload_dir to PEFT (not offload_folder as well); the other two have no effect",
-    owner=("peft",),
     trackers=(
         "huggingface/peft#136 (closed)", "huggingface/peft#225 (closed)", "huggingface/peft#774 (closed)",
         "huggingface/peft#2541 (named in the source)", "huggingface/accelerate#1281 (Windows)",

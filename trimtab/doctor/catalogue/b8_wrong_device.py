@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="B8",
-    name="wrong-device",
     title="LoRA matrices on another device than their layer: Expected all tensors to be on the same device",
     symptom="RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu, in "
     "the forward of peft/tuners/lora",
@@ -21,7 +19,6 @@ BUG = Bug(
     versions="the forward of 0.19.1 and 0.21.2 shown with torch's fake CUDA tensors on the CPU; on a GPU with a real layer. "
     "0.20.0 changed only dequantization (peft#3418)",
     way_round="move the LoRA matrices to the layer's execution device after loading; trimtab.bridge.load_peft does",
-    owner=("peft",),
     trackers=(
         "huggingface/peft#3169 (open)", "huggingface/peft#3181 (pull request, closed: a reproducer was asked for)",
         "huggingface/peft#3418 (merged, of dequantization)",

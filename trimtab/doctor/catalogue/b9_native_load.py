@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit
 
 BUG = Bug(
-    id="B9",
-    name="native-load",
     title="transformers' load_adapter keeps the device map, but LoRA matrices of offloaded layers stay on the CPU without a hook",
     symptom="right answers and an untouched map as long as execution is on the CPU; on a GPU B8 at the first forward through an "
     "offloaded layer",
@@ -19,7 +17,6 @@ BUG = Bug(
     "model's, matrices without a hook. The failure on a GPU is deduced from that and B8",
     way_round="the best stock path where the adapter targets no offloaded layer; else move the matrices to the execution device "
     "after loading, or trimtab.bridge.load_peft",
-    owner=("peft", "transformers"),
     trackers=("huggingface/peft#3169 (open, the same error)",),
     trimtab="the matrices of a LoRA are put on the device where their layer computes, in whatever tier its weight is",
     evidence="run",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="C1",
-    name="catchall-disk",
     title="A device map with \"\" and \"disk\" cannot be loaded: a tensor \"is on the meta device\"",
     symptom="ValueError: <first parameter> is on the meta device, we need a `value` to put in on <device>",
     trigger="device_map with the empty key for \"everything else\" and \"disk\" for some module, on any model, "
@@ -18,7 +16,6 @@ BUG = Bug(
     affected=(Affected("accelerate"),),
     versions="accelerate 1.13.0 and 1.15.0 run, with Llama and with Gemma 4: nothing in it belongs to one family",
     way_round="write a map that names every module and has no \"\" key",
-    owner=("accelerate",),
     trackers=("huggingface/transformers#36766 (same message, Gemma 3 with an automatic map, closed)",),
     trimtab="\"\" in its device map only says where the rest belongs; the longest key decides and each tensor is "
     "placed once",

@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="C2",
-    name="merge-drops-offloaded",
     title="Merging silently drops the adapters of offloaded modules if the device map has a \"\" key",
     symptom="silent: merge_and_unload or merge_adapter returns, and on offloaded modules the weight is what it was",
     trigger="a map with \"\" and \"cpu\" that is in force while merging: given to PEFT with the adapter, or that of "
@@ -21,8 +19,6 @@ BUG = Bug(
     versions="peft 0.19.1 and 0.21.2 run, through PEFT and through transformers load_adapter; a map without \"\" "
     "merges every layer in both",
     way_round="give a map without \"\", and compare weights before and after a merge",
-    owner=("peft", "accelerate"),
-    trackers=(),
     trimtab="the line has no hooks; for stock models the bridge brings the offload hook in front while PEFT merges, "
     "so that every layer is reached",
     evidence="run",

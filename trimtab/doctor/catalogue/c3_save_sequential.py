@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="C3",
-    name="save-sequential",
     title="save_pretrained of a split model fails if its device map has a \"\" key",
     symptom="AttributeError: 'SequentialHook' object has no attribute 'weights_map'",
     trigger="save_pretrained of a model loaded with \"\" and \"cpu\" in one map",
@@ -17,7 +15,6 @@ BUG = Bug(
     versions="transformers 5.6.2 and 5.23.0 run (not only the newest); a map without \"\" saves in both",
     way_round="load with a map without \"\" before saving",
     owner=("transformers", "accelerate"),
-    trackers=(),
     trimtab="it has no hooks; a merged checkpoint is written from the files, not from a loaded model",
     evidence="run",
 )  # fmt: skip

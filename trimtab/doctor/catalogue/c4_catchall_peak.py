@@ -10,8 +10,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit
 
 BUG = Bug(
-    id="C4",
-    name="catchall-peak",
     title="A \"\" key in the device map puts the whole model on the GPU before it offloads part of it",
     symptom="silent, or out of memory while loading although the final placement fits",
     trigger="device_map with \"\" on the GPU and \"cpu\" for large modules",
@@ -21,8 +19,6 @@ BUG = Bug(
     versions="accelerate 1.13.0 and 1.15.0 run: every tensor of the offloaded module goes to the main device once; "
     "without \"\" none does",
     way_round="write a map that names every module and has no \"\" key",
-    owner=("accelerate",),
-    trackers=(),
     trimtab="it reads each tensor straight into its place, so loading never needs more than the plan says",
     evidence="run",
 )  # fmt: skip

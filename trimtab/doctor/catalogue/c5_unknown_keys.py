@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure, installed_source, quiet
 
 BUG = Bug(
-    id="C5",
-    name="unknown-keys",
     title="A device map key that names nothing is only a warning, and stays in hf_device_map",
     symptom="one UserWarning \"The following device_map keys do not match any submodules in the model\", and the key "
     "stays in hf_device_map; with a \"\" key the modules it was meant for go elsewhere. No warning at all for models "

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="C6",
-    name="prefix-collision",
     title="A device map key for layers.1 also catches layers.10 to 19, embed_tokens also embed_tokens_per_layer",
     symptom="silent: modules without a key of their own go where a shorter name says; to disk, they are left on meta",
     trigger="a map that names layers.1 (or embed_tokens) and leaves longer names to a \"\" key",
@@ -17,8 +15,6 @@ BUG = Bug(
     versions="the device map: 5.6.2 and 5.23.0 run. The skip list of the quantizer: fault in 5.6.2, boundary in "
     "5.23.0 (both run), none yet in 5.20.0 (read)",
     way_round="give every module a key of its own",
-    owner=("transformers",),
-    trackers=(),
     trimtab="names are compared segment by segment, in device maps and in place patterns",
     evidence="run",
 )  # fmt: skip

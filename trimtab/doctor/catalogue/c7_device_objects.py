@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, failure
 
 BUG = Bug(
-    id="C7",
-    name="device-objects",
     title="torch.device objects in a device map break what is on disk: \"device(type=...) is invalid\"",
     symptom="SafetensorError: device device(type='cpu') is invalid, at the first forward",
     trigger="device_map values that are torch.device objects, and something on \"disk\"",
@@ -16,8 +14,6 @@ BUG = Bug(
     affected=(Affected("accelerate"), Affected("safetensors")),
     versions="accelerate 1.13.0 and 1.15.0 with safetensors of today, both run",
     way_round="write 0, \"cuda:0\", \"cpu\" instead of torch.device",
-    owner=("accelerate", "safetensors"),
-    trackers=(),
     trimtab="a value of a device map is a number, text or anything whose str() is a device",
     evidence="run",
 )  # fmt: skip

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="C8",
-    name="layer-scalar",
     title="accelerate's infer_auto_device_map forgets Gemma 4's layer_scalar and clip bounds",
     symptom="ValueError: The device_map provided does not give any device for the following parameters: "
     "...layer_scalar",
@@ -20,7 +18,6 @@ BUG = Bug(
     "list both are right",
     way_round="pass no_split_module_classes=list(model._no_split_modules) (a list: I11), or device_map=\"auto\" to "
     "transformers",
-    owner=("accelerate",),
     trackers=(
         "huggingface/accelerate#4014 (closed)",
         "huggingface/accelerate#4020 (the fix for buffers, pull request, closed)",

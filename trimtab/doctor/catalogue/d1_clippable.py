@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="D1",
-    name="clippable",
     title="Broad LoRA targets on Gemma 4 are refused: \"Target module Gemma4ClippableLinear is not supported\"",
     symptom="ValueError: Target module Gemma4ClippableLinear(...) is not supported. Currently, only the following "
     "modules are supported: ...",

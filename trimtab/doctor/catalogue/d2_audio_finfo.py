@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="D2",
-    name="audio-finfo",
     title="A 4-bit or 8-bit Gemma 4 fails on any audio: \"torch.finfo() requires a floating point input type\"",
     symptom="TypeError: torch.finfo() requires a floating point input type. Use torch.iinfo to handle ...",
     trigger="audio given to a Gemma 4 whose audio tower is quantized by bitsandbytes",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="D3",
-    name="sdpa-audio",
     title="attn_implementation=\"sdpa\" is refused for Gemma 4 with audio",
     symptom="ValueError: Gemma4AudioModel does not support an attention implementation through "
     "torch.nn.functional.scaled_dot_product_attention yet",
@@ -20,8 +18,6 @@ BUG = Bug(
     "5.19.0 (read in the wheels)",
     way_round="leave attn_implementation out (sdpa for text and vision, eager for audio), or give a value for each "
     "part: {\"\": \"sdpa\", \"audio_config\": \"eager\"}",
-    owner=("transformers",),
-    trackers=(),
     trimtab="it passes no attention implementation",
     evidence="run",
 )  # fmt: skip

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="D4",
-    name="embed-offload",
     title="Offloading embed_tokens of an E-series Gemma 4 breaks every forward pass, text too",
     symptom="RuntimeError: Tensor on device meta is not on the expected device (torch.where)",
     trigger="language_model.embed_tokens on \"cpu\" or \"disk\" in a Gemma 4 with per-layer embeddings (E2B, E4B), "
@@ -17,7 +15,6 @@ BUG = Bug(
     affected=(Affected("transformers"),),
     versions="5.6.2 and 5.23.0 run; offloading the tied head as well does not help",
     way_round="keep embed_tokens on the GPU; embed_tokens_per_layer, the large table, can be offloaded",
-    owner=("transformers",),
     trackers=("huggingface/transformers#48409 (pull request, closed)",),
     trimtab="embed_tokens of such a model stays on the execution device, and a map that sends it away is refused "
     "with the reason",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import TOWERS_OFF, Kit, failure
 
 BUG = Bug(
-    id="D5",
-    name="cross-device",
     title="Gemma 4 split over GPU and CPU: \"Expected all tensors to be on the same device\"",
     symptom="RuntimeError: Expected all tensors to be on the same device, for rotary tables, inputs, layer_scalar, "
     "the attention mask or mm_token_type_ids",
@@ -18,7 +16,6 @@ BUG = Bug(
     versions="reported by others; the tiny model with towers and two decoder layers on the CPU is what the probe "
     "runs, and only a GPU can show it",
     way_round="keep whole parts together; check with one forward pass of text, image and audio",
-    owner=("transformers",),
     trackers=("huggingface/transformers#45482 (open when last seen)",),
     trimtab="weights come to the execution device; where a block computes on the CPU, its own layers move inputs and "
     "outputs",

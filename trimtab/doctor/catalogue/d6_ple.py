@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="D6",
-    name="ple",
     title="Most of an E-series Gemma 4 on the GPU is an embedding table of which one token reads a row; offloading copies it whole",
     symptom="silent: 5.6 of 10.1 GB of E4B are embed_tokens_per_layer; given to \"cpu\", the whole table goes to the "
     "GPU in every forward pass for a few rows",
@@ -19,7 +17,6 @@ BUG = Bug(
     affected=(Affected("accelerate"), Affected("transformers")),
     versions="accelerate 1.13.0 and 1.15.0 run: bytes moved are those of the table, however few tokens",
     way_round="replace the module with one that reads rows on the CPU and moves the rows",
-    owner=("accelerate", "transformers"),
     trackers=("huggingface/transformers#47705 (closed)", "ggml-org/llama.cpp#14400 (keeps it on the CPU)"),
     trimtab="the table is gathered: rows are fetched from host memory or from the file, the table never comes to the "
     "GPU",

@@ -10,8 +10,6 @@ from trimtab.doctor.facts.probe_kit import Kit, failure, quiet
 WEIGHTS = "adapter_model.safetensors"
 
 BUG = Bug(
-    id="E1",
-    name="missing-keys",
     title="An adapter with missing weights loads with a warning and does nothing there",
     symptom="UserWarning \"Found missing adapter keys while loading the checkpoint\", and the run goes on: those "
     "modules have a fresh LoRA, which is zero (or random if init_lora_weights was false). PeftModel.load_adapter and "

@@ -10,8 +10,6 @@ from trimtab.doctor.facts.probe_kit import Kit, failure
 WEIGHTS = "adapter_model.safetensors"
 
 BUG = Bug(
-    id="E2",
-    name="missing-lowmem",
     title="Missing adapter keys and low_cpu_mem_usage=True: LoRA weights without data, arbitrary answers",
     symptom="silent after the warning of E1: those LoRA weights are on the meta device, and a forward pass on the "
     "CPU gives other numbers, NaN among them, each time",
@@ -21,8 +19,6 @@ BUG = Bug(
     affected=(Affected("peft"),),
     versions="peft 0.19.1 and 0.21.2 run on the CPU (both, not only the newest); not tried on CUDA",
     way_round="look for parameters on meta after loading",
-    owner=("peft",),
-    trackers=(),
     trimtab="an adapter is attached whole or not at all, from keys that were all matched before",
     evidence="run",
 )  # fmt: skip

@@ -9,8 +9,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure, quiet
 
 BUG = Bug(
-    id="E3",
-    name="extra-keys",
     title="Adapter weights that the configuration does not target are dropped silently",
     symptom="silent: tensors of the file for modules outside target_modules (towers left out of it, for example) are "
     "not applied",
@@ -21,7 +19,6 @@ BUG = Bug(
     affected=(Affected("peft"),),
     versions="peft 0.19.1 and 0.21.2 run (both, not only the newest)",
     way_round="compare the keys of the file with those of the loaded model, or read what load_adapter returns",
-    owner=("peft",),
     trackers=(
         "huggingface/peft#2118 (warns of missing keys alone, merged)",
         "huggingface/peft#481 (load_adapter returns the names, merged)",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import UNKNOWN, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="E4",
-    name="servers",
     title="vLLM: a LoRA on a model with a language_model part can load and change nothing",
     symptom="silent: the adapter is accepted, and answers are those of the base, byte for byte",
     trigger="text adapters made by PEFT or Unsloth on a multimodal model (Gemma 4, Mistral 3 and others) served by "

@@ -7,8 +7,6 @@ from trimtab.doctor.facts.probe_kit import Kit
 from trimtab.stock.load import without_repacking
 
 BUG = Bug(
-    id="F1",
-    name="4bit-merge",
     title="merge_and_unload on a 4-bit base gives answers of neither the adapter nor the base",
     symptom="UserWarning \"Merge lora module to 4-bit linear may get different generations due to rounding errors\", "
     "once a layer, and different answers",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="F2",
-    name="dequant-merge",
     title="dequantize() on a PEFT model, then a merge: 'Parameter' object has no attribute 'quant_state'",
     symptom="AttributeError: 'Parameter' object has no attribute 'quant_state'",
     trigger="peft_model.dequantize() and then merge_and_unload()",
@@ -17,7 +15,6 @@ BUG = Bug(
     versions="peft 0.19.1 and 0.21.2 run",
     way_round="base.dequantize() first, then load the adapter, then merge: that works in both",
     owner=("peft", "transformers"),
-    trackers=(),
     trimtab="a merge starts from the original checkpoint, not from a loaded model",
     evidence="run",
 )  # fmt: skip

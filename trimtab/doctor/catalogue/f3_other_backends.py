@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit, installed_source
 
 BUG = Bug(
-    id="F3",
-    name="other-backends",
     title="Other quantizers: no \"cpu\" or \"disk\" in a device map, no merge",
     symptom="ValueError about CPU or disk offload from HQQ, quanto and torchao; TypeError or no merge method for "
     "LoRA on torchao int4, GPTQ, AWQ and AQLM",
@@ -19,7 +17,6 @@ BUG = Bug(
     versions="read in transformers 5.6.2 and 5.23.0 and in peft 0.19.1 and 0.21.2; accelerate moves torchao weights "
     "from 1.14.0 on (accelerate#3973)",
     way_round="bitsandbytes for a base that carries adapters, all of it on one device",
-    owner=("transformers", "peft"),
     trackers=("huggingface/accelerate#3973 (merged)",),
     trimtab="files of GPTQ and AWQ are read, placed anywhere, still packed, and merged to 16 bits; torchao, HQQ, quanto and AQLM "
     "are refused by name",

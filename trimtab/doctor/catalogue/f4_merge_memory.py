@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="F4",
-    name="merge-memory",
     title="Merging with PEFT needs the whole base in memory",
     symptom="out of memory while merging models larger than host memory, or machines that swap",
     trigger="merge_and_unload of a large base, in bfloat16 as F1 advises",
@@ -16,7 +14,6 @@ BUG = Bug(
     affected=(Affected("peft"),),
     versions="peft 0.19.1 and 0.21.2 run: merging into weights that are not in memory does nothing, silently",
     way_round="a tool that merges the files shard by shard",
-    owner=("peft",),
     trackers=(
         "huggingface/peft#1939 (closed)",
         "unslothai/unsloth#432 (crash, reported by others)",

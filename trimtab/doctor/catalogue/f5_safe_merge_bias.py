@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="F5",
-    name="safe-merge-bias",
     title="safe_merge=True with lora_bias on a bitsandbytes base always fails",
     symptom="RuntimeError: Boolean value of Tensor with more than one value is ambiguous; by then the weight has "
     "been replaced already",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="G1",
-    name="tied",
     title="A tied head offloaded together with its embedding: the model cannot be saved, and older sets cannot run "
     "it from disk",
     symptom="RuntimeError: Some tensors share memory, this will lead to duplicate memory on disk (save_pretrained); "
@@ -20,7 +18,6 @@ BUG = Bug(
     versions="saving: transformers 5.6.2 and 5.23.0 run, both fail. Disk: fails with accelerate 1.13.0 and "
     "transformers 5.6.2, runs with 1.15.0 and 5.23.0",
     way_round="keep both ends of a tied weight on one device, and not offloaded",
-    owner=("transformers", "accelerate"),
     trackers=(
         "huggingface/accelerate#4083 (disk, in 1.15.0)",
         "huggingface/peft#3126 (tied heads of adapters, in 0.19.0)",

@@ -9,8 +9,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit, installed_source
 
 BUG = Bug(
-    id="G2",
-    name="windows",
     title="Windows: the reports are the bugs of this list; PEFT writes copies relative to the drive",
     symptom="as B5, B6 and B7 say; a copy of a disk-offloaded base may land on the original file when the current "
     "directory is the root of the drive",

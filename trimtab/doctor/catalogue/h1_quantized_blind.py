@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="H1",
-    name="quantized-blind",
     title="A 4-bit or 8-bit Gemma 4 ignores the image",
     symptom="silent: halving every pixel changes no logit",
     trigger="images given to a Gemma 4 whose vision tower is quantized by bitsandbytes",

@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="H2",
-    name="vision-fp32",
     title="The vision tower of a quantized Gemma 4 runs in float32",
     symptom="silent and slow: hidden states of the tower are float32, twice the memory of bfloat16",
     trigger="a Gemma 4 quantized by bitsandbytes, and pixels as the image processor gives them (float32)",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, quantized
 
 BUG = Bug(
-    id="H3",
-    name="experts-unquantized",
     title="\"4-bit\" mixture-of-experts models keep their experts in 16 bits",
     symptom="silent: the model needs several times the memory that 4-bit promises",
     trigger="Mixtral, Qwen3-MoE, Qwen3-VL-MoE, Gemma 4 MoE and others of transformers 5 with load_in_4bit or "
@@ -16,7 +14,6 @@ BUG = Bug(
     affected=(Affected("transformers"), Affected("bitsandbytes")),
     versions="5.6.2 and 5.23.0 run, with Mixtral, Qwen3-MoE and Gemma 4 MoE",
     way_round="count bytes after loading; bitsandbytes.nn.parametrize for parameters by hand",
-    owner=("transformers", "bitsandbytes"),
     trackers=(
         "bitsandbytes-foundation/bitsandbytes#1849 (open when last seen)",
         "bitsandbytes-foundation/bitsandbytes#1965 (pull request, open)",

@@ -7,8 +7,6 @@ from trimtab.doctor.facts.probe_kit import OFFLOAD, Kit, failure, frames
 from trimtab.stock.load import quantization
 
 BUG = Bug(
-    id="H4",
-    name="skip-list-replaces",
     title="llm_int8_skip_modules replaces the default list: the head becomes 4-bit, tied models fail without a message",
     symptom="AssertionError without text (4-bit) or \"'Parameter' object has no attribute 'CB'\" (8-bit) at the "
     "first forward pass of a tied model; a 4-bit head, silently, on an untied one; a name such as \"self_attn\" "

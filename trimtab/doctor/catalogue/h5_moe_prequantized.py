@@ -9,8 +9,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="H5",
-    name="moe-prequantized",
     title="Checkpoints of mixtures with 4-bit experts, made with transformers 4, cannot be used",
     symptom="5.6.2: loads without an error and keeps packed bytes as expert weights; the first forward pass fails. "
     "5.23.0: a size mismatch is reported at load and RuntimeError raised",

@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="H6",
-    name="request-state",
     title="Qwen-VL keeps position offsets of the last request on the model",
     symptom="silent: model.rope_deltas holds the offsets of the last image, and a call with inputs_embeds alone "
     "gives other logits after a request with an image than before. With input_ids they are computed again",
@@ -19,7 +17,6 @@ BUG = Bug(
     affected=(Affected("transformers"),),
     versions="5.6.2 and 5.23.0 run with Qwen2.5-VL; new generations were fixed before 5.6.2",
     way_round="set model.model.rope_deltas = None between requests",
-    owner=("transformers",),
     trackers=("huggingface/transformers#43952 (generation, merged)", "huggingface/transformers#36013 (merged)"),
     trimtab="the attribute is reset before every request",
     evidence="run",

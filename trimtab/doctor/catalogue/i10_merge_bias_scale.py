@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I10",
-    name="merge-bias-scale",
     title="Merging an adapter with lora_bias into a bitsandbytes base adds the bias without its scale",
     symptom="silent: the merged bias is off by the factor lora_alpha / r; unmerging hides it, because it forgets the "
     "same factor",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I11",
-    name="no-split-set",
     title="accelerate takes transformers' set of classes that must not be split for one name, and splits them",
     symptom="silent: the map cuts decoder layers in two; with Gemma 4 what is cut loses its buffers (C8)",
     trigger="infer_auto_device_map or get_balanced_memory with no_split_module_classes=model._no_split_modules, "
@@ -17,8 +15,6 @@ BUG = Bug(
     affected=(Affected("accelerate", fixed_in="1.14.0"),),
     versions="accelerate 1.13.0 run, splits; 1.15.0 run, does not; 1.14.0 has the fix (read in the wheel)",
     way_round="pass list(model._no_split_modules); PEFT and transformers do",
-    owner=("accelerate",),
-    trackers=(),
     trimtab="blocks are found in the model itself and moved as one piece",
     evidence="run",
 )  # fmt: skip

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I12",
-    name="cudnn-attention",
     title="Attention fails on a nearly full card after prompts of many lengths: \"Expected mha_graph.execute(...)\"",
     symptom="RuntimeError: Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but "
     "got false; before it, memory outside torch grows with each new length of a prompt",
@@ -19,7 +17,6 @@ BUG = Bug(
     versions="2.11.0 with CUDA 13.0 run on an H200: on nearly full cards the error came within 200 prompts of many lengths, "
     "and did not without cuDNN's attention; default since 2.9.0 (pytorch pull request 162073, read)",
     way_round="torch.backends.cuda.enable_cudnn_sdp(False)",
-    owner=("torch",),
     trackers=("pytorch/pytorch#190321 (closed, cause not confirmed there)", "pytorch/pytorch#190727 (closed)"),
     trimtab="while a model with a budget below 16 GiB is open, its process leaves cuDNN's attention out",
     evidence="run",

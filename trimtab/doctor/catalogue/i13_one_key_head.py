@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I13",
-    name="one-key-head",
     title="Gemma 4 E2B on a GPU answers prompts of 33, 65, 97 ... tokens from wrong attention, silently",
     symptom="the last position of a prompt is wrong in layers with one head of keys and heads of 512 values, and with it the "
     "first token; one length in 32",

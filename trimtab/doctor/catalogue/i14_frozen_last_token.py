@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I14",
-    name="frozen-last-token",
     title="First tokens of a frozen bfloat16 model on a CPU are slow: the head is multiplied as a batch",
     symptom="prefill is slow by a constant: 0.1 s for a head of 32,000 x 1,024, more for larger ones; no error, right numbers",
     trigger="a CPU with AVX512-BF16, a bfloat16 head whose weight needs no gradient (as PEFT leaves it), and "
@@ -20,7 +18,6 @@ BUG = Bug(
     versions="2.13.0+cpu run on an AMD EPYC with AVX512-BF16: 12.3 ms instead of 0.34 for 8,192 x 1,024, the same bits; float16 "
     "and float32 are not slower",
     way_round="head.weight.requires_grad_(True) under inference_mode, or hidden[:, -1] in place of hidden[:, -1:]",
-    owner=("torch",),
     trackers=(
         "pytorch/pytorch#186148 (closed: the same strides on a GPU)",
         "pytorch/pytorch#151934 (open: such batched products on a CPU)",

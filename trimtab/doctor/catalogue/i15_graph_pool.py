@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I15",
-    name="graph-pool",
     title="A second CUDA graph cannot be captured into a memory pool once the first one is gone",
     symptom="RuntimeError: it->second->use_count > 0 INTERNAL ASSERT FAILED at CachingHostAllocator.h (or "
     "CUDACachingAllocator.cpp), and every later capture into that pool fails too",
@@ -22,7 +20,6 @@ BUG = Bug(
     "a graph was kept; reported by others for CUDA 12.8 on a B200; this probe has not run on a GPU; pools of page-locked memory "
     "came with pytorch pull request 167507 (read)",
     way_round="keep one graph of the pool, however small, or take a new pool",
-    owner=("torch",),
     trackers=(
         "vllm-project/vllm#53679 (closed: the same assertion of page-locked memory after a trial capture)",
         "huggingface/transformers#48312 (open: that of the device's allocator, continuous batching)",

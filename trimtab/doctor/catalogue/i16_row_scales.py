@@ -9,8 +9,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I16",
-    name="row-scales",
     title="4-bit weights whose rows are not whole blocks of 64 values get wrong scales on CPUs with AVX512, silently",
     symptom="silent: dequantized values are off by up to 2.5 standard deviations of the weight, a layer's outputs by 23 %. With "
     "AVX512-BF16 a forward without gradients fails instead: RuntimeError: shape '[1152, 67]' is invalid for input of size 77472",
@@ -24,8 +22,6 @@ BUG = Bug(
     "0.50.1 and the main branch of August 2026 have the branch, 0.48.2 has not (read)",
     way_round="unpack as one row: quant_state.shape = torch.Size((1, numel)), then .view(shape); for a whole model "
     "llm_int8_skip_modules (mind H4)",
-    owner=("bitsandbytes",),
-    trackers=(),
     trimtab="it unpacks such a weight as one row, and multiplies with that; `verify` names the stock side's layers that are wrong",
     evidence="run",
 )  # fmt: skip

@@ -9,8 +9,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I17",
-    name="snapshot-references",
     title="A process ends by a segmentation fault some time after torch described one of its memory pools",
     symptom="Segmentation fault in memory_snapshot, or anywhere else in Python's memory allocator, after many CUDA graphs or pools "
     "of memory were made",
@@ -22,8 +20,6 @@ BUG = Bug(
     versions="2.11.0 with CUDA 13.0 on an H100: processes that had run many of trimtab's tests ended so in two of two runs, the "
     "next free block of Python's allocator was -1; other releases were not run",
     way_round="torch.cuda.memory._snapshot(), which takes no id, and choose the segments by their segment_pool_id",
-    owner=("torch",),
-    trackers=(),
     trimtab="segments are asked for without a pool's id",
     evidence="run",
 )  # fmt: skip

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I18",
-    name="fp8-blocks",
     title="FP8 weights whose sides are not multiples of 128 are dequantized with the scales of other blocks, silently",
     symptom="silent: a weight of 192 rows with two scales gets 96 rows of each, not 128 and 64; where the number of scales does "
     "not divide the side: ValueError: Weight shape (...) not divisible by scale grid (...)",
@@ -18,8 +16,6 @@ BUG = Bug(
     affected=(Affected("transformers", since="5.8.0"),),
     versions="transformers 5.23.0, run; 5.8.0 to 5.20.0 have the lines (read); 5.6.2 refuses such weights by name (read)",
     way_round="none by option: dequantize such weights by weight_block_size, and load the result",
-    owner=("transformers",),
-    trackers=(),
     trimtab="it takes the size of a block from weight_block_size; `verify` shows the difference to the stock stack",
     evidence="run",
 )  # fmt: skip

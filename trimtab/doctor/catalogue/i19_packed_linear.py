@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I19",
-    name="packed-linear",
     title="An adapter cannot be merged into a Gemma 4 mobile checkpoint: PEFT adds floats to packed bytes",
     symptom="RuntimeError: The size of tensor a (8) must match the size of tensor b (16) at non-singleton dimension 1 (2 and 4 "
     "bits), or RuntimeError: result type Float can't be cast to the desired output type Char (8 bits); DoRA and any code that "
@@ -21,7 +19,6 @@ BUG = Bug(
     versions="transformers 5.23.0 with PEFT 0.21.2, run; transformers 5.12.0 has the class, 5.8.0 has not (read)",
     way_round="keep the adapter unmerged; or dequantize each layer (layer._dequantize_weights()) into a plain Linear first",
     owner=("transformers", "peft"),
-    trackers=(),
     trimtab="it reads these files packed, and merges into the dequantized weights, 16 bits",
     evidence="run",
 )  # fmt: skip

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I1",
-    name="window-zero",
     title="The cache of a model with num_kv_shared_layers = 0 keeps everything: no sliding window is used",
     symptom="silent: layers with a sliding window keep all keys and values; the answer is the same, the memory grows "
     "with the context",
@@ -18,8 +16,6 @@ BUG = Bug(
     versions="5.6.2 run: no layer of the cache has a window; 5.23.0 run: right; the cut is in 5.18.0 and no longer "
     "in 5.19.0 (read in the wheels)",
     way_round="a newer transformers; past_key_values with a cache built by hand",
-    owner=("transformers",),
-    trackers=(),
     trimtab="the plan asks the installed cache itself for its windows, so the bytes it counts are those that "
     "transformers' own generation uses; batches lay the cache out by hand, with windows",
     evidence="run",

@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I20",
-    name="gguf-linear",
     title="PEFT puts no adapter on a GGUF file that transformers keeps packed",
     symptom="ValueError: Target module GgufLinear(in_features=..., out_features=..., ggml_type=...) is not supported",
     trigger="a GGUF checkpoint loaded with transformers without dequantizing it, and PEFT on its linear layers",
@@ -18,7 +16,6 @@ BUG = Bug(
     versions="transformers 5.23.0 with PEFT 0.21.2, run; transformers 5.20.0 has the class, 5.16.0 has not (read)",
     way_round="load the file dequantized (in 16 bits), or use the safetensors files of the same model",
     owner=("peft", "transformers"),
-    trackers=(),
     trimtab="it reads the packed weights itself, and an adapter is added to each product",
     evidence="run",
 )  # fmt: skip

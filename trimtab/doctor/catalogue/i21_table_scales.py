@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, UNKNOWN, Af
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I21",
-    name="table-scales",
     title="A Gemma 4 mobile checkpoint whose per-layer table has a scale for each layer is refused",
     symptom="RuntimeError: You set `ignore_mismatched_sizes` to `False`, after a table with embedding_scale | MISMATCH",
     trigger="a checkpoint with GemmaQuantizationConfig and quantize_embeddings whose embedding_scale is [rows, n], n above 1",
@@ -17,8 +15,6 @@ BUG = Bug(
     affected=(Affected("transformers", since="5.12.0"),),
     versions="transformers 5.23.0, run; 5.12.0 has the class, 5.8.0 has not (read)",
     way_round="load with the first scale of each row, then set embedding_scale to the file's own tensor",
-    owner=("transformers",),
-    trackers=(),
     trimtab="it reads such tables (mobile4-g256 in a plan)",
     evidence="run",
 )  # fmt: skip

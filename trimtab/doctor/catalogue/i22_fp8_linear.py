@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I22",
-    name="fp8-linear",
     title="An adapter runs on an FP8 checkpoint, but cannot be merged into it, and DoRA cannot be attached",
     symptom="RuntimeError: Promotion for Float8 Types is not supported, attempted to promote Float8_e4m3fn and Float (merge); "
     'NotImplementedError: "mul_cpu_reduced_float" not implemented for \'Float8_e4m3fn\' (DoRA)',
@@ -20,8 +18,6 @@ BUG = Bug(
     affected=(Affected("transformers"), Affected("peft")),
     versions="transformers 5.23.0 with PEFT 0.21.2, run on a CPU with the layers alone",
     way_round="keep the adapter unmerged, without DoRA; or load with dequantize=True",
-    owner=("transformers", "peft"),
-    trackers=(),
     trimtab="it reads these files packed, applies LoRA and DoRA, and merges into the dequantized weights, 16 bits",
     evidence="run",
 )  # fmt: skip

@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I23",
-    name="nvfp4-linear",
     title="PEFT puts no adapter on layers that transformers packs in NVFP4",
     symptom="ValueError: Target module NVFP4Linear(in_features=..., out_features=..., nvfp4) is not supported",
     trigger="a model loaded with transformers' NVFP4 quantizer, and PEFT on its linear layers",
@@ -18,7 +16,6 @@ BUG = Bug(
     versions="transformers 5.23.0 with PEFT 0.21.2, run on a CPU with an empty layer",
     way_round="use the checkpoint in 16 bits, in FP8, or bitsandbytes' 4 bits",
     owner=("peft", "transformers"),
-    trackers=(),
     trimtab="it reads NVFP4 files packed, and an adapter is added to each product",
     evidence="run",
 )  # fmt: skip

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="I2",
-    name="moe-lora-load",
     title="No LoRA loads on Mixtral or Qwen3-MoE: unexpected keyword argument 'distributed_operation'",
     symptom="TypeError: WeightConverter.__init__() got an unexpected keyword argument 'distributed_operation'",
     trigger="any adapter, on attention alone too, on a model whose experts transformers converts at load; through "

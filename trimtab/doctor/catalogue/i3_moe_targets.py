@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="I3",
-    name="moe-targets",
     title="gate_proj, up_proj and down_proj on Qwen3-MoE become adapters on 3-D parameters, which refuse DoRA and "
     "lora_bias",
     symptom="ValueError: lora.ParamWrapper does not work with use_dora=True (or lora_bias=True). Without them: "
@@ -20,7 +18,6 @@ BUG = Bug(
     versions="peft 0.19.1 and 0.21.2 run (older than expected); the wrong warning is in 0.21.2 (run) and not in "
     "0.20.0 (read)",
     way_round="target attention alone, or plain LoRA on experts",
-    owner=("peft",),
     trackers=("huggingface/peft#2638 (adapters on parameters, merged)", "huggingface/peft#3112 (closed)"),
     trimtab="pairs of single experts are applied to their part of the stack, at the rank and scale of the file",
     evidence="run",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="I4",
-    name="int8-dora-scale",
     title="DoRA on an 8-bit base works once on the CPU: 'NoneType' object has no attribute 'dtype'",
     symptom="AttributeError: 'NoneType' object has no attribute 'dtype' at the second forward pass",
     trigger="an adapter with use_dora=True on an 8-bit base, run on the CPU",
@@ -16,8 +14,6 @@ BUG = Bug(
     affected=(Affected("peft"), Affected("bitsandbytes")),
     versions="peft 0.19.1 and 0.21.2 with bitsandbytes 0.49.2 and 0.50.2 run on the CPU; not tried on CUDA",
     way_round="4-bit, or a plain LoRA",
-    owner=("peft", "bitsandbytes"),
-    trackers=(),
     trimtab="scales stay with their weight, and norms for DoRA are computed once, when the adapter is attached",
     evidence="run",
 )  # fmt: skip

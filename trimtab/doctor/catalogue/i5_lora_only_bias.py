@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I5",
-    name="lora-only-bias",
     title="bias=\"lora_only\" trains biases of the base that save_pretrained leaves out",
     symptom="silent: the file has no bias, and a reloaded adapter answers otherwise than the trained one",
     trigger="LoraConfig(bias=\"lora_only\") on layers with biases, then save_pretrained",
@@ -17,7 +15,6 @@ BUG = Bug(
     versions="peft 0.19.1 run, nothing saved; 0.21.2 run, saved; 0.20.0 has the old code, 0.21.0 the new (read in "
     "the wheels)",
     way_round="a newer PEFT, or bias=\"all\"",
-    owner=("peft",),
     trackers=("huggingface/peft#3306 (closed)", "huggingface/peft#3490 (the fix)"),
     trimtab="it trains nothing; it says when a configuration asks for biases that the file does not hold, and "
     "refuses full biases",

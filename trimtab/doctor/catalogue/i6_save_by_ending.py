@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I6",
-    name="save-by-ending",
     title="modules_to_save=[\"norm\"] also takes input_layernorm: names are compared by their last letters",
     symptom="silent: copies of modules that nobody named are trained and saved; or TypeError for a word that a LoRA "
     "module ends with (\"A\")",
@@ -17,7 +15,6 @@ BUG = Bug(
     affected=(Affected("peft"),),
     versions="peft 0.19.1 and 0.21.2 run",
     way_round="write a longer ending, \"model.norm\"",
-    owner=("peft",),
     trackers=("huggingface/peft#1917 (closed)", "huggingface/peft#3755 (open when last seen)"),
     trimtab="trimtab applies the same rule to a configuration, so it reads what PEFT saved",
     evidence="run",

@@ -6,8 +6,6 @@ from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="I7",
-    name="per-layer-attribute",
     title="getattr(config, \"head_dim\", default) raises on Gemma 4: a per-layer attribute is a RuntimeError",
     symptom="AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute and may vary across layers",
     trigger="any code that reads head_dim (or another attribute that differs between layers) from a Gemma 4 text "
@@ -18,7 +16,6 @@ BUG = Bug(
     versions="5.23.0 run, raises; 5.6.2 run, gives the value; in 5.15.0 and not in 5.13.0 (read in the wheels)",
     way_round="config.per_layer_config[layer].head_dim, or allow_global_per_layer_attribute_access = True on the "
     "config",
-    owner=("transformers",),
     trackers=(
         "huggingface/transformers#47384 (named by vLLM as its origin)",
         "vllm-project/vllm#52768 (closed)",

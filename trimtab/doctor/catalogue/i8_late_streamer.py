@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, B
 from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
-    id="I8",
-    name="late-streamer",
     title="generate hands tokens to a streamer one step late on Apple GPUs",
     symptom="silent: the first token arrives after the second forward pass; one forward pass more than tokens",
     trigger="generate(streamer=...) with the model on \"mps\", and a cache that can be cropped or is not returned",
@@ -19,7 +17,6 @@ BUG = Bug(
     versions="5.23.0: for mps (its own is_supported asked); in 5.18.0 and not in 5.15.0 (read in the wheels); on the "
     "CPU tokens arrive at once in 5.6.2 and 5.23.0 (run); 5.6.2 has no such class",
     way_round="none needed unless the delay matters",
-    owner=("transformers",),
     trackers=("huggingface/transformers#47975 (merged)",),
     trimtab="it runs on CUDA and on the CPU, where the check is immediate",
     evidence="source",

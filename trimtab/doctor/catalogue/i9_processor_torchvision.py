@@ -8,8 +8,6 @@ from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, UNKNOWN, Af
 from trimtab.doctor.facts.probe_kit import Kit, failure
 
 BUG = Bug(
-    id="I9",
-    name="processor-torchvision",
     title="AutoProcessor for Gemma 4 fails without torchvision, even if only text is wanted",
     symptom="ImportError: Gemma4VideoProcessor requires the Torchvision library but it was not found in your "
     "environment",
@@ -20,7 +18,6 @@ BUG = Bug(
     affected=(Affected("transformers"),),
     versions="5.6.2 and 5.23.0 run without torchvision; others report it from 5.4.0 on",
     way_round="install the torchvision that belongs to your torch, or AutoTokenizer for text",
-    owner=("transformers",),
     trackers=("huggingface/transformers#43986 (open when last seen)",),
     trimtab="without torchvision it puts the processor together from its other parts; only videos are refused",
     evidence="run",

@@ -24,16 +24,16 @@ class Affected:
 class Bug:
     """One entry of the catalogue.
 
-    id: letter and number ("A1"). name: short, with hyphens. title: one line, what a user sees. symptom: the message or
-    the silent effect. trigger: the affected configuration. cause: file and function upstream. affected: the packages;
-    with several, any fixed one is enough unless `versions` says otherwise. versions: as text, with the evidence for
-    each. way_round: the workaround for users. owner: the repository for a report, the main one first. trackers:
-    "owner/repository#number" with its state as text. trimtab: how trimtab itself avoids it. evidence: "run"
-    (reproduced), "source" (read in the installed files), "tracker" (reported by others).
+    id: letter and number ("A1"). name: short, with hyphens; both are those of the file. title: one line, what a user sees.
+    symptom: the message or the silent effect. trigger: the affected configuration. cause: file and function upstream. affected:
+    the packages; with several, any fixed one is enough unless `versions` says otherwise. versions: as text, with the evidence
+    for each. way_round: the workaround for users. owner: the repository for a report, the main one first (none: the affected
+    packages). trackers: "owner/repository#number" with its state as text. trimtab: how trimtab itself avoids it. evidence:
+    "run" (reproduced), "source" (read in the installed files), "tracker" (reported by others).
     """
 
-    id: str
-    name: str
+    id: str = ""
+    name: str = ""
     title: str
     symptom: str
     trigger: str
@@ -41,10 +41,13 @@ class Bug:
     affected: tuple[Affected, ...]
     versions: str
     way_round: str
-    owner: tuple[str, ...]
-    trackers: tuple[str, ...]
+    owner: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = ()
     trimtab: str
     evidence: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "owner", self.owner or tuple(one.package for one in self.affected))
 
 
 @dataclass(frozen=True)

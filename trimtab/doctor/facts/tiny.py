@@ -61,18 +61,6 @@ def _gemma4_moe(text: Mapping[str, Any]) -> Any:
     return Gemma4Config(text_config=_TEXT | own | dict(text), vision_config=_GEMMA4_VISION, **_GEMMA4_IDS)
 
 
-def _gemma3n(text: Mapping[str, Any]) -> Any:
-    from transformers import Gemma3nTextConfig
-
-    own = {
-        "num_hidden_layers": 4, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL], "num_kv_shared_layers": 2,
-        "sliding_window": 8, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY,
-        "laurel_rank": 64, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "altup_num_inputs": 4,
-        "intermediate_size": [2 * WIDTH] * 4,
-    }  # fmt: skip
-    return Gemma3nTextConfig(**(_TEXT | own | dict(text)))
-
-
 def _qwen2_5_vl(text: Mapping[str, Any]) -> Any:
     from transformers import Qwen2_5_VLConfig
 
@@ -87,42 +75,35 @@ def _qwen2_5_vl(text: Mapping[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def _llama(text: Mapping[str, Any]) -> Any:
-    from transformers import LlamaConfig
+def _text_alone(name: str, **own: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """Return what makes the config of this class with these fields."""
 
-    return LlamaConfig(**(_TEXT | {"tie_word_embeddings": False} | dict(text)))
+    def make(text: Mapping[str, Any]) -> Any:
+        import transformers
 
+        return getattr(transformers, name)(**(_TEXT | own | dict(text)))
 
-def _qwen3(text: Mapping[str, Any]) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**(_TEXT | {"tie_word_embeddings": True} | dict(text)))
-
-
-def _mixtral(text: Mapping[str, Any]) -> Any:
-    from transformers import MixtralConfig
-
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    return MixtralConfig(**(_TEXT | experts | dict(text)))
-
-
-def _qwen3_moe(text: Mapping[str, Any]) -> Any:
-    from transformers import Qwen3MoeConfig
-
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "decoder_sparse_step": 1}
-    return Qwen3MoeConfig(**(_TEXT | experts | dict(text)))
+    return make
 
 
 _FAMILIES: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Any]]] = {
     "gemma4": ("Gemma4ForConditionalGeneration", _gemma4),
     "gemma4_moe": ("Gemma4ForConditionalGeneration", _gemma4_moe),
-    "gemma3n": ("Gemma3nForCausalLM", _gemma3n),
+    "gemma3n": ("Gemma3nForCausalLM", _text_alone(
+        "Gemma3nTextConfig", num_hidden_layers=4, layer_types=[_SLIDING, _FULL, _SLIDING, _FULL], num_kv_shared_layers=2,
+        sliding_window=8, hidden_size_per_layer_input=64, vocab_size_per_layer_input=VOCABULARY, laurel_rank=64,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0], altup_num_inputs=4, intermediate_size=[2 * WIDTH] * 4,
+    )),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
-    "llama": ("LlamaForCausalLM", _llama),
-    "qwen3": ("Qwen3ForCausalLM", _qwen3),
-    "mixtral": ("MixtralForCausalLM", _mixtral),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
-}
+    "llama": ("LlamaForCausalLM", _text_alone("LlamaConfig", tie_word_embeddings=False)),
+    "qwen3": ("Qwen3ForCausalLM", _text_alone("Qwen3Config", tie_word_embeddings=True)),
+    "mixtral": ("MixtralForCausalLM", _text_alone(
+        "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+    )),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _text_alone(
+        "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH, decoder_sparse_step=1,
+    )),
+}  # fmt: skip
 NAMES: tuple[str, ...] = tuple(_FAMILIES)
 
 

@@ -25,6 +25,7 @@ from trimtab.planning import Plan, make_plan
 from trimtab.planning.values.budget import Machine
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.process.work_folder import work_folder
+from trimtab.report.render import filled
 from trimtab.request import LoadRequest
 
 ALL_ON_GPU, TOWERS_OFF, SPLIT, ON_CPU, DOES_NOT_FIT = (
@@ -248,26 +249,19 @@ def _towers_off(asking: Asking, whole: DoesNotFitError) -> tuple[dict[str, int |
 
 def stock_call(asking: Asking, device_map: Mapping[str, int | str]) -> str:
     """Return Python code that loads base and adapter with stock objects, for this map."""
-    anatomy, quant = asking.shape.anatomy, asking.shape.quant
-    split = any(device == "cpu" for device in device_map.values())
-    reader = "AutoProcessor" if set(anatomy.parts) & set(TOWERS) else "AutoTokenizer"
-    lines = ["import torch", f"from transformers import {reader}, {anatomy.model_class}"]
-    options = [f"dtype=torch.{anatomy.dtype}", f"device_map={_map_text(device_map)}"]
-    if quant != "none" and anatomy.prequantized is None:
-        lines[1] += ", BitsAndBytesConfig"
-        lines += ["", f"quantization = BitsAndBytesConfig({_quantization(asking, split)})"]
-        options.append("quantization_config=quantization")
-    model = asking.request.model
-    lines += ["", f"base = {anatomy.model_class}.from_pretrained({model!r}, {', '.join(options)})"]
-    lines += [f"processor = {reader}.from_pretrained({model!r})"]
-    lines += _adapter_lines(asking.adapter, split)
-    lines += ["# Inputs go to the device of the input embedding; leave the cache on."]
-    lines += ["# inputs = processor(...).to(base.get_input_embeddings().weight.device)"]
-    return "\n".join(lines) + "\n"
-
-
-def _map_text(device_map: Mapping[str, int | str]) -> str:
-    return "{" + ", ".join(f'"{key}": {device!r}'.replace("'", '"') for key, device in device_map.items()) + "}"
+    anatomy, quant, adapter = asking.shape.anatomy, asking.shape.quant, asking.adapter
+    is_split = "cpu" in device_map.values()  # PEFT's second plan would undo such a map
+    is_made = quant != "none" and anatomy.prequantized is None
+    if adapter is not None and adapter.spec is None:
+        adapter = None
+    # The targets of a file whose own ones PEFT refuses, or that name too few modules.
+    targets = repr(adapter.plain_targets).replace("\\\\", "\\") if adapter and (adapter.wrappers or adapter.dropped) else ""
+    return filled(
+        Path(__file__).parent, "stock_call.py.j2", model=repr(asking.request.model), model_class=anatomy.model_class,
+        dtype=anatomy.dtype, reader="AutoProcessor" if set(anatomy.parts) & set(TOWERS) else "AutoTokenizer",
+        device_map=repr(dict(device_map)).replace("'", '"'), is_split=is_split, targets=targets,
+        quantization=_quantization(asking, is_split) if is_made else "", adapter=repr(adapter.path) if adapter else "",
+    )  # fmt: skip
 
 
 def _quantization(asking: Asking, split: bool) -> str:
@@ -290,22 +284,6 @@ def _skip_list(shape: ModelShape) -> str:
     own = list(stock_kept(shape, takes_map=False))
     towers = [key for key, device in (towers_map(shape) or {}).items() if device == "cpu"]
     return "[" + ", ".join(f'"{path}"' for path in (*own, *towers)) + "]"
-
-
-def _adapter_lines(adapter: AdapterReading | None, split: bool) -> list[str]:
-    if adapter is None or adapter.spec is None:
-        return []
-    if split:
-        # PEFT's second plan would undo the map.
-        return ["", "import trimtab.bridge", f"model = trimtab.bridge.load_peft(base, {adapter.path!r})"]
-    if not (adapter.wrappers or adapter.dropped):
-        return ["", "from peft import PeftModel", f"model = PeftModel.from_pretrained(base, {adapter.path!r})"]
-    return [
-        "", "from peft import LoraConfig, PeftModel", f"config = LoraConfig.from_pretrained({adapter.path!r})",
-        "# Exactly the modules that the file has keys for, inner linears of wrappers included.",
-        f"config.target_modules = r{adapter.plain_targets!r}".replace("\\\\", "\\"),
-        f"model = PeftModel.from_pretrained(base, {adapter.path!r}, config=config)",
-    ]  # fmt: skip
 
 
 def adapter_name(path: str | os.PathLike[str]) -> str:

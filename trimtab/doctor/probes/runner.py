@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.names import near_names
-from trimtab.doctor.catalogue import FILES, read_entry
+from trimtab.doctor.catalogue import FILES, FOLDER, read_entry
 from trimtab.doctor.facts.bug import STATES, UNKNOWN, Bug, Seen
 from trimtab.errors import RequestError
 from trimtab.process.runner import DONE, Outcome, run_inside
 from trimtab.process.work_folder import work_folder
 from trimtab.report.document import Details, Document, Facts, Table, Text
 
-FOLDER = Path(__file__).resolve().parents[1] / "catalogue"
 IMPORTS_S = 240.0  # time limit for importing the stack from a cold disk, separate from every probe's limit
 
 

@@ -185,7 +185,7 @@ class Batch:
                 is_whole = one.written <= one.prompt_tokens and (self._ahead is None or one not in self._ahead.places)
             if one.group == row.group and one.adapter == row.adapter and one.logits is not None and is_whole:
                 prompt.take_states(row.prompt_tokens, logits=one.logits)
-                prompt.source, row.shared_tokens = one, row.prompt_tokens
+                prompt.copy_from(one)
                 return True
         return False
 
@@ -245,14 +245,14 @@ class Batch:
         return list(range(number, number + count))
 
     def _is_placed(self, prompt: Prompt, number: int) -> None:
-        prompt.row.number, prompt.row.written = number, prompt.done_tokens
+        prompt.row.place(number, prompt.done_tokens)
         self.placed.append(prompt.row)
         if prompt.is_open:
             return
         assert prompt.logits is not None
         if prompt.row.group:
-            prompt.row.logits = prompt.logits
-        prompt.first = self._first(prompt.row, prompt.logits)
+            prompt.row.keep_logits(prompt.logits)
+        prompt.draw(self._first(prompt.row, prompt.logits))
 
     def _first(self, row: Row, logits: Tensor) -> PendingToken:
         token, why = with_argmax(logits)[1], None
@@ -274,7 +274,7 @@ class Batch:
         for number, row in enumerate(self.placed, len(self.active)):
             if row.number != number:
                 self.cache.move(row.number, number)
-                row.number = number
+                row.move(number)
 
     def join(self, prompt: Prompt) -> SampledToken:
         """Make a complete prompt an active row and return its first token.
@@ -298,7 +298,6 @@ class Batch:
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
         prompt.release_logits()
-        prompt.first = None
         return token
 
     def enter(self, prompt: Prompt) -> None:
@@ -318,7 +317,7 @@ class Batch:
         try:
             yield
         except BaseException:
-            row.reuse = None  # a failed prompt is not cached
+            row.forget_states()  # a failed prompt is not cached
             self.leave(row)
             raise
 
@@ -328,7 +327,7 @@ class Batch:
             raise RequestError("prompts join in the order of their placement", field="prompt", value=row.number)
         if row.number != len(self.active):  # a row has left since
             self.cache.move(row.number, len(self.active))
-            row.number = len(self.active)
+            row.move(len(self.active))
         self.placed.pop(0)  # where the move failed it still leaves as a placed one, and its pages with it
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
@@ -374,7 +373,7 @@ class Batch:
             if ahead is not None:
                 self.write_last_tokens()  # it had the next step's tokens, which were not sampled
                 for row in self.active:  # states of finished rows have read one more
-                    row.written += self.cache.has_recurrent and row in ahead.places
+                    row.write(self.cache.has_recurrent and row in ahead.places)
             logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, it can be done again.
         self._advance(places)
@@ -393,11 +392,11 @@ class Batch:
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as exc:  # a panic of llguidance, which masks tokens, is no Exception
-                row.error, row.finish = exc, "error"
+                row.end("error", exc)
         for one in sampled:
             self._commit(one)
         for row in () if self._lost is None else self._lost[0]:  # nothing of them is kept or copied
-            row.reuse = row.logits = None
+            row.forget_states()
         if self._ahead is None and (has_tuned or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in sampled)):
             self.write_last_tokens()
         return sampled
@@ -516,14 +515,14 @@ class Batch:
         lost, self._lost = self._lost, None
         for row in () if lost is None else lost[0]:
             if row.finish is None and lost is not None:
-                row.error, row.finish = lost[1], "error"
+                row.end("error", lost[1])
 
     def _advance(self, rows: Collection[Row]) -> None:
         """Count a step of these rows."""
         assert self.context_tokens is not None
         active = [row for row in self.active if row in rows]
         for row in active:
-            row.written += 1
+            row.write()
         # A row that has finished and not left yet keeps writing to its last place.
         positions = self.cache.positions[: len(self.active)]
         if len(active) == len(self.active):
@@ -556,9 +555,9 @@ class Batch:
         row, token = sampled.row, sampled.token_id
         row.token_ids.append(token)
         if token in self.ends or token in row.request.stop_token_ids:
-            row.finish = "stop"
+            row.end("stop")
         elif len(row.answer_ids) >= row.request.answer_tokens:
-            row.finish = "length"
+            row.end("length")
 
     def write_last_tokens(self) -> None:
         """Write each row's last token to where the next step reads it."""
@@ -581,7 +580,7 @@ class Batch:
         if last is not row:
             self.cache.move(last.number, number)
             self.active[number] = last
-            last.number = number
+            last.move(number)
             self.write_last_tokens()
 
 

@@ -67,6 +67,20 @@ class Prompt(PrefillState):
     first: PendingToken | None = None
     source: Row | None = None
 
+    def copy_from(self, row: Row) -> None:
+        """Take the results of a row with the same prompt."""
+        self.source = row
+        self.row.share(self.row.prompt_tokens)
+
+    def draw(self, first: PendingToken) -> None:
+        """Record that its first token is on the way."""
+        self.first = first
+
+    def release_logits(self) -> None:
+        """Drop the logits and the first token: it is in the row."""
+        super().release_logits()
+        self.first = None
+
     @property
     def needs_towers(self) -> bool:
         """Whether its next chunk is a pass of the towers, whose time does not depend on a number of tokens."""

@@ -59,6 +59,7 @@ class JsonSpan:
 
     def __init__(self, depth: int = 0) -> None:
         self._depth, self._is_text, self._is_escaped = depth, False, False
+        self._letters = 0  # of a growing text that were searched
 
     def feed(self, text: str) -> int | None:
         """Return the place after its end; None if it goes on."""
@@ -76,6 +77,11 @@ class JsonSpan:
                 if self._depth <= 0:
                     return place + 1
         return None
+
+    def end_in(self, text: str) -> int | None:
+        """Return the same for a text that is the one of the last call and more: only what is new is searched."""
+        end, before, self._letters = self.feed(text[self._letters :]), self._letters, len(text)
+        return None if end is None else before + end
 
 
 class AnswerReader:
@@ -109,7 +115,7 @@ class AnswerReader:
         self._read = self._thought if in_thought else self._text
         self._span = JsonSpan()
         # Of a call whose name is not known yet.
-        self._head, self._head_letters = JsonSpan(), 0
+        self._head = JsonSpan()
         self._parts: list[Part] = []
 
     @property
@@ -161,11 +167,6 @@ class AnswerReader:
         """Return where a mark is in the buffer, -1 for nowhere."""
         return self._buffer.find(mark, max(0, self._looked - len(mark) + 1))
 
-    def _without_space(self, text: str) -> str:
-        """Return the beginning of the buffer that may be emitted: white space at its end waits for the next text."""
-        sure = text.rstrip()
-        return sure if len(text) - len(sure) <= HEAD_LETTERS else text
-
     def _told(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
@@ -182,7 +183,7 @@ class AnswerReader:
             overlap = max((mark_overlap(self._buffer, mark) for mark in marks), default=0)
             sure = self._buffer[: len(self._buffer) - overlap]
             if self._calls:  # white space before a call is none of the text
-                sure = self._without_space(sure)
+                sure = _without_space(sure)
             if self._calls == "llama" and self._is_first and not sure:
                 return False
             self._say(sure)
@@ -225,7 +226,7 @@ class AnswerReader:
         place = self._place_of(close)
         if place < 0:
             overlap = mark_overlap(self._buffer, close)
-            sure = self._without_space(self._buffer[: len(self._buffer) - overlap])
+            sure = _without_space(self._buffer[: len(self._buffer) - overlap])
             self._think(sure)
             self._buffer = self._buffer[len(sure) :]
             return False
@@ -253,11 +254,7 @@ class AnswerReader:
             self._read = self._json_head
 
     def _begin(self, name: str) -> None:
-        if self._calls in ("mistral", "mistral-args"):
-            call_id = "".join(secrets.choice(_LETTERS) for _ in range(MISTRAL_ID))
-        else:
-            call_id = f"call_{secrets.token_hex(12)}"
-        self._parts.append(("call", Call(self.calls, id=call_id, name=name)))
+        self._parts.append(("call", Call(self.calls, id=_new_id(self._calls), name=name)))
         self.calls += 1
 
     def _add(self, arguments: str) -> None:
@@ -274,7 +271,7 @@ class AnswerReader:
         match = _HEAD.match(self._buffer, 0, HEAD_LETTERS) if self._looked < HEAD_LETTERS else None
         if match is not None and (name := _text_of(match[1])) is not None:
             self._begin(name)
-            self._head, self._head_letters = JsonSpan(), 0
+            self._head = JsonSpan()
             self._buffer, self._span, self._read = self._buffer[match.end() :], JsonSpan(), self._json_arguments
             return True
         text = self._buffer.lstrip()
@@ -282,16 +279,12 @@ class AnswerReader:
             return self._is_only_space()
         place = self._place_of(self._close) if self._close else -1
         closed = place - len(self._buffer) + len(text) if place >= 0 else None
-        end = None
-        if text.startswith("{"):  # only new text is searched: a call may be long
-            end = self._head.feed(text[self._head_letters :])
-            end = None if end is None else self._head_letters + end
-            self._head_letters = len(text)
+        end = self._head.end_in(text) if text.startswith("{") else None
         if end is None and closed is None and text.startswith("{"):
             return False
         if end is None:
             end = len(text) if closed is None else closed
-        self._head, self._head_letters = JsonSpan(), 0
+        self._head = JsonSpan()
         self._whole_json(text[:end])
         self._buffer = text[end:]
         return True
@@ -306,15 +299,10 @@ class AnswerReader:
 
     def _whole_json(self, text: str) -> None:
         """Parse a complete call. Its fields may be in any order."""
-        try:
-            call = json.loads(text, strict=False)
-            name, given = call["name"], call.get("arguments", call.get("parameters", {}))
-            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            if not isinstance(name, str) or not isinstance(json.loads(arguments), dict):
-                raise ValueError("no call")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if (call := _call_in(text)) is None:
             self._no_call(text)
             return
+        name, arguments = call
         self._begin(name)
         self._add(arguments)
         self._read = self._after_json
@@ -392,17 +380,7 @@ class AnswerReader:
         if not self._is_named:
             self._no_call(body + close)
             return
-        parameters = self._functions.get(self._name)
-        try:
-            if is_cut and self._calls == "gemma4":
-                self._add(gemma_arguments_prefix(body))
-            elif is_cut:
-                self._add(tagged_arguments_prefix(body, parameters))
-            else:
-                arguments = gemma_arguments(body) if self._calls == "gemma4" else tagged_arguments(body, parameters)
-                self._add(json.dumps(arguments, ensure_ascii=False))
-        except (ValueError, RecursionError):
-            self._add(body)  # as it was written: the client sees that it is no JSON
+        self._add(_arguments_in(body, self._calls, self._functions.get(self._name), is_cut=is_cut))
         self._read, self._skips_space = self._text, True
 
 
@@ -411,3 +389,38 @@ def _text_of(quoted: str) -> str | None:
         return str(json.loads(quoted, strict=False))
     except ValueError:
         return None
+
+
+def _without_space(text: str) -> str:
+    """Return the beginning of a text that may be emitted: white space at its end waits for the next text."""
+    sure = text.rstrip()
+    return sure if len(text) - len(sure) <= HEAD_LETTERS else text
+
+
+def _new_id(calls: str | None) -> str:
+    if calls in ("mistral", "mistral-args"):
+        return "".join(secrets.choice(_LETTERS) for _ in range(MISTRAL_ID))
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _call_in(text: str) -> tuple[str, str] | None:
+    """Return the name and the arguments' JSON of a whole call as JSON, None if it is none."""
+    try:
+        call = json.loads(text, strict=False)
+        name, given = call["name"], call.get("arguments", call.get("parameters", {}))
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return (name, arguments) if isinstance(name, str) and isinstance(json.loads(arguments), dict) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _arguments_in(body: str, calls: str | None, parameters: Mapping[str, object] | None, *, is_cut: bool) -> str:
+    """Return the arguments' JSON of a call between marks, or its beginning; as it was written where it is none: the client sees
+    that."""
+    try:
+        if is_cut:
+            return gemma_arguments_prefix(body) if calls == "gemma4" else tagged_arguments_prefix(body, parameters)
+        arguments = gemma_arguments(body) if calls == "gemma4" else tagged_arguments(body, parameters)
+        return json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return body

@@ -174,7 +174,8 @@ class RowPages:
 
     def vacate(self, row: TokenSequence) -> int:
         """Take a request's row of the cache away and free its pages. Returns the number of that row."""
-        number, row.number = row.number, -1
+        number = row.number
+        row.move(-1)
         self.cache.bind(number, None)
         self.forget(row)
         return number

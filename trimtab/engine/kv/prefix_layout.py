@@ -13,14 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
-from trimtab.engine.kv.recurrent import RecurrentLayer
+from trimtab.engine.kv.recurrent import RecurrentLayer, is_recurrent, states_of
 from trimtab.planning.memory.prefix_cache import ALIGNED, LEAST_PAGE_BYTES
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 # By layer and name, keys and values of one row or prompt: [H, places, D]; of a whole pool where rows share one. A recurrent layer's
 # are its window ("conv", [1, C, K]) and its matrices ("recurrent", [H, Dk, Dv]).
@@ -82,6 +86,13 @@ class Layout:
         """Return memory of the shape of a field."""
         field = next(one for one in (*self.blocks, *self.rings) if (one.layer, one.name) == (layer, name))
         return torch.empty(field.shape, dtype=field.dtype, device=device)
+
+    def values_like(self, field: PageField, keys: Tensor) -> Tensor:
+        """Return empty values of the layer of a field; `keys` where it has none of its own."""
+        for other in (*self.blocks, *self.rings):
+            if other.layer == field.layer and other.name == "values":
+                return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
+        return keys
 
     @cached_property
     def page_bytes(self) -> int:
@@ -214,6 +225,26 @@ class RowViews:
             blocks.append(state[:, : count * size].unflatten(1, (count, size)).transpose(0, 1))
         rings = [states[field.layer, field.name].view(-1) for field in layout.rings]
         return cls(full, blocks, rings, size)
+
+    @classmethod
+    def of_prompt(cls, layout: Layout, prompt: Cache, count: int) -> RowViews:
+        """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
+        states: dict[tuple[int, str], Tensor] = {}
+        rings = {field.layer: field.shape[1] for field in layout.rings}
+        for number, layer in enumerate(prompt.layers):
+            if is_recurrent(layer):
+                states |= {(number, name): state for name, state in states_of(layer).items()}
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name, None)
+                if tensor is None:
+                    continue
+                states[number, name] = tensor[0]
+                if number in rings:
+                    kept = min(tensor.shape[2], rings[number])
+                    places = torch.arange(count - kept, count, device=tensor.device) % rings[number]
+                    ring = tensor.new_zeros(tensor.shape[1], rings[number], tensor.shape[3])
+                    states[number, name] = ring.index_copy(1, places, tensor[0, :, -kept:] if kept else tensor[0])
+        return cls.of(layout, states)
 
     def copy_blocks(self, first: int, parts: list[Tensor], *, into_row: bool) -> None:
         """Copy blocks from number `first` on to or from each full layer's [count, H, block, D]."""

@@ -88,6 +88,40 @@ class TokenSequence:
         """The answer's tokens so far, its end token included."""
         return self.token_ids[self.prompt_tokens :]
 
+    # Only these write where a sequence stands: it gets a row, is moved, has positions written and ends.
+
+    def place(self, number: int, written: int) -> None:
+        """Give it a row of the cache, which has this many of its positions."""
+        self.number, self.written = number, written
+
+    def move(self, number: int) -> None:
+        """Record another row; -1 for none."""
+        self.number = number
+
+    def write(self, positions: int = 1) -> None:
+        """Record more written positions."""
+        self.written += positions
+
+    def end(self, finish: str, error: BaseException | None = None) -> None:
+        """Let it end: "stop", "length", or "error" and why no token could be sampled."""
+        self.finish, self.error = finish, error
+
+    def begin_reuse(self, reuse: Reuse | None, cached_tokens: int) -> None:
+        """Record which prefix it takes from a cache, and how many tokens of it."""
+        self.reuse, self.cached_tokens = reuse, cached_tokens
+
+    def share(self, tokens: int) -> None:
+        """Record how much of its prompt another row of its group has computed."""
+        self.shared_tokens = tokens
+
+    def keep_logits(self, logits: Tensor) -> None:
+        """Keep the logits [V] of the prompt's last token for others of its group."""
+        self.logits = logits
+
+    def forget_states(self) -> None:
+        """Let nothing of it be cached or copied."""
+        self.reuse = self.logits = None
+
 
 @dataclass(eq=False)
 class PrefillState:

@@ -170,18 +170,15 @@ class _Builder:
     def linear(self, path: str, leaf: LinearLayer, lora: AdapterTarget | None, saved: AdapterTarget | None) -> LinearAdapter | None:
         target = lora or saved
         assert target is not None
-        adapter = LinearAdapter(target.part)
-        if saved is not None and path not in self.base.same:
-            replaced = {name: self.tensor(entry, leaf.weight.dtype) for name, entry in saved.tensors.items()}
-            adapter.weight, adapter.bias = replaced.get("weight"), replaced.get("bias")
+        entries = {} if saved is None or path in self.base.same else saved.tensors
+        replaced = {name: self.tensor(entry, leaf.weight.dtype) for name, entry in entries.items()}
+        weight, bias = replaced.get("weight"), replaced.get("bias")
         if lora is None:
-            return None if adapter.weight is None and adapter.bias is None else adapter
-        adapter.scale = lora.scale
-        adapter.A, adapter.B, adapter.B_bias = (self.lora(lora, role) for role in ("A", "B", "B_bias"))
-        magnitude = self.lora(lora, "magnitude")
+            return None if weight is None and bias is None else LinearAdapter(target.part, weight=weight, bias=bias)
+        A, B, B_bias, magnitude = (self.lora(lora, role) for role in ("A", "B", "B_bias", "magnitude"))
         if magnitude is not None:
-            adapter.magnitude = (magnitude / self.base.norms[path].to(self.device)).view(1, -1)
-        return adapter
+            magnitude = (magnitude / self.base.norms[path].to(self.device)).view(1, -1)
+        return LinearAdapter(target.part, lora.scale, A, B, B_bias=B_bias, magnitude=magnitude, weight=weight, bias=bias)
 
     def experts(self, targets: Iterable[AdapterTarget]) -> ExpertsAdapter:
         changes, part = [], ""
@@ -199,19 +196,15 @@ class _Builder:
     ) -> EmbeddingAdapter | None:
         target = lora or saved
         assert target is not None
-        adapter = EmbeddingAdapter(target.part)
-        if saved is not None and path not in self.base.same:
-            adapter.weight = self.tensor(saved.tensors["weight"], table.dtype)
+        weight = None if saved is None or path in self.base.same else self.tensor(saved.tensors["weight"], table.dtype)
         if lora is None:
-            return None if adapter.weight is None else adapter
-        adapter.scale = lora.scale
-        A, adapter.B, magnitude = (self.lora(lora, role) for role in ("A", "B", "magnitude"))
+            return None if weight is None else EmbeddingAdapter(target.part, weight=weight)
+        A, B, magnitude = (self.lora(lora, role) for role in ("A", "B", "magnitude"))
         assert A is not None
-        assert adapter.B is not None
-        adapter.A = A.T.contiguous()
+        assert B is not None
         if magnitude is not None:
-            adapter.magnitude = magnitude / self.base.norms[path].to(self.device)
-        return adapter
+            magnitude = magnitude / self.base.norms[path].to(self.device)
+        return EmbeddingAdapter(target.part, lora.scale, A.T.contiguous(), B, magnitude, weight)
 
 
 @dataclass(frozen=True)
@@ -283,22 +276,22 @@ def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], i
     modules = dict(model.named_modules())
     _check_modules(spec, by_module, modules)
     starts = starts or {}
-    fitting = Fitting(model, [], {}, frozenset(), 0)
-    kinds = set()
+    plain: list[PlainPlace] = []
+    rest: dict[str, dict[str, AdapterTarget]] = {}
+    ranks: dict[str, int] = {}
     for path, targets in by_module.items():
         target = targets["lora"] if "lora" in targets else next(iter(targets.values()))
         if target.kind == "linear" and target.part not in TOWERS:
-            kinds.add(kind_of(path))
-            fitting.largest_rank = max(fitting.largest_rank, target.rank)
+            kind = kind_of(path)
+            ranks[kind] = max(ranks.get(kind, 0), target.rank)
         is_plain = target.kind == "linear" and not target.fan_in_fan_out and set(targets) == {"lora"}
         is_plain = is_plain and set(target.tensors) == {"A", "B"}
         if not is_plain or any((entry.file, entry.start) not in starts for entry in target.tensors.values()):
-            fitting.rest[path] = targets
+            rest[path] = targets
             continue
         A, B = (starts[entry.file, entry.start] for entry in (target.tensors["A"], target.tensors["B"]))
-        fitting.plain.append(PlainPlace(modules[path], target.part, target.scale, target.rank, A, B))
-    fitting.kinds = frozenset(kinds)
-    return fitting
+        plain.append(PlainPlace(modules[path], target.part, target.scale, target.rank, A, B))
+    return Fitting(model, plain, rest, frozenset(ranks), max(ranks.values(), default=0))
 
 
 def attach(

@@ -37,9 +37,9 @@ from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
-from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, PageField, RowViews, copy, holds_window
+from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, RowViews, copy, holds_window
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
-from trimtab.engine.kv.recurrent import RecurrentLayer, is_recurrent, set_states, states_of
+from trimtab.engine.kv.recurrent import RecurrentLayer, set_states
 from trimtab.engine.kv.sequence import Inputs, PrefillState, Reuse, TokenSequence
 from trimtab.engine.prefill import encoder_cache
 from trimtab.engine.prefill.rows import Rows
@@ -288,7 +288,7 @@ class Prefixes:
         Also records where a snapshot would help."""
         self.flush()
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
-        row.reuse, row.cached_tokens = None, 0
+        row.begin_reuse(None, 0)
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
             return Match()
         piece = company.piece_tokens(self.batch.prompts.sizes, self.model.prefill_tokens) if self.batch.is_invariant else 0
@@ -296,15 +296,16 @@ class Prefixes:
             return Match()
         serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
         scope = cache.scope(row.client, self.model.adapter_content(row.adapter))
-        row.reuse = reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
+        reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
         if piece:
-            return self._find_pieces(row, piece)
+            return self._find_pieces(row, reuse, piece)
         match = Match()
         if cache.store is not None:
             match = self._find_all(cache, reuse, inputs.prompt_tokens, may_end_at)
             if reuse.logits is None:
                 match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
-        row.cached_tokens, reuse.offset = match.tokens, match.offset
+        row.begin_reuse(reuse, match.tokens)
+        reuse.offset = match.offset
         if (cache.windows or cache.is_recurrent) and reuse.logits is None:
             self._choose_snapshots(cache, reuse, inputs, match, may_end_at)
         return match
@@ -314,7 +315,7 @@ class Prefixes:
         row = prompt.row
         reuse, cached_tokens = row.reuse, row.cached_tokens
         found = self.find(prompt)
-        row.reuse, row.cached_tokens = reuse, cached_tokens
+        row.begin_reuse(reuse, cached_tokens)
         return found.tokens
 
     def _choose_snapshots(
@@ -339,14 +340,14 @@ class Prefixes:
                 reuse.border = max(place, reuse.border or 0)
         reuse.places = tuple(sorted(places))
 
-    def _find_pieces(self, row: TokenSequence, piece: int) -> Match:
+    def _find_pieces(self, row: TokenSequence, reuse: Reuse, piece: int) -> Match:
         """Return the whole pieces of a batch-invariant prompt that are kept, and cut it behind its last one to keep them."""
-        cache, reuse = self.cache, row.reuse
-        assert cache is not None and reuse is not None
-        match = Match()
+        cache, match = self.cache, Match()
+        assert cache is not None
         if cache.store is not None:
             match = cache.store.find(reuse.key, limit=row.prompt_tokens - 1, may_end_at=lambda place: place % piece == 0)
-        row.cached_tokens, reuse.offset = match.tokens, match.offset
+        row.begin_reuse(reuse, match.tokens)
+        reuse.offset = match.offset
         whole = row.prompt_tokens // piece * piece
         reuse.border = whole if whole > match.tokens else None
         return match
@@ -375,7 +376,7 @@ class Prefixes:
         match = self.find(prompt, may_end_at=lambda place: place >= behind)
         needs_offset = prompt.inputs.has_media and hf_slots.has_three_axes(self.model.hf_model)
         if not match.tokens or (needs_offset and match.offset is None):
-            prompt.row.cached_tokens = 0
+            prompt.row.begin_reuse(prompt.row.reuse, 0)
             return
         reuse, offset = prompt.row.reuse, (match.offset or 0) if needs_offset else 0
         logits = None if reuse is None else reuse.logits
@@ -402,14 +403,8 @@ class Prefixes:
                     layer.lazy_initialization(conv, recurrent[None])
             elif not layer.is_initialized:
                 empty = torch.empty(1, field.shape[0], 1, field.shape[2], dtype=field.dtype, device=self.model.device)
-                layer.lazy_initialization(empty, self._values_like(cache.layout, field, empty))
+                layer.lazy_initialization(empty, cache.layout.values_like(field, empty))
         cache.load(match, self._views_of(row))
-
-    def _values_like(self, layout: Layout, field: PageField, keys: Tensor) -> Tensor:
-        for other in (*layout.blocks, *layout.rings):
-            if other.layer == field.layer and other.name == "values":
-                return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
-        return keys
 
     def into_cache(self, match: Match) -> Cache:
         """Return transformers' cache with the first match.tokens tokens of a prompt."""
@@ -431,17 +426,12 @@ class Prefixes:
                 continue
             keys, values = states[number, "keys"][None], states[number, "values"][None]
             if layer.is_sliding:
-                order = self._order(match.tokens, layer.sliding_window, keys.shape[2])
+                order = _order(match.tokens, layer.sliding_window, keys.shape[2], keys.device)
                 keys, values = keys.index_select(2, order), values.index_select(2, order)
             hf_kv_int8.extend(layer, keys, values)
             if layer.is_sliding:
                 layer.cumulative_length = match.tokens
         return prompt_states
-
-    def _order(self, tokens: int, window: int, places: int) -> Tensor:
-        """Return the places of the last window - 1 positions in a ring, in order."""
-        first = max(tokens - (window - 1), 0)
-        return torch.arange(first, tokens, device=self.model.device) % places
 
     def encoders(self, prompt: PrefillState, *, is_counted: bool = True) -> AbstractContextManager[None]:
         """Return a context in which the towers return the kept outputs for a prompt's images and audio. is_counted: False where
@@ -470,7 +460,8 @@ class Prefixes:
         if self.batch.prompts.holds(prompt):
             views = partial(self._views_of, self.batch.cache.prompt_row)
         else:
-            views = partial(self._views_of_prompt, prompt.cache, prompt.done_tokens)
+            assert cache.layout is not None
+            views = partial(RowViews.of_prompt, cache.layout, prompt.cache, prompt.done_tokens)
         self._keep(prompt.row, prompt.done_tokens, views, snapshot=True, offset=None)
 
     def joined(self, prompt: PrefillState) -> None:
@@ -571,25 +562,11 @@ class Prefixes:
             views = self._row_views[row] = RowViews.of(layout, states)
         return views if slots.pool is None else replace(views, pages=slots.pool.pages_at(row))
 
-    def _views_of_prompt(self, prompt: Cache, count: int) -> RowViews:
-        """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
-        states: dict[tuple[int, str], Tensor] = {}
-        assert self.cache is not None and self.cache.layout is not None
-        rings = {field.layer: field.shape[1] for field in self.cache.layout.rings}
-        for number, layer in enumerate(prompt.layers):
-            if is_recurrent(layer):
-                states |= {(number, name): state for name, state in states_of(layer).items()}
-            for name in ("keys", "values"):
-                tensor = getattr(layer, name, None)
-                if tensor is None:
-                    continue
-                states[number, name] = tensor[0]
-                if number in rings:
-                    kept = min(tensor.shape[2], rings[number])
-                    places = torch.arange(count - kept, count, device=tensor.device) % rings[number]
-                    ring = tensor.new_zeros(tensor.shape[1], rings[number], tensor.shape[3])
-                    states[number, name] = ring.index_copy(1, places, tensor[0, :, -kept:] if kept else tensor[0])
-        return RowViews.of(self.cache.layout, states)
+
+def _order(tokens: int, window: int, places: int, device: torch.device) -> Tensor:
+    """Return the places of the last window - 1 positions in a ring, in order."""
+    first = max(tokens - (window - 1), 0)
+    return torch.arange(first, tokens, device=device) % places
 
 
 def _logits_key(key: PrefixKey) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.loader.transformers_model import Probe
 from trimtab.engine.tiers.reader import PositionedFile
-from trimtab.errors import AdapterError, CheckpointError
+from trimtab.errors import AdapterError
 from trimtab.formats.packed import split_packed
 from trimtab.merging.changes import experts
 from trimtab.merging.changes.delta import Change, EntryRows, Rows, row_pieces
@@ -92,26 +93,22 @@ class Adapters:
     def change(self, ask: Ask) -> Change:
         """Return the change of an ask, with its tensors read. Saved rows are read when they are used."""
         part = self.parts[ask.place]
-        change = Change(part.name, part.weight)
-        if ask.saved is not None:
-            change.saved = self.rows(ask.place, ask.saved)
+        read = partial(self.tensor, ask.place)
+        change = Change(part.name, part.weight, saved=None if ask.saved is None else self.rows(ask.place, ask.saved))
         if ask.stack is not None:
-            read = lambda entry: self.tensor(ask.place, entry)  # noqa: E731
-            change.left, change.right, change.scale = ask.stack.factors(read, ask.part)
+            left, right, scale = ask.stack.factors(read, ask.part)
+            change = replace(change, left=left, right=right, scale=scale)
         if ask.lora is None:
             return change
-        change.scale = ask.lora.scale
-        tensors = ask.lora.tensors
+        change, tensors = replace(change, scale=ask.lora.scale), ask.lora.tensors
         if ask.is_bias:
-            change.add = self.tensor(ask.place, tensors["B_bias"])
-            return change
-        A, B = (self.tensor(ask.place, tensors[role]) for role in ("A", "B"))
+            return replace(change, add=read(tensors["B_bias"]))
+        A, B = (read(tensors[role]) for role in ("A", "B"))
         # PEFT adds (B A)^T to a table, and to a Conv1D: the rows are A's columns.
-        change.is_table = ask.lora.kind == "embedding" or ask.lora.fan_in_fan_out
-        change.left, change.right = (A.T, B.T) if change.is_table else (B, A)
-        if "magnitude" in tensors:
-            change.magnitude = self.tensor(ask.place, tensors["magnitude"])
-        return change
+        is_table = ask.lora.kind == "embedding" or ask.lora.fan_in_fan_out
+        left, right = (A.T, B.T) if is_table else (B, A)
+        magnitude = read(tensors["magnitude"]) if "magnitude" in tensors else None
+        return replace(change, is_table=is_table, left=left, right=right, magnitude=magnitude)
 
 
 def open_adapters(parts: Sequence[Part], checkpoint: Checkpoint, anatomy: Anatomy, probe: Probe, stack: ExitStack) -> Adapters:
@@ -358,12 +355,3 @@ def _check_shapes(recipe: Recipe, shapes: Shapes, problems: list[str]) -> None:
 
 def _target(shape: Sequence[int]) -> Tensor:
     return torch.empty(tuple(shape), device="meta")
-
-
-def check_has_weights(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for a folder without weights."""
-    if not checkpoint.has_weights:
-        raise CheckpointError(
-            "has a config.json but no weights: there is nothing to merge into", path=checkpoint.path,
-            hint="Add the safetensors files",
-        )  # fmt: skip

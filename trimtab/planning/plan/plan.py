@@ -26,7 +26,7 @@ from trimtab.planning.values.kv_pool import pool_tokens
 from trimtab.planning.values.reading import read_row
 from trimtab.planning.values.rows import OUTSIDE_PEAK, ExpertWeights, Placement, StoredWeights, Unquantized
 from trimtab.process.files import write_text
-from trimtab.process.json_file import JsonError, read_json
+from trimtab.process.json_file import read_values
 from trimtab.report import charts
 from trimtab.report.document import Document
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
@@ -300,7 +300,7 @@ class Plan:
 
         Errors: CheckpointError if the file cannot be read, or with the field if it is no plan of this version.
         """
-        values = _read_values(path)
+        values = read_values(path, "plan")
         try:
             return cls.from_json(values)
         except RequestError as exc:
@@ -311,17 +311,8 @@ class Plan:
 
 def check_is_plan(path: str | os.PathLike[str]) -> None:
     """Raise CheckpointError for a file that is no plan of any release, such as a model's config.json."""
-    if not _may_be_plan(_read_values(path)):
+    if not _may_be_plan(read_values(path, "plan")):
         raise _no_plan(path)
-
-
-def _read_values(path: str | os.PathLike[str]) -> Any:
-    try:
-        return read_json(path, "plan")
-    except OSError as exc:
-        raise CheckpointError(f"cannot be read ({exc.strerror})", path=path) from exc
-    except JsonError as exc:
-        raise CheckpointError(str(exc), path=path) from exc
 
 
 def _may_be_plan(values: Any) -> bool:

@@ -2,6 +2,7 @@
 
     Watcher        a thread of the worker checks once a second and reads complete files
     AdapterQueue   adapters whose files were read, with their remaining work
+    NewAdapters    both, and the adapters that clients load
 
 A change is accepted when two checks in a row find the same files, so that a folder is not read while it is written.
 Unreadable files are logged once, and the old adapter stays.
@@ -19,15 +20,22 @@ import queue
 import stat
 import threading
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import is_lora_file
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.contract.inside_root import read_inside
+from trimtab.serve.contract.log import write_traceback
+from trimtab.serve.scheduling.scheduler import StoppingError
+
+if TYPE_CHECKING:
+    from trimtab.serve.adapters.adapter_cache import AdapterCache
 
 LOOK_S = 1.0
 
@@ -44,6 +52,16 @@ class _Folder:
     used: Hashable | None
     root: str | None = None
     seen: Hashable | None = None
+
+    def is_new(self, stamp: Hashable | None) -> bool:
+        """Record what a check found; return whether it has found other files twice."""
+        is_other = stamp is not None and stamp != self.used
+        before, self.seen = self.seen, stamp if is_other else None
+        return is_other and before == stamp
+
+    def use(self, stamp: Hashable) -> None:
+        """Record which files are in use now, or refused."""
+        self.used, self.seen = stamp, None
 
 
 class Watcher:
@@ -87,11 +105,7 @@ class Watcher:
             folders = list(self._folders.items())
         for name, folder in folders:
             stamp = files_stamp(folder.path)
-            if stamp is None or stamp == folder.used:
-                folder.seen = None
-            elif stamp != folder.seen:
-                folder.seen = stamp
-            else:
+            if folder.is_new(stamp):
                 self._take(name, folder, stamp)
 
     def _take(self, name: str, folder: _Folder, stamp: Hashable) -> None:
@@ -100,10 +114,10 @@ class Watcher:
         except Exception as exc:  # files can fail in unforeseen ways
             if files_stamp(folder.path) == stamp:  # else they changed while they were read
                 log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
-                folder.used = stamp
+                folder.use(stamp)
             return
         if files_stamp(folder.path) == stamp:
-            folder.used, folder.seen = stamp, None
+            folder.use(stamp)
             self.read_again.put((name, adapter))
 
 
@@ -199,8 +213,137 @@ class AdapterQueue:
             one.finish(one.work)
         except Exception as exc:
             self._waiting.remove(one)
-            one.finish(partial(_throw, exc))
+            one.finish(partial(throw, exc))
 
 
-def _throw(exc: Exception) -> None:
+class NewAdapters:
+    """The adapters that come to a worker or change there. waiting: those that are prepared between steps.
+
+    pieces: begins to compute what an adapter needs of the model. reload: uses an adapter's new files from the next answer on, given
+    its name and them; returns whether they differ. reply: answers a client's call of this id with the result of work.
+    """
+
+    def __init__(
+        self, shelf: AdapterCache, waiting: AdapterQueue, *, pieces: Callable[[Any], Iterator[None]],
+        reload: Callable[[str, Any], bool], reply: Callable[[int, Callable[[], Any]], None],
+    ) -> None:  # fmt: skip
+        self._shelf, self.waiting, self._pieces, self._reload, self._reply = shelf, waiting, pieces, reload, reply
+        self.watcher = Watcher(shelf.read)
+        # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path, root.
+        self._reading: dict[int, tuple[str, str, str | None]] = {}
+        self._read: queue.SimpleQueue[tuple[int, Hashable | None, Any]] = queue.SimpleQueue()
+        self._is_draining = False
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether files of a client's adapter are being read."""
+        return bool(self._reading)
+
+    def add(self, name: str, path: str, root: str | None, *, is_first: bool) -> None:
+        """Read an adapter of the server's start. is_first: a later start goes on without one that cannot be read."""
+        stamp = files_stamp(path)
+        try:
+            self._shelf.check_new(name)
+            self._shelf.put(name, bounded(self._shelf.read, path, name, root))
+        except TrimtabError as exc:
+            if is_first:
+                raise
+            self._shelf.lost[name] = str(exc)
+            return  # one client's adapter must not prevent the model's restart
+        self.watcher.watch(name, path, stamp, root)
+
+    def prepare(self, adapter: Any, names: set[str]) -> None:
+        """Prepare an adapter of the server's start, which requests may name already."""
+        self.waiting.add(Unprepared(self._pieces(adapter), _tried, _nothing, Urgency.START, names))
+
+    def begin(self, call_id: int, name: str, path: str, root: str | None) -> None:
+        """Begin to read the adapter of a client's call."""
+
+        def read() -> None:
+            stamp = None
+            try:
+                stamp = files_stamp(path)
+                self._read.put((call_id, stamp, bounded(self._shelf.read, path, name, root)))
+            except Exception as exc:
+                self._read.put((call_id, stamp, exc))
+
+        exc: TrimtabError | None = None
+        if self._is_draining:
+            exc = StoppingError()
+        elif any(name == other for other, *_ in self._reading.values()):
+            exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
+        if exc is not None:
+            self._reply(call_id, partial(throw, exc))
+            return
+        self._reading[call_id] = name, path, root
+        try:
+            threading.Thread(target=read, name="trimtab-read", daemon=True).start()
+        except RuntimeError as no_thread:  # the system has no thread left: only this call fails
+            self._loaded(call_id, partial(throw, no_thread))
+
+    def take(self) -> None:
+        """Let adapters whose files were read wait for their turn. Running answers finish with the old files of one that changed."""
+        with suppress(queue.Empty):
+            while True:
+                call_id, stamp, result = self._read.get_nowait()
+                if isinstance(result, Exception):
+                    self._loaded(call_id, partial(throw, result))
+                elif call_id in self._reading:
+                    name, path, root = self._reading[call_id]
+                    put = partial(self._put, name, path, root, stamp, result)
+                    self.waiting.add(Unprepared(self._pieces(result), partial(self._loaded, call_id), put, Urgency.AWAITED))
+        with suppress(queue.Empty):
+            while True:
+                name, adapter = self.watcher.read_again.get_nowait()
+                pieces, change = self._pieces(adapter), partial(self._change, name, adapter)
+                self.waiting.add(Unprepared(pieces, partial(_changed, name), change, Urgency.CHANGED, replaces=name))
+
+    def drain(self) -> None:
+        """Read no adapter from now on. One that is being loaded is not needed any more, and its files may be slow."""
+        self._is_draining = True
+        for call_id in list(self._reading):
+            self._loaded(call_id, partial(throw, StoppingError()))
+
+    def forget(self, name: str) -> None:
+        """Forget an adapter that was unloaded."""
+        self.watcher.forget(name)
+        self.waiting.forget(name)
+        self.waiting.forget_changed(name)
+
+    def _loaded(self, call_id: int, work: Callable[[], Any]) -> None:
+        """Answer a call for an adapter, once."""
+        if self._reading.pop(call_id, None) is not None:
+            self._reply(call_id, work)
+
+    def _put(self, name: str, path: str, root: str | None, stamp: Any, adapter: Any) -> None:
+        self._shelf.put(name, adapter)
+        self.watcher.watch(name, path, stamp, root)
+
+    def _change(self, name: str, adapter: Any) -> None:
+        if self._reload(name, adapter):
+            self.waiting.forget(name)
+            log.info("adapter %s was reloaded: its files changed", name)
+
+
+def _changed(name: str, work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except TrimtabError as exc:
+        log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
+    except Exception as exc:
+        write_traceback(exc, "a changed adapter was not reloaded")
+
+
+def _tried(work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except Exception as exc:
+        write_traceback(exc, "an adapter is prepared at its first use instead")
+
+
+def _nothing() -> None:
+    """Do nothing, because the adapter is already available."""
+
+
+def throw(exc: Exception) -> None:
     raise exc

@@ -47,24 +47,34 @@ class QuotaError(RequestError):
 
 
 @dataclass(eq=False)
-class _Used:
+class Use:
+    """The use of one key. A request `enter`s it, `charge`s it with tokens, also after its end, and `leave`s it at the end."""
+
     running: int = 0
     began: deque[float] = field(default_factory=deque)
     tokens: int = 0
     day_began: float = -math.inf
 
-
-class Use:
-    """The use of one request: `charge` it with tokens, also after its end, and `leave` at the end."""
-
-    def __init__(self, used: _Used) -> None:
-        self._used = used
+    def enter(self, limits: KeyLimits, now: float) -> None:
+        """Count a new request. Errors: QuotaError."""
+        while self.began and now - self.began[0] >= MINUTE_S:
+            self.began.popleft()
+        if now - self.day_began >= DAY_S:
+            self.day_began, self.tokens = now, 0
+        if limits.concurrent is not None and self.running >= limits.concurrent:
+            raise QuotaError("concurrent", limits.concurrent, 1.0)
+        if limits.requests_per_minute is not None and len(self.began) >= limits.requests_per_minute:
+            raise QuotaError("requests_per_minute", limits.requests_per_minute, MINUTE_S - (now - self.began[0]))
+        if limits.tokens_per_day is not None and self.tokens >= limits.tokens_per_day:
+            raise QuotaError("tokens_per_day", limits.tokens_per_day, DAY_S - (now - self.day_began))
+        self.running += 1
+        self.began.append(now)
 
     def charge(self, tokens: int) -> None:
-        self._used.tokens += tokens
+        self.tokens += tokens
 
     def leave(self, tokens: int = 0) -> None:
-        self._used.running -= 1
+        self.running -= 1
         self.charge(tokens)
 
 
@@ -73,7 +83,7 @@ class Quotas:
 
     def __init__(self, limits: Mapping[str, KeyLimits], *, now: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._now = dict(limits), now
-        self._used: dict[str, _Used] = {}
+        self._used: dict[str, Use] = {}
 
     def use(self, limits: Mapping[str, KeyLimits]) -> None:
         """Use other limits. The use of a key with the same name is kept."""
@@ -93,20 +103,8 @@ class Quotas:
         return best
 
     def enter(self, limits: KeyLimits | None) -> Use:
-        """Count a new request, and return its use. Errors: QuotaError."""
-        if limits is None:
-            return Use(_Used())
-        used, now = self._used.setdefault(limits.name, _Used()), self._now()
-        while used.began and now - used.began[0] >= MINUTE_S:
-            used.began.popleft()
-        if now - used.day_began >= DAY_S:
-            used.day_began, used.tokens = now, 0
-        if limits.concurrent is not None and used.running >= limits.concurrent:
-            raise QuotaError("concurrent", limits.concurrent, 1.0)
-        if limits.requests_per_minute is not None and len(used.began) >= limits.requests_per_minute:
-            raise QuotaError("requests_per_minute", limits.requests_per_minute, MINUTE_S - (now - used.began[0]))
-        if limits.tokens_per_day is not None and used.tokens >= limits.tokens_per_day:
-            raise QuotaError("tokens_per_day", limits.tokens_per_day, DAY_S - (now - used.day_began))
-        used.running += 1
-        used.began.append(now)
-        return Use(used)
+        """Count a new request, and return its key's use. Errors: QuotaError."""
+        used = Use() if limits is None else self._used.setdefault(limits.name, Use())
+        if limits is not None:
+            used.enter(limits, self._now())
+        return used

@@ -12,13 +12,10 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
-import queue
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -33,7 +30,7 @@ from trimtab.process import phases
 from trimtab.process.child import end_after
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
-from trimtab.serve.adapters.new_adapters import AdapterQueue, Unprepared, Urgency, Watcher, bounded, files_stamp
+from trimtab.serve.adapters.new_adapters import AdapterQueue, NewAdapters, files_stamp, throw
 from trimtab.serve.contract.inside_root import look
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.log import keep_streams, set_up_as_parent, write_traceback
@@ -152,42 +149,23 @@ class _Worker:
         self.going_on = _stop_at_turn_end(self.model, settings.get("stop_at_turn_end"))
         from trimtab.serve.worker.engine import LoadedEngine
 
-        self.pulse, self._unprepared = Pulse(channel.send), AdapterQueue()
+        self.pulse, waiting = Pulse(channel.send), AdapterQueue()
         self.engine = LoadedEngine(
             self.model, rows=self.plan.request.batch, kept=settings.get("kept", ()),
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
             audio_s=(settings.get("media") or {}).get("request_audio_s"), held=read, lost=lost, pulse=self.pulse,
-            is_unprepared=self._unprepared.has,
+            is_unprepared=waiting.has,
         )  # fmt: skip
-        self.watcher = Watcher(self.engine.shelf.read)
-        roots = settings.get("roots", {})
+        shelf, roots = self.engine.shelf, settings.get("roots", {})
+        self.adapters = NewAdapters(shelf, waiting, pieces=self.model.adapter_pieces, reload=self.engine.reload, reply=self._reply)
         for name, path in request.adapters.items():
-            self.watcher.watch(name, path, stamps[name], roots.get(name))
+            self.adapters.watcher.watch(name, path, stamps[name], roots.get(name))
         for name, path in later.items():
-            self._add_adapter(name, path, roots.get(name), is_first=before is None)
-        # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path, root.
-        self._reading: dict[int, tuple[str, str, str | None]] = {}
-        self._read: queue.SimpleQueue[tuple[int, Hashable | None, Any]] = queue.SimpleQueue()
+            self.adapters.add(name, path, roots.get(name), is_first=before is None)
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
-        shelf = self.engine.shelf
         for held in shelf.held:  # their first use should need no more computing
-            names = set(shelf.names_of(held))
-            pieces = self.model.adapter_pieces(held)
-            self._unprepared.add(Unprepared(pieces, _tried, _nothing, Urgency.START, names))
+            self.adapters.prepare(held, set(shelf.names_of(held)))
         self.is_draining = self._has_compiled = False
-
-    def _add_adapter(self, name: str, path: str, root: str | None, *, is_first: bool) -> None:
-        stamp = files_stamp(path)
-        shelf = self.engine.shelf
-        try:
-            shelf.check_new(name)
-            shelf.put(name, bounded(shelf.read, path, name, root))
-        except TrimtabError as exc:
-            if is_first:
-                raise
-            shelf.lost[name] = str(exc)
-            return  # one client's adapter must not prevent the model's restart
-        self.watcher.watch(name, path, stamp, root)
 
     def _loading(self, done: int, of: int) -> None:
         now = time.monotonic()
@@ -205,11 +183,11 @@ class _Worker:
         preload.collect_again()
         gc.freeze()  # a garbage collection over the model's objects and all modules would stop all answers for 0.1 s
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
-        self.watcher.start()
+        self.adapters.watcher.start()
         try:
             self._answer()
         finally:
-            self.watcher.end()
+            self.adapters.watcher.end()
         self.model.close()
 
     def _answer(self) -> None:
@@ -219,11 +197,10 @@ class _Worker:
                 self._obey(self.inbox.receive())
                 if self.is_draining and self.scheduler.is_idle:
                     break
-            self._take_read()
-            self._take_changed()
-            if self._unprepared:
+            self.adapters.take()
+            if self.adapters.waiting:
                 with self.pulse.work("an adapter"):
-                    self._unprepared.step(self._is_needed, only_for_requests=self.is_draining)
+                    self.adapters.waiting.step(self._is_needed, only_for_requests=self.is_draining)
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()
@@ -233,13 +210,13 @@ class _Worker:
         """Answer messages that arrived after the last job ended, so that every request gets an answer."""
         for message in self.inbox.rest():
             if message["do"] == "call":
-                self._reply(message["id"], partial(_throw, StoppingError()))
+                self._reply(message["id"], partial(throw, StoppingError()))
             elif message["do"] == "submit":
                 self.events.append(error_event(message["job"]["id"], StoppingError()))
         self._tell()
 
     def _use_idle_time(self) -> None:
-        is_idle = self.scheduler.is_idle and not self.is_draining and not self._unprepared
+        is_idle = self.scheduler.is_idle and not self.is_draining and not self.adapters.waiting
         if is_idle and self.engine.has_more_to_capture:
             self._capture_more()
             return
@@ -259,9 +236,9 @@ class _Worker:
         """Return how long to wait for the next message."""
         if self.scheduler.is_preparing:
             return PREPARING_S
-        if self.is_draining or not self.scheduler.is_idle or self._unprepared:
+        if self.is_draining or not self.scheduler.is_idle or self.adapters.waiting:
             return 0
-        if self._reading:
+        if self.adapters.is_reading:
             return READING_S
         if self.engine.has_more_to_capture:
             return CAPTURING_S
@@ -281,9 +258,10 @@ class _Worker:
             case "cancel":
                 self.scheduler.cancel(message["id"])
             case "drain":
-                self._drain()
+                self.is_draining = True
+                self.adapters.drain()
             case "call" if message["what"] == "load_adapter":
-                self._begin_reading(message)
+                self.adapters.begin(message["id"], message["name"], message["path"], message.get("root"))
             case "call":
                 with self.pulse.work("a call"):
                     self._reply(message["id"], lambda: self._call(message))
@@ -299,14 +277,6 @@ class _Worker:
             error = MistakeError(write_traceback(exc, "internal error while taking a request"))
             self.events.append(error_event(plain["id"], error))
 
-    def _drain(self) -> None:
-        """Accept no new work from now on. An adapter that is being loaded is not needed any more, and its files may be
-        slow.
-        """
-        self.is_draining = True
-        for call_id in list(self._reading):
-            self._loaded(call_id, partial(_throw, StoppingError()))
-
     def _reply(self, call_id: int, work: Callable[[], Any]) -> None:
         answer: dict[str, Any] = {"say": "reply", "id": call_id}
         try:
@@ -319,72 +289,6 @@ class _Worker:
             answer["error"] = error_event("", MistakeError(write_traceback(exc, "internal error of the worker"))).error
         self.channel.send(answer)
 
-    def _begin_reading(self, message: Mapping[str, Any]) -> None:
-        call_id, name, path, root = message["id"], message["name"], message["path"], message.get("root")
-
-        def read() -> None:
-            stamp = None
-            try:
-                stamp = files_stamp(path)
-                self._read.put((call_id, stamp, bounded(self.engine.shelf.read, path, name, root)))
-            except Exception as exc:
-                self._read.put((call_id, stamp, exc))
-
-        exc: TrimtabError | None = None
-        if self.is_draining:
-            exc = StoppingError()
-        elif any(name == other for other, *_ in self._reading.values()):
-            exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
-        if exc is not None:
-            self._reply(call_id, partial(_throw, exc))
-            return
-        self._reading[call_id] = name, path, root
-        try:
-            threading.Thread(target=read, name="trimtab-read", daemon=True).start()
-        except RuntimeError as no_thread:  # the system has no thread left: only this call fails
-            self._loaded(call_id, partial(_throw, no_thread))
-
-    def _take_read(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                call_id, stamp, result = self._read.get_nowait()
-                if isinstance(result, Exception):
-                    self._loaded(call_id, partial(_throw, result))
-                elif call_id in self._reading:
-                    name, path, root = self._reading[call_id]
-                    pieces, put = self.model.adapter_pieces(result), partial(self._put, name, path, root, stamp, result)
-                    self._unprepared.add(Unprepared(pieces, partial(self._loaded, call_id), put, Urgency.AWAITED))
-
-    def _loaded(self, call_id: int, work: Callable[[], Any]) -> None:
-        """Answer a call for an adapter, once."""
-        if self._reading.pop(call_id, None) is not None:
-            self._reply(call_id, work)
-
-    def _put(self, name: str, path: str, root: str | None, stamp: Any, adapter: Any) -> None:
-        self.engine.shelf.put(name, adapter)
-        self.watcher.watch(name, path, stamp, root)
-
-    def _take_changed(self) -> None:
-        """Begin to use the new files of adapters that changed. Running answers finish with the old ones."""
-        with suppress(queue.Empty):
-            while True:
-                name, adapter = self.watcher.read_again.get_nowait()
-                pieces, change = self.model.adapter_pieces(adapter), partial(self._change, name, adapter)
-                self._unprepared.add(Unprepared(pieces, partial(self._changed, name), change, Urgency.CHANGED, replaces=name))
-
-    def _change(self, name: str, adapter: Any) -> None:
-        if self.engine.reload(name, adapter):
-            self._unprepared.forget(name)
-            log.info("adapter %s was reloaded: its files changed", name)
-
-    def _changed(self, name: str, work: Callable[[], Any]) -> None:
-        try:
-            work()
-        except TrimtabError as exc:
-            log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
-        except Exception as exc:
-            write_traceback(exc, "a changed adapter was not reloaded")
-
     def _is_needed(self, name: str) -> bool:
         """Whether a request waits until this adapter is prepared."""
         return bool(self.scheduler.uses(name)) and not self.engine.is_prepared(name)
@@ -394,9 +298,7 @@ class _Worker:
             case "unload_adapter":
                 name = message["name"]
                 self.engine.shelf.remove(name, [name] if self.scheduler.uses(name) else [])
-                self.watcher.forget(name)
-                self._unprepared.forget(name)
-                self._unprepared.forget_changed(name)
+                self.adapters.forget(name)
             case "numbers":
                 pass
             case what:
@@ -470,21 +372,6 @@ def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
     planned = {name: tuple(map(tuple, stamps)) for name, stamps in before.adapter_stamps.items()}
     now = {name: stamps_of(path) for name, path in request.adapters.items()}
     return all(planned.get(name) in (None, tuple(map(tuple, stamps))) for name, stamps in now.items())
-
-
-def _throw(exc: Exception) -> None:
-    raise exc
-
-
-def _nothing() -> None:
-    """Do nothing, because the adapter is already available."""
-
-
-def _tried(work: Callable[[], Any]) -> None:
-    try:
-        work()
-    except Exception as exc:
-        write_traceback(exc, "an adapter is prepared at its first use instead")
 
 
 def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:

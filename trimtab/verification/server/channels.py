@@ -70,13 +70,11 @@ def _ids(question: Question) -> dict[str, Any]:
     return {"prompt": list(question.ids)}
 
 
-def _with_start(question: Question) -> dict[str, Any] | None:
-    return None if question.text is None else {"prompt": question.text}
+def _text(start: str = "", **options: Any) -> Make:
+    """Return what makes a request of a question's text without this start."""
 
-
-def _without_start(start: str) -> Make:
     def make(question: Question) -> dict[str, Any] | None:
-        return None if question.text is None else {"prompt": question.text.removeprefix(start)}
+        return None if question.text is None else {"prompt": question.text.removeprefix(start), **options}
 
     return make
 
@@ -85,25 +83,14 @@ def _messages(question: Question) -> dict[str, Any] | None:
     return None if question.messages is None else {"messages": list(question.messages)}
 
 
-def _raw_generate(question: Question) -> dict[str, Any] | None:
-    return None if question.text is None else {"prompt": question.text, "raw": True}
-
-
-def _raw_without_start(start: str) -> Make:
-    def make(question: Question) -> dict[str, Any] | None:
-        return None if question.text is None else {"prompt": question.text.removeprefix(start), "raw": True}
-
-    return make
-
-
 def openai_channels(start: str) -> list[Channel]:
     """Return the channels of an OpenAI-compatible server, the most informative first. start: text of the token that
     begins a prompt.
     """
     channels = []
-    forms: list[tuple[str, Make]] = [("completions, token ids", _ids), ("completions, text", _with_start)]
+    forms: list[tuple[str, Make]] = [("completions, token ids", _ids), ("completions, text", _text())]
     if start:
-        forms.insert(1, ("completions, text, start token left to the server", _without_start(start)))
+        forms.insert(1, ("completions, text, start token left to the server", _text(start)))
     for top in (TOP, TOP_SMALL):
         channels += [Channel(name, "/completions", top, make, read_completion) for name, make in forms]
     channels += [chat_channel(top) for top in (TOP, TOP_SMALL)]
@@ -117,9 +104,9 @@ def chat_channel(top: int) -> Channel:
 
 def ollama_channels(start: str) -> list[Channel]:
     """Return the channels of Ollama's API: raw generation, without its template."""
-    forms: list[tuple[str, Make]] = [("raw generation", _raw_generate)]
+    forms: list[tuple[str, Make]] = [("raw generation", _text(raw=True))]
     if start:
-        forms.insert(0, ("raw generation, start token left to the server", _raw_without_start(start)))
+        forms.insert(0, ("raw generation, start token left to the server", _text(start, raw=True)))
     return [Channel(name, "/api/generate", top, make, read_ollama) for top in (TOP, TOP_SMALL, 0) for name, make in forms]
 
 
