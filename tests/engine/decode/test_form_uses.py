@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode.graph_uses import PERIOD, FormUses
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.prefill.prefill import PrefillRunner
 
 

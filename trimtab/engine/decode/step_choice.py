@@ -148,6 +148,7 @@ class StepChoice:
         for name, reason in {**kernels.left_out, **kernels.plain_products}.items():
             self.fall_back(name, reason, requested=False)
 
-    def capture_failed(self, *, is_fused: bool) -> None:
+    def capture_failed(self, why: str, *, is_fused: bool) -> None:
         """Go on without the fused step, or without graphs: without kernels of ours there may still be a graph."""
+        self.fall_back("fused step" if is_fused else "graph", why, requested=self.mode != "auto")
         self.is_fusable, self.is_captured = False, is_fused

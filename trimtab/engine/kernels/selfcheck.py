@@ -15,7 +15,6 @@ from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.capture_stream import side_stream
-from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
     AttentionShape,
@@ -30,6 +29,7 @@ from trimtab.engine.kernels.attention_and_norms import (
 )
 from trimtab.engine.kernels.plain_attention import Growth
 from trimtab.engine.kv.pages import PagePool
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
 _Make = Callable[..., Tensor]
@@ -318,7 +318,7 @@ def graph_us(run: Callable[[], object], device: torch.device | None = None, *, r
         torch.cuda.synchronize()
         # Not torch.cuda.graph: that collects garbage first, which takes longer than all the rest.
         with side_stream(device) as side:
-            graph, _ = GraphCache[object]().record(side, several)
+            graph, _ = GraphCache().record(side, several)
         graph.replay()
         times = []
         for _ in range(repeat):

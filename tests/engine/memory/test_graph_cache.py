@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trimtab.engine.cuda import capture_stream as capturing
-from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.memory.graph_cache import GraphCache
 
 CUDA = torch.device("cuda", 0)
 
