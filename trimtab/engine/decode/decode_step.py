@@ -7,7 +7,7 @@ A step of thousands of small kernels takes as long as Python needs to launch the
 repeats the very addresses and numbers it was captured with, so values that change from step to step are read from tensors
 at fixed addresses: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
 one for each bucket of rows, or all of them beforehand (`Batch.prepare`). Steps that cannot be captured run eagerly; `fallbacks`
-gives the reason. `step_choice` selects kernels, `step_capture` records graphs, this module runs and replays them.
+gives the reason. `step_choice` selects kernels, `step_capture` measures them, `GraphCache` captures and replays the steps.
 """
 
 from __future__ import annotations
@@ -132,10 +132,7 @@ class DecodeStep:
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, ...] | None = None
         self._live = -1  # rows that `cache.live` says
-        self._tables = [
-            module for module in self.model.hf_model.modules()
-            if isinstance(module, tables.GatheredTable) and module.asks_host
-        ]  # fmt: skip
+        self._tables = tables.asking_host(self.model.hf_model)
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.
         is_recurrent = hf_slots.keeps_states(self.model.hf_model)
         self._placeholders = frozenset[int]() if is_recurrent else hf_slots.placeholder_ids(self.model.hf_model)

@@ -4,7 +4,7 @@
     choice.is_captured, choice.is_fusable, choice.kernels, choice.fallbacks
 
 The plan says how steps run; limits of a card or a model are known here, before the first step, and listed in `fallbacks`.
-`DecodeStep` (engine/decode/decode_step.py) replays the chosen steps, `StepCapture` (engine/decode/step_capture.py) captures them.
+`DecodeStep` (engine/decode/decode_step.py) runs the chosen steps.
 """
 
 from __future__ import annotations

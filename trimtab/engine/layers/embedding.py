@@ -150,6 +150,11 @@ class GatheredTable(Table):
         return (self._staged, True) if self.reads_staged and self._staged is not None else None
 
 
+def asking_host(hf_model: nn.Module) -> list[GatheredTable]:
+    """Return the tables of a model whose rows the host fetches."""
+    return [one for one in hf_model.modules() if isinstance(one, GatheredTable) and one.asks_host]
+
+
 @contextmanager
 def reading_staged(staged: Sequence[GatheredTable]) -> Iterator[None]:
     """Let tables give the rows that `stage` put on the device while the block runs."""

@@ -95,10 +95,7 @@ class PrefillRunner:
         self._outputs: dict[tuple[bool, int], list[Tensor]] = {}
         self.is_recurrent = hf_slots.keeps_states(self.model.hf_model)
         self.tower_passes = TowerPasses(self)
-        self.staged_tables = [
-            module for module in self.model.hf_model.modules()
-            if isinstance(module, tables.GatheredTable) and module.asks_host
-        ]  # fmt: skip
+        self.staged_tables = tables.asking_host(self.model.hf_model)
         self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
             self.fall_back(why)
@@ -347,14 +344,18 @@ class PrefillRunner:
             return True
         return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
-    def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
-        if not self.captures or reads_experts(self):
+    def _may_capture(self, key: Key, *, at_once: bool = False) -> bool:
+        """Whether a form is captured now, and the memory that all graphs share is there. at_once: before it pays."""
+        if not at_once and (not self.captures or reads_experts(self)):
             return False
-        if self.model.plan.request.batch_invariant:
-            return True
         self._forget_unloaded()  # graphs of unloaded adapters must not take the place of others
         oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
-        return self._uses.pays(key, oldest)
+        if not (at_once or self.model.plan.request.batch_invariant or self._uses.pays(key, oldest)):
+            return False
+        is_made = self.room is None or self.room.make(is_lean=self.kernels().adds)
+        if not is_made:
+            self.fall_back("another pass or program has their memory for now")
+        return is_made
 
     def _static(self, form: Form) -> Tensor:
         """Return the result of a graph of this form, kernel by kernel."""
@@ -454,23 +455,13 @@ class PrefillRunner:
         )  # fmt: skip
         policy = Policy(
             self.model, "a prompt", failed=self._end_captures, forget=self.drop_graphs if self.room is None else self.room.release,
-            may_capture=partial(self._has_place, at_once=at_once), most=self._most_graphs, capturing=self._capturing,
+            may_capture=partial(self._may_capture, at_once=at_once), most=self._most_graphs, capturing=self._capturing,
             streamer=self.model.streamer, frees=True,
         )  # fmt: skip
         outputs = self._graphs.run(key, body, Inputs(stage, partial(self.batch.cache.rings, rows)), policy)
         if self.room is not None and self._graphs.captures > captures:
             self.room.check()  # drops this graph too where something is left: the result of its replay is correct
         return None if outputs is None else outputs[0]
-
-    def _has_place(self, key: Key, *, at_once: bool) -> bool:
-        """Whether a form is captured now, and there is the memory that all graphs share. at_once: before it pays."""
-        if not at_once and not self._may_capture(key):
-            return False
-        self._forget_unloaded()
-        is_made = self.room is None or self.room.make(is_lean=self.kernels().adds)
-        if not is_made:
-            self.fall_back("another pass or program has their memory for now")
-        return is_made
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
