@@ -16,7 +16,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels.selfcheck import KernelFamily
 from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.engine.lora.attached import AttachedAdapter
 from trimtab.engine.lora.layers import Holders
@@ -109,10 +109,10 @@ def test_a_prompt_whose_capture_finds_no_memory_is_an_error(model, monkeypatch, 
 def test_kernels_are_not_left_out_for_want_of_memory(exc, monkeypatch):
     left_out = {}
     with pytest.raises(type(exc)):
-        kernels._tried("products", left_out, raising(exc), lambda module, us: None, KeptChecks())
+        KernelFamily("products", raising(exc), lambda module, us: None, ()).choose(KeptChecks(), left_out, {})
     assert left_out == {}
     lost = raising(DeviceError("no", device="cuda:0"))
-    assert kernels._tried("products", left_out, lost, lambda module, us: None, KeptChecks()) is None
+    assert KernelFamily("products", lost, lambda module, us: None, ()).choose(KeptChecks(), left_out, {}) is None
     assert left_out == {"products": "cuda:0: no"}
     monkeypatch.setattr(head8, "load", raising(exc))
     head = type("Leaf", (), {"bias": None, "packed": lambda self: type("P", (), {"parts": _parts()})()})()

@@ -39,11 +39,11 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
-from trimtab.engine.memory.out_of_memory import reason_of
 from trimtab.formats.record import stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 from trimtab.planning.memory.unpacked import COLUMNS
@@ -318,17 +318,15 @@ def choose(
     packed, module = leaf.packed(), kernels.module
     columns = Columns(DequantizedWeights(kernels), list(groups_of(leaves).values()), module, model.device)
 
-    def check() -> str | None:
+    def check(module: nvrtc.Module, times: Times) -> str | None:
         why = wrong(packed, room, module)
-        return why or prompt_kernels.why_slower(kernels, NAME, *runs([packed], room, columns.counts, kernels), model.device)
+        return why or prompt_kernels.why_slower(times, NAME, *runs([packed], room, columns.counts, kernels), model.device)
 
-    key = (NAME, leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds)
-    why = _why_not(kernels, model.device, key, check)
+    key = (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds)
+    is_used = _is_used(KernelFamily(NAME, lambda: module, check, key), kernels, model.device, fall_back)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the tensors of checks and timings are free
-    if why is not None:
-        fall_back(why, NAME)
-    return columns if why is None else None
+    return columns if is_used else None
 
 
 def choose_kept(
@@ -339,31 +337,20 @@ def choose_kept(
     unpacked, module = model.unpacked, kernels.module
     if unpacked is None or not unpacked.columns or module is None or not kernels.adds:
         return None
-    why = _why_not(kernels, model.device, (NAME_KEPT,), partial(wrong_kept, module))
-    if why is not None:
-        fall_back(why, NAME_KEPT)
+    family = KernelFamily(NAME_KEPT, lambda: module, lambda module, _: wrong_kept(module), ())
+    if not _is_used(family, kernels, model.device, fall_back):
         return None
     weights = KeptWeights(unpacked, groups, module)
     return Columns(weights, weights.groups, module, model.device)
 
 
-def _why_not(kernels: PromptKernels, device: torch.device, key: tuple[object, ...], check: Callable[[], str | None]) -> str | None:
-    """Return the result of a check, None if it passes or did so before. key: its name, and everything that decides it."""
-    checks, name = KeptChecks.of(device), str(key[0])
-    before = checks.find(*key)
-    if before is not None:
-        if (times := before.get("us")) is not None:  # what is not timed has none
-            kernels.measured_us[name] = times[0], times[1]
-        return None
-    try:
-        with torch.no_grad():
-            why = check()
-    except Exception as exc:
-        return reason_of(exc, device)
-    if why is None:
-        checks.keep({"us": kernels.measured_us.get(name)}, *key)
-        checks.save()
-    return why
+def _is_used(family: KernelFamily, kernels: PromptKernels, device: torch.device, fall_back: Callable[[str, str], None]) -> bool:
+    checks, left_out = KeptChecks.of(device), dict[str, str]()
+    module = family.choose(checks, left_out, kernels.measured_us, device)
+    checks.save()
+    for name, why in left_out.items():
+        fall_back(why, name)
+    return module is not None
 
 
 def wrong(

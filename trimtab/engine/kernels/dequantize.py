@@ -27,7 +27,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
-from trimtab.engine.kernels.selfcheck import pair_us
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, pair_us
 from trimtab.engine.layers.embedding import GatheredTable, PackedTable
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
@@ -44,6 +44,7 @@ NAMES = (
     "unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_low_rows", "lora_low_rows_tensor",
     "lora_up_rows", "unpack_columns_nested", "unpack_columns_plain", "write_columns", "extend_input",
 )  # fmt: skip
+UNPACKS, ADDS = "unpacked 4-bit weights", "adapters of a prompt"
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.
 _UNPACKED, _TOKENS, _COLUMNS, _SLICE, _THREADS = 8192, 8, 512, 1024, 256
@@ -261,7 +262,7 @@ class PromptKernels:
     unpacks: bool = False
     adds: bool = False
     reasons: list[tuple[str, str]] = field(default_factory=list)
-    measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    measured_us: Times = field(default_factory=dict)
     _weights: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def matmul(self, leaves: Collection[Leaf]) -> Matmul[LayerProduct] | None:
@@ -337,35 +338,31 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
             leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts), kinds,
             *layouts.scale_type(leaf.packed()),
         )  # fmt: skip
-        checks, key = KeptChecks.of(device), ("kernels of a prompt", str(dtype), form, width)
         for one in {other.quant_kind: other for other in leaves}.values():
             unpacking(one.packed(), module)  # a capture finds it compiled
-        before = checks.find(*key)
-        if before is not None:
-            chosen.measured_us |= {name: (ours, theirs) for name, (ours, theirs) in before["us"].items()}
-            chosen.unpacks, chosen.adds = leaf is not None, True
-            chosen.module = module
-            return chosen
-        with torch.no_grad():
-            if leaves:
-                why = "no layer is in a form that it reads" if leaf is None else None
-                for kind in kinds:  # one layer of each format
-                    tried = tried_leaf([other for other in leaves if other.quant_kind == kind])
-                    why = why or (None if tried is None else wrong_unpack(tried.packed(), module, dtype))
-                chosen.unpacks = _passed(chosen, "unpacked 4-bit weights", why)
-            why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
-            chosen.adds = _passed(chosen, "adapters of a prompt", why)
-            if chosen.unpacks and leaf is not None:
-                chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module, dtype), device)
-            if chosen.adds:
-                chosen.adds = _pays(chosen, "adapters of a prompt", *_add_runs(width, dtype, module), device)
-        if chosen.adds and (chosen.unpacks or not leaves):
-            checks.keep({"us": chosen.measured_us}, *key)
-            checks.save()
     except Exception as exc:
-        chosen.reasons.append(("kernels of a prompt", reason_of(exc, device)))
-        return PromptKernels(reasons=chosen.reasons)
-    chosen.module = module
+        return PromptKernels(reasons=[("kernels of a prompt", reason_of(exc, device))])
+
+    def unpacks(module: nvrtc.Module, times: Times) -> str | None:
+        if leaf is None:
+            return "no layer is in a form that it reads"
+        for kind in kinds:  # one layer of each format
+            tried = tried_leaf([other for other in leaves if other.quant_kind == kind])
+            if tried is not None and (why := wrong_unpack(tried.packed(), module, dtype)):
+                return why
+        return why_slower(times, UNPACKS, *_unpack_runs(leaf.packed(), module, dtype), device)
+
+    def adds(module: nvrtc.Module, times: Times) -> str | None:
+        why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
+        return why or why_slower(times, ADDS, *_add_runs(width, dtype, module), device)
+
+    checks, left_out = KeptChecks.of(device), dict[str, str]()
+    families = [KernelFamily(UNPACKS, lambda: module, unpacks, (str(dtype), form))] if leaves else []
+    families.append(KernelFamily(ADDS, lambda: module, adds, (str(dtype), width)))
+    used = [one.name for one in families if one.choose(checks, left_out, chosen.measured_us, device) is not None]
+    checks.save()
+    chosen.module, chosen.unpacks, chosen.adds = module, UNPACKS in used, ADDS in used
+    chosen.reasons += left_out.items()
     torch.cuda.empty_cache()  # the tensors of checks and timings are free
     return chosen
 
@@ -484,21 +481,9 @@ def _add_runs(
     return lambda: add(A, B, 0.5, x, y, module, round_change=True), plain
 
 
-def _passed(chosen: PromptKernels, name: str, why: str | None) -> bool:
-    if why is not None:
-        chosen.reasons.append((name, why))
-    return why is None
-
-
-def _pays(
-    chosen: PromptKernels, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
-) -> bool:  # fmt: skip
-    return _passed(chosen, name, why_slower(chosen, name, ours, theirs, device))
-
-
 def why_slower(
-    chosen: PromptKernels, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
+    times: Times, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
 ) -> str | None:  # fmt: skip
     """Return how much slower ours is on this card, None if it is faster. The times are recorded."""
-    own, other = chosen.measured_us[name] = pair_us(ours, theirs, device)
+    own, other = times[name] = pair_us(ours, theirs, device)
     return None if own < other else f"{own:.1f} us against {other:.1f}"
