@@ -115,7 +115,7 @@ def test_kernels_are_not_left_out_for_want_of_memory(exc, monkeypatch):
     assert KernelFamily("products", lost, lambda module, us: None, ()).choose(KeptChecks(), left_out, {}) is None
     assert left_out == {"products": "cuda:0: no"}
     monkeypatch.setattr(head8, "load", raising(exc))
-    head = type("Leaf", (), {"bias": None, "packed": lambda self: type("P", (), {"parts": _parts()})()})()
+    head = type("Leaf", (), {"bias": None, "dtype": torch.bfloat16, "packed": lambda self: type("P", (), {"parts": _parts()})()})()
     with pytest.raises(type(exc)):
         head8_choice.choose(head)
 

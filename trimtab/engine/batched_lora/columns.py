@@ -39,7 +39,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, relative_error
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.engine.lora import layers as lora
@@ -360,11 +360,7 @@ def wrong(
     """Return the error of the kernels on this weight, None if there is none: random adapters of several ranks for up to three
     layers over one input, in float64. room: for the extended weight; its old content must not matter."""
     device, (high, width) = room.device, packed.shape
-    generator = torch.Generator(device=device).manual_seed(3)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
+    random = random_values(device, 3)
     expected_weight = dequantize(packed).to(room.dtype)
     counts = torch.zeros(-(-max(tokens) // TOKENS), dtype=torch.int32, device=device)
     for number, n in enumerate(tokens):
@@ -390,13 +386,11 @@ def wrong(
                 return f"{what}: counters are not zero afterwards"
             change = adapters[place].scale * (x.double() @ A.double().T @ B.double().T)
             made = extended[:, width:].double() @ weight[:, width:].double().T
-            error = float((made - change).norm() / change.norm())
-            if not error < LARGEST_COLUMN_ERROR:
+            if (error := relative_error(made, change)) >= LARGEST_COLUMN_ERROR:
                 return f"{what}: relative error of the adapter {error:.1e}"
             rows = slice(0, CHECKED_ROWS)
             expected = x.double() @ expected_weight[rows].double().T + change[:, rows]
-            error = float((functional.linear(extended, weight)[:, rows].double() - expected).norm() / expected.norm())
-            if not error < LARGEST_ERROR:
+            if (error := relative_error(functional.linear(extended, weight)[:, rows], expected)) >= LARGEST_ERROR:
                 return f"{what}: relative error {error:.1e}"
     return None
 
@@ -407,11 +401,7 @@ def wrong_kept(module: nvrtc.Module, *, tokens: Sequence[int] = (17, 130)) -> st
     from trimtab.engine.kernels.autotune import RandomWeights
 
     device, store = module.device, AdapterStore()
-    generator, make = torch.Generator(device=device).manual_seed(4), RandomWeights(device).make
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
+    random, make = random_values(device, 4), RandomWeights(device).make
     width = 1104  # two slices of the sums, the second one not whole
     layers: list[Leaf] = [
         ResidentLeaf(f"{rows} rows", make(rows, width), bias=None, device=device, dtype=torch.bfloat16, store=store)
@@ -439,8 +429,7 @@ def wrong_kept(module: nvrtc.Module, *, tokens: Sequence[int] = (17, 130)) -> st
         made, expected = columns.product(layers, x), torch.cat(wanted, dim=1)
         if made is None:
             return f"{what}: no product"
-        error = float((made.double() - expected).norm() / expected.norm())
-        if not error < LARGEST_ERROR:
+        if (error := relative_error(made, expected)) >= LARGEST_ERROR:
             return f"{what}: relative error {error:.1e}"
         if bool(columns.counts.any()):
             return f"{what}: counts are left"

@@ -342,7 +342,7 @@ class DecodeStep:
         table = slots if has_adapters or self.is_invariant else None
         run, store = partial(self._finish_and_go_on, step, bucket), self.model.adapter_store
         # The store's selection has the row numbers that the graph reads.
-        body = Body(run, lambda: [run()[0][:count]], kept=lambda: (table, store.selection))
+        body = Body(run, lambda: [run()[0][:count].clone()], kept=lambda: (table, store.selection))
         inputs = Inputs(partial(self._stage, state, bucket), lambda: [(self.tokens, self.tokens.clone())])
         capturing = partial(self._being_captured, body, padded, table, count, is_ours=kind == "fused" or table is not None)
         policy = Policy(

@@ -27,7 +27,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, pair_us
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, pair_us, random_values, relative_error
 from trimtab.engine.layers.embedding import GatheredTable, PackedTable
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
@@ -415,18 +415,13 @@ def wrong_unpack(packed: Packed, module: nvrtc.Module, dtype: torch.dtype | None
 
 def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9, 64, 515)) -> str | None:
     """Return the error of the kernels for LoRA, None if there is none: random values of several ranks, in float64."""
-    generator = torch.Generator(device=module.device).manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device, generator=generator)
-
+    random = random_values(module.device, 1)
     for number, n in enumerate(tokens):
         for rank, wide, high in ((4, 192, 320), (8, 2560, 1030), (20, 1032, 64)):
             A, B, x, y = (random(rank, wide) / wide**0.5, random(high, rank), random(n, wide).to(dtype), random(n, high).to(dtype))
             expected = y.double() + 0.5 * (x.double() @ A.double().T @ B.double().T)
-            actual = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2)).double()
-            error = float((actual - expected).norm() / expected.norm())
-            if not error < LARGEST_ERROR:
+            actual = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2))
+            if (error := relative_error(actual, expected)) >= LARGEST_ERROR:
                 return f"{n} tokens of {wide} values, rank {rank}: relative error {error:.1e}"
     return None
 
@@ -434,11 +429,7 @@ def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int]
 def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (16, 128)) -> str | None:
     """Return the error of the kernels for rows with separate adapters, None if there is none: rows with one of two ranks and
     without, in float64."""
-    generator = torch.Generator(device=module.device).manual_seed(2)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device, generator=generator)
-
+    random = random_values(module.device, 2)
     wide, high, slots = 1040, 1030, (1, -1, 0, 1)
     pairs = [(random(rank, wide) / wide**0.5, random(high, rank)) for rank in (8, 12)]
     columns = LoraColumns(
@@ -456,8 +447,7 @@ def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence
                 expected[part] += (0.5, 2.0)[slot] * (x[part].double() @ A.double().T @ B.double().T)
         row_slots = torch.tensor(slots, dtype=torch.int32, device=module.device)
         actual = add_rows(columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2))
-        error = float((actual.double() - expected).norm() / expected.norm())
-        if not error < LARGEST_ERROR:
+        if (error := relative_error(actual, expected)) >= LARGEST_ERROR:
             return f"{len(slots)} rows of {count} tokens: relative error {error:.1e}"
     return None
 

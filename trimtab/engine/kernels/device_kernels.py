@@ -34,7 +34,7 @@ from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, slower
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, slower
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.formats.record import stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
@@ -536,11 +536,7 @@ def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the model computes in {dtype}, not in bfloat16 or float16"
     device, wide, high = module.device, 192, 320
-    generator = torch.Generator(device=device).manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
+    random = random_values(device, 1)
     adapters = [(random(rank, wide) / wide**0.5, random(high, rank), 0.5) for rank in (8, 24)]
     for n in _ROWS:
         numbers = [i % 3 - 1 for i in range(n)]

@@ -85,6 +85,12 @@ class KernelFamily:
         return None
 
 
+def random_values(device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
+    """Return what draws a tensor of any shape, normally distributed: the same tensors in the same order each time."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+
 def slower(times: Times, theirs: str, what: str = "") -> str | None:
     """Return how much slower ours are together than what they replace, None if they are faster."""
     own, other = (sum(pair[side] for pair in times.values()) for side in (0, 1))
@@ -141,10 +147,7 @@ def check(
     widths: of the vectors that are normed or gated. attention: of each kind of layer. norm: as `gemv4.NormForm`. Norms,
     rotation and gates are compared with their torch path, attention with float64, each at a few lengths.
     """
-    generator = torch.Generator(device=module.device).manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device, generator=generator).to(dtype)
+    random = random_values(module.device, 1, dtype)
 
     def poisoned(*shape: int) -> Tensor:
         return torch.full(shape, math.nan, dtype=dtype, device=module.device)
@@ -271,11 +274,7 @@ def check_pages(
 
     attention: of each kind of layer that lies in pages. Its kernels are compiled here.
     """
-    generator = torch.Generator(device=module.device).manual_seed(2)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device, generator=generator).to(dtype)
-
+    random = random_values(module.device, 2, dtype)
     n, length = 2, 4 * PAGE_TOKENS + 40
     pool = PagePool(10 * PAGE_TOKENS, n, length, module.device)
     pages = [pool.take(length)[::-1] for _ in range(n)]

@@ -55,8 +55,8 @@ def check_replay(actual: Tensor, expected: Tensor) -> None:
 class Body:
     """The pass that a graph repeats. run: queues it, and returns its results; outputs: the tensors that they are copied into, made
     from those of `first`, None where replays write the results themselves. first: computes the pass before a capture, so that
-    objects made on first use are there; replays are compared with these results, or rows. serial: of the adapter whose own
-    addresses it reads; kept: what it reads by address."""
+    objects made on first use are there, and returns copies of its results, or of rows of them, that replays are compared with.
+    serial: of the adapter whose own addresses it reads; kept: what it reads by address."""
 
     run: Callable[[], Tensors]
     first: Callable[[], Tensors]
@@ -141,32 +141,40 @@ class GraphCache(OrderedDict[Key, Captured]):
         return captured.outputs
 
     def _captured(self, key: Key, body: Body, inputs: Inputs, policy: Policy) -> Captured | None:
-        before: Overwritten = ()
+        may_capture, captured = False, None
+        with self._told(policy):
+            may_capture = policy.may_capture(key)
+        if not may_capture:
+            return None
+        while len(self) >= policy.most():
+            self.popitem(last=False)
+        before = inputs.overwritten()
+        inputs.load()
+        with self._told(policy, before), policy.capturing():
+            start = time.perf_counter()
+            captured = self.capture(body, before, policy)
+            self.capture_s += time.perf_counter() - start
+        if captured is not None:
+            self[key] = captured
+            self.captures += 1
+        return captured
+
+    @contextmanager
+    def _told(self, policy: Policy, before: Overwritten = ()) -> Iterator[None]:
+        """End captures where the block fails, and go on behind it."""
+        model = policy.model
         try:
-            if not policy.may_capture(key):
-                return None
-            while len(self) >= policy.most():
-                self.popitem(last=False)
-            before = inputs.overwritten()
-            inputs.load()
-            with policy.capturing():
-                start = time.perf_counter()
-                captured = self.capture(body, before, policy)
+            yield
         except RequestError:
             raise
         except Exception as exc:
             self.forget_pool()
             policy.forget()
             if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
-                raise memory_error(exc, f"capturing {policy.what}", policy.model.plan, policy.model.device) from exc
-            torch.zeros(1, device=policy.model.device).item()  # raises if the device is lost
+                raise memory_error(exc, f"capturing {policy.what}", model.plan, model.device) from exc
+            torch.zeros(1, device=model.device).item()  # raises if the device is lost
             restore(before)
             policy.failed(f"capturing failed: {type(exc).__name__}: {exc}")
-            return None
-        self[key] = captured
-        self.captures += 1
-        self.capture_s += time.perf_counter() - start
-        return captured
 
     def capture(self, body: Body, before: Overwritten, policy: Policy) -> Captured:
         """Return a graph that was replayed with the results of its body; the cache does not keep it. before: `Inputs.overwritten`.
@@ -198,7 +206,7 @@ class GraphCache(OrderedDict[Key, Captured]):
         device = policy.model.device
         with side_stream(device) as side:
             with torch.cuda.stream(side), tiers.in_pass(policy.streamer, entered=order):
-                expected = [one.clone() for one in body.first()]
+                expected = body.first()
             torch.cuda.current_stream(device).wait_stream(side)
             outputs = None if body.outputs is None else body.outputs(expected)
             restore(before)

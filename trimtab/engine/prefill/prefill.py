@@ -450,7 +450,7 @@ class PrefillRunner:
         form, captures = key[0], self._graphs.captures
         assert isinstance(form, Form)
         body = Body(
-            lambda: [self._passed(form)], lambda: [self._static(form)],
+            lambda: [self._passed(form)], lambda: [self._static(form).clone()],
             lambda results: self._outputs.setdefault((form.is_last, form.rows), [torch.empty_like(one) for one in results]), serial,
         )  # fmt: skip
         policy = Policy(

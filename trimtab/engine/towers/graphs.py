@@ -292,7 +292,8 @@ class Towers:
         for target, source in zip(outputs, parts, strict=True):
             target.copy_(source)
         buffers.forget()  # where a layer has written into its inputs
-        result = self._by_graph((layer, *shape), inner, buffers, form, outputs, tensors)
+        kept = [one.clone() for one in outputs]
+        result = self._by_graph((layer, *shape), inner, buffers, form, outputs, tensors, kept)
         if (layer, *shape) not in self._graphs:
             return expected
         self._left = None if self._left is None else self._left - 1
@@ -300,9 +301,9 @@ class Towers:
 
     def _by_graph(
         self, key: Key, inner: Callable[..., object], buffers: _Buffers, form: Hashable, outputs: Sequence[Tensor],
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor], expected: Sequence[Tensor] = (),
     ) -> object:  # fmt: skip
-        """Return a layer's result by its graph, captured if there is none. form, outputs: of the result."""
+        """Return a layer's result by its graph, captured if there is none. form, outputs: of the result; expected: its values."""
 
         def run() -> list[Tensor]:
             args, kwargs = buffers.arguments()
@@ -310,7 +311,7 @@ class Towers:
             form_of(inner(*args, **kwargs), parts, self._values)
             return parts
 
-        body = Body(run, lambda: outputs, lambda _: outputs, self._serial, lambda: form)
+        body = Body(run, lambda: expected, lambda _: outputs, self._serial, lambda: form)
         policy = Policy(self.model, "a tower", self._end_captures, self._forget_all, is_static=not self.captures)
         self._graphs.run(key, body, Inputs(partial(buffers.load, tensors)), policy)
         return filled(form, iter([one.clone() for one in outputs]))
