@@ -1,6 +1,6 @@
 """How kernels are chosen on a card, and the check of the small ones (attention_and_norms.py) and their times.
 
-    module = KernelFamily(NAME, load, wrong, key).choose(checks, left_out, measured)
+    module = KernelFamily(NAME, load, wrong, key).choose(checks, reasons, measured)
 
 Random inputs, poisoned outputs; norms, rotation and gates against their torch path, attention against float64. Comparisons are
 made in pieces, so that they take little memory in addition to a model that may fill the device (`check_bytes`).
@@ -62,9 +62,9 @@ class KernelFamily:
     key: tuple[object, ...]
 
     def choose(
-        self, checks: KeptChecks, left_out: dict[str, str], measured: Times, device: torch.device | str = "cuda"
+        self, checks: KeptChecks, reasons: dict[str, str], measured: Times, device: torch.device | str = "cuda"
     ) -> nvrtc.Module | None:  # fmt: skip
-        """Return the module, or None with the reason in `left_out`. A check that passed on this card before is not repeated.
+        """Return the module, or None with its reason in `reasons`. A check that passed on this card before is not repeated.
         measured: gets the times. Errors: those of a lost device, and of one without memory."""
         times: Times = {}
         try:
@@ -81,7 +81,7 @@ class KernelFamily:
         if why is None:
             checks.keep({"us": times}, self.name, *self.key)
             return module
-        left_out[self.name] = why
+        reasons[self.name] = why
         return None
 
 

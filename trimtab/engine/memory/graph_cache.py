@@ -110,7 +110,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class _Repeated:
-    """Stands for a graph where nothing is captured."""
+    """What is replayed where nothing is captured."""
 
     replay: Callable[[], object]
 
@@ -254,7 +254,7 @@ class GraphCache(OrderedDict[Key, Captured]):
 
 
 def restore(before: Overwritten) -> None:
-    """Put back what passes have overwritten."""
+    """Copy back what passes have overwritten."""
     for state, copy in before:
         state.copy_(copy)
 

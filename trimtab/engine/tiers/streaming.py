@@ -124,7 +124,7 @@ def is_cycle(order: Sequence[Piece]) -> bool:
 
 
 class Replayable(Protocol):
-    """A CUDA graph, or what stands for one."""
+    """A CUDA graph, or a function in place of one."""
 
     def replay(self) -> object: ...
 
