@@ -184,7 +184,8 @@ class Bench:
         self.rows.append({
             "model": self.size, "engine": "trimtab", "what": what,
             **{name: round(statistics.median(column), 2) for name, column in zip(names, zip(*rows, strict=True), strict=True)},
-            "layers_captured": towers.captured, "capture_s": round(towers.capture_s, 2), "buffer_bytes": towers.buffer_bytes,
+            "layers_captured": towers.captured, "capture_s": round(towers._graphs.capture_s, 2),
+            "buffer_bytes": towers.buffer_bytes,
         })  # fmt: skip
         print("ROW " + json.dumps(self.rows[-1]), flush=True)
 
@@ -195,7 +196,7 @@ class Bench:
         captured = batch.prompts._graphs
         last = next(reversed(captured), None)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        found: dict[str, Any] = {"graphs": len(captured), "capture_s": round(batch.prompts.capture_s, 2)}
+        found: dict[str, Any] = {"graphs": len(captured), "capture_s": round(captured.capture_s, 2)}
         found["fallbacks"] = [f"{one.what}: {one.why}" for one in batch.steps.fallbacks]
         if last is not None and self.model.streamer is None:
             start.record()

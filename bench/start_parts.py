@@ -31,7 +31,12 @@ PARTS = (
     ),
     (
         "captures",
-        ("engine/prefill/warm_up:", "engine/cuda/graph_cache:record", "engine/model:_prepare_steps", "serve/worker/engine:capture"),
+        (
+            "engine/prefill/warm_up:",
+            "engine/memory/graph_cache:record",
+            "engine/model:_prepare_steps",
+            "serve/worker/engine:capture",
+        ),
     ),
     ("rest of loading", ("engine/model:__init__",)),
 )

@@ -38,11 +38,11 @@ planning (plan): __init__ candidates<head_cost options planner reasons search st
 machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
     environment_child</environment_inside gpus gpus<gpu_process machine_cache<known memory preload
     machine_cache<rates_file
-engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn graph_cache launch_config<cuts nvrtc
+engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn launch_config<cuts nvrtc
     nvrtc<product_cuts shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
 engine/tiers (runtime): arena reader<read spill streaming<tiers
-engine/memory (runtime): out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
+engine/memory (runtime): graph_cache out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
     shared_pool<memory_segments step_memory
 engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora mixes
     routers store<adapter_store

@@ -8,11 +8,11 @@ if not torch.cuda.is_available():
 
 from tests.engine.decode.test_graphs import ASKED, answers, demo, joined
 from trimtab.engine.cuda.capture_stream import side_stream
-from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.autotune import RandomWeights
+from trimtab.engine.memory.graph_cache import GraphCache
 
 
 @pytest.fixture(scope="module")

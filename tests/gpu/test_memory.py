@@ -16,7 +16,6 @@ import trimtab
 from tests import pico, stock
 from tests.engine.loader.test_load import inputs_of
 from trimtab.engine.cuda.capture_stream import side_stream
-from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
@@ -27,6 +26,7 @@ from trimtab.engine.layers import linear as leaves
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.memory import rates as devices
 from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.reader import HostMemory, seen_by
 from trimtab.errors import DeviceError

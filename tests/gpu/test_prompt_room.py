@@ -13,7 +13,7 @@ from tests import pico
 from tests.engine.prefill.test_prefill import DEVICE, TOLERANCE, answered, differ, eager, ids, picture
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.cuda.capture_stream import side_stream
-from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 
 MIB = 2**20

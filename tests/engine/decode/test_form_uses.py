@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode.graph_uses import PERIOD, FormUses
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.prefill.prefill import PrefillRunner
 
 
@@ -13,7 +13,7 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 def prompts(monkeypatch):
     """Prompts with room for two graphs, both there: of the base, and of an adapter with the serial 7."""
     made = object.__new__(PrefillRunner)
-    made.captures, made._uses, made._graphs = True, FormUses(), GraphCache()
+    made.captures, made._uses, made._graphs, made.room = True, FormUses(), GraphCache(), None
     made._graphs[("first", None)] = SimpleNamespace(serial=None)
     made._graphs[("second", "a")] = SimpleNamespace(serial=7)
     plan = SimpleNamespace(request=SimpleNamespace(batch_invariant=False))

@@ -15,6 +15,7 @@ import torch
 import trimtab
 from tests import long_runs, pico
 from tests.lent import lent
+from tests.replays import standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
@@ -22,6 +23,7 @@ from trimtab.engine.decode import decode_step, step_capture, step_choice
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.memory import step_memory
+from trimtab.engine.memory.graph_cache import GraphCache, check_replay
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
@@ -85,48 +87,11 @@ def answers(batch):
     return [tuple(row.answer_ids) for row in rows]
 
 
-class Again:
-    """Stands for a CUDA graph on a CPU: a replay runs what was captured once more, in the state that it was captured in."""
-
-    def __init__(self, capture, run):
-        self.capture, self.run, self.outputs = capture, run, None
-        store = capture.model.adapter_store
-        self.state = {name: getattr(store, name) for name in ("selection", "applier")}
-        self.replays = 0
-
-    def replay(self):
-        store, self.replays = self.capture.model.adapter_store, self.replays + 1
-        before = {name: getattr(store, name) for name in self.state}
-        vars(store).update(self.state)
-        for table in self.capture.tables:
-            table.reads_staged = True
-        try:
-            # As a graph would, whatever the streamer holds: it fetches all that it needs.
-            for kept, made in zip(self.outputs, self.run(), strict=True):
-                kept.copy_(made)
-        finally:
-            vars(store).update(before)
-            for table in self.capture.tables:
-                table.reads_staged = False
-
-
 @pytest.fixture
 def replayed(monkeypatch):
     """Steps that go the way of captured ones without a GPU; gives the list of all captures."""
-    made = []
-
-    def record(self, run, keep, count):
-        with step_capture.in_pass(self.model.streamer, entered=self.order):
-            before = self.tokens.clone()
-            outputs = run()
-            self.tokens.copy_(before)
-        made.append(Again(self, run))
-        made[-1].outputs = outputs
-        return step_capture.CapturedStep(made[-1], outputs, keep)
-
     monkeypatch.setattr(step_choice.StepChoice, "_may_capture", lambda self: self.mode != "eager")
-    monkeypatch.setattr(step_capture.StepCapture, "record", record)
-    return made
+    return standing_in(monkeypatch, "a decode step")
 
 
 LOOK = {"image": DEMO / "images" / "image_1.png"}
@@ -205,10 +170,10 @@ def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
 def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, monkeypatch):
     expected = answers(joined(model, "eager", ASKED[:2]))
 
-    def fail(self, run, keep, count):
+    def fail(*args):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(step_capture.StepCapture, "record", fail)
+    monkeypatch.setattr(GraphCache, "_recorded", fail)
     batch = joined(model, "auto", ASKED[:2])
     assert answers(batch) == expected
     (fall,) = batch.steps.fallbacks
@@ -224,24 +189,24 @@ def test_a_step_keeps_the_row_numbers_that_its_graph_reads(model, replayed):
     (captured,) = batch.steps._graphs.values()
     model.adapter_store.none()
     assert not model.adapter_store.selection.indices
-    (groups,) = captured.keep[1].indices.values()
+    (groups,) = captured.kept[1].indices.values()
     assert sorted((name, index.tolist()) for name, index in groups) == [("rslora-dora", [0]), ("style", [2])]
 
 
 def test_a_replay_that_gives_other_scores_is_found():
     expected = torch.tensor([[1.0, -8.0, 3.0], [0.0, 2.0, 1.0], [9.0, 9.0, 9.0]])
-    step_capture.check_replay(expected + 2**-7, expected, 3)
+    check_replay(expected + 2**-7, expected)
     found = expected.clone()
     found[1, 2] += 0.5
     with pytest.raises(RuntimeError, match="differ by up to 0.5 "):
-        step_capture.check_replay(found, expected, 2)
-    step_capture.check_replay(found, expected, 1)  # rows beyond the active ones are nobody's
+        check_replay(found, expected[:2])
+    check_replay(found, expected[:1])  # rows beyond the active ones are nobody's
     found[1] = float("nan")
     with pytest.raises(RuntimeError):
-        step_capture.check_replay(found, expected, 2)
+        check_replay(found, expected[:2])
     broken = expected.clone()
     broken[0] = float("nan")  # an adapter of NaN is told by its row, not by the capture
-    step_capture.check_replay(broken, broken, 3)
+    check_replay(broken, broken)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
@@ -518,10 +483,10 @@ def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, repl
     batch.prepare()
     assert batch.steps.captures == 2 and len(batch.steps._graphs) == 2
 
-    def fail(self, run, keep, count):
+    def fail(*args):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(step_capture.StepCapture, "record", fail)
+    monkeypatch.setattr(GraphCache, "_recorded", fail)
     batch = Batch(model, rows=2)
     batch.prepare()
     (fall,) = batch.steps.fallbacks
@@ -573,10 +538,10 @@ def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_
     batch = Batch(model, rows=4)
     batch.captures_ahead.prepare(first=True)
 
-    def fail(self, run, keep, count):
+    def fail(*args):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(step_capture.StepCapture, "record", fail)
+    monkeypatch.setattr(GraphCache, "_recorded", fail)
     with pytest.raises(DeviceError, match="out of memory"):
         batch.captures_ahead.prepare_more()
     assert not batch.captures_ahead.left and batch.active == [] and not batch.cache.positions.any()
@@ -650,17 +615,18 @@ def test_whether_launches_overlap_beside_copied_layers_is_measured_for_that_batc
 
     def pays(tier, part, *, overlapping=(1.0, same), order=()):
         capture = object.__new__(step_capture.StepCapture)
-        capture.device, capture.order, capture._pays_beside_copies = torch.device("cuda"), list(order), None
+        capture.device, capture._pays_beside_copies = torch.device("cuda"), None
+        capture.graphs = {"a step": SimpleNamespace(order=order)}
         capture.choice = SimpleNamespace(kernels=kernels, fall_back=lambda what, why, requested: told.append((what, why)))
         plan = SimpleNamespace(placements=[SimpleNamespace(part=part, tier=tier)])
         capture.has_streamed_layers = step_capture.streams_layers(plan)
 
-        def tried(run, keep, count, *, overlap):
+        def tried(body, *, overlap):
             tries.append(overlap)
             return overlapping if overlap else (2.0, same)
 
         capture.tried = tried
-        return [capture.overlap_pays(None, None, 1) for _ in range(2)]
+        return [capture.overlap_pays(None, 1) for _ in range(2)]
 
     assert pays("resident", "language") == pays("stream", "vision") == [True, True] and not tries
     for part, order in (("language", ()), ("head", ()), ("vision", ["a layer"])):

@@ -211,7 +211,7 @@ def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
             return 0.02 * runs.count("call")
 
     graph = SimpleNamespace(replay=lambda: None)
-    monkeypatch.setattr(selfcheck, "GraphCache", {object: lambda: SimpleNamespace(record=lambda side, run: (graph, run()))})
+    monkeypatch.setattr(selfcheck, "GraphCache", lambda: SimpleNamespace(record=lambda side, run: (graph, run())))
     monkeypatch.setattr(selfcheck, "side_stream", nullcontext)
     for name, stand_in in {"device": nullcontext, "synchronize": lambda: None, "Event": lambda **_: Event()}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)

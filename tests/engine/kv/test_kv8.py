@@ -42,11 +42,11 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.calls.prompt_logprobs import PromptScores
-from trimtab.engine.decode import step_capture
 from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.int8 import read_states, round_states
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import make_plan
 from trimtab.planning import options as plan_options
@@ -417,13 +417,13 @@ def test_the_largest_copies_are_captured_first(model, replayed, monkeypatch, dec
     monkeypatch.setattr("trimtab.engine.decode.decode_step.SMALLEST_PLACES", 16)
     batch = batch_of(model, decode, (), 4)
     seen = []
-    record = step_capture.StepCapture.record
+    recorded = GraphCache._recorded
 
-    def recorded(self, *args):
+    def noted(self, *args):
         seen.append(batch.cache.seen_places)
-        return record(self, *args)
+        return recorded(self, *args)
 
-    monkeypatch.setattr(step_capture.StepCapture, "record", recorded)
+    monkeypatch.setattr(GraphCache, "_recorded", noted)
     batch.prepare()
     assert (seen[0] == CONTEXT) == bool(copies) and max(seen[1:]) < CONTEXT
     captures = batch.steps.captures

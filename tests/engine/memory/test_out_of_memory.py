@@ -10,17 +10,18 @@ import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import ASKED, BASE_ROWS, answers, demo, fill, joined, replayed
 from tests.engine.formats.test_head8 import on_the_head
+from tests.replays import standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.decode import step_capture
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.kernels import device_kernels as kernels
+from trimtab.engine.kernels.selfcheck import KernelFamily
 from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.engine.lora.attached import AttachedAdapter
 from trimtab.engine.lora.layers import Holders
 from trimtab.engine.memory import step_memory
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.memory.out_of_memory import is_out_of_memory, naming_out_of_memory, reason_of
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes
@@ -79,7 +80,7 @@ def test_other_errors_stay_themselves(model):
 @pytest.mark.parametrize("exc", LOST, ids=lambda exc: type(exc).__name__)
 @pytest.mark.parametrize("decode", ["auto", "graph"])
 def test_a_capture_without_memory_is_an_error_and_no_fallback(model, replayed, monkeypatch, decode, exc):
-    monkeypatch.setattr(step_capture.StepCapture, "record", raising(exc))
+    monkeypatch.setattr(GraphCache, "_recorded", raising(exc))
     batch = joined(model, decode, ASKED[:2])
     with pytest.raises(DeviceError, match="out of memory while capturing a decode step") as caught:
         batch.step()
@@ -87,16 +88,8 @@ def test_a_capture_without_memory_is_an_error_and_no_fallback(model, replayed, m
     assert batch.steps.fallbacks == [] and batch.steps.is_captured
     # What was not captured for want of memory is captured once there is some.
     monkeypatch.undo()
-    monkeypatch.setattr(
-        step_capture.StepCapture, "record",
-        lambda self, run, keep, count: step_capture.CapturedStep(_Graph(), run(), keep),
-    )  # fmt: skip
+    standing_in(monkeypatch, "a decode step")
     assert len(batch.step()) == 2
-
-
-class _Graph:
-    def replay(self):
-        pass
 
 
 @CPU_ONLY
@@ -105,7 +98,7 @@ def test_a_prompt_whose_capture_finds_no_memory_is_an_error(model, monkeypatch, 
     from tests.engine.prefill.test_prefill import answered, captured
 
     batch = captured(model, (16,))
-    monkeypatch.setattr(type(batch.prompts), "_warm", raising(exc))
+    monkeypatch.setattr(GraphCache, "_recorded", raising(exc))
     answered(batch, model.prepare(list(range(5, 17))))
     with pytest.raises(DeviceError, match="out of memory while capturing a prompt"):
         answered(batch, model.prepare(list(range(5, 17))))
@@ -116,13 +109,13 @@ def test_a_prompt_whose_capture_finds_no_memory_is_an_error(model, monkeypatch, 
 def test_kernels_are_not_left_out_for_want_of_memory(exc, monkeypatch):
     left_out = {}
     with pytest.raises(type(exc)):
-        kernels._tried("products", left_out, raising(exc), lambda module, us: None, KeptChecks())
+        KernelFamily("products", raising(exc), lambda module, us: None, ()).choose(KeptChecks(), left_out, {})
     assert left_out == {}
     lost = raising(DeviceError("no", device="cuda:0"))
-    assert kernels._tried("products", left_out, lost, lambda module, us: None, KeptChecks()) is None
+    assert KernelFamily("products", lost, lambda module, us: None, ()).choose(KeptChecks(), left_out, {}) is None
     assert left_out == {"products": "cuda:0: no"}
     monkeypatch.setattr(head8, "load", raising(exc))
-    head = type("Leaf", (), {"bias": None, "packed": lambda self: type("P", (), {"parts": _parts()})()})()
+    head = type("Leaf", (), {"bias": None, "dtype": torch.bfloat16, "packed": lambda self: type("P", (), {"parts": _parts()})()})()
     with pytest.raises(type(exc)):
         head8_choice.choose(head)
 

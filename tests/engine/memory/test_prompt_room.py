@@ -223,6 +223,9 @@ class Untidy:
     def using(self):
         return nullcontext()
 
+    def release(self):
+        self.prompts.drop_graphs()
+
     def check(self):
         self.checks += 1
         self.prompts.drop_graphs()

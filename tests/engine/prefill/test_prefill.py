@@ -21,14 +21,15 @@ from tests import long_runs, pico
 from tests.lent import lent
 from tests.long_runs import skip_without_rings
 from tests.planning.values.test_execution import plan as narrow_plan
+from tests.replays import Again, standing_in
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.decode.step_capture import in_pass
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.passes import chunk_forward as hf_prefill
 from trimtab.engine.passes import media_embeddings as hf_prompt_media
 from trimtab.engine.passes.chunk_forward import Chunk, chunks_of
@@ -335,43 +336,10 @@ def test_an_adapter_that_goes_while_its_prompt_is_on_its_way_is_named(demo, come
 # Captured ------------------------------------------------------------------------------------------------------------
 
 
-class Again:
-    """Stands for a CUDA graph on a CPU: a replay runs what was captured once more, with the adapters of the capture."""
-
-    def __init__(self, prompts, form, output):
-        self.prompts, self.form, self.output = prompts, form, output
-        self.selection = prompts.model.adapter_store.selection
-        self.replays = 0
-
-    def replay(self):
-        store, self.replays = self.prompts.model.adapter_store, self.replays + 1
-        before, store.selection = store.selection, self.selection
-        staged = [table.reads_staged for table in self.prompts.staged_tables]
-        for table in self.prompts.staged_tables:
-            table.reads_staged = True
-        self.output.copy_(self.prompts._static(self.form))
-        store.selection = before
-        for table, value in zip(self.prompts.staged_tables, staged, strict=True):
-            table.reads_staged = value
-
-
 @pytest.fixture
 def replayed(monkeypatch):
     """Prompts that go the way of captured ones without a GPU; gives the list of all captures."""
-    made = []
-
-    def warm(self, form):
-        order = []
-        with in_pass(self.model.streamer, entered=order):
-            return self._static(form).clone(), order
-
-    def record(self, form, order, output):
-        made.append(Again(self, form, output))
-        return made[-1]
-
-    monkeypatch.setattr(PrefillRunner, "_warm", warm)
-    monkeypatch.setattr(PrefillRunner, "_record", record)
-    return made
+    return standing_in(monkeypatch, "a prompt")
 
 
 def captured(model, sizes, rows=1):
@@ -452,7 +420,7 @@ def test_what_cannot_be_captured_runs_as_it_is_and_is_named(demo, replayed, monk
     def refused(*args):
         raise RuntimeError("no graph today")
 
-    monkeypatch.setattr(PrefillRunner, "_record", refused)
+    monkeypatch.setattr(GraphCache, "_recorded", refused)
     batch = captured(demo, (16,))
     expected = answered(eager(demo), demo.prepare(ids(40)))
     for _ in range(3):

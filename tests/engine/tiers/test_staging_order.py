@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trimtab.engine.decode.step_capture import in_pass
 from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers.streaming import in_pass
 from trimtab.planning.values.copy_order import Piece
 
 

@@ -39,11 +39,11 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, relative_error
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
-from trimtab.engine.memory.out_of_memory import reason_of
 from trimtab.formats.record import stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 from trimtab.planning.memory.unpacked import COLUMNS
@@ -318,17 +318,15 @@ def choose(
     packed, module = leaf.packed(), kernels.module
     columns = Columns(DequantizedWeights(kernels), list(groups_of(leaves).values()), module, model.device)
 
-    def check() -> str | None:
+    def check(module: nvrtc.Module, times: Times) -> str | None:
         why = wrong(packed, room, module)
-        return why or prompt_kernels.why_slower(kernels, NAME, *runs([packed], room, columns.counts, kernels), model.device)
+        return why or prompt_kernels.why_slower(times, NAME, *runs([packed], room, columns.counts, kernels), model.device)
 
-    key = (NAME, leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds)
-    why = _why_not(kernels, model.device, key, check)
+    key = (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds)
+    is_used = _is_used(KernelFamily(NAME, lambda: module, check, key), kernels, model.device, fall_back)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the tensors of checks and timings are free
-    if why is not None:
-        fall_back(why, NAME)
-    return columns if why is None else None
+    return columns if is_used else None
 
 
 def choose_kept(
@@ -339,31 +337,20 @@ def choose_kept(
     unpacked, module = model.unpacked, kernels.module
     if unpacked is None or not unpacked.columns or module is None or not kernels.adds:
         return None
-    why = _why_not(kernels, model.device, (NAME_KEPT,), partial(wrong_kept, module))
-    if why is not None:
-        fall_back(why, NAME_KEPT)
+    family = KernelFamily(NAME_KEPT, lambda: module, lambda module, _: wrong_kept(module), ())
+    if not _is_used(family, kernels, model.device, fall_back):
         return None
     weights = KeptWeights(unpacked, groups, module)
     return Columns(weights, weights.groups, module, model.device)
 
 
-def _why_not(kernels: PromptKernels, device: torch.device, key: tuple[object, ...], check: Callable[[], str | None]) -> str | None:
-    """Return the result of a check, None if it passes or did so before. key: its name, and everything that decides it."""
-    checks, name = KeptChecks.of(device), str(key[0])
-    before = checks.find(*key)
-    if before is not None:
-        if (times := before.get("us")) is not None:  # what is not timed has none
-            kernels.measured_us[name] = times[0], times[1]
-        return None
-    try:
-        with torch.no_grad():
-            why = check()
-    except Exception as exc:
-        return reason_of(exc, device)
-    if why is None:
-        checks.keep({"us": kernels.measured_us.get(name)}, *key)
-        checks.save()
-    return why
+def _is_used(family: KernelFamily, kernels: PromptKernels, device: torch.device, fall_back: Callable[[str, str], None]) -> bool:
+    checks, left_out = KeptChecks.of(device), dict[str, str]()
+    module = family.choose(checks, left_out, kernels.measured_us, device)
+    checks.save()
+    for name, why in left_out.items():
+        fall_back(why, name)
+    return module is not None
 
 
 def wrong(
@@ -373,11 +360,7 @@ def wrong(
     """Return the error of the kernels on this weight, None if there is none: random adapters of several ranks for up to three
     layers over one input, in float64. room: for the extended weight; its old content must not matter."""
     device, (high, width) = room.device, packed.shape
-    generator = torch.Generator(device=device).manual_seed(3)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
+    random = random_values(device, 3)
     expected_weight = dequantize(packed).to(room.dtype)
     counts = torch.zeros(-(-max(tokens) // TOKENS), dtype=torch.int32, device=device)
     for number, n in enumerate(tokens):
@@ -403,13 +386,11 @@ def wrong(
                 return f"{what}: counters are not zero afterwards"
             change = adapters[place].scale * (x.double() @ A.double().T @ B.double().T)
             made = extended[:, width:].double() @ weight[:, width:].double().T
-            error = float((made - change).norm() / change.norm())
-            if not error < LARGEST_COLUMN_ERROR:
+            if (error := relative_error(made, change)) >= LARGEST_COLUMN_ERROR:
                 return f"{what}: relative error of the adapter {error:.1e}"
             rows = slice(0, CHECKED_ROWS)
             expected = x.double() @ expected_weight[rows].double().T + change[:, rows]
-            error = float((functional.linear(extended, weight)[:, rows].double() - expected).norm() / expected.norm())
-            if not error < LARGEST_ERROR:
+            if (error := relative_error(functional.linear(extended, weight)[:, rows], expected)) >= LARGEST_ERROR:
                 return f"{what}: relative error {error:.1e}"
     return None
 
@@ -420,11 +401,7 @@ def wrong_kept(module: nvrtc.Module, *, tokens: Sequence[int] = (17, 130)) -> st
     from trimtab.engine.kernels.autotune import RandomWeights
 
     device, store = module.device, AdapterStore()
-    generator, make = torch.Generator(device=device).manual_seed(4), RandomWeights(device).make
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
+    random, make = random_values(device, 4), RandomWeights(device).make
     width = 1104  # two slices of the sums, the second one not whole
     layers: list[Leaf] = [
         ResidentLeaf(f"{rows} rows", make(rows, width), bias=None, device=device, dtype=torch.bfloat16, store=store)
@@ -452,8 +429,7 @@ def wrong_kept(module: nvrtc.Module, *, tokens: Sequence[int] = (17, 130)) -> st
         made, expected = columns.product(layers, x), torch.cat(wanted, dim=1)
         if made is None:
             return f"{what}: no product"
-        error = float((made.double() - expected).norm() / expected.norm())
-        if not error < LARGEST_ERROR:
+        if (error := relative_error(made, expected)) >= LARGEST_ERROR:
             return f"{what}: relative error {error:.1e}"
         if bool(columns.counts.any()):
             return f"{what}: counts are left"

@@ -7,13 +7,13 @@ A step of thousands of small kernels takes as long as Python needs to launch the
 repeats the very addresses and numbers it was captured with, so values that change from step to step are read from tensors
 at fixed addresses: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
 one for each bucket of rows, or all of them beforehand (`Batch.prepare`). Steps that cannot be captured run eagerly; `fallbacks`
-gives the reason. `step_choice` selects kernels, `step_capture` records graphs, this module runs and replays them.
+gives the reason. `step_choice` selects kernels, `step_capture` measures them, `GraphCache` captures and replays the steps.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode import batch_invariant as company
-from trimtab.engine.decode.step_capture import CapturedStep, StepCapture
+from trimtab.engine.decode.step_capture import StepCapture
 from trimtab.engine.decode.step_choice import Fallback, StepChoice
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import embed_and_logits as ends
@@ -34,10 +33,10 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.lora import fewer_ops as short_ops
-from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
+from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy
 from trimtab.engine.memory.rates import outside_torch
 from trimtab.engine.memory.step_memory import extra_bytes, most_graphs
-from trimtab.errors import RequestError, gib
+from trimtab.errors import gib
 from trimtab.planning.values.execution import BUCKETS, KERNEL_ROWS
 
 if TYPE_CHECKING:
@@ -117,8 +116,6 @@ class DecodeStep:
     model: EngineContext
     buffers: StepBuffers
     mode: str = "auto"
-    capture_s: float = 0.0
-    captures: int = 0
     graph_bytes: int = 0  # that the driver took while graphs were captured beforehand
     wrote_tokens: bool = False  # whether the last step put each row's most likely token where the next one reads it
 
@@ -127,7 +124,7 @@ class DecodeStep:
         self.rows, self.cache, self.tokens = self.buffers.rows, self.buffers.cache, self.buffers.tokens
         self.is_invariant = bool(self.model.plan.request.batch_invariant)
         self._choice = StepChoice(self.model, self.mode, self.rows)
-        self._graphs: GraphCache[CapturedStep] = GraphCache()
+        self._graphs = GraphCache()
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
         self._fused: FusedStep | None = None
@@ -135,19 +132,26 @@ class DecodeStep:
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, ...] | None = None
         self._live = -1  # rows that `cache.live` says
-        self._tables = [
-            module for module in self.model.hf_model.modules()
-            if isinstance(module, tables.GatheredTable) and module.asks_host
-        ]  # fmt: skip
+        self._tables = tables.asking_host(self.model.hf_model)
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.
         is_recurrent = hf_slots.keeps_states(self.model.hf_model)
         self._placeholders = frozenset[int]() if is_recurrent else hf_slots.placeholder_ids(self.model.hf_model)
-        self._capturing = StepCapture(self._choice, self.tokens, self._graphs, self._tables)
+        self._capturing = StepCapture(self._choice, self.tokens, self._graphs)
 
     @property
     def fallbacks(self) -> list[Fallback]:
         """The slower computations in use, with reasons."""
         return self._choice.fallbacks
+
+    @property
+    def captures(self) -> int:
+        """How many steps were captured."""
+        return self._graphs.captures
+
+    @property
+    def capture_s(self) -> float:
+        """The seconds of all captures, without trials of kernels."""
+        return self._graphs.capture_s
 
     @property
     def kernels(self) -> DeviceKernels:
@@ -335,17 +339,21 @@ class DecodeStep:
             key = (*key, _TABLE, slots.shape_key)
         elif has_adapters:  # captured with the adapters' own addresses
             key = (*key, *((name, self.model.adapter_store.holders[name].serial) if name is not None else None for name in padded))
-        self._stage(state, bucket)
-        graph = self._graphs.get(key)
-        if graph is None:
-            table = slots if has_adapters or self.is_invariant else None
-            graph = self._capture(key, partial(self._finish_and_go_on, step, bucket), padded, table, count)
-            if graph is None:
-                return None
-        self._graphs.move_to_end(key)
-        graph.replay()
+        table = slots if has_adapters or self.is_invariant else None
+        run, store = partial(self._finish_and_go_on, step, bucket), self.model.adapter_store
+        # The store's selection has the row numbers that the graph reads.
+        body = Body(run, lambda: [run()[0][:count].clone()], kept=lambda: (table, store.selection))
+        inputs = Inputs(partial(self._stage, state, bucket), lambda: [(self.tokens, self.tokens.clone())])
+        capturing = partial(self._being_captured, body, padded, table, count, is_ours=kind == "fused" or table is not None)
+        policy = Policy(
+            self.model, "a decode step", partial(self._choice.capture_failed, is_fused=kind == "fused"),
+            most=partial(most_graphs, self.model, self.rows), capturing=capturing, streamer=self.model.streamer, is_trial=True,
+        )  # fmt: skip
+        outputs = self._graphs.run(key, body, inputs, policy)
+        if outputs is None:
+            return None
         self.wrote_tokens = True
-        return graph.outputs
+        return outputs[0], outputs[1]
 
     def _reads_experts(self, names: Sequence[str | None]) -> bool:
         """Whether a step of these rows reads chosen experts on the host: no kernels know them, or no table its adapters."""
@@ -398,8 +406,7 @@ class DecodeStep:
         """Drop graphs that look fewer layers up than are covered now: their keys are never needed again."""
         if shape != self._shape:
             self._shape = shape
-            for key in [key for key in self._graphs if _TABLE in key and key[-1] != shape]:
-                del self._graphs[key]
+            self._graphs.drop(lambda key, _: _TABLE in key and key[-1] != shape)
 
     def sizes(self) -> list[int]:
         """Return for how many rows steps are captured, the largest first: the smaller ones fit in its memory."""
@@ -475,49 +482,21 @@ class DecodeStep:
             for table in self._tables:
                 table.stage(ids, max(self.rows, bucket))
 
-    def _capture(
-        self, key: tuple[Hashable, ...], run: partial[tuple[Tensor, Tensor]], names: Sequence[str | None],
-        slots: AdapterSlots | None, count: int,
-    ) -> CapturedStep | None:  # fmt: skip
-        """Return the graph of `run`, a step of len(names) rows, the first `count` of them in use; None where that failed."""
-        start, step = time.perf_counter(), run.args[0]
-        while len(self._graphs) >= most_graphs(self.model, self.rows):
-            self._graphs.popitem(last=False)
+    @contextmanager
+    def _being_captured(
+        self, body: Body, names: Sequence[str | None], slots: AdapterSlots | None, count: int, *, is_ours: bool
+    ) -> Iterator[None]:  # fmt: skip
         store = self.model.adapter_store
         if slots is None:
             store.set_rows(names)
         else:
             store.none()
-        for table in self._tables:
-            table.reads_staged = True
         # Passes in front of a capture compute the step too: states of recurrent layers stay as they are until it is replayed.
         self.cache.live.zero_()
         try:
-            is_ours = step is self._fused or slots is not None
-            with store.applying(slots):
-                overlap = is_ours and self._capturing.overlap_pays(run, slots, count)
-                start = time.perf_counter()  # trials are done once on a card
+            with tables.reading_staged(self._tables), store.applying(slots):
+                overlap = is_ours and self._capturing.overlap_pays(body, count)
                 with self.kernels.overlapping(overlap):
-                    graph = self._capturing.record(run, slots, count)
-            graph.keep = slots, store.selection  # it has the row numbers that the graph reads
-        except RequestError:
-            raise
-        except Exception as exc:
-            self._graphs.forget_pool()
-            if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
-                raise memory_error(exc, "capturing a decode step", self.model.plan, self.device) from exc
-            # This synchronization raises if the device is lost.
-            torch.zeros(1, device=self.device).item()
-            is_fused = step is self._fused
-            why = f"capturing failed: {type(exc).__name__}: {exc}"
-            self._choice.fall_back("fused step" if is_fused else "graph", why, requested=self.mode != "auto")
-            self._choice.capture_failed(is_fused=is_fused)
-            return None
+                    yield
         finally:
             self.cache.live.fill_(max(self._live, 0))
-            for table in self._tables:
-                table.reads_staged = False
-        self._graphs[key] = graph
-        self.captures += 1
-        self.capture_s += time.perf_counter() - start
-        return graph

@@ -4,7 +4,7 @@
     choice.is_captured, choice.is_fusable, choice.kernels, choice.fallbacks
 
 The plan says how steps run; limits of a card or a model are known here, before the first step, and listed in `fallbacks`.
-`DecodeStep` (engine/decode/decode_step.py) replays the chosen steps, `StepCapture` (engine/decode/step_capture.py) captures them.
+`DecodeStep` (engine/decode/decode_step.py) runs the chosen steps.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class StepChoice:
         for name, reason in {**kernels.left_out, **kernels.plain_products}.items():
             self.fall_back(name, reason, requested=False)
 
-    def capture_failed(self, *, is_fused: bool) -> None:
+    def capture_failed(self, why: str, *, is_fused: bool) -> None:
         """Go on without the fused step, or without graphs: without kernels of ours there may still be a graph."""
+        self.fall_back("fused step" if is_fused else "graph", why, requested=self.mode != "auto")
         self.is_fusable, self.is_captured = False, is_fused

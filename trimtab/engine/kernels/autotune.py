@@ -33,7 +33,7 @@ from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
-from trimtab.engine.kernels.selfcheck import graph_us, pair_us, relative_error
+from trimtab.engine.kernels.selfcheck import graph_us, pair_us, random_values, relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.formats.record import stored_format
@@ -69,11 +69,7 @@ def check(
     Random inputs with and without adapters, against float64. Needs about 25 MiB in addition to the weights.
     """
     device = module.device
-    generator = torch.Generator(device=device).manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
+    random = random_values(device, 1)
     counts, columns, most = [packed.shape[0] for packed in weights], weights[0].shape[1], max(rows)
     slots: list[list[tuple[Tensor, Tensor, float] | None]] = [
         [None, (random(rank, columns) / columns**0.5, random(count, rank), 0.5)] for count in counts
@@ -144,11 +140,7 @@ class _Product:
     def __init__(self, weights: Sequence[Packed], n: int, module: nvrtc.Module, dtype: torch.dtype, gate: str | None) -> None:
         self.weights, self.module, self.pair = weights, module, gate is not None
         rows, columns, device = [packed.shape[0] for packed in weights], weights[0].shape[1], module.device
-        generator = torch.Generator(device=device).manual_seed(2)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, device=device, generator=generator)
-
+        random = random_values(device, 2)
         self.x = random(n, columns).to(dtype)
         self.out = torch.empty(n, rows[0] if self.pair else sum(rows), dtype=dtype, device=device)
         slots = [[(random(8, columns) / columns**0.5, random(count, 8), 0.5)] for count in rows]

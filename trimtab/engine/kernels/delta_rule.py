@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.kernels.selfcheck import LARGEST_ERROR, relative_error
+from trimtab.engine.kernels.selfcheck import LARGEST_ERROR, random_values, relative_error
 
 NAMES = ("delta_conv", "delta_rule", "delta_norm")
 _TYPES = (torch.bfloat16, torch.float16)
@@ -157,11 +157,7 @@ def _delta_net_torch(
 def check(module: nvrtc.Module, shape: DeltaShape, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Return the error of the kernels on this device, or None: outputs and states against the torch path, of steps and of a padded
     chunk; a row without a state keeps what is there."""
-    generator = torch.Generator(device=module.device).manual_seed(1)
-
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device=module.device, generator=generator)
-
+    random = random_values(module.device, 1)
     heads, width = shape.value_heads, shape.value_heads * shape.value_dim
     weights = DeltaWeights(
         random(shape.channels, shape.taps).to(dtype) / 2, random(heads), random(heads).to(dtype),

@@ -27,7 +27,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
-from trimtab.engine.kernels.selfcheck import pair_us
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, pair_us, random_values, relative_error
 from trimtab.engine.layers.embedding import GatheredTable, PackedTable
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
@@ -44,6 +44,7 @@ NAMES = (
     "unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_low_rows", "lora_low_rows_tensor",
     "lora_up_rows", "unpack_columns_nested", "unpack_columns_plain", "write_columns", "extend_input",
 )  # fmt: skip
+UNPACKS, ADDS = "unpacked 4-bit weights", "adapters of a prompt"
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.
 _UNPACKED, _TOKENS, _COLUMNS, _SLICE, _THREADS = 8192, 8, 512, 1024, 256
@@ -261,7 +262,7 @@ class PromptKernels:
     unpacks: bool = False
     adds: bool = False
     reasons: list[tuple[str, str]] = field(default_factory=list)
-    measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    measured_us: Times = field(default_factory=dict)
     _weights: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def matmul(self, leaves: Collection[Leaf]) -> Matmul[LayerProduct] | None:
@@ -337,35 +338,31 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
             leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts), kinds,
             *layouts.scale_type(leaf.packed()),
         )  # fmt: skip
-        checks, key = KeptChecks.of(device), ("kernels of a prompt", str(dtype), form, width)
         for one in {other.quant_kind: other for other in leaves}.values():
             unpacking(one.packed(), module)  # a capture finds it compiled
-        before = checks.find(*key)
-        if before is not None:
-            chosen.measured_us |= {name: (ours, theirs) for name, (ours, theirs) in before["us"].items()}
-            chosen.unpacks, chosen.adds = leaf is not None, True
-            chosen.module = module
-            return chosen
-        with torch.no_grad():
-            if leaves:
-                why = "no layer is in a form that it reads" if leaf is None else None
-                for kind in kinds:  # one layer of each format
-                    tried = tried_leaf([other for other in leaves if other.quant_kind == kind])
-                    why = why or (None if tried is None else wrong_unpack(tried.packed(), module, dtype))
-                chosen.unpacks = _passed(chosen, "unpacked 4-bit weights", why)
-            why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
-            chosen.adds = _passed(chosen, "adapters of a prompt", why)
-            if chosen.unpacks and leaf is not None:
-                chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module, dtype), device)
-            if chosen.adds:
-                chosen.adds = _pays(chosen, "adapters of a prompt", *_add_runs(width, dtype, module), device)
-        if chosen.adds and (chosen.unpacks or not leaves):
-            checks.keep({"us": chosen.measured_us}, *key)
-            checks.save()
     except Exception as exc:
-        chosen.reasons.append(("kernels of a prompt", reason_of(exc, device)))
-        return PromptKernels(reasons=chosen.reasons)
-    chosen.module = module
+        return PromptKernels(reasons=[("kernels of a prompt", reason_of(exc, device))])
+
+    def unpacks(module: nvrtc.Module, times: Times) -> str | None:
+        if leaf is None:
+            return "no layer is in a form that it reads"
+        for kind in kinds:  # one layer of each format
+            tried = tried_leaf([other for other in leaves if other.quant_kind == kind])
+            if tried is not None and (why := wrong_unpack(tried.packed(), module, dtype)):
+                return why
+        return why_slower(times, UNPACKS, *_unpack_runs(leaf.packed(), module, dtype), device)
+
+    def adds(module: nvrtc.Module, times: Times) -> str | None:
+        why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
+        return why or why_slower(times, ADDS, *_add_runs(width, dtype, module), device)
+
+    checks, left_out = KeptChecks.of(device), dict[str, str]()
+    families = [KernelFamily(UNPACKS, lambda: module, unpacks, (str(dtype), form))] if leaves else []
+    families.append(KernelFamily(ADDS, lambda: module, adds, (str(dtype), width)))
+    used = [one.name for one in families if one.choose(checks, left_out, chosen.measured_us, device) is not None]
+    checks.save()
+    chosen.module, chosen.unpacks, chosen.adds = module, UNPACKS in used, ADDS in used
+    chosen.reasons += left_out.items()
     torch.cuda.empty_cache()  # the tensors of checks and timings are free
     return chosen
 
@@ -418,18 +415,13 @@ def wrong_unpack(packed: Packed, module: nvrtc.Module, dtype: torch.dtype | None
 
 def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9, 64, 515)) -> str | None:
     """Return the error of the kernels for LoRA, None if there is none: random values of several ranks, in float64."""
-    generator = torch.Generator(device=module.device).manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device, generator=generator)
-
+    random = random_values(module.device, 1)
     for number, n in enumerate(tokens):
         for rank, wide, high in ((4, 192, 320), (8, 2560, 1030), (20, 1032, 64)):
             A, B, x, y = (random(rank, wide) / wide**0.5, random(high, rank), random(n, wide).to(dtype), random(n, high).to(dtype))
             expected = y.double() + 0.5 * (x.double() @ A.double().T @ B.double().T)
-            actual = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2)).double()
-            error = float((actual - expected).norm() / expected.norm())
-            if not error < LARGEST_ERROR:
+            actual = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2))
+            if (error := relative_error(actual, expected)) >= LARGEST_ERROR:
                 return f"{n} tokens of {wide} values, rank {rank}: relative error {error:.1e}"
     return None
 
@@ -437,11 +429,7 @@ def wrong_add(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int]
 def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence[int] = (16, 128)) -> str | None:
     """Return the error of the kernels for rows with separate adapters, None if there is none: rows with one of two ranks and
     without, in float64."""
-    generator = torch.Generator(device=module.device).manual_seed(2)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device, generator=generator)
-
+    random = random_values(module.device, 2)
     wide, high, slots = 1040, 1030, (1, -1, 0, 1)
     pairs = [(random(rank, wide) / wide**0.5, random(high, rank)) for rank in (8, 12)]
     columns = LoraColumns(
@@ -459,8 +447,7 @@ def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence
                 expected[part] += (0.5, 2.0)[slot] * (x[part].double() @ A.double().T @ B.double().T)
         row_slots = torch.tensor(slots, dtype=torch.int32, device=module.device)
         actual = add_rows(columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2))
-        error = float((actual.double() - expected).norm() / expected.norm())
-        if not error < LARGEST_ERROR:
+        if (error := relative_error(actual, expected)) >= LARGEST_ERROR:
             return f"{len(slots)} rows of {count} tokens: relative error {error:.1e}"
     return None
 
@@ -484,21 +471,9 @@ def _add_runs(
     return lambda: add(A, B, 0.5, x, y, module, round_change=True), plain
 
 
-def _passed(chosen: PromptKernels, name: str, why: str | None) -> bool:
-    if why is not None:
-        chosen.reasons.append((name, why))
-    return why is None
-
-
-def _pays(
-    chosen: PromptKernels, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
-) -> bool:  # fmt: skip
-    return _passed(chosen, name, why_slower(chosen, name, ours, theirs, device))
-
-
 def why_slower(
-    chosen: PromptKernels, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
+    times: Times, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
 ) -> str | None:  # fmt: skip
     """Return how much slower ours is on this card, None if it is faster. The times are recorded."""
-    own, other = chosen.measured_us[name] = pair_us(ours, theirs, device)
+    own, other = times[name] = pair_us(ours, theirs, device)
     return None if own < other else f"{own:.1f} us against {other:.1f}"

@@ -34,8 +34,8 @@ from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, slower
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
-from trimtab.engine.memory.out_of_memory import reason_of
 from trimtab.formats.record import stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
 
@@ -87,7 +87,7 @@ class DeviceKernels:
     small: Any = None
     matvec: Any = None
     left_out: dict[str, str] = field(default_factory=dict)
-    measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    measured_us: Times = field(default_factory=dict)
     overlap_pays: bool | None = None
     ends: Any = None
     rows: Any = None
@@ -125,9 +125,8 @@ class DeviceKernels:
         chosen, key = of_this_process().for_adapters, (str(device), dtype)
         if key not in chosen:
             checks, left_out = KeptChecks.of(device), dict[str, str]()
-            compiled = _tried(
-                ADAPTERS, left_out, lambda: matvec.load(device), lambda module, _: wrong_lora(module, dtype), checks, str(dtype)
-            )
+            family = KernelFamily(ADAPTERS, partial(matvec.load, device), lambda one, _: wrong_lora(one, dtype), (str(dtype),))
+            compiled = family.choose(checks, left_out, {})
             checks.save()
             chosen[key] = DeviceKernels(None, compiled, left_out, checks=checks)
         return chosen[key]
@@ -286,11 +285,11 @@ class DeviceKernels:
         if self.rows is not None or ROWS in self.left_out or not leaves:
             return self
         shapes = {(leaf.out_features, leaf.in_features, leaf.quant_kind): leaf for leaf in leaves}
-        self.rows = _tried(
-            ROWS, self.left_out, lambda: many_rows.load(leaves[0].device),
-            lambda module, measured: _wrong_rows(module, list(shapes.values()), dtype, measured),
-            self.checks, [_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype), measured=self.measured_us,
-        )  # fmt: skip
+        self.rows = KernelFamily(
+            ROWS, partial(many_rows.load, leaves[0].device),
+            lambda module, times: _wrong_rows(module, list(shapes.values()), dtype, times),
+            ([_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype)),
+        ).choose(self.checks, self.left_out, self.measured_us)  # fmt: skip
         for leaf in {leaf.quant_kind: leaf for leaf in leaves}.values() if self.rows is not None else ():
             many_rows.own_module(leaf.packed(), self.rows)  # a capture finds it compiled
         self.checks.save()
@@ -406,7 +405,7 @@ def _choose(
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
     left_out: dict[str, str] = {}
-    measured: dict[str, tuple[float, float]] = {}
+    measured: Times = {}
     checks = KeptChecks.of(device)
     forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
     if device.type == "cuda" and checks.find(PRODUCTS, str(dtype), forms) is None:
@@ -415,34 +414,33 @@ def _choose(
             checked=_ROWS, counts=[n for n in PRODUCT_ROWS if n <= rows], has_many=rows > KERNEL_ROWS,
             norm=norm,
         )  # fmt: skip
-    small = _tried(
-        SMALL, left_out, lambda: fused.load(device),
-        lambda module, times: _wrong_small(module, first, attention, norm, dtype, times),
-        checks, str(dtype), forms, list(attention), norm, measured=measured,
+
+    def tried(
+        name: str, load: Callable[[], nvrtc.Module], wrong: Callable[[nvrtc.Module, Times], str | None], *key: object
+    ) -> nvrtc.Module | None:  # fmt: skip
+        return KernelFamily(name, load, wrong, (str(dtype), *key)).choose(checks, left_out, measured)
+
+    small = tried(
+        SMALL, lambda: fused.load(device), lambda module, times: _wrong_small(module, first, attention, norm, dtype, times),
+        forms, list(attention), norm,
     )  # fmt: skip
-    products = _tried(
-        PRODUCTS, left_out, lambda: matvec.load(device, norm), lambda module, times: _wrong_products(module, first, dtype, times),
-        checks, str(dtype), forms, norm, measured=measured,
-    )  # fmt: skip
+    products = tried(
+        PRODUCTS, lambda: matvec.load(device, norm), lambda module, times: _wrong_products(module, first, dtype, times), forms, norm
+    )
     chosen = DeviceKernels(small, products, left_out, measured, checks=checks)
     if len(deltas) == 1:  # of one shape in all families
-        chosen.delta = _tried(
-            DELTA, left_out, lambda: delta_rule.load(device, deltas[0], dtype),
-            lambda module, _: delta_rule.why_not(deltas[0], dtype) or delta_rule.check(module, deltas[0], dtype),
-            checks, str(dtype), deltas[0], measured=measured,
+        chosen.delta = tried(
+            DELTA, lambda: delta_rule.load(device, deltas[0], dtype),
+            lambda module, _: delta_rule.why_not(deltas[0], dtype) or delta_rule.check(module, deltas[0], dtype), deltas[0],
         )  # fmt: skip
     if mixtures:
-        chosen.experts = _tried(
-            EXPERTS, left_out, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), checks,
-            str(dtype), list(mixtures),
-        )  # fmt: skip
+        chosen.experts = tried(
+            EXPERTS, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), list(mixtures)
+        )
         for _, opened in mixtures.values() if chosen.experts is not None else ():
             experts.compiled(chosen.experts, opened(), dtype)  # a capture finds them
     if sizes is not None and not chosen.is_empty:
-        chosen.ends = _tried(
-            ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
-            checks, str(dtype), sizes, measured=measured,
-        )  # fmt: skip
+        chosen.ends = tried(ENDS, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times), sizes)
     return chosen
 
 
@@ -451,35 +449,9 @@ def _form_of(weights: Sequence[Packed]) -> tuple[object, ...]:
     return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts), *layouts.scale_type(one)) for one in weights)
 
 
-def _tried(
-    name: str, left_out: dict[str, str], load: Callable[[], object],
-    wrong: Callable[[Any, dict[str, tuple[float, float]]], str | None], checks: KeptChecks, *what: object,
-    measured: dict[str, tuple[float, float]] | None = None,
-) -> Any:  # fmt: skip
-    """Return the module, or None with the reason in `left_out`. what: all conditions of the check; one that passed on this card
-    before is not repeated. measured: gets the times."""
-    measured = {} if measured is None else measured
-    try:
-        module = load()
-        before = checks.find(name, *what)
-        if before is not None:
-            measured.update({one: (ours, theirs) for one, (ours, theirs) in before["us"].items()})
-            return module
-        times: dict[str, tuple[float, float]] = {}
-        why = wrong(module, times)
-        measured.update(times)
-    except Exception as exc:
-        why = reason_of(exc, "cuda")
-    if why is None:
-        checks.keep({"us": times}, name, *what)
-        return module
-    left_out[name] = why
-    return None
-
-
 def _wrong_small(
     module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], attention: Sequence[fused.AttentionShape],
-    norm: NormForm, dtype: torch.dtype, measured: dict[str, tuple[float, float]],
+    norm: NormForm, dtype: torch.dtype, measured: Times,
 ) -> str | None:  # fmt: skip
     """Return the error of the kernels between the products, or that torch is faster at all of them together."""
     widths = sorted({group[0].in_features for group in groups})
@@ -490,10 +462,8 @@ def _wrong_small(
     if why := why or routers.check(module, 128, 320, routers.Choice(8), dtype):
         return why
     time_us = partial(tuning.graph_us, calls=_CALLS)
-    times = fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
-    measured.update(times)
-    ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
-    return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
+    measured |= fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
+    return slower(measured, "torch's", " for one layer")
 
 
 def _wrong_experts(module: nvrtc.Module, mixtures: Mixtures, dtype: torch.dtype) -> str | None:
@@ -508,22 +478,20 @@ def _wrong_experts(module: nvrtc.Module, mixtures: Mixtures, dtype: torch.dtype)
 
 
 def _wrong_ends(
-    module: nvrtc.Module, sizes: ends.Sizes, dtype: torch.dtype, measured: dict[str, tuple[float, float]]
+    module: nvrtc.Module, sizes: ends.Sizes, dtype: torch.dtype, measured: Times
 ) -> str | None:  # fmt: skip
     """Return the error of the kernels of a step's two ends, or that torch is faster at all of them together."""
     why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
     if why is not None:
         return why
     time_us = partial(tuning.graph_us, calls=_CALLS)
-    times = ends.measure(module, time_us, sizes, dtype=dtype)
-    measured.update(times)
-    ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
-    return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for both ends"
+    measured |= ends.measure(module, time_us, sizes, dtype=dtype)
+    return slower(measured, "torch's", " for both ends")
 
 
 def _wrong_products(
     module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype,
-    measured: dict[str, tuple[float, float]],
+    measured: Times,
 ) -> str | None:  # fmt: skip
     """Return the error of the products, or that they are slower than the layers' own over all groups."""
     kernels, ours, theirs = DeviceKernels(matvec=module, measured_us=measured), 0.0, 0.0
@@ -544,10 +512,9 @@ def _wrong_products(
 
 
 def _wrong_rows(
-    module: nvrtc.Module, leaves: Sequence[Leaf], dtype: torch.dtype, measured: dict[str, tuple[float, float]], *, n: int = 32
+    module: nvrtc.Module, leaves: Sequence[Leaf], dtype: torch.dtype, measured: Times, *, n: int = 32
 ) -> str | None:  # fmt: skip
     """Return the error of the products of many rows, or that they are slower than the layers' own over all shapes."""
-    ours, theirs = 0.0, 0.0
     for leaf in leaves:
         packed = leaf.packed()
         if many_rows.why_not(packed, dtype) is not None:
@@ -558,12 +525,10 @@ def _wrong_rows(
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
         out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
         both = partial(many_rows.linear, x, [packed], out, module=module), partial(leaf.base, x)
-        pair = tuning.pair_us(*both, calls=_CALLS)
-        measured[f"{n} rows: {shape_of([leaf])}"] = pair
-        ours, theirs = ours + pair[0], theirs + pair[1]
-    if theirs == 0.0:
+        measured[f"{n} rows: {shape_of([leaf])}"] = tuning.pair_us(*both, calls=_CALLS)
+    if not measured:
         return "no layer of this model is in a form that they read"
-    return None if ours < theirs else f"slower here: {ours:.0f} µs against the layers' own {theirs:.0f} for {n} rows"
+    return slower(measured, "the layers' own", f" for {n} rows")
 
 
 def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
@@ -571,11 +536,7 @@ def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the model computes in {dtype}, not in bfloat16 or float16"
     device, wide, high = module.device, 192, 320
-    generator = torch.Generator(device=device).manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
+    random = random_values(device, 1)
     adapters = [(random(rank, wide) / wide**0.5, random(high, rank), 0.5) for rank in (8, 24)]
     for n in _ROWS:
         numbers = [i % 3 - 1 for i in range(n)]

@@ -33,6 +33,7 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import fits_type
 from trimtab.engine.kernels.gemv4 import LoraArgs
+from trimtab.engine.kernels.selfcheck import random_values
 from trimtab.engine.layers.linear import Leaf
 from trimtab.formats.record import rounds_change, stored_format
 from trimtab.planning.values.execution import CHECK_BYTES
@@ -294,11 +295,7 @@ def wrong(
     """Return the error of the kernels over these weights (a group over one input), None if there is none: random rows, rows with an
     adapter of either of two ranks and without, in float64. A wide head is tried with fewer rows, so that it takes CHECK_BYTES."""
     device, columns = weights[0].parts["weight"].device, weights[0].shape[1]
-    generator = torch.Generator(device=device).manual_seed(columns)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
-
+    random = random_values(device, columns)
     adapters = [
         [(random(rank, columns) / columns**0.5, random(packed.shape[0], rank) / 8, 0.5) for rank in (8, 12)]
         for packed in weights

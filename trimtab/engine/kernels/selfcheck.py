@@ -1,4 +1,6 @@
-"""The check of the small kernels (attention_and_norms.py) on this device, and their times; runs when a model first decodes.
+"""How kernels are chosen on a card, and the check of the small ones (attention_and_norms.py) and their times.
+
+    module = KernelFamily(NAME, load, wrong, key).choose(checks, reasons, measured)
 
 Random inputs, poisoned outputs; norms, rotation and gates against their torch path, attention against float64. Comparisons are
 made in pieces, so that they take little memory in addition to a model that may fill the device (`check_bytes`).
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.capture_stream import side_stream
-from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
     AttentionShape,
@@ -30,8 +33,12 @@ from trimtab.engine.kernels.attention_and_norms import (
 )
 from trimtab.engine.kernels.plain_attention import Growth
 from trimtab.engine.kv.pages import PagePool
+from trimtab.engine.memory.graph_cache import GraphCache
+from trimtab.engine.memory.out_of_memory import reason_of
 from trimtab.planning.values.kv_pool import PAGE_TOKENS
 
+# name -> (ours, what it replaces), in microseconds
+Times = dict[str, tuple[float, float]]
 _Make = Callable[..., Tensor]
 _Wrong = Callable[[str, Sequence[Tensor], Sequence[Tensor]], "str | None"]
 # Norms of differences over norms. From torch's path: few values are one step of the type away (largest seen 1.5e-4, 1.2e-5).
@@ -42,6 +49,52 @@ LARGEST_ERROR = {torch.bfloat16: 3e-3, torch.float16: 4e-4}
 # last place; a full ring.
 LENGTHS = ((70, 0), (512, 511), (1100, 700), (1100, 1099), (512, 5000))
 _PIECE = 2**20
+
+
+@dataclass(frozen=True)
+class KernelFamily:
+    """Kernels that are used together, or not at all. name: in fallbacks. load: compiles them. wrong: returns why they are not used:
+    they do not know a shape, differ from float64 or torch, or take longer; notes times. key: everything that decides it."""
+
+    name: str
+    load: Callable[[], nvrtc.Module]
+    wrong: Callable[[nvrtc.Module, Times], str | None]
+    key: tuple[object, ...]
+
+    def choose(
+        self, checks: KeptChecks, reasons: dict[str, str], measured: Times, device: torch.device | str = "cuda"
+    ) -> nvrtc.Module | None:  # fmt: skip
+        """Return the module, or None with its reason in `reasons`. A check that passed on this card before is not repeated.
+        measured: gets the times. Errors: those of a lost device, and of one without memory."""
+        times: Times = {}
+        try:
+            module = self.load()
+            before = checks.find(self.name, *self.key)
+            if before is not None:
+                measured.update({one: (ours, theirs) for one, (ours, theirs) in before["us"].items()})
+                return module
+            with torch.no_grad():
+                why = self.wrong(module, times)
+            measured.update(times)
+        except Exception as exc:
+            why = reason_of(exc, device)
+        if why is None:
+            checks.keep({"us": times}, self.name, *self.key)
+            return module
+        reasons[self.name] = why
+        return None
+
+
+def random_values(device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
+    """Return what draws a tensor of any shape, normally distributed: the same tensors in the same order each time."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+
+def slower(times: Times, theirs: str, what: str = "") -> str | None:
+    """Return how much slower ours are together than what they replace, None if they are faster."""
+    own, other = (sum(pair[side] for pair in times.values()) for side in (0, 1))
+    return None if own < other else f"slower here: {own:.0f} µs against {theirs} {other:.0f}{what}"
 
 
 def relative_error(actual: Tensor, wanted: Tensor, least: float = 0.0) -> float:
@@ -95,10 +148,7 @@ def check(
     widths: of the vectors that are normed or gated. attention: of each kind of layer. norm: as `gemv4.NormForm`. Norms,
     rotation and gates are compared with their torch path, attention with float64, each at a few lengths.
     """
-    generator = torch.Generator(device=module.device).manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device, generator=generator).to(dtype)
+    random = random_values(module.device, 1, dtype)
 
     def poisoned(*shape: int) -> Tensor:
         return torch.full(shape, math.nan, dtype=dtype, device=module.device)
@@ -226,11 +276,7 @@ def check_pages(
 
     attention: of each kind of layer that lies in pages. Its kernels are compiled here.
     """
-    generator = torch.Generator(device=module.device).manual_seed(2)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device, generator=generator).to(dtype)
-
+    random = random_values(module.device, 2, dtype)
     n, length = 2, 4 * PAGE_TOKENS + 40
     pool = PagePool(10 * PAGE_TOKENS, n, length, module.device)
     pages = [pool.take(length)[::-1] for _ in range(n)]
@@ -320,7 +366,7 @@ def graph_us(run: Callable[[], object], device: torch.device | None = None, *, r
         torch.cuda.synchronize()
         # Not torch.cuda.graph: that collects garbage first, which takes longer than all the rest.
         with side_stream(device) as side:
-            graph, _ = GraphCache[object]().record(side, several)
+            graph, _ = GraphCache().record(side, several)
         graph.replay()
         times = []
         for _ in range(repeat):

@@ -419,12 +419,6 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy back the states that `BatchedKVCache.rings` copied."""
-    for state, copy in pairs:
-        state.copy_(copy)
-
-
 def prompt_cache(hf_model: HFModel, kv: str = "full") -> DynamicCache:
     """Return an empty cache for one prompt, in full or in 8 bits ("int8")."""
     config = hf_model.config.get_text_config()

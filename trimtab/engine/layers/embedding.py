@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,23 @@ class GatheredTable(Table):
         if self.seen is not None:
             return self.seen, False
         return (self._staged, True) if self.reads_staged and self._staged is not None else None
+
+
+def asking_host(hf_model: nn.Module) -> list[GatheredTable]:
+    """Return the tables of a model whose rows the host fetches."""
+    return [one for one in hf_model.modules() if isinstance(one, GatheredTable) and one.asks_host]
+
+
+@contextmanager
+def reading_staged(staged: Sequence[GatheredTable]) -> Iterator[None]:
+    """Let tables give the rows that `stage` put on the device while the block runs."""
+    for table in staged:
+        table.reads_staged = True
+    try:
+        yield
+    finally:
+        for table in staged:
+            table.reads_staged = False
 
 
 class FileRows:

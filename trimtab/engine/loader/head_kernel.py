@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,7 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels.selfcheck import relative_error
-from trimtab.engine.memory.out_of_memory import reason_of
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, relative_error, slower
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.linear import Leaf
@@ -79,8 +79,7 @@ def measure(
 
 
 def wrong(
-    module: nvrtc.Module, head: head8.Head, dtype: torch.dtype, time_us: Callable[[Callable[[], object]], float],
-    measured: dict[str, tuple[float, float]],
+    module: nvrtc.Module, head: head8.Head, dtype: torch.dtype, time_us: Callable[[Callable[[], object]], float], measured: Times
 ) -> str | None:  # fmt: skip
     """Return why the kernel is not used for this head, None if it computes rightly and faster than torch here.
 
@@ -89,10 +88,8 @@ def wrong(
     why = why_not(head, dtype, module) or check(module, head)
     if why is not None:
         return why
-    times = measure(module, head, time_us)
-    measured.update(times)
-    ours, theirs = times[head8.NAME]
-    return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f}"
+    measured |= measure(module, head, time_us)
+    return slower({head8.NAME: measured[head8.NAME]}, "torch's")
 
 
 def choose(leaf: Leaf) -> str | None:
@@ -101,17 +98,15 @@ def choose(leaf: Leaf) -> str | None:
     packed = leaf.packed()
     head = head8.Head(packed.parts["weight"], packed.parts["scale"], leaf.bias)
     device = head.q.device
-    try:
-        module = head8.load(device)
-        checks = KeptChecks.of(device)
-        key = head8.NAME, tuple(head.q.shape), str(leaf.dtype), head.bias is not None
-        is_checked = why_not(head, leaf.dtype, module) is None and checks.find(*key) is not None
-        why = None if is_checked else wrong(module, head, leaf.dtype, lambda run: tuning.graph_us(run, device), {})
-        if why is None and not is_checked:
-            checks.keep({}, *key)
-            checks.save()
-    except Exception as exc:
-        return reason_of(exc, device)
+    checks, left_out = KeptChecks.of(device), dict[str, str]()
+    family = KernelFamily(
+        head8.NAME, partial(head8.load, device),
+        lambda module, times: wrong(module, head, leaf.dtype, lambda run: tuning.graph_us(run, device), times),
+        (tuple(head.q.shape), str(leaf.dtype), head.bias is not None),
+    )  # fmt: skip
+    module = family.choose(checks, left_out, {}, device)
+    checks.save()
+    why = left_out[head8.NAME] if module is None else why_not(head, leaf.dtype, module)
     if why is None:
         assert packed.kernel is not None
         packed.kernel.module = module

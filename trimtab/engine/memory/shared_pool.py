@@ -29,7 +29,7 @@ import torch
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.engine.cuda.capture_stream import side_stream, wait_for_all
-from trimtab.engine.cuda.graph_cache import GraphCache
+from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.engine.memory.reserve import torch_bytes
 from trimtab.planning import Plan

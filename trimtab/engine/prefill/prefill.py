@@ -14,11 +14,9 @@ share one set of inputs, and their memory with passes that are not captured (sha
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from weakref import WeakKeyDictionary
@@ -27,10 +25,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.batched_lora import columns as adapter_columns
-from trimtab.engine.cuda.capture_stream import side_stream
-from trimtab.engine.cuda.graph_cache import GraphCache
 from trimtab.engine.decode.graph_uses import FormUses
-from trimtab.engine.decode.step_capture import check_replay, in_pass
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.families.last_layers import LastLayers
@@ -43,7 +38,7 @@ from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops
-from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
+from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Policy
 from trimtab.engine.memory.rates import outside_torch
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.engine.passes import chunk_forward as hf_prefill
@@ -55,27 +50,18 @@ from trimtab.engine.prefill.packing import PackedPrefill
 from trimtab.engine.prefill.rows import Rows
 from trimtab.engine.prefill.selection import knows_padding, reads_experts, select_adapter
 from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
-from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.towers.graphs import Towers
 from trimtab.engine.towers.kernels import TowerOps
 from trimtab.engine.towers.pieces import PausedError
 from trimtab.errors import RequestError, gib
 from trimtab.planning.memory.activations import use_of
 from trimtab.planning.memory.prompts import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
-from trimtab.planning.values.copy_order import Piece
 from trimtab.planning.values.execution import CAPTURED
 
 # Graphs that are kept; beyond, the least recently used one is evicted.
 MOST_GRAPHS = 40
 # Graphs of prompts with several chunks: first, later and last chunks of two sizes, and some lasts that are smaller.
 CUT_GRAPHS = 9
-
-
-@dataclass(eq=False)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    order: Sequence[Piece]  # the pieces of streamed blocks that it enters
-    serial: int | None  # of the adapter whose own addresses it reads
 
 
 class PrefillRunner:
@@ -87,7 +73,7 @@ class PrefillRunner:
         self.batch, self.model, self.device = batch, batch.model, batch.model.device
         self.captures = mode == "auto" and self.device.type == "cuda"
         # graph_bytes: that the driver took for graphs captured beforehand
-        self.counted_bytes, self.capture_s, self.graph_bytes = counted_bytes, 0.0, 0
+        self.counted_bytes, self.graph_bytes = counted_bytes, 0
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
         self.jobs: WeakKeyDictionary[PrefillState, PromptJob] = WeakKeyDictionary()
@@ -101,18 +87,15 @@ class PrefillRunner:
         self._columns: adapter_columns.Columns[adapter_columns.DequantizedWeights] | None = None
         self.four_bit: list[Leaf] = []
         self.room = self.model.prompt_room if self.captures and batch.rows == 1 else None
-        self._graphs: GraphCache[_Captured] = GraphCache(lambda: None if self.room is None else self.room.handle)
+        self._graphs = GraphCache(lambda: None if self.room is None else self.room.handle)
         self._uses = FormUses()
         self.layouts = Layouts(self)
         # Towers are captured while others are answered: batch-invariant ones always run as they are.
         self.towers = Towers(self.model, "eager" if batch.is_invariant else mode, self.fall_back)
-        self._outputs: dict[tuple[bool, int], Tensor] = {}
+        self._outputs: dict[tuple[bool, int], list[Tensor]] = {}
         self.is_recurrent = hf_slots.keeps_states(self.model.hf_model)
         self.tower_passes = TowerPasses(self)
-        self.staged_tables = [
-            module for module in self.model.hf_model.modules()
-            if isinstance(module, tables.GatheredTable) and module.asks_host
-        ]  # fmt: skip
+        self.staged_tables = tables.asking_host(self.model.hf_model)
         self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
             self.fall_back(why)
@@ -234,8 +217,7 @@ class PrefillRunner:
 
     def forget(self, key: Hashable) -> None:
         """Drop the graphs that read an adapter's layout."""
-        for one in [one for one in self._graphs if one[1] == key]:
-            del self._graphs[one]
+        self._graphs.drop(lambda one, _: one[1] == key)
         self.towers.forget(key)
 
     @property
@@ -341,8 +323,7 @@ class PrefillRunner:
         return self.computed((form, key, in_kernels), serial, [self.batch.cache.prompt_row], stage)
 
     def computed(
-        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None,
-        *, at_once: bool = False,
+        self, key: Key, serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None, *, at_once: bool = False
     ) -> Tensor:  # fmt: skip
         """Return the result of a form's pass, captured where possible.
 
@@ -351,20 +332,10 @@ class PrefillRunner:
         """
         form = key[0]
         assert isinstance(form, Form)
-        self.is_steady = not self.captures
-        captured = self._graphs.get(key)
+        self.is_steady = not self.captures or key in self._graphs
         self._uses.note(key)
-        if captured is None and (at_once or self._may_capture(key)):
-            captured = self._captured(key, serial, rows, stage)
-            if captured is not None:
-                return self._outputs[form.is_last, form.rows]
-        if captured is None:
-            return self._static(form)
-        self._graphs.move_to_end(key)
-        self.is_steady = True
-        stage()
-        self._replay(captured.graph, captured.order)
-        return self._outputs[form.is_last, form.rows]
+        output = self._by_graph(key, serial, rows, stage, at_once=at_once)
+        return self._static(form) if output is None else output
 
     def _can_stage(self, form: Form, chunk: Chunk, ids: Sequence[int]) -> bool:
         """Whether the table rows that the host fetches are those of the chunk's tokens. For the placeholder of an image or
@@ -373,23 +344,25 @@ class PrefillRunner:
             return True
         return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
-    def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
-        if not self.captures or reads_experts(self):
+    def _may_capture(self, key: Key, *, at_once: bool = False) -> bool:
+        """Whether a form is captured now, and the memory that all graphs share is there. at_once: before it pays."""
+        if not at_once and (not self.captures or reads_experts(self)):
             return False
-        if self.model.plan.request.batch_invariant:
-            return True
         self._forget_unloaded()  # graphs of unloaded adapters must not take the place of others
         oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
-        return self._uses.pays(key, oldest)
+        if not (at_once or self.model.plan.request.batch_invariant or self._uses.pays(key, oldest)):
+            return False
+        is_made = self.room is None or self.room.make(is_lean=self.kernels().adds)
+        if not is_made:
+            self.fall_back("another pass or program has their memory for now")
+        return is_made
 
-    def _static(self, form: Form, entered: list[Piece] | None = None) -> Tensor:
-        """Return the result of a graph of this form, kernel by kernel. entered: becomes the streamed blocks of the pass, which
-        then begins as a replay does."""
-        begun = nullcontext() if entered is None else in_pass(self.model.streamer, entered=entered)
+    def _static(self, form: Form) -> Tensor:
+        """Return the result of a graph of this form, kernel by kernel."""
         self.kernels()  # chosen outside the room: checks and timings are not part of the pass
         # A first pass allocates keys and values, which stay.
         room = self.room if self.batch.cache.has_states else None
-        with nullcontext() if room is None else room.using(), begun:
+        with nullcontext() if room is None else room.using():
             passed = self._passed(form)
         if room is None or not room.is_made:
             return passed
@@ -468,60 +441,38 @@ class PrefillRunner:
             key, serial, in_kernels = select_adapter(self, forward, adapter)
             whole = (forward.form_of(chunk), key, in_kernels)
             if whole not in self._graphs and not reads_experts(self):
-                self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
+                self._by_graph(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size), at_once=True)
 
-    def _captured(
-        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None]
-    ) -> _Captured | None:  # fmt: skip
-        """Return the graph of a form, captured and run; None, and no further captures, where that turns out impossible."""
-        form = key[0]
+    def _by_graph(
+        self, key: Key, serial: int | None, rows: Sequence[int], stage: Callable[[], None], *, at_once: bool
+    ) -> Tensor | None:  # fmt: skip
+        """Return the result of a form's graph, captured where it may be; None where the pass has to run uncaptured."""
+        form, captures = key[0], self._graphs.captures
         assert isinstance(form, Form)
-        if not self._allocate_room():
-            return None
-        self._make_room()
-        start = time.perf_counter()
-        before = self.batch.cache.rings(rows)
-        torch.cuda.empty_cache()  # memory of uncaptured passes must not stay in the graphs' pool
-        stage()
-        for table in self.staged_tables:
-            table.reads_staged = True
-        try:
-            captured = _Captured(*self._graph(form, before), serial)
-        except Exception as exc:
-            self._graphs.forget_pool()
-            self._graphs.clear()
-            if self.room is not None:
-                self.room.release()
-            if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
-                raise memory_error(exc, "capturing a prompt", self.model.plan, self.device) from exc
-            torch.zeros(1, device=self.device).item()  # raises if the device is lost
-            self.captures = False
-            self.fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
-            hf_slots.restore(before)
-            return None
-        finally:
-            for table in self.staged_tables:
-                table.reads_staged = False
-        self._graphs[key] = captured
-        self.capture_s += time.perf_counter() - start
-        if self.room is not None:
+        body = Body(
+            lambda: [self._passed(form)], lambda: [self._static(form).clone()],
+            lambda results: self._outputs.setdefault((form.is_last, form.rows), [torch.empty_like(one) for one in results]), serial,
+        )  # fmt: skip
+        policy = Policy(
+            self.model, "a prompt", failed=self._end_captures, forget=self.drop_graphs if self.room is None else self.room.release,
+            may_capture=partial(self._may_capture, at_once=at_once), most=self._most_graphs, capturing=self._capturing,
+            streamer=self.model.streamer, frees=True,
+        )  # fmt: skip
+        outputs = self._graphs.run(key, body, Inputs(stage, partial(self.batch.cache.rings, rows)), policy)
+        if self.room is not None and self._graphs.captures > captures:
             self.room.check()  # drops this graph too where something is left: the result of its replay is correct
-        return captured
+        return None if outputs is None else outputs[0]
 
-    def _allocate_room(self) -> bool:
-        """Whether there is the memory that all graphs share; True without such a one."""
-        if self.room is None:
-            return True
-        try:
-            is_made = self.room.make(is_lean=self.kernels().adds)
-        except RuntimeError as exc:
-            torch.zeros(1, device=self.device).item()  # raises if the device is lost
-            self.captures = False
-            self.fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
-            return False
-        if not is_made:
-            self.fall_back("another pass or program has their memory for now")
-        return is_made
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        self.kernels()  # not chosen in the pass
+        torch.cuda.empty_cache()  # memory of uncaptured passes must not stay in the graphs' pool
+        with tables.reading_staged(self.staged_tables):
+            yield
+
+    def _end_captures(self, why: str) -> None:
+        self.captures = False
+        self.fall_back(why)
 
     def drop_graphs(self) -> None:
         """Forget every graph: their memory is another's."""
@@ -530,14 +481,7 @@ class PrefillRunner:
     def _forget_unloaded(self) -> None:
         """Drop the graphs of unloaded adapters."""
         serials = {None, *self.model.adapter_store.serials.values()}
-        for key in [key for key, one in self._graphs.items() if one.serial not in serials]:
-            del self._graphs[key]
-
-    def _make_room(self) -> None:
-        """Drop the graphs of unloaded adapters, and those used longest ago if there are too many."""
-        self._forget_unloaded()
-        while len(self._graphs) >= self._most_graphs():
-            self._graphs.popitem(last=False)
+        self._graphs.drop(lambda _, one: one.serial not in serials)
 
     def _most_graphs(self) -> int:
         """Return how many graphs are kept: those that the plan counts, and those that fit in the bytes that it left over."""
@@ -557,36 +501,6 @@ class PrefillRunner:
         """Whether there is room for this many graphs beyond those of cut prompts, with this many bytes left over."""
         return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
 
-    def _graph(self, form: Form, before: Sequence[tuple[Tensor, Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Piece]]:
-        """Return a graph that has run once with the result of the captured pass, and the blocks that it streams."""
-        expected, order = self._warm(form)
-        hf_slots.restore(before)
-        output = self._outputs.setdefault((form.is_last, form.rows), torch.empty_like(expected))
-        graph = self._record(form, order, output)
-        output.zero_()
-        self._replay(graph, order)
-        check_replay(output.view(form.rows, -1), expected.view(form.rows, -1), form.rows)
-        return graph, order
-
-    def _warm(self, form: Form) -> tuple[Tensor, list[Piece]]:
-        """Return the pass's result and the streamed blocks it enters: once for objects made on first use."""
-        order: list[Piece] = []
-        with side_stream(self.device) as side, torch.cuda.stream(side):
-            expected = self._static(form, order).clone()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        return expected, order
-
-    def _record(self, form: Form, order: list[Piece], output: Tensor) -> torch.cuda.CUDAGraph:
-        with side_stream(self.device) as side:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()  # the pass's memory on the side stream has no other user
-
-            def run() -> None:
-                with in_pass(self.model.streamer, order, entered=order):
-                    output.copy_(self._passed(form))
-
-            return self._graphs.record(side, run)[0]
-
     def _stage(self, chunk: Chunk, ids: Sequence[int]) -> None:
         if not self.staged_tables:
             return
@@ -594,6 +508,3 @@ class PrefillRunner:
         padded[: chunk.count] = torch.tensor(ids[chunk.start : chunk.start + chunk.count])
         for table in self.staged_tables:
             table.stage(padded, chunk.size)
-
-    def _replay(self, graph: torch.cuda.CUDAGraph, order: Sequence[Piece]) -> None:
-        tiers.replay(self.model.streamer, order, graph)

@@ -8,13 +8,14 @@ copied piece by piece (planning/values/copy_order.py). Inference only: autograd 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -122,7 +123,13 @@ def is_cycle(order: Sequence[Piece]) -> bool:
     return bool(groups) and len(set(groups)) == len(groups) and all(group.host is not None for group in groups)
 
 
-def replay(streamer: Streamer | None, order: Sequence[Piece], graph: torch.cuda.CUDAGraph) -> None:
+class Replayable(Protocol):
+    """A CUDA graph, or a function in place of one."""
+
+    def replay(self) -> object: ...
+
+
+def replay(streamer: Streamer | None, order: Sequence[Piece], graph: Replayable) -> None:
     """Replay a pass that was captured with this order of streamed blocks: it fills the buffers unknown to the streamer. One
     that enters none leaves the buffers as they are."""
     if streamer is None or not order:
@@ -134,6 +141,22 @@ def replay(streamer: Streamer | None, order: Sequence[Piece], graph: torch.cuda.
         streamer.begin_pass()
         graph.replay()
         streamer.end_pass()
+
+
+@contextmanager
+def in_pass(streamer: Streamer | None, order: Sequence[Piece] = (), *, entered: list[Piece] | None = None) -> Iterator[None]:
+    """A pass through the model that begins with empty staging buffers, as every replay of it will; around a replay, the graph fills
+    them unknown to the streamer. order: of the pieces that it enters, where that is known. entered: becomes their real order."""
+    if streamer is None:
+        yield
+        return
+    streamer.begin_pass(tuple(order))
+    try:
+        yield
+    finally:
+        groups = streamer.end_pass()
+        if entered is not None:
+            entered[:] = groups
 
 
 class Streamer:

@@ -19,7 +19,6 @@ given or return other things than tensors and plain values: they run as they are
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,11 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.cuda.capture_stream import side_stream
-from trimtab.engine.cuda.graph_cache import GraphCache
-from trimtab.engine.decode.step_capture import check_replay
 from trimtab.engine.lora.store import covered
-from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
+from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Policy
 from trimtab.engine.towers.bounds_check import unknown_towers
 from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
 from trimtab.engine.towers.pieces import TowerPieces
@@ -102,19 +98,6 @@ class _Buffers:
 
 
 @dataclass(eq=False)
-class _Layer:
-    """A layer's graph. form: of its outputs; None for a graph where nothing is captured (tests on a CPU)."""
-
-    graph: torch.cuda.CUDAGraph | None
-    form: Hashable
-    outputs: list[Tensor]
-    serial: int | None
-
-    def result(self) -> object:
-        return filled(self.form, iter([one.clone() for one in self.outputs]))
-
-
-@dataclass(eq=False)
 class _Shape:
     """The captured layers of one form and adapter. credit: how much it has been used lately."""
 
@@ -137,9 +120,9 @@ class Towers:
         self.all_layers = layers_of(model)
         self.layers = [layer for layer, tier in self.all_layers.items() if tier == "resident"] if self.is_on else []
         self.may_cut = not unknown_towers(model.hf_model.config)
-        self.capture_s, self.captured, self.replayed = 0.0, 0, 0
+        self.replayed = 0
         self.most_bytes = planned.bytes.get(BUFFERS, 0) if self.captures and planned is not None else 2**62
-        self._graphs: GraphCache[_Layer] = GraphCache()
+        self._graphs = GraphCache()
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._buffers: dict[Hashable, _Buffers] = {}
         self._met: OrderedDict[Hashable, None] = OrderedDict()
@@ -150,6 +133,11 @@ class Towers:
         # Shapes that are not captured in this pass, and those that it has used.
         self._refused: set[Hashable] = set()
         self._counted: set[Hashable] = set()
+
+    @property
+    def captured(self) -> int:
+        """How many layers were captured."""
+        return self._graphs.captures
 
     @property
     def buffer_bytes(self) -> int:
@@ -216,20 +204,15 @@ class Towers:
         except UnknownFormError as exc:
             self._fall_back(f"{type(layer).__name__} is given {exc}", "captured towers")
             return inner(*args, **kwargs)
-        shape = (form, self._key)
-        captured = self._graphs.get((layer, form, self._key))
+        shape, key = (form, self._key), (layer, form, self._key)
+        captured = self._graphs.get(key)
         if captured is None:
             if not self._may_capture(shape, tensors):
                 return inner(*args, **kwargs)
             return self._capture(layer, inner, shape, tensors)
         self._used(shape)
-        self._buffers[form].load(tensors)
-        if captured.graph is None:
-            self._compute(inner, self._buffers[form], captured.outputs)
-        else:
-            captured.graph.replay()
         self.replayed += 1
-        return captured.result()
+        return self._by_graph(key, inner, self._buffers[form], captured.kept, captured.outputs, tensors)
 
     def _used(self, shape: Hashable) -> None:
         """Count a pass of a shape, once."""
@@ -282,8 +265,7 @@ class Towers:
 
     def _drop(self, shape: Hashable) -> None:
         shape_state = self._shapes.pop(shape, None)
-        for key in [key for key in self._graphs if key[1:] == shape]:
-            del self._graphs[key]
+        self._graphs.drop(lambda key, _: key[1:] == shape)
         form = shape[0]  # type: ignore[index]
         if shape_state is not None and all(other[0] != form for other in self._shapes):  # type: ignore[index]
             self._buffers.pop(form, None)
@@ -294,7 +276,6 @@ class Towers:
         self, layer: nn.Module, inner: Callable[..., object], shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]
     ) -> object:  # fmt: skip
         """Compute a layer, keep a graph of it with the same result, and return its output."""
-        start = time.perf_counter()
         buffers = self._buffers.get(shape[0])
         if buffers is None:
             buffers = self._buffers[shape[0]] = _Buffers(shape[0], tensors)
@@ -310,51 +291,38 @@ class Towers:
         outputs = buffers.outputs_like(form, parts)
         for target, source in zip(outputs, parts, strict=True):
             target.copy_(source)
-        captured = _Layer(None, form, outputs, self._serial)
-        if self.captures:
-            buffers.forget()  # where a layer has written into its inputs
-            buffers.load(tensors)
-            captured.graph = self._graph(inner, buffers, outputs)
-            if captured.graph is None:
-                return expected
-        self._graphs[layer, shape[0], shape[1]] = captured
+        buffers.forget()  # where a layer has written into its inputs
+        kept = [one.clone() for one in outputs]
+        result = self._by_graph((layer, *shape), inner, buffers, form, outputs, tensors, kept)
+        if (layer, *shape) not in self._graphs:
+            return expected
         self._left = None if self._left is None else self._left - 1
-        self.captured += 1
-        self.capture_s += time.perf_counter() - start
-        return captured.result()
+        return result
 
-    def _compute(self, inner: Callable[..., object], buffers: _Buffers, outputs: Sequence[Tensor]) -> None:
-        """The function that a graph repeats."""
-        args, kwargs = buffers.arguments()
-        parts: list[Tensor] = []
-        form_of(inner(*args, **kwargs), parts, self._values)
-        for target, source in zip(outputs, parts, strict=True):
-            target.copy_(source)
+    def _by_graph(
+        self, key: Key, inner: Callable[..., object], buffers: _Buffers, form: Hashable, outputs: Sequence[Tensor],
+        tensors: Sequence[Tensor], expected: Sequence[Tensor] = (),
+    ) -> object:  # fmt: skip
+        """Return a layer's result by its graph, captured if there is none. form, outputs: of the result; expected: its values."""
 
-    def _graph(self, inner: Callable[..., object], buffers: _Buffers, outputs: Sequence[Tensor]) -> torch.cuda.CUDAGraph | None:
-        """Return a graph whose first replay gave the values of `outputs`; None if that is impossible, and then nothing is
-        captured any more."""
-        expected = [one.clone() for one in outputs]
-        try:
-            with side_stream(self.device) as side:
-                torch.cuda.synchronize(self.device)
-                graph = self._graphs.record(side, partial(self._compute, inner, buffers, outputs))[0]
-            graph.replay()
-            for actual, wanted in zip(outputs, expected, strict=True):
-                if actual.is_floating_point():
-                    check_replay(actual.float().flatten()[None], wanted.float().flatten()[None], 1)
-        except Exception as exc:
-            self._graphs.forget_pool()
-            self._graphs.clear()
-            self._shapes.clear()
-            self._buffers.clear()
-            if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
-                raise memory_error(exc, "capturing a tower", self.model.plan, self.device) from exc
-            torch.zeros(1, device=self.device).item()  # raises if the device is lost
-            self.captures = False
-            self._fall_back(f"capturing failed: {type(exc).__name__}: {exc}", "captured towers")
-            return None
-        return graph
+        def run() -> list[Tensor]:
+            args, kwargs = buffers.arguments()
+            parts: list[Tensor] = []
+            form_of(inner(*args, **kwargs), parts, self._values)
+            return parts
+
+        body = Body(run, lambda: expected, lambda _: outputs, self._serial, lambda: form)
+        policy = Policy(self.model, "a tower", self._end_captures, self._forget_all, is_static=not self.captures)
+        self._graphs.run(key, body, Inputs(partial(buffers.load, tensors)), policy)
+        return filled(form, iter([one.clone() for one in outputs]))
+
+    def _forget_all(self) -> None:
+        for kept in (self._graphs, self._shapes, self._buffers):
+            kept.clear()
+
+    def _end_captures(self, why: str) -> None:
+        self.captures = False
+        self._fall_back(why, "captured towers")
 
 
 def layers_of(model: EngineContext) -> dict[nn.Module, str]:

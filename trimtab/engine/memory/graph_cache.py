@@ -1,0 +1,283 @@
+"""How CUDA graphs are captured, checked, replayed and dropped: one cache each for the steps, prompts and towers of a batch.
+
+    graphs = GraphCache(pool)
+    outputs = graphs.run(key, body, inputs, policy)     # None: run the pass uncaptured
+
+A graph repeats the very addresses that it was captured with, so its key has everything in a pass that is no value in a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
+from trimtab.engine.memory.step_memory import SteppedModel
+from trimtab.engine.tiers import streaming as tiers
+from trimtab.errors import RequestError
+from trimtab.planning.values.copy_order import Piece
+
+Key = tuple[Hashable, ...]
+Tensors = Sequence[Tensor]
+# (a tensor that a pass overwrites, a copy from before the pass)
+Overwritten = Sequence[tuple[Tensor, Tensor]]
+Result = TypeVar("Result")
+# Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
+REPLAY_TOLERANCE = 2**-6
+
+
+def check_replay(actual: Tensor, expected: Tensor) -> None:
+    """Raise RuntimeError unless the first rows of a graph's results are those of the pass that it was captured from.
+
+    The same kernels on the same numbers: bit for bit, but for a library that takes another algorithm in a graph. Weights
+    that a replay reads too early, or from where they no longer are, give unrelated results. Integers are not compared.
+    """
+    if not expected.is_floating_point():
+        return
+    actual, expected = (actual[: len(expected)] if expected.dim() else actual).float(), expected.float()
+    allowed = REPLAY_TOLERANCE * float(expected.nan_to_num().abs().max())
+    if not torch.allclose(actual, expected, rtol=0.0, atol=allowed, equal_nan=True):
+        most = float((actual - expected).nan_to_num().abs().max())
+        raise RuntimeError(f"a replay's logits differ by up to {most:.3g} from the step it was captured from")
+
+
+@dataclass(frozen=True)
+class Body:
+    """The pass that a graph repeats. run: queues it, and returns its results; outputs: the tensors that they are copied into, made
+    from those of `first`, None where replays write the results themselves. first: computes the pass before a capture, so that
+    objects made on first use are there, and returns copies of its results, or of rows of them, that replays are compared with.
+    serial: of the adapter whose own addresses it reads; kept: what it reads by address."""
+
+    run: Callable[[], Tensors]
+    first: Callable[[], Tensors]
+    outputs: Callable[[Tensors], Tensors] | None = None
+    serial: int | None = None
+    kept: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """load: copies values of the host to where the graph reads them. overwritten: copies what a pass writes that another reads."""
+
+    load: Callable[[], None] = lambda: None
+    overwritten: Callable[[], Overwritten] = tuple
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the owner of graphs decides. what: it captures, in words. failed: ends captures, with the reason; forget: drops what a
+    failed capture leaves. may_capture: a key without a graph. most: graphs. capturing: the state of the model in a capture.
+    streamer: of blocks that the pass copies. is_trial: replays of a capture change nothing, and one more is the pass; else the
+    first one is. frees: unused memory, before a capture. is_static: nothing is captured, and a replay runs the body."""
+
+    model: SteppedModel
+    what: str
+    failed: Callable[[str], None]
+    forget: Callable[[], None] = lambda: None
+    may_capture: Callable[[Key], bool] = lambda key: True
+    most: Callable[[], int] = lambda: sys.maxsize
+    capturing: Callable[[], AbstractContextManager[None]] = nullcontext
+    streamer: tiers.Streamer | None = None
+    is_trial: bool = False
+    frees: bool = False
+    is_static: bool = False
+
+
+@dataclass(eq=False)
+class Captured:
+    """A graph, and the outputs of its replays. order: the pieces of streamed blocks that it enters; serial, kept: as its body's."""
+
+    graph: tiers.Replayable
+    outputs: Tensors
+    serial: int | None = None
+    kept: object = None
+    streamer: tiers.Streamer | None = None
+    order: Sequence[Piece] = ()
+
+    def replay(self) -> None:
+        tiers.replay(self.streamer, self.order, self.graph)
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """What is replayed where nothing is captured."""
+
+    replay: Callable[[], object]
+
+
+class GraphCache(OrderedDict[Key, Captured]):
+    """Captured graphs by key, least recently used first. pool: returns the memory to capture into, None for the cache's own."""
+
+    def __init__(self, pool: Callable[[], Any] = lambda: None) -> None:
+        super().__init__()
+        self.captures, self.capture_s = 0, 0.0
+        self._pool: Any = None
+        self._given_pool = pool
+
+    def run(self, key: Key, body: Body, inputs: Inputs, policy: Policy) -> Tensors | None:
+        """Return the outputs of a pass by the graph of its key, which is captured where there is none; None if it is not.
+
+        Errors: DeviceError if a capture finds no memory, and as `policy.failed` raises it; RequestError of the body.
+        """
+        captured = self.get(key)
+        if captured is None:
+            captured = self._captured(key, body, inputs, policy)
+            if captured is None or not policy.is_trial:
+                return None if captured is None else captured.outputs
+        else:
+            inputs.load()
+        self.move_to_end(key)
+        captured.replay()
+        return captured.outputs
+
+    def _captured(self, key: Key, body: Body, inputs: Inputs, policy: Policy) -> Captured | None:
+        may_capture, captured = False, None
+        with self._told(policy):
+            may_capture = policy.may_capture(key)
+        if not may_capture:
+            return None
+        while len(self) >= policy.most():
+            self.popitem(last=False)
+        before = inputs.overwritten()
+        inputs.load()
+        with self._told(policy, before), policy.capturing():
+            start = time.perf_counter()
+            captured = self.capture(body, before, policy)
+            self.capture_s += time.perf_counter() - start
+        if captured is not None:
+            self[key] = captured
+            self.captures += 1
+        return captured
+
+    @contextmanager
+    def _told(self, policy: Policy, before: Overwritten = ()) -> Iterator[None]:
+        """End captures where the block fails, and go on behind it."""
+        model = policy.model
+        try:
+            yield
+        except RequestError:
+            raise
+        except Exception as exc:
+            self.forget_pool()
+            policy.forget()
+            if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
+                raise memory_error(exc, f"capturing {policy.what}", model.plan, model.device) from exc
+            torch.zeros(1, device=model.device).item()  # raises if the device is lost
+            restore(before)
+            policy.failed(f"capturing failed: {type(exc).__name__}: {exc}")
+
+    def capture(self, body: Body, before: Overwritten, policy: Policy) -> Captured:
+        """Return a graph that was replayed with the results of its body; the cache does not keep it. before: `Inputs.overwritten`.
+
+        Errors: RuntimeError for other results; those of the body and of CUDA.
+        """
+        if policy.is_static:
+            outputs = () if body.outputs is None else body.outputs(body.first())
+            return Captured(_Repeated(partial(_written, body, outputs)), outputs, body.serial, body.kept())
+        order: list[Piece] = []
+        graph, outputs, expected = self._recorded(body, before, order, policy)
+        captured = Captured(graph, outputs, body.serial, body.kept(), policy.streamer, tuple(order))
+        for number in range(2 if policy.is_trial and order else 1):  # the second begins with the buffers as the first left them
+            if number:
+                restore(before)
+            for one in outputs:
+                one.zero_()
+            captured.replay()
+            for one, wanted in zip(outputs, expected, strict=False):
+                check_replay(one, wanted)
+        if policy.is_trial:
+            restore(before)
+        return captured
+
+    def _recorded(
+        self, body: Body, before: Overwritten, order: list[Piece], policy: Policy
+    ) -> tuple[tiers.Replayable, Tensors, Tensors]:  # fmt: skip
+        """Return a graph, its outputs, and results from before the capture. order: becomes the pieces that the pass enters."""
+        device = policy.model.device
+        with side_stream(device) as side:
+            with torch.cuda.stream(side), tiers.in_pass(policy.streamer, entered=order):
+                expected = body.first()
+            torch.cuda.current_stream(device).wait_stream(side)
+            outputs = None if body.outputs is None else body.outputs(expected)
+            restore(before)
+            torch.cuda.synchronize(device)
+            if policy.frees:
+                torch.cuda.empty_cache()  # the pass's memory on the side stream has no other user
+
+            def in_order() -> Tensors:
+                with tiers.in_pass(policy.streamer, order, entered=order):
+                    return _written(body, outputs)
+
+            graph, made = self.record(side, in_order)
+        return graph, made, expected
+
+    def drop(self, is_unwanted: Callable[[Key, Captured], bool]) -> None:
+        """Drop these graphs."""
+        for key in [key for key, one in self.items() if is_unwanted(key, one)]:
+            del self[key]
+
+    def forget_pool(self) -> None:
+        """Take another pool from now on: a failed capture makes its pool unusable."""
+        self._pool = None
+
+    def record(self, side: torch.cuda.Stream, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Return a graph of the work that `run` queues on the capture stream, and `run`'s result. Earlier work is done before.
+
+        Errors: those of `run` and of CUDA; the caller then drops the pool.
+        """
+        graph, pool = torch.cuda.CUDAGraph(), self._given_pool()
+        if pool is None:
+            if self._pool is None or not self:  # a pool ends with the last graph that was captured into it
+                self._pool = torch.cuda.graph_pool_handle()
+            pool = self._pool
+        with torch.cuda.stream(side), _ended_on_error(side, pool):
+            # Other threads (a reader of the disk) may use the device at the same time.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = run()
+            except BaseException:
+                with suppress(Exception):  # it would only say that something failed before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph, output
+
+
+def restore(before: Overwritten) -> None:
+    """Copy back what passes have overwritten."""
+    for state, copy in before:
+        state.copy_(copy)
+
+
+def _written(body: Body, outputs: Tensors | None) -> Tensors:
+    """Run a body, and return its results where replays will write them."""
+    made = body.run()
+    return made if outputs is None else [target.copy_(source) for target, source in zip(outputs, made, strict=True)]
+
+
+@contextmanager
+def _ended_on_error(side: torch.cuda.Stream, pool: object) -> Iterator[None]:
+    """Tell torch's allocator that a capture that fails in the block has ended.
+
+    Up to torch 2.12 `capture_end` raises before it does so (https://github.com/pytorch/pytorch/pull/180395): every later
+    `torch.cuda.empty_cache` then ends in an internal assertion, and an allocation that finds no memory gives nothing back before it
+    fails. The memory of the failed capture stays in its pool.
+    """
+    try:
+        yield
+    except BaseException:
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        with suppress(Exception):  # torch knows already
+            if end is not None:
+                end(side.device.index, pool)
+        raise
