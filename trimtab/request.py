@@ -30,6 +30,8 @@ HEADS = ("full", "int8")
 # Stacked experts as the files hold them, dequantized, or packed expert by expert while they are loaded.
 EXPERTS = ("auto", "16bit", "nf4", "nf4-dq")
 MADE_EXPERTS = EXPERTS[2:]
+# What a merge writes packed: formats whose own rounding is defined.
+REQUANTIZE = ("nf4", "nf4-dq")
 # Values of a request's head: "auto" lets the plan choose.
 HEAD_CHOICES = ("auto", *HEADS)
 # Keys and values as the model computes them, or in 8 bits.

@@ -123,7 +123,7 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[s
     kind = f"int{bits}-{f'g{size}' if size else 'row'}{'-zp' if zero is not None else ''}"
     kind += "-f32" if scale.dtype == "float32" else ""
     kept = {part: entry for part, entry in parts.items() if part != "weight_shape"}
-    return PackedEntry(name, kind, shape, scale.dtype, size or None, False, kept, {"layout": "packed"})
+    return PackedEntry(name, kind, shape, scale.dtype, kept, {"layout": "packed"})
 
 
 def _has_groups(scheme: Mapping[str, Any], columns: int, groups: int) -> bool:

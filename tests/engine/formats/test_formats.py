@@ -64,7 +64,7 @@ def test_a_weight_is_what_its_own_library_makes_of_it_and_so_is_the_second_readi
     parts = stored(golden, case)
     expected = parts.pop("expected")
     entry, packed = read(written(tmp_path, parts, CONFIGS[case]), dtype=expected.dtype)
-    assert entry.format_name == NAMES[case] and entry.shape == tuple(expected.shape)
+    assert entry.kind == NAMES[case] and entry.shape == tuple(expected.shape)
     whole = weights.dequantize(packed)
     assert whole.dtype == expected.dtype and torch.equal(whole, expected)
     monkeypatch.setattr(second_reading, "PIECE_VALUES", 300)
@@ -73,7 +73,7 @@ def test_a_weight_is_what_its_own_library_makes_of_it_and_so_is_the_second_readi
     for start, stop in ((0, 1), (3, 8), (0, expected.shape[0])):
         assert torch.equal(weights.dequantize_rows(packed, start, stop, CPU), expected[start:stop])
     nbytes = {name: part.numel() * part.element_size() for name, part in packed.parts.items()}
-    assert nbytes == packed_parts(entry.shape, entry.format_name, "bfloat16")
+    assert nbytes == packed_parts(entry.shape, entry.kind, "bfloat16")
     # A product is torch's over that weight.
     x = torch.randn(3, expected.shape[1], dtype=torch.bfloat16)
     y = weights.shell(packed, None, torch.bfloat16)(x)
@@ -136,7 +136,7 @@ def test_blocks_of_any_sides_are_read_and_counted(block, shape, tmp_path):
     rows_of, columns_of = (torch.arange(side) // size for side, size in zip(shape, block, strict=True))
     exact = q.double() * scale.double()[rows_of][:, columns_of]
     assert torch.equal(weights.dequantize(packed), exact.to(torch.float32).to(torch.bfloat16))
-    assert packed_parts(shape, entry.format_name, "bfloat16") == {
+    assert packed_parts(shape, entry.kind, "bfloat16") == {
         "weight": rows * columns, "scale": 4 * scale.numel()
     }  # fmt: skip
 

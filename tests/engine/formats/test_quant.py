@@ -86,7 +86,7 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
         scales = quant.dequantize_blockwise(scales, state.state2) + state.offset
     bytes_ = packed.parts["weight"].flatten()
     codes = packed.codes["code"][torch.stack((bytes_ >> 4, bytes_ & 15), 1).flatten().long()][: weight.numel()]
-    expected = (codes * scales.repeat_interleave(packed.blocksize)[: weight.numel()]).view(shape)
+    expected = (codes * scales.repeat_interleave(packed.blocks[0])[: weight.numel()]).view(shape)
     assert torch.equal(weights.dequantize(packed), expected)
     bias, x = torch.randn(shape[0]), torch.randn(2, 3, shape[1])
     layer = weights.shell(packed, bias, torch.float32)

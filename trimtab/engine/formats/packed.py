@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.formats import int8_head as head8
-from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 
@@ -21,10 +20,10 @@ from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 class Packed:
     """One weight in its stored form.
 
-    kind: its format's name (`trimtab/formats/record.py`; "nf4" with double quantization too). shape, dtype: of the unpacked
-    weight, [D_out, D_in], or of a stack of experts. parts: "weight" always, and the other parts of its format. codes: the small
-    look-up tables of a 4-bit weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel:
-    of an 8-bit head, what computes it. input_scale: of a mobile layer, its inputs' static scale, as in its part "activation".
+    kind: its format's name (`trimtab/formats/record.py`). shape, dtype: of the unpacked weight, [D_out, D_in], or of a stack of
+    experts. parts: "weight" always, and the others of its format. codes: the small look-up tables of its format, shared between weights
+    and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of theirs. kernel:
+    of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale.
     """
 
     kind: str
@@ -32,14 +31,18 @@ class Packed:
     dtype: torch.dtype
     parts: Mapping[str, Tensor]
     codes: Mapping[str, Tensor]
-    blocksize: int = WEIGHT_BLOCK
-    nested_blocksize: int = NESTED_BLOCK
+    blocks: tuple[int, ...] = ()
     kernel: head8.Kernel | None = None
     input_scale: float = 0.0
 
     @property
     def nbytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    @property
+    def static_scales(self) -> Tensor | None:
+        """The static scales [2] of inputs and outputs of a layer that rounds them to 8 bits, 0 for no rounding."""
+        return self.parts.get("activation")
 
     def with_parts(self, parts: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> Packed:
         """Return the same weight over other tensors: views of a staging buffer, or copies on another device."""
