@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 from trimtab.checkpoint.anatomy import DTYPE_BYTES
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, RequestError
 
 # bitsandbytes' 4-bit formats, and what the names of those with packed scales end with.
 CODEBOOKS, DOUBLE = ("nf4", "nf4-dq", "fp4", "fp4-dq"), "-dq"
@@ -403,9 +403,9 @@ HEADERS = tuple(family.header for family in sorted(_FAMILIES, key=lambda one: on
 
 @lru_cache(maxsize=256)
 def stored_format(name: str) -> StoredFormat:
-    """Return the record of a format. Errors: ValueError for a name that is none."""
+    """Return the record of a format. Errors: RequestError for a name that is none."""
     if (found := next(filter(None, (family.named(name) for family in _FAMILIES)), None)) is None:
-        raise ValueError(f"unknown weight format: {name!r}")
+        raise RequestError("is no format of weights", field="quant", value=name)
     return found
 
 

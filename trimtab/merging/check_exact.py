@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.bitsandbytes_files import CodedRows
-from trimtab.engine.formats.weights import files_of
+from trimtab.engine.formats.weights import CodedRows, files_of
 from trimtab.merging.changes.delta import Change, Rows, row_count, row_pieces
 from trimtab.merging.changes.inverse import lay_back, without_casts
 from trimtab.merging.changes.plan import Edit

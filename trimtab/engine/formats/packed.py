@@ -21,9 +21,9 @@ class Packed:
     """One weight in its stored form.
 
     kind: its format's name (`trimtab/formats/record.py`). shape, dtype: of the unpacked weight, [D_out, D_in], or of a stack of
-    experts. parts: "weight" always, and the others of its format. codes: the small look-up tables of its format, shared between weights
-    and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of theirs. kernel:
-    of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale.
+    experts. parts: "weight" always, and the others of its format. codes: its format's small look-up tables, shared between
+    weights and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of
+    theirs. kernel: of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale.
     """
 
     kind: str

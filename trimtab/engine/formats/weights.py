@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.engine.formats import bitsandbytes, bitsandbytes_files, float4, float8, ggml, grouped, mobile
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.formats.bitsandbytes_files import CodedRows
+from trimtab.engine.formats.bitsandbytes_files import CodedRows as CodedRows
 from trimtab.engine.formats.packed import Draw, Packed, PlainShell, Shell, WideShell, is_narrow
 from trimtab.engine.formats.packed import unpacked_shell as packed_shell
 from trimtab.formats.record import Family, PackedEntry, StoredFormat, stored_format
@@ -70,7 +70,7 @@ _BITSANDBYTES = WeightFormat(
     bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read, bitsandbytes.exact_rows,
     bitsandbytes.random_parts,
     FileFormat(
-        bitsandbytes_files.CodedRows, bitsandbytes_files.packed_parts, bitsandbytes_files.in_memory, bitsandbytes_files.nearest_values,
+        CodedRows, bitsandbytes_files.packed_parts, bitsandbytes_files.in_memory, bitsandbytes_files.nearest_values,
         bitsandbytes_files.packed_once,
     ),
 )  # fmt: skip
@@ -105,6 +105,11 @@ FORMATS: Mapping[Family, WeightFormat] = {
 
 def _of(kind: str) -> WeightFormat:
     return FORMATS[stored_format(kind).family]
+
+
+def quantize(weight: Tensor, quant: str) -> Packed:
+    """Return a weight [D_out, D_in] packed in one of `request.QUANTS`, as `bitsandbytes.quantize`."""
+    return bitsandbytes.quantize(weight, quant)
 
 
 def files_of(kind: str) -> FileFormat:

@@ -23,9 +23,8 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
 from trimtab.engine.cuda.nvrtc import Job
-from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import Draw, Packed
-from trimtab.engine.formats.weights import random_parts, rounded, shell
+from trimtab.engine.formats.weights import quantize, random_parts, rounded, shell
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends

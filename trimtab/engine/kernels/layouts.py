@@ -45,8 +45,8 @@ def options(packed: Packed) -> tuple[str, ...]:
 
 
 def variant(packed: Packed, module: nvrtc.Module) -> nvrtc.Module:
-    """Return the module whose products read a weight's layout, of a source that is compiled without options too. The first of a layout
-    compiles it: not within a capture."""
+    """Return the module whose products read a weight's layout. The first weight of one compiles it: not within a capture.
+    module: of a source that is compiled without options too."""
     return module.variant(options(packed)) if stored_format(packed.kind).number else module
 
 

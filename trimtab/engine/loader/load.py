@@ -21,9 +21,8 @@ from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
-from trimtab.engine.formats.weights import dequantize, prequantized
+from trimtab.engine.formats.weights import dequantize, prequantized, quantize
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
 from trimtab.engine.loader import head_kernel as head8_choice

@@ -214,9 +214,8 @@ def _measure(device: torch.device) -> Rates:
 
 def _host_products() -> dict[str, float]:
     """Return bytes a second of one-row products by the form of the weight, and operations a second of one with many rows."""
-    from trimtab.engine.formats.bitsandbytes import quantize
     from trimtab.engine.formats.packed import keep
-    from trimtab.engine.formats.weights import shell
+    from trimtab.engine.formats.weights import quantize, shell
 
     square = torch.randn(GEMV_SIDE, GEMV_SIDE).to(torch.bfloat16)
     # Larger than the processor's caches, as a model is.

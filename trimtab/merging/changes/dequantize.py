@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.engine.formats.bitsandbytes_files import CodedRows
-from trimtab.engine.formats.weights import coded_rows, dequantize_rows, prequantized, widened_scales
+from trimtab.engine.formats.weights import CodedRows, coded_rows, dequantize_rows, prequantized, widened_scales
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.formats.record import PackedEntry
 from trimtab.merging.changes.delta import EntryRows
