@@ -24,8 +24,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.packed import Draw, Packed, Shell
-from trimtab.errors import CheckpointError, DeviceError
+from trimtab.engine.formats.packed import Draw, Packed, Shell, check_finite
+from trimtab.errors import DeviceError
 from trimtab.formats.record import DOUBLE, NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry, StoredFormat
 from trimtab.process.packages import switch
 
@@ -108,14 +108,13 @@ def _from_state(data: Tensor, state: QuantState, shape: tuple[int, ...], dtype: 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
     """Return a weight that bitsandbytes packed in a checkpoint, as it is. dtype: not used; its state names its own."""
+    check_finite(entry, *(part for name, part in parts.items() if name != "weight" and part.is_floating_point()))
     if entry.kind == "int8":
         return Packed("int8", entry.shape, torch.float16, {"weight": parts["weight"], "SCB": parts["SCB"]}, {})
     kept = {"weight": parts["weight"], "absmax": parts["absmax"]}
     codes = {"code": parts["quant_map"]}
     blocks: tuple[int, ...] = (int(entry.state["blocksize"]),)
     if entry.kind.endswith(DOUBLE):
-        if "nested_offset" not in entry.state:
-            raise CheckpointError("double-quantized without a nested offset", path="", tensor_name=entry.tensor_name)
         offset = torch.tensor([float(entry.state["nested_offset"])], device=parts["absmax"].device)
         kept |= {"nested_absmax": parts["nested_absmax"], "offset": offset}
         codes["nested_code"], blocks = parts["nested_quant_map"], (*blocks, int(entry.state["nested_blocksize"]))

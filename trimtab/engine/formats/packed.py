@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.formats import int8_head as head8
+from trimtab.errors import CheckpointError
+from trimtab.formats.record import PackedEntry
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 
@@ -82,6 +84,17 @@ class Draw:
 
     def values(self, *values: float) -> Tensor:
         return torch.tensor(values, device=self.generator.device)
+
+
+def refused(entry: PackedEntry, why: str) -> CheckpointError:
+    """Return the error of a weight whose values cannot be used."""
+    return CheckpointError(why, path=next((part.file for part in entry.parts.values()), ""), tensor_name=entry.tensor_name)
+
+
+def check_finite(entry: PackedEntry, *scales: Tensor) -> None:
+    """Raise CheckpointError unless all scales of a weight are finite."""
+    if not all(bool(torch.isfinite(one).all()) for one in scales):
+        raise refused(entry, "has scales that are not finite")
 
 
 class CodeTables:
