@@ -104,7 +104,7 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
 
 @pytest.mark.parametrize("kind, part", [("int8", "SCB"), ("nf4", "absmax"), ("fp4", "quant_map"), ("nf4-dq", "nested_absmax")])
 def test_scales_of_files_that_are_not_finite_are_refused(kind, part):
-    packed = quant.quantize(torch.randn(64, 128), kind)
+    packed = quant.quantize(torch.randn(64, 128).bfloat16(), kind)
     parts = {**packed.parts, **{name: packed.codes[code] for name, code in TABLES.items() if code in packed.codes}}
     state = {"blocksize": 64, "nested_blocksize": 256, "nested_offset": float(parts.pop("offset", 0.0))}
     entry = PackedEntry("x.weight", kind, (64, 128), "bfloat16", {}, state)
