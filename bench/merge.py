@@ -259,7 +259,7 @@ def _weight_error(dense: Path, packed: Path) -> float:
     from trimtab.engine.tiers.reader import PositionedFile
     from trimtab.formats.packed import split_packed
     from trimtab.merging.changes.delta import EntryRows
-    from trimtab.merging.changes.dequantize import PackedRows
+    from trimtab.merging.changes.dequantize import packed_rows
 
     one, other = read_checkpoint(dense), read_checkpoint(packed)
     error = size = 0.0
@@ -270,7 +270,7 @@ def _weight_error(dense: Path, packed: Path) -> float:
         for name, entry in split_packed(other)[1].items():
             source = one.tensors[name]
             exact = EntryRows(files[source.file], source).all().double()
-            got = PackedRows(entry, lambda part: files[part.file])(0, entry.shape[0]).double()
+            got = packed_rows(entry, lambda part: files[part.file])(0, entry.shape[0]).double()
             error, size = error + float((got - exact).square().sum()), size + float(exact.square().sum())
     return round((error / size) ** 0.5, 5)
 

@@ -41,6 +41,7 @@ machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/an
 engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn launch_config<cuts nvrtc
     nvrtc<product_cuts shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
+engine/formats (merge): bitsandbytes_files<pack
 engine/tiers (runtime): arena reader<read spill streaming<tiers
 engine/memory (runtime): graph_cache out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
     shared_pool<memory_segments step_memory
@@ -71,7 +72,7 @@ engine (runtime): __init__ model_calls<asking model_calls<waiting float16_check 
     tune<tune_model
 . (.): api
 merging/changes (merge): delta dequantize<unpack experts inverse<lay_back plan<recipe request
-merging/files (merge): layout<shards output_dir<place quantize<pack write<stream
+merging/files (merge): layout<shards output_dir<place write<stream
 merging (merge): __init__ check check_exact merge report
 bridge (bridge): __init__ __init__<inputs attach config hooks inspect inspect_findings inspect_rules live load merging
     row_scales

@@ -21,15 +21,15 @@ from trimtab.errors import RequestError
 TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
-# Formats of files (formats/record.py): they are read, never made.
-STORED = re.compile(
-    r"(?:int[48]|fp8|mobile[248]|mxfp4|nvfp4)-[a-z0-9-]{1,40}\Z|(?:q[4568]_[01k]|bf16|f16|f32)(?:-idx)?\Z", re.ASCII
-)
+# Names like those of formats of files (formats/record.py says which there are): they are read, never made.
+STORED = re.compile(r"(?:b?f\d\d|[a-z]{1,10}\d[a-z0-9]{0,10}[-_][a-z0-9-]{1,40})\Z", re.ASCII)
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
 # Stacked experts as the files hold them, dequantized, or packed expert by expert while they are loaded.
 EXPERTS = ("auto", "16bit", "nf4", "nf4-dq")
 MADE_EXPERTS = EXPERTS[2:]
+# What a merge writes packed: formats whose own rounding is defined.
+REQUANTIZE = ("nf4", "nf4-dq")
 # Values of a request's head: "auto" lets the plan choose.
 HEAD_CHOICES = ("auto", *HEADS)
 # Keys and values as the model computes them, or in 8 bits.

@@ -88,15 +88,15 @@ def test_a_4_bit_checkpoint_of_stock_is_split_and_stands_for_stocks_weights(tmp_
     for name, module in linears(model).items():
         entry = packed[name]
         state = module.weight.quant_state
-        assert (entry.tensor_name, entry.kind, entry.nested) == (name, kind[:3], "-dq" in kind)
-        assert (entry.dtype, entry.blocksize, entry.parts["weight"].dtype) == ("bfloat16", 64, storage)
-        sides = ("absmax", "quant_map", "quant_state") + (("nested_absmax", "nested_quant_map") if entry.nested else ())
+        assert (entry.tensor_name, entry.kind) == (name, kind[:3] + "-dq" * ("-dq" in kind))
+        assert (entry.dtype, entry.state["blocksize"], entry.parts["weight"].dtype) == ("bfloat16", 64, storage)
+        sides = ("absmax", "quant_map", "quant_state") + (("nested_absmax", "nested_quant_map") if "-dq" in kind else ())
         assert set(entry.parts) == {"weight", *sides}
         stored = {key: value for key, value in state.as_dict().items() if not isinstance(value, torch.Tensor)}
         assert entry.state == stored | {"shape": list(stored["shape"])}
         # Through the parts of the file alone, and bitsandbytes' own reader of a quant_state.
         values = {part: read_part(entry.parts[part]) for part in sides if part != "quant_state"}
-        values[f"quant_state.bitsandbytes__{entry.kind}"] = read_part(entry.parts["quant_state"])
+        values[f"quant_state.bitsandbytes__{kind[:3]}"] = read_part(entry.parts["quant_state"])
         rebuilt = QuantState.from_dict(values, torch.device("cpu"))
         ours = dequantize_4bit(read_part(entry.parts["weight"]), rebuilt)
         assert torch.equal(ours, dequantize_4bit(module.weight.data, state))
@@ -111,7 +111,7 @@ def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path,
     assert set(packed) == set(linears(model))
     for name, module in linears(model).items():
         entry = packed[name]
-        assert (entry.kind, entry.dtype, entry.blocksize, entry.nested, entry.state) == ("int8", "float16", None, False, {})
+        assert (entry.kind, entry.dtype, entry.state) == ("int8", "float16", {})
         assert set(entry.parts) == {"weight", "SCB"}
         assert torch.equal(read_part(entry.parts["weight"]), module.weight.data)
         assert torch.equal(read_part(entry.parts["SCB"]), module.weight.SCB)
@@ -139,4 +139,5 @@ def test_weights_that_fill_no_whole_block_are_counted_as_bitsandbytes_counts(
     plain, packed = split_packed(read_checkpoint(tmp_path))
     assert plain == {}
     entry = packed["l.weight"]
-    assert (entry.shape, entry.dtype, entry.blocksize, entry.nested) == (shape, "float32", blocksize, double)
+    assert (entry.kind, entry.shape, entry.dtype) == ("nf4-dq" if double else "nf4", shape, "float32")
+    assert entry.state["blocksize"] == blocksize

@@ -45,7 +45,7 @@ def golden():
 def test_blocks_of_any_bits_are_what_gguf_and_transformers_make_of_them(golden, kind, monkeypatch):
     stored, expected = golden[f"{kind}/weight"], golden[f"{kind}/expected"]
     of_file = Packed(kind.lower(), tuple(expected.shape), torch.float32, {"weight": stored}, {})
-    entry = PackedEntry("x.weight", kind.lower(), of_file.shape, "bfloat16", None, False, {}, {})
+    entry = PackedEntry("x.weight", kind.lower(), of_file.shape, "bfloat16", {}, {})
     packed = weights.prequantized(entry, {"weight": stored}, torch.float32)
     monkeypatch.setattr(ggml, "DEQUANTIZED_VALUES", 100)  # a row at a time
     half = weights.prequantized(entry, {"weight": stored}, torch.float32)
@@ -85,7 +85,7 @@ def test_rows_are_put_in_order_in_the_memory_that_a_plan_counts(offset):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_scales_that_are_not_finite_are_refused(golden, kind):
     stored = golden[f"{kind}/weight"].clone()
-    entry = PackedEntry("x.weight", kind.lower(), tuple(golden[f"{kind}/expected"].shape), "bfloat16", None, False, {}, {})
+    entry = PackedEntry("x.weight", kind.lower(), tuple(golden[f"{kind}/expected"].shape), "bfloat16", {}, {})
     assert weights.prequantized(entry, {"weight": stored}, torch.float32).nbytes == stored.numel()
     blocks = stored.view(-1, GGML_BLOCKS[kind.lower()][1])
     at = 208 if kind == "Q6_K" else 0

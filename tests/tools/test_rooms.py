@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -99,3 +100,96 @@ def test_a_name_that_never_was_is_not_found():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("trimtab.runtime.nothing")
     assert not hasattr(trimtab, "nothing")
+
+
+# Formats of weights ---------------------------------------------------------------------------------------------------
+
+# What a format is called, and what its parts are called in files or in memory; not words that other things have too.
+FORMAT_NAMES = re.compile(
+    r"(nf4|fp4)(-dq)?|(int[48]|fp8|mobile[248]|mxfp4|nvfp4)-[a-z0-9-]+|q[4568]_[01k]|mobile[248]|awq|gptq|gguf_?q\w*|codebook|ggml|"
+    r"\.?(absmax|nested_\w+|quant_map|quant_state\S*|SCB|qweight|qzeros|g_idx|weight_scale\w*|weight_packed|weight_zero_point)"
+)
+# In memory, beside the weight itself.
+PARTS = (
+    "scale",
+    "zero",
+    "outer",
+    "global",
+    "activation",
+    "index",
+    "offset",
+    "absmax",
+    "nested_absmax",
+    "SCB",
+    "code",
+    "nested_code",
+)
+FORMAT_MODULES = re.compile(
+    r"trimtab\.(engine\.)?formats\.(bitsandbytes\w*|compressed_tensors|float[48]|ggml|grouped|mobile|transposed)"
+)
+FORMAT_ROOMS = ("engine/formats/", "formats/", "gguf/")
+# Other places that name formats or read their parts -> why.
+NAME_FORMATS = {
+    "bridge/": "inspects bitsandbytes' own modules in a stock model",
+    "doctor/": "names the formats whose bugs in other packages it knows",
+    "process/json_file.py": "limits each kind of JSON by its name",
+    "request.py": "what a user may ask for is checked before a file is read",
+    "stock/": "reads published layouts a second time, from other sources, for verify",
+    "verification/merges/stock_merge.py": "merges over bitsandbytes' own layers, as the stock stack does",
+}
+
+
+def format_names(text):
+    """Yield what a source knows of formats: their names, constant names of parts, modules of families, and a record's family."""
+    tree = ast.parse(text)
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield from [node.value] if FORMAT_NAMES.fullmatch(node.value) else []
+        elif isinstance(node, ast.Attribute) and node.attr == "family":
+            yield ".family"
+        elif isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{one.name}" for one in node.names)
+            yield from filter(FORMAT_MODULES.match, names)
+        yield from _parts_named(node)
+
+
+def _parts_named(node):
+    """Yield constant names of parts that are looked up in the parts or tables of a packed weight."""
+    holder, key = None, None
+    if isinstance(node, ast.Subscript):
+        holder, key = node.value, node.slice
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        holder, key = node.func.value, node.args[0]
+    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        holder, key = node.comparators[0], node.left
+    if isinstance(key, ast.Constant) and key.value in PARTS:
+        if isinstance(holder, ast.Attribute) and holder.attr in ("parts", "codes", "read_parts"):
+            yield f"{holder.attr}[{key.value!r}]"
+
+
+def test_nothing_outside_the_rooms_of_formats_knows_one():
+    found = {}
+    for file in sorted(rooms.PACKAGE.rglob("*.py")):
+        name = file.relative_to(rooms.PACKAGE).as_posix()
+        if not name.startswith(FORMAT_ROOMS) and (names := sorted(set(format_names(file.read_text(encoding="utf-8"))))):
+            found[name] = names
+    unnamed = {name: names for name, names in found.items() if not name.startswith(tuple(NAME_FORMATS))}
+    assert unnamed == {}, "ask the record (formats/record.py) or engine/formats/weights.py"
+    assert [place for place in NAME_FORMATS if not any(name.startswith(place) for name in found)] == [], (
+        "an exception that nothing needs"
+    )
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ('if quant == "nf4-dq": pass', ["nf4-dq"]), ('scale = packed.parts["scale"]', ["parts['scale']"]),
+        ('packed.codes.get("code")', ["codes['code']"]), ('"absmax" in packed.parts', ["absmax", "parts['absmax']"]),
+        ('form.family == "ggml"', [".family", "ggml"]), ('"""nf4: prose"""', []), ('x["scale"]; packed.parts["weight"]', []),
+        ("from trimtab.engine.formats import mobile", ["trimtab.engine.formats.mobile"]),
+        ("from trimtab.engine.formats.weights import shell", []),
+    ],
+)  # fmt: skip
+def test_the_names_of_formats_are_found_in_a_source(text, wanted):
+    assert sorted(format_names(text)) == wanted

@@ -107,12 +107,12 @@ def check_not_foreign(config: Mapping[str, Any], path: str | os.PathLike[str]) -
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     own = config.get("quantization")
-    name = {"exl2": "EXL2", "exl3": "EXL3"}.get(str(method))
+    name = {"exl2": "ExLlama (EXL2)", "exl3": "ExLlama (EXL3)"}.get(str(method))
     if name is None and method is None and isinstance(own, dict) and "group_size" in own:
         name = "MLX"
     if name is not None:
         raise CheckpointError(
-            f"is packed for {'MLX' if name == 'MLX' else 'ExLlama'} ({name}), which is not read", path=path,
+            f"is packed for {name}, which is not read", path=path,
             hint="Use a GGUF file, the FP8 or W4A16 files, or the unquantized files of the same model",
         )  # fmt: skip
 

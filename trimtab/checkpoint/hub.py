@@ -150,7 +150,7 @@ def _of_file(model: str) -> tuple[str, str, str]:
 
 
 def _parts_of(model: str, file: str, sizes: dict[str, int], packed: list[str]) -> list[str]:
-    """Return a GGUF file and the others of its set. Errors: CheckpointError for a file that the repository does not have."""
+    """Return a GGUF file and the others of its set. Errors: CheckpointError for files that the repository does not have."""
     if file not in sizes or not _GGUF.fullmatch(file):
         raise CheckpointError(
             f"the repository has no {file!r:.200}; its GGUF files are {', '.join(packed[:8]) or 'none'}", path=model,
@@ -159,7 +159,10 @@ def _parts_of(model: str, file: str, sizes: dict[str, int], packed: list[str]) -
     if named is None:
         return [file]
     others = ((other, SPLIT.fullmatch(other)) for other in sorted(filter(_GGUF.fullmatch, sizes)))
-    return [other for other, parts in others if parts and (parts[1], parts[3]) == (named[1], named[3])]
+    found = [other for other, parts in others if parts and (parts[1], parts[3]) == (named[1], named[3])]
+    if len(found) != int(named[3]):
+        raise CheckpointError(f"the repository has {len(found)} of the {int(named[3])} files of {file!r:.200}", path=model)
+    return found
 
 
 def _license_of(info: Any) -> str | None:

@@ -8,6 +8,7 @@ the weights, only that JSON and the format byte are read: a few hundred bytes pe
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.formats.record import PackedEntry, refuse
+from trimtab.checkpoint.writer import NewTensor
+from trimtab.formats.record import DOUBLE, NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry, refuse
 from trimtab.process.json_file import parse
 
 STATE = "quant_state.bitsandbytes__"
@@ -120,7 +122,7 @@ def _four_bit(group: _Group) -> PackedEntry | None:
     if not _check_state(group, state, kind, nested):
         return None
     _check_parts(group, math.prod(state["shape"]), state, nested)
-    return PackedEntry(group.tensor_name, kind, tuple(state["shape"]), state["dtype"], state["blocksize"], nested, parts, state)
+    return PackedEntry(group.tensor_name, kind + DOUBLE * nested, tuple(state["shape"]), state["dtype"], parts, state)
 
 
 def _read_state(entry: TensorEntry) -> Any:
@@ -208,7 +210,7 @@ def _eight_bit(group: _Group) -> PackedEntry | None:
     is_right = scale.dtype == "float32" and scale.shape == weight.shape[:1]
     group.want(is_right, f"SCB is {scale.dtype} {list(scale.shape)}, float32 [{weight.shape[0]}] is needed")
     # float16: bitsandbytes casts to it before it quantizes (Int8Params._quantize).
-    return PackedEntry(group.tensor_name, "int8", weight.shape, "float16", None, False, {"weight": weight, "SCB": scale}, {})
+    return PackedEntry(group.tensor_name, "int8", weight.shape, "float16", {"weight": weight, "SCB": scale}, {})
 
 
 def _format_of(entry: TensorEntry) -> int | str:
@@ -221,3 +223,50 @@ def _format_of(entry: TensorEntry) -> int | str:
             return int.from_bytes(handle.read(1), "little")
     except OSError as exc:
         return f"unreadable ({exc.strerror})"
+
+
+# Files that are written -----------------------------------------------------------------------------------------------
+
+
+def state_json(shape: tuple[int, ...], dtype: str, *, offset: float | None) -> bytes:
+    """Return bitsandbytes' quant_state, for double quantization padded to one length for every offset.
+
+    Source: bitsandbytes 0.50.2, functional.py QuantState.as_dict: these keys in this order.
+    """
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": WEIGHT_BLOCK, "dtype": dtype, "shape": list(shape)}
+    if offset is None:
+        return json.dumps(state).encode()
+    nested = {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+    longest = len(json.dumps(state | nested | {"nested_offset": -1.2345678901234567e-300}))
+    return json.dumps(state | nested | {"nested_offset": offset}).encode().ljust(longest + 2)
+
+
+def written_tensors(kind: str, name: str, shape: tuple[int, ...], dtype: str) -> list[NewTensor]:
+    """Return the file tensors of one NF4 weight, as bitsandbytes writes them. dtype: of its values."""
+    nested = kind.endswith(DOUBLE)
+    numel = shape[0] * shape[1]
+    blocks = -(-numel // WEIGHT_BLOCK)
+    tensors = [
+        NewTensor(name, "uint8", (-(-numel // 2), 1)),
+        NewTensor(f"{name}.absmax", "uint8" if nested else "float32", (blocks,)),
+        NewTensor(f"{name}.quant_map", "float32", (16,)),
+    ]
+    if nested:
+        tensors += [
+            NewTensor(f"{name}.nested_absmax", "float32", (-(-blocks // NESTED_BLOCK),)),
+            NewTensor(f"{name}.nested_quant_map", "float32", (256,)),
+        ]
+    size = len(state_json(shape, dtype, offset=0.0 if nested else None))
+    return [*tensors, NewTensor(f"{name}.{STATE}nf4", "uint8", (size,))]
+
+
+def written_config(kind: str, compute_dtype: str) -> dict[str, Any]:
+    """Return the config that transformers' BitsAndBytesConfig writes for these weights. Source: quantization_config.py,
+    to_dict.
+    """
+    return {
+        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": compute_dtype,
+        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": kind.endswith(DOUBLE),
+        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
+        "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
+    }  # fmt: skip

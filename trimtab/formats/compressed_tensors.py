@@ -111,7 +111,10 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[s
     if scale.dtype not in SCALE_DTYPES or scale.shape[:1] != (rows,) or len(scale.shape) > 2:
         return f"weight_scale is {scale.dtype} {list(scale.shape)}, a float for each of {rows} rows or of their groups is needed"
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
-    fitting = [one for one in schemes if one.get("num_bits") == bits and _has_groups(one, columns, groups)]
+    own = [one for one in schemes if one.get("num_bits") == bits and one.get("type", "int") == "int"]
+    if not own:
+        return f"weight_packed has integers of {bits} bits, config.json declares no type int of that many"
+    fitting = [one for one in own if _has_groups(one, columns, groups)]
     if not fitting:
         return f"weight_scale has {groups} groups a row of {columns}, which no config group declares"
     size = 0 if groups == 1 else int(fitting[0]["group_size"])
@@ -123,7 +126,7 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: list[Mapping[s
     kind = f"int{bits}-{f'g{size}' if size else 'row'}{'-zp' if zero is not None else ''}"
     kind += "-f32" if scale.dtype == "float32" else ""
     kept = {part: entry for part, entry in parts.items() if part != "weight_shape"}
-    return PackedEntry(name, kind, shape, scale.dtype, size or None, False, kept, {"layout": "packed"})
+    return PackedEntry(name, kind, shape, scale.dtype, kept, {"layout": "packed"})
 
 
 def _has_groups(scheme: Mapping[str, Any], columns: int, groups: int) -> bool:

@@ -81,4 +81,4 @@ def _weight(name: str, weight: TensorEntry, sides: Mapping[str, TensorEntry], wh
     if of_all is not None and (of_all.dtype != "float32" or prod(of_all.shape) != 1):
         return f"{whole} is {of_all.dtype} {list(of_all.shape)}, one float32 is needed"
     parts = {"weight": weight, "scale": scale} | ({} if of_all is None else {whole: of_all})
-    return PackedEntry(name, kind, (rows, columns), "bfloat16", size, False, parts, {})
+    return PackedEntry(name, kind, (rows, columns), "bfloat16", parts, {})

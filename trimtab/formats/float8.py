@@ -66,7 +66,7 @@ def _weight(
     (scale,) = scales.values()
     stored = f"its scale is {scale.dtype} {list(scale.shape)}"
     if scale.dtype == "uint8" and scale.shape == (weight.shape[0], weight.shape[1] / 32):
-        return PackedEntry(name, "fp8-1x32", weight.shape, "bfloat16", None, False, {"weight": weight, "scale": scale}, {})
+        return PackedEntry(name, "fp8-1x32", weight.shape, "bfloat16", {"weight": weight, "scale": scale}, {})
     if scale.dtype not in SCALE_DTYPES:
         return f"{stored}; {', '.join(SCALE_DTYPES)} are read"
     rows, columns = weight.shape
@@ -74,7 +74,7 @@ def _weight(
     if kind is None:
         declared = f"blocks of {list(block)}" if block else "blocks, of which config.json declares no size"
         return f"{stored}, which is no scale of a weight [{rows}, {columns}], of its rows, or of {declared}"
-    return PackedEntry(name, kind, (rows, columns), scale.dtype, None, False, {"weight": weight, "scale": scale}, {})
+    return PackedEntry(name, kind, (rows, columns), scale.dtype, {"weight": weight, "scale": scale}, {})
 
 
 def _kind(rows: int, columns: int, scale: tuple[int, ...], block: tuple[int, ...] | None) -> str | None:

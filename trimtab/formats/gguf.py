@@ -30,7 +30,7 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pack
         rows, columns = entry.shape
         part = replace(entry, dtype="uint8", shape=(rows, columns // values * nbytes))
         named = kind + (INDEXED if "columns" in orders else "")
-        packed[name] = PackedEntry(name, named, entry.shape, "bfloat16", None, False, {"weight": part}, orders)
+        packed[name] = PackedEntry(name, named, entry.shape, "bfloat16", {"weight": part}, orders)
     refuse(checkpoint, problems)
     return plain, packed
 

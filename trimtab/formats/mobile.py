@@ -85,4 +85,4 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], bits: object, *, is_tab
         return f"{wrong} is {rounding[wrong].dtype} {list(rounding[wrong].shape)}, one float32 is needed"
     kind = f"mobile{bits}-{'row' if groups == 1 else f'g{columns // groups}'}{'-a8' if rounding else ''}"
     kept = {"weight": weight, "scale": scale} | rounding
-    return PackedEntry(name, kind, (rows, columns), "bfloat16", None, False, kept, {"is_table": is_table})
+    return PackedEntry(name, kind, (rows, columns), "bfloat16", kept, {"is_table": is_table})

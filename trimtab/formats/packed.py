@@ -8,9 +8,10 @@ from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.writer import NewTensor
 from trimtab.errors import CheckpointError
 from trimtab.formats import bitsandbytes, compressed_tensors, float4, float8, gguf, mobile, transposed
-from trimtab.formats.record import PackedEntry, packed_bytes, refuse
+from trimtab.formats.record import PackedEntry, packed_bytes, refuse, stored_format
 
 Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
 # quant_method of config.json -> what reads that layout of files.
@@ -19,6 +20,8 @@ READERS: Mapping[str, Read] = {
     "fbgemm_fp8": float8.read, "awq": transposed.read_awq, "gptq": transposed.read_gptq,
     "gemma": mobile.read, "modelopt": float4.read_modelopt, "gguf": gguf.read,
 }  # fmt: skip
+# Family of formats -> what makes the tensors and the configuration of files that are written in them.
+WRITERS = {"codebook": (bitsandbytes.written_tensors, bitsandbytes.written_config)}
 # Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
 MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".embedding_quantized")
 # What no reader leaves over: a weight would be computed from its integers, or without a part of what it means.
@@ -81,9 +84,9 @@ def quant_method(quantization: Mapping[str, Any] | None) -> str | None:
 def format_names(packed: Mapping[str, PackedEntry]) -> list[str]:
     """Return the formats of packed weights by their names in plans, that of the most values first, those of tables last."""
     values: dict[str, int] = {}
-    linear = {entry.format_name for entry in packed.values() if not entry.state.get("is_table")}
+    linear = {entry.kind for entry in packed.values() if not entry.state.get("is_table")}
     for entry in packed.values():
-        values[entry.format_name] = values.get(entry.format_name, 0) + prod(entry.shape)
+        values[entry.kind] = values.get(entry.kind, 0) + prod(entry.shape)
     return sorted(values, key=lambda name: (name not in linear, -values[name], name))
 
 
@@ -92,9 +95,19 @@ def formats_of(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
     alone have it; JSON-ready."""
     found = []
     for name in format_names(packed):
-        entries = [entry for entry in packed.values() if entry.format_name == name]
+        entries = [entry for entry in packed.values() if entry.kind == name]
         nbytes = sum(packed_bytes(entry.shape, name, entry.dtype) for entry in entries)
         bits = 8 * nbytes / sum(prod(entry.shape) for entry in entries)
         is_table = all(entry.state.get("is_table") for entry in entries)
         found.append({"name": name, "weights": len(entries), "bits_per_value": round(bits, 3), "is_table": is_table})
     return found
+
+
+def written_tensors(kind: str, name: str, shape: tuple[int, ...], dtype: str) -> list[NewTensor]:
+    """Return the file tensors of a weight that is written in a format (one of `REQUANTIZE`). dtype: of its values."""
+    return WRITERS[stored_format(kind).family][0](kind, name, shape, dtype)
+
+
+def written_config(kind: str, compute_dtype: str) -> dict[str, Any]:
+    """Return the quantization_config of files in a format."""
+    return WRITERS[stored_format(kind).family][1](kind, compute_dtype)

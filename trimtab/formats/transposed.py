@@ -109,4 +109,4 @@ def _weight(
     marks = "-zp" + ("-idx" if is_ordered else "") + ("-f32" if scale.dtype == "float32" else "")
     kind = f"int{bits}-{'row' if groups == 1 else f'g{size}'}{marks}"
     kept = {"weight" if part == "qweight" else part: entry for part, entry in parts.items()}
-    return PackedEntry(name, kind, (rows, columns), scale.dtype, size, False, kept, {"layout": layout})
+    return PackedEntry(name, kind, (rows, columns), scale.dtype, kept, {"layout": layout})

@@ -31,10 +31,9 @@ MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 64, 64 * 2**20, 16 * 2**20
 SHAPING_FILES = (CONFIG, "generation_config.json")
 # This package's files that make an anatomy: an editable installation keeps its version when they change.
 MAKERS = (
-    "checkpoint/anatomy.py", "formats/record.py", "formats/packed.py", "formats/bitsandbytes.py", "formats/compressed_tensors.py",
-    "formats/float8.py", "formats/transposed.py", "formats/gguf.py", "engine/loader/anatomy_builder.py",
-    "engine/loader/transformers_model.py", "engine/loader/tracing.py", "engine/loader/pieces.py", "engine/families/step.py",
-    "engine/kv/kv_cache.py", "engine/passes/chunk_forward.py", "engine/lora/experts.py", "engine/lora/routers.py",
+    "checkpoint/anatomy.py", "formats/*.py", "engine/loader/anatomy_builder.py", "engine/loader/transformers_model.py",
+    "engine/loader/tracing.py", "engine/loader/pieces.py", "engine/families/step.py", "engine/kv/kv_cache.py",
+    "engine/passes/chunk_forward.py", "engine/lora/experts.py", "engine/lora/routers.py",
 )  # fmt: skip
 
 
@@ -42,15 +41,14 @@ def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = 
     """Return the cache key of a checkpoint's anatomy for a request, as text. request: its quant is not "auto"."""
     plain, packed = split_packed(checkpoint)
     tensors: list[tuple[Any, ...]] = [(name, entry.dtype, entry.shape) for name, entry in sorted(plain.items())]
-    tensors += [
-        (name, entry.kind, entry.dtype, entry.shape, entry.blocksize, entry.nested) for name, entry in sorted(packed.items())
-    ]
+    tensors += [(name, entry.kind, entry.dtype, entry.shape) for name, entry in sorted(packed.items())]
     facts = {
         "form": form(), "files": {name: _hash_of(checkpoint.folder / name) for name in SHAPING_FILES},
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(), "has_weights": checkpoint.has_weights,
         "quant": request.quant, "dtype": request.dtype, "keep_unquantized": request.keep_unquantized, "head": request.head,
         "keeps_16bit": keeps_16bit, "experts": request.experts,
-        "versions": deciding_versions(), "makers": [_stamp(Path(__file__).parent.parent / name) for name in MAKERS],
+        "versions": deciding_versions(),
+        "makers": [_stamp(file) for name in MAKERS for file in sorted(Path(__file__).parent.parent.glob(name))],
     }  # fmt: skip
     return json.dumps(facts, sort_keys=True)
 

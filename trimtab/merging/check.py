@@ -9,7 +9,6 @@ expected change that is in the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.folder import Checkpoint
+from trimtab.engine.formats.weights import CodedRows
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.formats.packed import split_packed
 from trimtab.merging.changes.delta import EntryRows, Rows, row_pieces
-from trimtab.merging.changes.dequantize import PackedRows
-from trimtab.merging.check_exact import Exact, PackedBase, packed_range, rounded_once, ulp
-from trimtab.merging.files import quantize as pack
+from trimtab.merging.changes.dequantize import packed_rows
+from trimtab.merging.check_exact import Exact, packed_alone, packed_range, rounded_once, ulp
 from trimtab.merging.files.layout import Out
-from trimtab.merging.files.write import MergedRows, Sources
+from trimtab.merging.files.write import MergedRows, Sources, packed_content
 from trimtab.merging.report import CheckedTensor, MergeCheck
 from trimtab.process import phases
 
@@ -53,7 +52,7 @@ def check_files(work: Work, written: Checkpoint) -> MergeCheck:
             count(place, len(outs))
             rows: Rows
             if out.pack is not None:
-                rows = PackedRows(packed[out.tensor_name], lambda entry: files[entry.file])
+                rows = packed_rows(packed[out.tensor_name], lambda entry: files[entry.file])
                 is_same = _packed_is_same(out, work.sources, written, files)
             else:
                 entry = written.tensors[out.tensor_name]
@@ -79,8 +78,8 @@ def _is_equal(out: Out, rows: Rows, sources: Sources) -> bool:
 
 
 def _packed_is_same(out: Out, sources: Sources, written: Checkpoint, files: dict[Path, PositionedFile]) -> bool:
-    for name, at, data in _repacked(out, sources):
-        entry = written.tensors[name]
+    for name, at, content in packed_content(out, MergedRows(out, sources)):
+        entry, data = written.tensors[name], bytes_of(content)
         read_back = memoryview(bytearray(len(data)))
         files[entry.file].read_into(read_back, entry.start + at)
         if read_back != data:
@@ -88,13 +87,8 @@ def _packed_is_same(out: Out, sources: Sources, written: Checkpoint, files: dict
     return True
 
 
-def _repacked(out: Out, sources: Sources) -> Iterator[tuple[str, int, memoryview]]:
-    rows = MergedRows(out, sources)
-    yield from pack.packed_parts(out.tensor_name, rows, out.shape, out.dtype, nested=out.pack == "nf4-dq")
-
-
 def _check_changed(out: Out, rows: Rows, sources: Sources, is_same: bool | None) -> CheckedTensor:
-    if isinstance(rows, PackedRows):
+    if isinstance(rows, CodedRows):
         return _check_packed(out, rows, sources, is_same is True)
     exact = Exact(out, sources)
     is_applied, worst = True, 0.0
@@ -117,12 +111,11 @@ def _check_changed(out: Out, rows: Rows, sources: Sources, is_same: bool | None)
     return CheckedTensor(out.tensor_name, is_applied, worst, whole.value, on_file.value, visible)
 
 
-def _check_packed(out: Out, rows: PackedRows, sources: Sources, is_same: bool) -> CheckedTensor:
+def _check_packed(out: Out, rows: CodedRows, sources: Sources, is_same: bool) -> CheckedTensor:
     """Return the check of a packed weight. is_same: whether packing again gave the same bytes."""
     exact = Exact(out, sources)
     # The packed base is subtracted, because packing errors of the base are not errors of the change.
-    packed_base, again = PackedBase(out, sources), PackedBase(out, sources, merged=True)
-    kind = getattr(torch, out.dtype)
+    packed_base, again = packed_alone(out, sources.rows(out.leaf)), packed_alone(out, MergedRows(out, sources))
     is_applied, whole, on_file = True, _Slope(), _Slope()
     error = best = 0.0
     visible = 0
@@ -132,11 +125,11 @@ def _check_packed(out: Out, rows: PackedRows, sources: Sources, is_same: bool) -
         whole.add(written.double() - base, due.wanted - due.base)
         on_file.add(written.double() - base, expected - base)
         first = start * out.shape[1]
-        low, high = packed_range(due, rows.scales, first, kind)
+        low, high = packed_range(due, out, rows.scales, first)
         is_applied &= bool(((written >= low) & (written <= high)).all())
         change = SCALE_FAULT * (due.wanted - due.base)
         off = due._replace(wanted=due.wanted + change, slack=torch.zeros_like(change))
-        visible += int((packed_range(off, rows.scales, first, kind)[0] != written).sum())
+        visible += int((packed_range(off, out, rows.scales, first)[0] != written).sum())
         error += float((written.double() - due.wanted).square().sum())
         best += float((expected - due.wanted).square().sum())
     is_applied &= is_same or error <= PACKED_ERROR_RATIO * best

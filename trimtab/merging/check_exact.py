@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.merging.changes.delta import Change, row_count, row_pieces
+from trimtab.engine.formats.weights import CodedRows, files_of
+from trimtab.merging.changes.delta import Change, Rows, row_count, row_pieces
 from trimtab.merging.changes.inverse import lay_back, without_casts
 from trimtab.merging.changes.plan import Edit
-from trimtab.merging.files import quantize as pack
-from trimtab.merging.files.layout import BLOCKSIZE, Out
-from trimtab.merging.files.write import MergedRows, Sources
+from trimtab.merging.files.layout import Out
+from trimtab.merging.files.write import Sources, packed_content
 
 FLOAT32_STEP = 2.0**-24
 # A norm of D squares in float32 is added up in vector lanes and pairwise: its error grows with log2(D), not with D.
@@ -77,42 +77,25 @@ class Exact:
         return ExactRows(exact, slack, base, size)
 
 
-class PackedBase:
-    """Rows of the base's tensor after packing it alone; merged: after packing the merged one."""
-
-    def __init__(self, out: Out, sources: Sources, *, merged: bool = False) -> None:
-        rows = MergedRows(out, sources) if merged else sources.rows(out.leaf)
-        parts: dict[str, bytearray] = {}
-        for name, _, data in pack.packed_parts("w", rows, out.shape, out.dtype, nested=out.pack == "nf4-dq"):
-            parts.setdefault(name, bytearray()).extend(data)
-        self.columns = out.shape[1]
-        self.weight = torch.frombuffer(parts["w"], dtype=torch.uint8)
-        self.code = torch.frombuffer(parts["w.quant_map"], dtype=torch.float32)
-        self.scales = pack.read_scales(parts)
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        places = torch.arange(start * self.columns, stop * self.columns)
-        pairs = self.weight[places // 2]
-        index = torch.where(places % 2 == 0, pairs >> 4, pairs & 15)
-        values = self.code[index.int()] * self.scales[places // BLOCKSIZE]
-        return values.view(stop - start, self.columns)
+def packed_alone(out: Out, rows: Rows) -> CodedRows:
+    """Return rows of a tensor after packing them in the format that it is written in."""
+    assert out.pack is not None
+    parts: dict[str, list[Tensor]] = {}
+    for name, _, content in packed_content(out, rows):
+        parts.setdefault(name.removeprefix(out.tensor_name), []).append(content.reshape(-1).view(torch.uint8))
+    return files_of(out.pack).in_memory(out.pack, out.shape, {name: torch.cat(pieces) for name, pieces in parts.items()})
 
 
-def packed_range(rows: ExactRows, scales: Tensor, first: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest valid 4-bit value for each exact value, under the given scales.
+def packed_range(rows: ExactRows, out: Out, scales: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest valid packed value for each exact value, under the given scales.
 
-    scales: of the whole weight, one per block. first: the index of the first value. kind: the dtype that values are
-    rounded to before they are packed. All steps are monotone, so a value within `slack` is packed to one in between.
+    scales: of the whole weight, one per block. first: the index of the first value. Values are rounded to the tensor's type before
+    they are packed. All steps are monotone, so a value within `slack` is packed to one in between.
     """
-    table = pack.levels()[0]
-    places = torch.arange(first, first + rows.wanted.numel()) // BLOCKSIZE
-    scale = scales[places].view(rows.wanted.shape)
-    divisor = torch.where(scale == 0, torch.ones_like(scale), scale)
-    ends = []
-    for value in (rows.wanted - rows.slack, rows.wanted + rows.slack):
-        index = pack.nearest(value.to(kind).float() / divisor, table)
-        ends.append(table[index] * scale)
-    return torch.minimum(*ends), torch.maximum(*ends)
+    assert out.pack is not None
+    nearest, kind = files_of(out.pack).nearest, getattr(torch, out.dtype)
+    low, high = (nearest(value.to(kind).float(), scales, first) for value in (rows.wanted - rows.slack, rows.wanted + rows.slack))
+    return torch.minimum(low, high), torch.maximum(low, high)
 
 
 def _total(

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError
-from trimtab.formats.record import CODE_BYTES, stored_format
+from trimtab.formats.record import stored_format
 from trimtab.planning.memory.activations import Use, needs_of, use_of
 from trimtab.planning.memory.adapters import copies_bytes
 from trimtab.planning.memory.expert_slots import fetched_bytes, slots_bytes, stacks_bytes
@@ -328,8 +328,8 @@ class _Planner:
         """Return the bytes that stay on the execution device in every plan, including look-up tables of 4-bit formats."""
         quant, on_cpu = self.request.quant, self.machine.on_cpu
         made = (row.made for row in self.anatomy.rows if row.made is not None)
-        tables = {table for name in {quant, *made} for table in stored_format(name).tables}
-        codes = sum(CODE_BYTES[name] if on_cpu else allocated_bytes(CODE_BYTES[name]) for name in tables)
+        tables = {table for name in {quant, *made} for table in stored_format(name).tables.items()}
+        codes = sum(nbytes if on_cpu else allocated_bytes(nbytes) for _, nbytes in tables)
         return codes + sum(block.fixed_bytes if on_cpu else block.fixed_allocated_bytes for block in self.blocks)
 
     def _limits(self) -> Limits:

@@ -40,8 +40,6 @@ from trimtab.request import LoadRequest
 # Operations of a pass without the products, for each linear layer: with adapters, without. A step of the demo model with one takes
 # 25 ms without its products on a core whose smallest operation (`Rates.launch_s`) takes 4 to 5 microseconds; it has 65 such layers.
 LINEAR_OPERATIONS = (90, 66)
-# The same inside bitsandbytes' layers, by the part that only their form has: 0.3 and 0.5 ms on that core.
-FORM_OPERATIONS = {"absmax": 60, "SCB": 110}
 
 
 def make_plan(
@@ -138,8 +136,7 @@ def _read_s(anatomy: Anatomy, quant: str, rates: Rates, *, is_unpacked: bool) ->
 def _product_s(leaf: Leaf, dtype: str, rates: Rates, own_Bps: float, *, is_dense: bool) -> float:
     if is_dense or len(leaf.parts) == 1:
         return leaf.dense_bytes / _dense_Bps(dtype, rates)
-    own = sum(count for part, count in FORM_OPERATIONS.items() if part in leaf.parts)
-    return leaf.nbytes / own_Bps + own * rates.launch_s
+    return leaf.nbytes / own_Bps + stored_format(leaf.kind).layer_operations * rates.launch_s
 
 
 def _dense_Bps(dtype: str, rates: Rates) -> float:

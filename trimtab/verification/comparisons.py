@@ -12,7 +12,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan
-from trimtab.request import EXPERTS, MADE_EXPERTS, LoadRequest
+from trimtab.request import DEFAULT_QUANT, EXPERTS, MADE_EXPERTS, LoadRequest
 from trimtab.verification.routes import compare
 from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.routes.runner import Route
@@ -150,7 +150,7 @@ def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
         )  # fmt: skip
     whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full", experts=EXPERTS[0])
     experts = f", {request.experts} experts" if request.experts in MADE_EXPERTS else ""
-    subject = replace(ours, label=f"{'nf4-dq' if request.quant == 'auto' else request.quant} weights{experts}")
+    subject = replace(ours, label=f"{DEFAULT_QUANT if request.quant == 'auto' else request.quant} weights{experts}")
     return Case(against="bf16", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
 
 

@@ -151,19 +151,21 @@ def test_a_gguf_file_is_fetched_by_name_with_its_set_and_read_from_the_cache(hub
     config = {"quantization": {"group_size": 64, "bits": 4}}
     hub.repositories |= {
         "someone/gguf": {"config.json": b"{}", "one.gguf": file.read_bytes(), **dict(zip(parts, whole, strict=True))},
+        "someone/part": {parts[0]: whole[0]},
         "someone/mlx": {"config.json": json.dumps(config).encode(), "model.safetensors": b"x"},
     }
-    wrong = ("someone/gguf", "someone/gguf/two.gguf", "someone/mlx")
+    wrong = ("someone/gguf", "someone/gguf/two.gguf", "someone/mlx", f"someone/part/{parts[0]}")
     first = (
         f"from trimtab.cli.main import main; [main(['pull', one]) for one in {wrong}]; main(['pull', 'someone/gguf/{parts[1]}'])"
     )
     done = trimtab_("plan", f"someone/gguf/{parts[0]}", "--device", "cpu", "--json", before=first)
     for words in (
         "has GGUF files (Q8/m-00001-of-00002.gguf, one.gguf)", "trimtab pull someone/gguf/Q8/m-00001-of-00002.gguf",
-        "has no 'two.gguf'; its GGUF files are", "is packed for MLX",
+        "has no 'two.gguf'; its GGUF files are", "is packed for MLX,", f"has 1 of the 2 files of {parts[0]!r}",
     ):  # fmt: skip
         assert words in done.stderr
     assert not [path for _, path, _ in hub.asked if "someone/mlx/resolve" in path and "safetensors" in path]
+    assert not [path for _, path, _ in hub.asked if "someone/part/resolve" in path]
     assert {path.name for path in (tmp_path / "cache").rglob("snapshots/*/*/*")} == {part.rpartition("/")[2] for part in parts}
     assert done.returncode == 0 and '"quant": "q8_0"' in done.stdout
 

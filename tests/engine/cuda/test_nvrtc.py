@@ -12,6 +12,7 @@ from trimtab.engine.kernels import dequantize, gemm4, layouts
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.autotune import RandomWeights
 from trimtab.errors import DeviceError
+from trimtab.formats.record import stored_format
 from trimtab.process import user_cache as own_folder
 
 SOURCE = 'extern "C" __global__ void fill(float* p, int n) { if (threadIdx.x < n) p[threadIdx.x] = 1.f; }'
@@ -233,4 +234,4 @@ def test_the_products_of_many_rows_compile_for_every_form_of_a_weight(compiler, 
     weight = RandomWeights(torch.device("cpu"), quant=form).make(64, 512)
     assert layouts.layout(weight)
     for module in (gemm4, dequantize):
-        assert compiler.compile(module.source(), "sm_90", () if "absmax" in weight.parts else layouts.options(weight))
+        assert compiler.compile(module.source(), "sm_90", layouts.options(weight) if stored_format(form).number else ())

@@ -103,10 +103,10 @@ def test_every_source_of_kernels_is_compiled_here():
 
 @pytest.mark.parametrize(("shared_bytes", "has_room"), [(48 * 1024, False), (SHARED_BYTES, True), (99 * 1024, True)])
 def test_products_of_many_rows_are_refused_by_name_where_a_block_has_no_room(shared_bytes, has_room):
-    why = many_rows.why_no_room(SimpleNamespace(shared_bytes=shared_bytes))
+    why = many_rows.why_no_room(SimpleNamespace(shared_bytes=shared_bytes), "nf4")
     assert (why is None) == has_room
     if why is not None:
-        assert f"{many_rows.shared_bytes(16)} B of shared memory" in why and str(shared_bytes) in why
+        assert f"{many_rows.shared_bytes(16, 16)} B of shared memory" in why and str(shared_bytes) in why
 
 
 def test_our_products_of_4_bit_weights_have_no_room_in_its_shared_memory():

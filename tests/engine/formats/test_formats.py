@@ -19,7 +19,7 @@ from tests.quantized_files import words
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.formats import float8, grouped, weights
 from trimtab.engine.tiers.reader import PositionedFile, read_small
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import packed_parts, stored_format
 from trimtab.merging.changes.dequantize import packed_rows
@@ -64,7 +64,7 @@ def test_a_weight_is_what_its_own_library_makes_of_it_and_so_is_the_second_readi
     parts = stored(golden, case)
     expected = parts.pop("expected")
     entry, packed = read(written(tmp_path, parts, CONFIGS[case]), dtype=expected.dtype)
-    assert entry.format_name == NAMES[case] and entry.shape == tuple(expected.shape)
+    assert entry.kind == NAMES[case] and entry.shape == tuple(expected.shape)
     whole = weights.dequantize(packed)
     assert whole.dtype == expected.dtype and torch.equal(whole, expected)
     monkeypatch.setattr(second_reading, "PIECE_VALUES", 300)
@@ -73,7 +73,7 @@ def test_a_weight_is_what_its_own_library_makes_of_it_and_so_is_the_second_readi
     for start, stop in ((0, 1), (3, 8), (0, expected.shape[0])):
         assert torch.equal(weights.dequantize_rows(packed, start, stop, CPU), expected[start:stop])
     nbytes = {name: part.numel() * part.element_size() for name, part in packed.parts.items()}
-    assert nbytes == packed_parts(entry.shape, entry.format_name, "bfloat16")
+    assert nbytes == packed_parts(entry.shape, entry.kind, "bfloat16")
     # A product is torch's over that weight.
     x = torch.randn(3, expected.shape[1], dtype=torch.bfloat16)
     y = weights.shell(packed, None, torch.bfloat16)(x)
@@ -136,7 +136,7 @@ def test_blocks_of_any_sides_are_read_and_counted(block, shape, tmp_path):
     rows_of, columns_of = (torch.arange(side) // size for side, size in zip(shape, block, strict=True))
     exact = q.double() * scale.double()[rows_of][:, columns_of]
     assert torch.equal(weights.dequantize(packed), exact.to(torch.float32).to(torch.bfloat16))
-    assert packed_parts(shape, entry.format_name, "bfloat16") == {
+    assert packed_parts(shape, entry.kind, "bfloat16") == {
         "weight": rows * columns, "scale": 4 * scale.numel()
     }  # fmt: skip
 
@@ -187,6 +187,7 @@ def with_weights(**changes):
         (with_weights(group_size=16), "no config group declares"),
         (with_weights(group_size=True), "no config group declares"),
         (with_weights(group_size=0), "no config group declares"),
+        (with_weights(type="float"), "declares no type int"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "awq", "bits": 3}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
@@ -268,11 +269,12 @@ def test_wrong_values_are_refused_when_they_are_read(golden, case, change, words
     parts = stored(golden, case)
     parts.pop("expected")
     change(parts)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=words) as refused:
         read(written(tmp_path, parts, CONFIGS[case]))
+    assert Path(refused.value.path).is_relative_to(tmp_path) and refused.value.tensor_name
 
 
 @pytest.mark.parametrize("name", ["int4-g0", "int5-g32", "int4-g32-zp-zp", "fp8-0x1", "fp8-", "int4", "nf4-g32", "int4-g1234567"])
 def test_a_name_that_is_no_format_is_an_error(name):
-    with pytest.raises(ValueError, match="unknown weight format"):
+    with pytest.raises(RequestError, match="is no format of weights"):
         stored_format(name)

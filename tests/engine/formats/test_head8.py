@@ -55,16 +55,16 @@ def test_rows_are_scaled_by_their_largest_value_and_rounded_to_even(dtype):
     assert int(q.abs().max()) == 127 and int(q.min()) >= -127
     back = head8.dense(q, scale, torch.float32)
     assert (back - weight.float()).abs().le(scale[:, None] * 0.5001).all()
-    assert head8.is_same(q, scale, weight) and not head8.is_same(q, scale, -weight)
+    assert head8.is_same({"weight": q, "scale": scale}, weight) and not head8.is_same({"weight": q, "scale": scale}, -weight)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_weight_that_is_not_finite_is_seen(value):
     weight = torch.ones(4, 8)
     q, scale = torch.empty(4, 8, dtype=torch.int8), torch.empty(4)
-    assert head8.fill([weight[:3], weight[3:]], q, scale)
+    assert head8.fill([weight[:3], weight[3:]], {"weight": q, "scale": scale})
     weight[3, 5] = value
-    assert not head8.fill([weight[:3], weight[3:]], q, scale)
+    assert not head8.fill([weight[:3], weight[3:]], {"weight": q, "scale": scale})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -470,7 +470,7 @@ def test_a_head_of_float32_is_made_from_float32(tmp_path):
         parts = model.hf_model.lm_head.packed().parts
     q, scale = head8.quantize_rows(tensors[name])
     assert torch.equal(parts["weight"], q) and torch.equal(parts["scale"], scale)
-    assert not head8.is_same(q, scale, tensors[name].bfloat16())
+    assert not head8.is_same({"weight": q, "scale": scale}, tensors[name].bfloat16())
 
 
 def test_a_value_that_is_not_finite_names_the_tensor(tmp_path):

@@ -13,7 +13,11 @@ import trimtab
 from tests import pico, stock
 from trimtab.engine.formats import bitsandbytes as quant
 from trimtab.engine.formats import weights
-from trimtab.errors import DeviceError, RequestError
+from trimtab.errors import CheckpointError, DeviceError, RequestError
+from trimtab.formats.record import PackedEntry
+
+# File tensors of look-up tables -> their names in memory.
+TABLES = {"quant_map": "code", "nested_quant_map": "nested_code"}
 
 
 @pytest.mark.parametrize("kind, name", [("nf4", "quantize_4bit"), ("int8", "int8_vectorwise_quant")])
@@ -86,7 +90,7 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
         scales = quant.dequantize_blockwise(scales, state.state2) + state.offset
     bytes_ = packed.parts["weight"].flatten()
     codes = packed.codes["code"][torch.stack((bytes_ >> 4, bytes_ & 15), 1).flatten().long()][: weight.numel()]
-    expected = (codes * scales.repeat_interleave(packed.blocksize)[: weight.numel()]).view(shape)
+    expected = (codes * scales.repeat_interleave(packed.blocks[0])[: weight.numel()]).view(shape)
     assert torch.equal(weights.dequantize(packed), expected)
     bias, x = torch.randn(shape[0]), torch.randn(2, 3, shape[1])
     layer = weights.shell(packed, bias, torch.float32)
@@ -96,3 +100,14 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
     assert torch.equal(half(x), rounded.float())
     rows = weights.dequantize_rows(packed, 1, 2, torch.device("cpu"))
     assert torch.equal(rows, expected[1:2])
+
+
+@pytest.mark.parametrize("kind, part", [("int8", "SCB"), ("nf4", "absmax"), ("fp4", "quant_map"), ("nf4-dq", "nested_absmax")])
+def test_scales_of_files_that_are_not_finite_are_refused(kind, part):
+    packed = quant.quantize(torch.randn(64, 128).bfloat16(), kind)
+    parts = {**packed.parts, **{name: packed.codes[code] for name, code in TABLES.items() if code in packed.codes}}
+    state = {"blocksize": 64, "nested_blocksize": 256, "nested_offset": float(parts.pop("offset", 0.0))}
+    entry = PackedEntry("x.weight", kind, (64, 128), "bfloat16", {}, state)
+    assert torch.equal(quant.dequantize(quant.read(entry, parts, torch.bfloat16)), quant.dequantize(packed))
+    with pytest.raises(CheckpointError, match="x.weight: has scales that are not finite"):
+        quant.read(entry, parts | {part: parts[part].index_fill(0, torch.tensor([0]), torch.nan)}, torch.bfloat16)

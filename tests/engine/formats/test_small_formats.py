@@ -48,14 +48,14 @@ def test_a_weight_is_what_its_own_library_makes_of_it(golden, case, tmp_path):
     for name in DTYPES if "mobile" in case else ("bfloat16",):
         dtype, expected = getattr(torch, name), made[name]
         entry, packed = read(checkpoint, dtype)
-        assert entry.format_name == NAMES[case] and entry.shape == tuple(expected.shape)
+        assert entry.kind == NAMES[case] and entry.shape == tuple(expected.shape)
         whole = weights.dequantize(packed)
         assert whole.dtype == dtype and torch.equal(whole, expected)
         assert torch.equal(weights.dequantize_rows(packed, 2, 7, CPU), expected[2:7])
         if "mobile" not in case:  # transformers computes with those as they are
             assert torch.equal(second_reading(entry, read_small(entry.read_parts), dtype), expected)
     nbytes = {name: part.numel() * part.element_size() for name, part in packed.parts.items()}
-    assert nbytes == packed_parts(entry.shape, entry.format_name, "bfloat16")
+    assert nbytes == packed_parts(entry.shape, entry.kind, "bfloat16")
 
 
 @pytest.mark.parametrize("case", [case for case in CONFIGS if case.startswith("mobile")])

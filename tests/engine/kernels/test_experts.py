@@ -31,7 +31,7 @@ def packed_stack(stack, kind):
     for matrix in stack:
         made.append(codes.share(quantize(matrix, kind)))
     parts = {name: torch.stack([one.parts[name].reshape(-1) for one in made]) for name in made[0].parts}
-    return Packed(made[0].kind, tuple(stack.shape), stack.dtype, parts, made[0].codes, made[0].blocksize, made[0].nested_blocksize)
+    return Packed(made[0].kind, tuple(stack.shape), stack.dtype, parts, made[0].codes, made[0].blocks)
 
 
 def mixture_of(count, width, inner, dtype, kind="none", activation="silu"):

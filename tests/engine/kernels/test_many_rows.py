@@ -87,8 +87,8 @@ def test_weights_of_other_forms_are_refused_with_the_reason():
     assert "whole chunks of 256" in many_rows.why_not(packed("nf4", 64, 320), torch.bfloat16)
     assert "the weight is" in many_rows.why_not(packed("nf4", 64, 256), torch.float16)
     # Two blocks on a multiprocessor of 228 KiB; one of 32 rows where there are 99, of 16 where there are 64.
-    assert 2 * (many_rows.shared_bytes(64) + 1024) <= 228 * 1024
-    assert many_rows.shared_bytes(32) <= 99 * 1024 and many_rows.shared_bytes(16) <= 64 * 1024
+    assert 2 * (many_rows.shared_bytes(64, 16) + 1024) <= 228 * 1024
+    assert many_rows.shared_bytes(32, 16) <= 99 * 1024 and many_rows.shared_bytes(16, 16) <= 64 * 1024
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 20, 132])

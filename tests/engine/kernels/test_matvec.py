@@ -142,8 +142,8 @@ def test_random_weights_have_the_layout_of_quantized_ones(quant):
     [
         ({"kind": "int8"}, "the weight is int8"),
         ({"shape": (128, 96)}, "not whole blocks of 64"),
-        ({"blocksize": 128}, "blocks of 128"),
-        ({"nested_blocksize": 128}, "nested blocks of 128"),
+        ({"blocks": (128, 256)}, "blocks of 128"),
+        ({"blocks": (64, 128)}, "nested blocks of 128"),
     ],
 )
 def test_a_weight_that_the_kernel_cannot_take_is_refused_by_name(change, words):

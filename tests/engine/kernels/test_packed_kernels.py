@@ -20,6 +20,7 @@ from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
+from trimtab.formats.kernels import LAYOUTS
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 CPU = torch.device("cpu")
@@ -150,7 +151,7 @@ def test_configurations_of_each_layout_are_kept_apart():
     keys = [matvec.cut_key([one], 1) for one in (nf4, *groups)]
     assert [key[0] for key in keys] == ["cut", "int4-2", "int4", "int4-2-zp", "int4"]
     facts = {"multiprocessors": 132, "shared_bytes": 232448}
-    for layout in cuts.LAYOUTS:
+    for layout in LAYOUTS:
         for cut in cuts.cuts((64,), 512, 1, layout=layout, **facts):
             assert cut.needed_bytes(1) == cut.shared_bytes <= facts["shared_bytes"] and cut.layout == layout
 

@@ -15,14 +15,14 @@ from tests import merged_models, pico, stock
 from tests.long_runs import crossed
 from tests.merged_models import load, tensors_of
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.formats import bitsandbytes_files as pack
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize, prequantized
-from trimtab.engine.tiers.reader import PositionedFile, read_small
+from trimtab.engine.tiers.reader import PositionedFile, bytes_of, read_small
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.merging import merge
-from trimtab.merging.changes.dequantize import PackedRows
-from trimtab.merging.files import quantize as pack
+from trimtab.merging.changes.dequantize import packed_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -88,7 +88,7 @@ def test_without_an_adapter_a_model_is_packed_and_trimtab_reads_it(requantize: s
     found = read_checkpoint(tmp_path / "out")
     packed = split_packed(found)[1]
     assert len(packed) == 14
-    assert {(entry.kind, entry.nested, entry.dtype) for entry in packed.values()} == {("nf4", requantize == "nf4-dq", "bfloat16")}
+    assert {(entry.kind, entry.dtype) for entry in packed.values()} == {(requantize, "bfloat16")}
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config == written_by_stock(base, tmp_path / "stock", requantize)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -114,9 +114,9 @@ def test_a_packed_base_is_unpacked_in_float32_bit_for_bit(quant: str, tmp_path: 
     for name, entry in packed.items():
         parts = read_small({part: value for part, value in entry.parts.items() if part != "quant_state"})
         whole = prequantized(entry, parts, torch.float32)
-        wanted = dequantize(type(whole)(whole.kind, whole.shape, torch.float32, whole.parts, whole.codes))
+        wanted = dequantize(type(whole)(whole.kind, whole.shape, torch.float32, whole.parts, whole.codes, whole.blocks))
         files = {file: PositionedFile(file) for file in found.files}
-        rows = PackedRows(entry, lambda part, files=files: files[part.file])
+        rows = packed_rows(entry, lambda part, files=files: files[part.file])
         pieces = [rows(start, min(start + 7, entry.shape[0])) for start in range(0, entry.shape[0], 7)]
         assert torch.equal(torch.cat(pieces), wanted.float()), name
         for file in files.values():
@@ -162,11 +162,10 @@ def test_a_linear_that_is_made_of_several_files_tensors_is_not_packed(tmp_path: 
 
 def parts_of(weight: Tensor, *, nested: bool, shares: tuple[float, ...] = pack.SHARES) -> dict[str, Tensor]:
     found: dict[str, bytearray] = {}
-    for name, at, data in pack.packed_parts(
-        "w", lambda a, b: weight[a:b], tuple(weight.shape), "float32", nested=nested, shares=shares
-    ):
+    kind = "nf4-dq" if nested else "nf4"
+    for name, at, data in pack.packed_parts(kind, "w", lambda a, b: weight[a:b], tuple(weight.shape), "float32", shares=shares):
         assert at == len(found.setdefault(name, bytearray()))
-        found[name] += data
+        found[name] += bytes_of(data)
     return {name: torch.frombuffer(data, dtype=torch.uint8) for name, data in found.items()}
 
 

@@ -40,8 +40,9 @@ def test_experts_are_counted_whole():
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(ValueError, match="nf5"):
+    with pytest.raises(RequestError, match="no format of weights") as refused:
         packed_parts((2, 2), "nf5", "bfloat16")
+    assert (refused.value.field, refused.value.value) == ("quant", "nf5")
 
 
 @pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "fp4", "int8"])

@@ -118,6 +118,12 @@ def test_cards_of_a_file_are_checked_too():
     assert machine_of(find_card("T4"), host_available_bytes=1).capability == (7, 5)
 
 
+def test_a_plan_in_a_format_that_is_none_is_refused():
+    with pytest.raises(RequestError, match="is no format of weights") as caught:
+        Plan.from_json({**WHOLE, "request": {**WHOLE["request"], "quant": "q8_k"}})
+    assert (caught.value.field, caught.value.value) == ("plan.request.quant", "q8_k")
+
+
 @pytest.mark.parametrize("name", ["adapter_bytes", "adapter_stamps"])
 @pytest.mark.parametrize("named", [(), ("b",)])
 def test_an_adapter_without_its_bytes_or_its_stamps_is_refused(name, named):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_blockwise
 
+from trimtab.engine.formats import bitsandbytes_files as pack
 from trimtab.engine.formats.bitsandbytes import quant_state, quantize
 from trimtab.merging.check_exact import rounded_once
-from trimtab.merging.files import quantize as pack
 from trimtab.verification.merges.packed_grid import Grid
 from trimtab.verification.merges.weights import FALSE_ALARM_RATE, MergedWeights, merged_weights, module_weight, saved_weight
 from trimtab.verification.routes.alarm_rate import symmetric_limit
@@ -98,14 +98,14 @@ def packed(values, quant, dtype=torch.bfloat16):
     """Return (grid, values) of a weight as bitsandbytes packs it, or with "own" as `trimtab merge --requantize nf4-dq` does."""
     if quant.startswith("own"):
         parts = {}
-        nested = quant == "own nf4-dq"
-        for name, _, data in pack.packed_parts("w", lambda a, b: values[a:b], SHAPE, "bfloat16", nested=nested):
-            parts.setdefault(name, bytearray()).extend(data)
-        scales, codes = pack.read_scales(parts), torch.frombuffer(parts["w"], dtype=torch.uint8)
+        for name, _, data in pack.packed_parts(quant.removeprefix("own "), "", lambda a, b: values[a:b], SHAPE, "bfloat16"):
+            parts[name] = torch.cat((parts.get(name, torch.empty(0, dtype=torch.uint8)), data.reshape(-1).view(torch.uint8)))
+        rows = pack.in_memory(quant.removeprefix("own "), SHAPE, parts)
+        codes, levels = parts[""], parts[".quant_map"].view(torch.float32)
         index = torch.stack((codes >> 4, codes & 15), 1).view(-1)
-        levels = torch.frombuffer(parts["w.quant_map"], dtype=torch.float32)
-        found = (levels[index.int()] * scales.repeat_interleave(64)).view(SHAPE)
-        return Grid(levels.double(), scales, 64, dtype, SHAPE), found
+        found = (levels[index.int()] * rows.scales.repeat_interleave(64)).view(SHAPE)
+        assert torch.equal(found, rows(0, SHAPE[0]))
+        return Grid(levels.double(), rows.scales, 64, dtype, SHAPE), found
     made = quantize(values.to(dtype), quant)
     if quant == "int8":
         levels, scales = torch.arange(-127, 128, dtype=torch.float64) / 127, made.parts["SCB"].float()

@@ -26,7 +26,7 @@ from trimtab.gguf.companion import is_model_file
 from trimtab.gguf.header import file_kind
 from trimtab.planning.values.execution import formats_on_gpu
 from trimtab.report.document import Document, Table, Text
-from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
+from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, REQUANTIZE, SHORT_DTYPES, LoadRequest
 
 SHELLS = ("bash", "zsh", "fish")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -47,7 +47,7 @@ _NAMED_FOLDER: dict[str, str | dict[str, str]] = {
 _VALUES = {
     "--quant": QUANTS, "--head": HEAD_CHOICES, "--dtype": SHORT_DTYPES, "--decode": DECODE_MODES,
     "--device": ("auto", "cpu", "cuda"), "--kv": KV_FORMS, "--log-format": ("text", "json"),
-    "--log-level": ("debug", "info", "warning", "error"), "--requantize": ("nf4", "nf4-dq"),
+    "--log-level": ("debug", "info", "warning", "error"), "--requantize": REQUANTIZE,
 }  # fmt: skip
 # shtab's script for zsh distinguishes `eval` and a folder of functions; a sourced script is a third case.
 _ZSH_EVAL, _ZSH_EVAL_OR_SOURCE = "$zsh_eval_context[-1] == eval", "$zsh_eval_context[-1] == (eval|file)"

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trimtab.formats.kernels import FIRST_LAYOUT, LAYOUTS
+
 BLOCK = 64
 MAX_ROWS = 8
 MAX_WARPS = 20  # in addition to the one that requests weights
@@ -26,48 +28,6 @@ _FIXED_BYTES = 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
 _BATCH, _STRIDE = 4, 20
 # "cut" or another layout than bitsandbytes'; outputs of each member, columns, rows of x, whether two members are multiplied.
 CutKey = tuple[str, tuple[int, ...], int, int, bool]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What the kernels' shared memory and registers depend on in a format (cuda/nf4.cuh and the other headers of formats).
-
-    block_bytes: of 64 values of a row. scales: of 64 values, 4 bytes each (`Format::QUADS`). has_zero: whether groups have zero
-    points. first_bytes: of a table of codes, or of room for A x. pads: behind each row of a stage, up to few_rows rows of x and
-    beyond. value_bytes: of one value with its scale, about. whole: values of which rows must be a multiple.
-    """
-
-    block_bytes: int = 32
-    scales: int = 1
-    has_zero: bool = False
-    first_bytes: int = 65536
-    pads: tuple[int, int] = (64, 32)
-    few_rows: int = 4
-    whole: int = BLOCK
-    value_bytes: float = 0.516
-
-    @property
-    def has_table(self) -> bool:
-        """Whether values are looked up; else they are made of their bits."""
-        return self.first_bytes == 65536
-
-
-# By name: `StoredFormat.layout`.
-LAYOUTS = {
-    "nf4": Layout(),
-    "int4": Layout(first_bytes=32768, value_bytes=0.53), "int4-zp": Layout(has_zero=True, first_bytes=32768, value_bytes=0.54),
-    "int4-2": Layout(scales=2, first_bytes=32768, value_bytes=0.5625),
-    "int4-2-zp": Layout(scales=2, has_zero=True, first_bytes=32768, value_bytes=0.594),
-    "fp8": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, whole=256, value_bytes=1.0),
-    "q4_0": Layout(first_bytes=32768, value_bytes=0.5625), "q4_1": Layout(scales=2, first_bytes=32768, value_bytes=0.625),
-    "q8_0": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, value_bytes=1.0625),
-    "q4_k": Layout(first_bytes=32768, whole=256, value_bytes=0.5625),
-    "q5_k": Layout(block_bytes=40, first_bytes=32768, whole=256, value_bytes=0.6875),
-    "mobile2": Layout(block_bytes=16, first_bytes=32768, value_bytes=0.25), "mobile4": Layout(first_bytes=32768, value_bytes=0.5),
-    "mobile8": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, value_bytes=1.0),
-    "nvfp4": Layout(first_bytes=32768, value_bytes=0.5625),
-    "q6_k": Layout(block_bytes=48, scales=2, first_bytes=32768, whole=256, value_bytes=0.82),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,7 +51,7 @@ class LaunchConfig:
     estimated_us: float
     held: int = 0
     normed: bool = False  # the norm in front was measured to be faster as a part of it
-    layout: str = "nf4"  # of LAYOUTS
+    layout: str = FIRST_LAYOUT
 
     @property
     def kernel(self) -> str:
@@ -141,7 +101,7 @@ class LaunchConfig:
 
     def is_like(self, other: LaunchConfig) -> bool:
         """Whether it cuts the product as a configuration of another layout does."""
-        plain: dict[str, Any] = {"shared_bytes": 0, "estimated_us": 0.0, "normed": False, "layout": "nf4"}
+        plain: dict[str, Any] = {"shared_bytes": 0, "estimated_us": 0.0, "normed": False, "layout": FIRST_LAYOUT}
         return replace(self, **plain) == replace(other, **plain)
 
     def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:
@@ -168,7 +128,7 @@ class LaunchConfig:
 
 def key_name(layout: str) -> str:
     """Return the first value of a CutKey."""
-    return "cut" if layout == "nf4" else layout
+    return "cut" if layout == FIRST_LAYOUT else layout
 
 
 def units_of(rows: Sequence[int], *, pair: bool) -> int:
@@ -178,7 +138,7 @@ def units_of(rows: Sequence[int], *, pair: bool) -> int:
 
 def cuts(
     rows: Sequence[int], columns: int, n: int, *, multiprocessors: int, shared_bytes: int, pair: bool = False,
-    bandwidth: float = 4.2e12, layout: str = "nf4",
+    bandwidth: float = 4.2e12, layout: str = FIRST_LAYOUT,
 ) -> list[LaunchConfig]:  # fmt: skip
     """Return the launch configurations of a matmul, the probably fastest first; empty if none fits.
 

@@ -21,7 +21,7 @@ from trimtab.engine.families.families import describe
 from trimtab.engine.families.mixture import experts_of, routed
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import delta_rule
+from trimtab.engine.kernels import delta_rule, layouts
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
@@ -65,7 +65,7 @@ def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
     """Return the packed weights and scales of layers that stay on the device (a streamed one is not there yet), none if they are
     more than its L2 cache holds."""
     packed = [leaf.packed() for leaf in leaves if isinstance(leaf, ResidentLeaf)]
-    tensors = [one.parts[name] for one in packed for name in ("weight", "absmax", "scale") if name in one.parts]
+    tensors = [tensor for one in packed for tensor in layouts.tensors(one)[:2] if tensor is not None]
     if tensors and tensors[0].device.type == "cuda":
         near = getattr(torch.cuda.get_device_properties(tensors[0].device), "L2_cache_size", 0)
         return tensors if sum(one.nbytes for one in tensors) <= near else []

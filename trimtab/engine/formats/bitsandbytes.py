@@ -24,9 +24,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.packed import Draw, Packed, Shell
-from trimtab.errors import CheckpointError, DeviceError
-from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry, StoredFormat
+from trimtab.engine.formats.packed import Draw, Packed, Shell, check_finite
+from trimtab.errors import DeviceError
+from trimtab.formats.record import DOUBLE, NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry, StoredFormat
 from trimtab.process.packages import switch
 
 NO_COMPILER = "TORCHDYNAMO_DISABLE"
@@ -81,10 +81,9 @@ def quantize(weight: Tensor, quant: str) -> Packed:
         if quant == "int8":
             data, scale, _ = bnb.functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
             return Packed("int8", tuple(weight.shape), torch.float16, {"weight": data, "SCB": scale}, {})
-        nested = quant == "nf4-dq"
-        kind = "fp4" if quant == "fp4" else "nf4"
+        nested = quant.endswith(DOUBLE)
         data, state = quantize_4bit(
-            weight.contiguous(), blocksize=WEIGHT_BLOCK, compress_statistics=nested, quant_type=kind,
+            weight.contiguous(), blocksize=WEIGHT_BLOCK, compress_statistics=nested, quant_type=quant.removesuffix(DOUBLE),
             quant_storage=torch.uint8,
         )  # fmt: skip
     except (RuntimeError, NotImplementedError, AttributeError) as exc:
@@ -100,31 +99,26 @@ def quantize(weight: Tensor, quant: str) -> Packed:
 def _from_state(data: Tensor, state: QuantState, shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
     parts = {"weight": data, "absmax": state.absmax}
     codes = {"code": state.code}
+    blocks: tuple[int, ...] = (int(state.blocksize),)
     if state.nested:
         parts |= {"nested_absmax": state.state2.absmax, "offset": state.offset.reshape(1)}
-        codes["nested_code"] = state.state2.code
-    return Packed(
-        str(state.quant_type), shape, dtype, parts, codes, int(state.blocksize),
-        int(state.state2.blocksize) if state.nested else NESTED_BLOCK,
-    )  # fmt: skip
+        codes["nested_code"], blocks = state.state2.code, (*blocks, int(state.state2.blocksize))
+    return Packed(str(state.quant_type) + DOUBLE * state.nested, shape, dtype, parts, codes, blocks)
 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
     """Return a weight that bitsandbytes packed in a checkpoint, as it is. dtype: not used; its state names its own."""
+    check_finite(entry, *(part for name, part in parts.items() if name != "weight" and part.is_floating_point()))
     if entry.kind == "int8":
         return Packed("int8", entry.shape, torch.float16, {"weight": parts["weight"], "SCB": parts["SCB"]}, {})
     kept = {"weight": parts["weight"], "absmax": parts["absmax"]}
     codes = {"code": parts["quant_map"]}
-    if entry.nested:
-        if "nested_offset" not in entry.state:
-            raise CheckpointError("double-quantized without a nested offset", path="", tensor_name=entry.tensor_name)
+    blocks: tuple[int, ...] = (int(entry.state["blocksize"]),)
+    if entry.kind.endswith(DOUBLE):
         offset = torch.tensor([float(entry.state["nested_offset"])], device=parts["absmax"].device)
         kept |= {"nested_absmax": parts["nested_absmax"], "offset": offset}
-        codes["nested_code"] = parts["nested_quant_map"]
-    return Packed(
-        entry.kind, entry.shape, getattr(torch, entry.dtype), kept, codes, entry.blocksize or WEIGHT_BLOCK,
-        int(entry.state.get("nested_blocksize", NESTED_BLOCK)),
-    )  # fmt: skip
+        codes["nested_code"], blocks = parts["nested_quant_map"], (*blocks, int(entry.state["nested_blocksize"]))
+    return Packed(entry.kind, entry.shape, getattr(torch, entry.dtype), kept, codes, blocks)
 
 
 def quant_state(packed: Packed) -> QuantState:
@@ -132,12 +126,12 @@ def quant_state(packed: Packed) -> QuantState:
     nested = None
     if "nested_absmax" in packed.parts:
         nested = QuantState(
-            absmax=packed.parts["nested_absmax"], blocksize=packed.nested_blocksize, code=packed.codes["nested_code"],
+            absmax=packed.parts["nested_absmax"], blocksize=packed.blocks[1], code=packed.codes["nested_code"],
             dtype=torch.float32,
         )  # fmt: skip
     return QuantState(
         absmax=packed.parts["absmax"], shape=torch.Size(packed.shape), code=packed.codes["code"],
-        blocksize=packed.blocksize, quant_type=packed.kind, dtype=packed.dtype,
+        blocksize=packed.blocks[0], quant_type=packed.kind.removesuffix(DOUBLE), dtype=packed.dtype,
         offset=packed.parts["offset"].reshape(()) if nested is not None else None, state2=nested,
     )  # fmt: skip
 
@@ -149,15 +143,15 @@ def dequantize(packed: Packed) -> Tensor:
     state = quant_state(packed)
     if _begins_in_blocks(packed):
         count = prod(packed.shape)
-        whole = count % packed.blocksize == 0  # then rows of one block each, which bitsandbytes unpacks side by side
-        state.shape = torch.Size((count // packed.blocksize, packed.blocksize) if whole else (1, count))
+        whole = count % packed.blocks[0] == 0  # then rows of one block each, which bitsandbytes unpacks side by side
+        state.shape = torch.Size((count // packed.blocks[0], packed.blocks[0]) if whole else (1, count))
     return dequantize_4bit(packed.parts["weight"], state).view(packed.shape)
 
 
 def _begins_in_blocks(packed: Packed) -> bool:
     """Whether rows of a 4-bit weight on a CPU begin inside a block of values with one scale. bitsandbytes 0.49 and 0.50 take
     another block's scale for them on CPUs with AVX512 (I16 of the doctor's catalogue), but not for the same values as one row."""
-    return packed.parts["weight"].device.type == "cpu" and packed.shape[-1] % packed.blocksize != 0
+    return packed.parts["weight"].device.type == "cpu" and packed.shape[-1] % packed.blocks[0] != 0
 
 
 def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
@@ -167,7 +161,7 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
         return int8_vectorwise_dequant(parts["weight"][start:stop].to(device), parts["SCB"][start:stop].to(device))
     rows, columns = packed.shape
     # A block of values with one scale may begin in the middle of a row.
-    step = packed.blocksize // math.gcd(packed.blocksize, columns)
+    step = packed.blocks[0] // math.gcd(packed.blocks[0], columns)
     first, last = start // step * step, min(-(-stop // step) * step, rows)
     stored = parts["weight"].reshape(-1).view(torch.uint8)[first * columns // 2 : (last * columns + 1) // 2]
     facts = replace(packed, parts={name: part for name, part in parts.items() if name != "weight"}).to(device)
@@ -175,7 +169,7 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
     scales = state.absmax
     if state.nested:
         scales = dequantize_blockwise(scales, state.state2) + state.offset
-    of_rows = slice(first * columns // packed.blocksize, -(-last * columns // packed.blocksize))
+    of_rows = slice(first * columns // packed.blocks[0], -(-last * columns // packed.blocks[0]))
     part = replace(facts, shape=(last - first, columns), parts={"weight": stored.to(device), "absmax": scales[of_rows]})
     return dequantize(part)[start - first : stop - first]
 
@@ -184,7 +178,7 @@ def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
     """Return rows of a 4-bit weight, not rounded to its type; the scale of a block is float32. Errors: AssertionError if the rows
     are not whole blocks."""
     D_out, D_in = packed.shape
-    start, stop, size = rows.start, rows.stop, packed.blocksize
+    start, stop, size = rows.start, rows.stop, packed.blocks[0]
     assert D_in % size == 0 or (start, stop) == (0, D_out)
     values = packed.parts["weight"].reshape(-1).view(torch.uint8)[start * D_in // 2 : stop * D_in // 2]
     code = packed.codes["code"].to(values.device)
@@ -192,7 +186,7 @@ def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
     blocks = torch.arange(start * D_in // size, -(-stop * D_in // size), device=values.device)
     absmax = packed.parts["absmax"].reshape(-1)[blocks]
     if "nested_absmax" in packed.parts:
-        outer = packed.parts["nested_absmax"][blocks // packed.nested_blocksize]
+        outer = packed.parts["nested_absmax"][blocks // packed.blocks[1]]
         absmax = torch.addcmul(packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer)
     return (pairs.view(-1, size).to(dtype) * absmax[:, None].to(dtype)).view(stop - start, D_in)
 
@@ -201,7 +195,7 @@ def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dic
     """Return the parts of a 4-bit weight whose values are about 0.03."""
     blocks = rows * columns // WEIGHT_BLOCK
     parts = {"weight": draw.bytes(rows * columns // 2, 1)}
-    if form.name != "nf4-dq":
+    if not form.options["NESTED"]:
         return parts | {"absmax": draw.uniform(blocks) * 0.1}
     outer = draw.uniform(-(-blocks // NESTED_BLOCK)) * 0.01 + 0.01
     return parts | {"absmax": draw.bytes(blocks, 1).view(-1), "nested_absmax": outer, "offset": draw.values(0.05)}
@@ -222,12 +216,12 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
         nested = "nested_absmax" in packed.parts
         layer = bnb.nn.Linear4bit(
             columns, rows, bias=bias is not None, compute_dtype=compute_dtype, compress_statistics=nested,
-            quant_type=packed.kind, quant_storage=packed.parts["weight"].dtype, device="meta",
+            quant_type=packed.kind.removesuffix(DOUBLE), quant_storage=packed.parts["weight"].dtype, device="meta",
         )  # fmt: skip
         state = quant_state(packed)
         layer.weight = bnb.nn.Params4bit(
-            packed.parts["weight"], requires_grad=False, quant_state=state, blocksize=packed.blocksize,
-            compress_statistics=nested, quant_type=packed.kind, quant_storage=packed.parts["weight"].dtype,
+            packed.parts["weight"], requires_grad=False, quant_state=state, blocksize=packed.blocks[0],
+            compress_statistics=nested, quant_type=state.quant_type, quant_storage=packed.parts["weight"].dtype,
             module=layer, bnb_quantized=True,
         )  # fmt: skip
         layer.quant_state = state

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell
-from trimtab.errors import CheckpointError
+from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell, check_finite
 from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat
 
 # float16 has the bits of e2m1 in the same order, with an exponent that is larger by 14.
@@ -28,8 +27,7 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
         found["global"] = torch.cat((divisor.reshape(1), one))
     elif (factor := parts.get("weight_scale_2")) is not None:
         found["global"] = torch.cat((one, factor.reshape(1)))
-    if not bool(torch.isfinite(factors(found)).all()):
-        raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
+    check_finite(entry, factors(found))
     return Packed(entry.kind, entry.shape, dtype, found, {})
 
 

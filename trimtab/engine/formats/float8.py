@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.formats.float4 import powers
-from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell
-from trimtab.errors import CheckpointError
+from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell, check_finite
 from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat, stored_format
 
 
@@ -24,8 +23,7 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     if own == torch.uint8:
         own, scale = torch.float32, powers(scale)
     scale = scale.float().reshape(_scales(entry.kind, entry.shape))
-    if not bool(torch.isfinite(scale).all()):
-        raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
+    check_finite(entry, scale)
     found = {"weight": parts["weight"], "scale": scale}
     return Packed(entry.kind, entry.shape, dtype if own == torch.float32 else own, found, {})
 

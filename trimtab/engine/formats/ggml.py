@@ -16,8 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell
-from trimtab.errors import CheckpointError
+from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell, check_finite
 from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_PARTS, INDEXED, PackedEntry, StoredFormat
 from trimtab.gguf.architectures import in_order
 
@@ -30,8 +29,7 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     that are not finite."""
     weight, kind = parts["weight"], entry.kind.removesuffix(INDEXED)
     for start in SCALES.get(kind, ()):
-        if not bool(torch.isfinite(_half(weight.reshape(-1, GGML_BLOCKS[kind][1]), start)).all()):
-            raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
+        check_finite(entry, _half(weight.reshape(-1, GGML_BLOCKS[kind][1]), start))
     rows, columns = entry.shape
     order = entry.state.get("rows")
     numbers = None if order is None else in_order(torch.arange(rows, device=weight.device), order)

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell
-from trimtab.errors import CheckpointError
+from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell, check_finite, refused
 from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat, stored_format
 
 # AWQ's int32 holds eight outputs in this order, from its lowest bits (AutoAWQ 0.2.9, packing_utils.py: AWQ_ORDER).
@@ -31,8 +30,7 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     form = stored_format(entry.kind)
     layout = str(entry.state["layout"])
     found = _packed(entry, parts, form) if layout == "packed" else _transposed(entry, parts, form, layout)
-    if not bool(torch.isfinite(found["scale"]).all()):
-        raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
+    check_finite(entry, found["scale"])
     own = found["scale"].dtype
     return Packed(entry.kind, entry.shape, dtype if own == torch.float32 else own, found, {})
 
@@ -76,13 +74,11 @@ def _transposed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFor
     if index is None:
         return found
     if int(index.min()) < 0 or int(index.max()) >= form.groups(columns):
-        raise CheckpointError("g_idx names groups that are not there", path="", tensor_name=entry.tensor_name)
+        raise refused(entry, "g_idx names groups that are not there")
     if form.has_index:
         found["index"] = index
     elif form.group and not torch.equal(index.long(), torch.arange(columns, device=index.device) // form.group):
-        raise CheckpointError(
-            "has inputs in another order (g_idx), but config.json says desc_act false", path="", tensor_name=entry.tensor_name
-        )
+        raise refused(entry, "has inputs in another order (g_idx), but config.json says desc_act false")
     return found
 
 

@@ -8,7 +8,7 @@ one launch of our kernel where `int8_head.py` measured a gain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,9 +45,14 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / divisor[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
-def fill(pieces: Iterable[Tensor], q: Tensor, scale: Tensor) -> bool:
-    """Quantize pieces of a weight's rows, in order, into q [V, D] and scale [V]; returns whether every value was finite."""
-    start = 0
+def forms(rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and type of each part of a head [rows, columns]."""
+    return {"weight": ((rows, columns), torch.int8), "scale": ((rows,), torch.float32)}
+
+
+def fill(pieces: Iterable[Tensor], parts: Mapping[str, Tensor]) -> bool:
+    """Quantize pieces of a weight's rows, in order, into the parts of a head; returns whether every value was finite."""
+    q, scale, start = parts["weight"], parts["scale"], 0
     for piece in pieces:
         quantized, scales = quantize_rows(piece)
         q[start : start + len(piece)].copy_(quantized)
@@ -57,8 +62,9 @@ def fill(pieces: Iterable[Tensor], q: Tensor, scale: Tensor) -> bool:
     return bool(torch.isfinite(scale).all())
 
 
-def is_same(q: Tensor, scale: Tensor, weight: Tensor) -> bool:
-    """Return whether a weight [V, D] on the same device would give the same 8 bits."""
+def is_same(parts: Mapping[str, Tensor], weight: Tensor, own: slice = slice(None)) -> bool:
+    """Return whether a weight [n, D] on the same device would give the same 8 bits as these rows of a head's."""
+    q, scale = parts["weight"][own], parts["scale"][own]
     for rows in pieces(q):
         quantized, scales = quantize_rows(weight[rows])
         if not (torch.equal(quantized, q[rows]) and torch.equal(scales, scale[rows])):
@@ -95,6 +101,10 @@ class Head:
 
     def __init__(self, q: Tensor, scale: Tensor, bias: Tensor | None, kernel: Kernel | None = None) -> None:
         self.q, self.scale, self.bias, self.kernel = q, scale, bias, kernel or Kernel()
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor], bias: Tensor | None, kernel: Kernel | None = None) -> Head:
+        return cls(parts["weight"], parts["scale"], bias, kernel)
 
     def __call__(self, x: Tensor) -> Tensor:
         flat, module = x.reshape(-1, x.shape[-1]), self.kernel.module

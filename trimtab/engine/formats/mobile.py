@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.formats.packed import Draw, Packed, Shell
-from trimtab.errors import CheckpointError
+from trimtab.engine.formats.packed import Draw, Packed, Shell, check_finite
 from trimtab.formats.mobile import ACTIVATIONS
 from trimtab.formats.record import MOBILE_PIECE_VALUES, MOBILE_VALUES, PackedEntry, StoredFormat, stored_format
 
@@ -27,8 +26,7 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     if stored_format(entry.kind).has_rounding:
         given = [parts[name].reshape(1) if name in parts else parts["scale"].new_zeros(1) for name in ACTIVATIONS]
         found["activation"] = torch.cat(given)
-    if not all(bool(torch.isfinite(part).all()) for name, part in found.items() if name != "weight"):
-        raise CheckpointError("has scales that are not finite", path="", tensor_name=entry.tensor_name)
+    check_finite(entry, *(part for name, part in found.items() if name != "weight"))
     input_scale = float(found["activation"][0]) if "activation" in found else 0.0
     return Packed(entry.kind, entry.shape, dtype, found, {}, input_scale=input_scale)
 

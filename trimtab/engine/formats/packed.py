@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.formats import int8_head as head8
-from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK
+from trimtab.errors import CheckpointError
+from trimtab.formats.record import PackedEntry
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 
@@ -21,10 +22,10 @@ from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 class Packed:
     """One weight in its stored form.
 
-    kind: its format's name (`trimtab/formats/record.py`; "nf4" with double quantization too). shape, dtype: of the unpacked
-    weight, [D_out, D_in], or of a stack of experts. parts: "weight" always, and the other parts of its format. codes: the small
-    look-up tables of a 4-bit weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel:
-    of an 8-bit head, what computes it. input_scale: of a mobile layer, its inputs' static scale, as in its part "activation".
+    kind: its format's name (`trimtab/formats/record.py`). shape, dtype: of the unpacked weight, [D_out, D_in], or of a stack of
+    experts. parts: "weight" always, and the others of its format. codes: its format's small look-up tables, shared between
+    weights and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of
+    theirs. kernel: of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale.
     """
 
     kind: str
@@ -32,14 +33,18 @@ class Packed:
     dtype: torch.dtype
     parts: Mapping[str, Tensor]
     codes: Mapping[str, Tensor]
-    blocksize: int = WEIGHT_BLOCK
-    nested_blocksize: int = NESTED_BLOCK
+    blocks: tuple[int, ...] = ()
     kernel: head8.Kernel | None = None
     input_scale: float = 0.0
 
     @property
     def nbytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    @property
+    def static_scales(self) -> Tensor | None:
+        """The static scales [2] of inputs and outputs of a layer that rounds them to 8 bits, 0 for no rounding."""
+        return self.parts.get("activation")
 
     def with_parts(self, parts: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> Packed:
         """Return the same weight over other tensors: views of a staging buffer, or copies on another device."""
@@ -79,6 +84,17 @@ class Draw:
 
     def values(self, *values: float) -> Tensor:
         return torch.tensor(values, device=self.generator.device)
+
+
+def refused(entry: PackedEntry, why: str) -> CheckpointError:
+    """Return the error of a weight whose values cannot be used."""
+    return CheckpointError(why, path=next((part.file for part in entry.parts.values()), ""), tensor_name=entry.tensor_name)
+
+
+def check_finite(entry: PackedEntry, *scales: Tensor) -> None:
+    """Raise CheckpointError unless all scales of a weight are finite."""
+    if not all(bool(torch.isfinite(one).all()) for one in scales):
+        raise refused(entry, "has scales that are not finite")
 
 
 class CodeTables:

@@ -23,10 +23,8 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
 from trimtab.engine.cuda.nvrtc import Job
-from trimtab.engine.formats import mobile
-from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import Draw, Packed
-from trimtab.engine.formats.weights import random_parts, shell
+from trimtab.engine.formats.weights import quantize, random_parts, rounded, shell
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends
@@ -37,6 +35,7 @@ from trimtab.engine.kernels.selfcheck import graph_us, pair_us, random_values, r
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.formats.record import stored_format
+from trimtab.request import DEFAULT_QUANT
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "compile_tried", "graph_us", "jobs", "keep_tuned",
@@ -52,11 +51,10 @@ def _exact(x: Tensor, weights: Sequence[Packed]) -> Tensor:
     """Return x W^T in float64, decoding a million weights at a time."""
     step, pieces = max(1, _PIECE // x.shape[1]), []
     for packed in weights:
-        scales = packed.parts.get("activation")
-        own = (x if scales is None else mobile.rounded(x, scales[0])).double()
+        own = rounded(packed, x, is_input=True).double()
         for start in range(0, packed.shape[0], step):
             y = own @ matvec.decoded(packed, torch.float64, rows=slice(start, start + step)).T
-            pieces.append(y if scales is None else mobile.rounded(y.to(x.dtype), scales[1]).double())
+            pieces.append(y if packed.static_scales is None else rounded(packed, y.to(x.dtype), is_input=False).double())
     return torch.cat(pieces, dim=1)
 
 
@@ -103,19 +101,20 @@ def check(
 class RandomWeights:
     """Makes packed weights of random bytes on a device; the code tables are bitsandbytes' own. scale_dtype: of other formats."""
 
-    def __init__(self, device: torch.device, *, quant: str = "nf4-dq", scale_dtype: torch.dtype = torch.bfloat16) -> None:
-        self.quant, self.kind = quant, quant
+    def __init__(self, device: torch.device, *, quant: str = DEFAULT_QUANT, scale_dtype: torch.dtype = torch.bfloat16) -> None:
+        self.quant = quant
         self.draw = Draw(torch.Generator(device=device).manual_seed(0), scale_dtype)
         self.codes: Mapping[str, Tensor] = {}
+        self.blocks: tuple[int, ...] = ()
         if stored_format(quant).tables:
             sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
-            self.kind, self.codes = sample.kind, sample.codes
+            self.codes, self.blocks = sample.codes, sample.blocks
 
     def make(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Packed:
         """Return a weight [rows, columns] whose values are about 0.03."""
         parts = random_parts(self.quant, rows, columns, self.draw)
-        scale = float(parts["activation"][0]) if "activation" in parts else 0.0
-        return Packed(self.kind, (rows, columns), dtype, parts, self.codes, input_scale=scale)
+        made = Packed(self.quant, (rows, columns), dtype, parts, self.codes, self.blocks)
+        return made if made.static_scales is None else replace(made, input_scale=float(made.static_scales[0]))
 
     def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
         """Return as many groups of layers over one input as take up `nbytes`, each of different bytes; at least two."""
@@ -304,7 +303,7 @@ def jobs(
     """
     wanted = [Job(fused.source(), (), "fused.cu"), Job(ends.source(), (), "ends.cu")]
     wanted.append(Job(prompt_kernels.source(), (), "prompt.cu"))
-    own = [packed for group, _ in weights for packed in group if "scale" in packed.parts]
+    own = [packed for group, _ in weights for packed in group if stored_format(packed.kind).number]
     others = {layouts.options(packed) for packed in own if layouts.layout(packed) is not None}
     wanted += [Job(prompt_kernels.source(), options, "prompt.cu") for options in others]
     if has_many:

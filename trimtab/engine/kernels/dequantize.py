@@ -77,21 +77,12 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 def can_unpack(packed: Packed) -> bool:
     """Whether the kernel knows this form of a weight."""
-    if not (layouts.layout(packed) or layouts.is_mobile(packed)) or packed.dtype not in _TYPES:
-        return False
-    if "scale" in packed.parts:
-        form = stored_format(packed.kind)
-        if form.family in ("float8", "ggml"):
-            return packed.shape[1] % 8 == 0
-        return packed.shape[1] % 8 == 0 and form.group % 8 == 0 and packed.shape[1] % (form.group or 1) == 0
-    sizes = [packed.blocksize] + ([packed.nested_blocksize] if "nested_absmax" in packed.parts else [])
-    values = packed.shape[0] * packed.shape[1]
-    return values % 32 == 0 and all(size >= 32 and size & (size - 1) == 0 for size in sizes)
+    return packed.dtype in _TYPES and stored_format(packed.kind).unpacks(packed.shape, packed.blocks)
 
 
 def fits_type(packed: Packed, dtype: torch.dtype) -> bool:
-    """Whether a weight may be unpacked in this type: bitsandbytes' and mobile ones only in their own; others are then cast."""
-    return packed.dtype == dtype or ("scale" in packed.parts and not layouts.is_mobile(packed))
+    """Whether a weight may be unpacked in this type: of some formats only in their own; others are then cast."""
+    return packed.dtype == dtype or stored_format(packed.kind).is_cast
 
 
 def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> Tensor:
@@ -139,18 +130,16 @@ def read_tables(hf_model: HFModel, kernels: PromptKernels) -> None:
 def unpacking(packed: Packed, module: nvrtc.Module) -> tuple[nvrtc.Module, str]:
     """Return the module with the kernels that unpack a weight's layout, and the end of their names. Where it is the first of its
     layout they are compiled: not within a capture."""
-    if "absmax" in packed.parts:
-        return module, "nested" if "nested_absmax" in packed.parts else "plain"
-    return module.variant(layouts.options(packed)), "plain"
+    return layouts.variant(packed, module), "plain" if layouts.tables(packed)[1] is None else "nested"
 
 
 def unpack_arguments(packed: Packed, weight: Tensor) -> list[nvrtc.Argument]:
     """Return the unpacking kernel's arguments for a weight and its output memory."""
-    codes = packed.codes
-    sizes = [packed.blocksize.bit_length() - 1, packed.nested_blocksize.bit_length() - 1] if codes else [packed.shape[1], 0]
+    code, nested_code = layouts.tables(packed)
+    sizes = [*(size.bit_length() - 1 for size in packed.blocks), 0] if packed.blocks else [packed.shape[1], 0]
     return [
-        *layouts.tensors(packed), codes.get("nested_code"), codes.get("code"), nvrtc.Long(packed.shape[0] * packed.shape[1]),
-        *sizes, weight, int(weight.dtype == torch.float16),
+        *layouts.tensors(packed), nested_code, code, nvrtc.Long(packed.shape[0] * packed.shape[1]), *sizes[:2], weight,
+        int(weight.dtype == torch.float16),
     ]  # fmt: skip
 
 
@@ -281,7 +270,7 @@ class PromptKernels:
         if room is None or room.numel() < packed.shape[0] * packed.shape[1]:  # kept unpacked, but for layers such as this one
             return None
         weight = unpack(packed, room, self.module)
-        if not layouts.is_mobile(packed):
+        if packed.static_scales is None:
             return functional.linear(x, weight, leaf.bias)
         own = layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True)
         y = layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)

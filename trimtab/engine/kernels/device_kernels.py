@@ -291,7 +291,7 @@ class DeviceKernels:
             ([_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype)),
         ).choose(self.checks, self.left_out, self.measured_us)  # fmt: skip
         for leaf in {leaf.quant_kind: leaf for leaf in leaves}.values() if self.rows is not None else ():
-            many_rows.own_module(leaf.packed(), self.rows)  # a capture finds it compiled
+            layouts.variant(leaf.packed(), self.rows)  # a capture finds it compiled
         self.checks.save()
         return self
 
@@ -363,7 +363,7 @@ def instead_of(cut: LaunchConfig, ways: Sequence[LaunchConfig]) -> list[LaunchCo
 def shape_of(group: Sequence[Leaf]) -> str:
     """Return the name of a product: its layers' outputs and their input."""
     kinds = list(dict.fromkeys(leaf.quant_kind for leaf in group))
-    formats = f" ({', '.join(kinds)})" if stored_format(kinds[-1]).family == "ggml" else ""  # a file has several
+    formats = f" ({', '.join(kinds)})" if stored_format(kinds[-1]).is_mixed else ""
     return f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features}{formats}"
 
 
@@ -446,7 +446,7 @@ def _choose(
 
 def _form_of(weights: Sequence[Packed]) -> tuple[object, ...]:
     """Return the properties of packed weights that select their kernel, as values that print the same in every process."""
-    return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts), *layouts.scale_type(one)) for one in weights)
+    return tuple((one.kind, tuple(one.shape), one.blocks, sorted(one.parts), *layouts.scale_type(one)) for one in weights)
 
 
 def _wrong_small(
@@ -519,7 +519,7 @@ def _wrong_rows(
         packed = leaf.packed()
         if many_rows.why_not(packed, dtype) is not None:
             continue  # this layer stays with its own product
-        why = many_rows.why_no_room(module, many_rows.scale_bytes(packed)) or many_rows.wrong([packed], module, dtype)
+        why = many_rows.why_no_room(module, packed.kind) or many_rows.wrong([packed], module, dtype)
         if why is not None:
             return why
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)

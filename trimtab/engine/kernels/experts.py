@@ -27,7 +27,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, exact_rows
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
-from trimtab.engine.kernels.dequantize import can_unpack
+from trimtab.engine.kernels.dequantize import can_unpack, fits_type
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.tiers.near_experts import NearExperts
 from trimtab.formats.record import stored_format
@@ -40,11 +40,10 @@ NAMES = (
     "experts_many_down", "experts_many_sum", "experts_assign", "experts_turns", "experts_fetch",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
-# As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and by format the outputs of a block and the most
-# registers of a thread.
+# As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and of stacks that are not packed the outputs of a
+# block and the most registers of a thread.
 _CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
-_OUTPUTS = {"codebook": (16, 40), "none": (8, 80)}
-_OTHER_OUTPUTS = (16, 80)
+_UNPACKED_OUTPUTS = (8, 80)
 _EXACT_ROWS = 256  # of a matrix that the check decodes at once: whole blocks of every format
 _TILE, _LOW_RANKS = 64, 8  # pairs of a block of many, and rows of a stack; ranks of a block
 _FETCH_BLOCKS = 32  # that copy one expert
@@ -180,7 +179,7 @@ def why_not_many(shapes: Sequence[Sequence[int]]) -> str | None:
 
 
 def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype, *, multiple: int) -> str | None:
-    if stack.dtype != dtype and not (isinstance(stack, Packed) and "scale" in stack.parts and stack.dtype in _TYPES):
+    if stack.dtype != dtype and not (isinstance(stack, Packed) and fits_type(stack, dtype) and stack.dtype in _TYPES):
         return f"the stack is {stack.dtype}, not {dtype}"
     if any(size % multiple for size in stack.shape[1:]):
         return f"matrices of {list(stack.shape[1:])} are not multiples of {multiple}"
@@ -188,7 +187,7 @@ def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype, *, multiple: int) 
         is_plain = stack.is_contiguous() and stack.data_ptr() % 16 == 0
         return None if is_plain else "the stack is not contiguous or not aligned to 16 bytes"
     why = layouts.why_not(stack)
-    if why is None and (layouts.is_mobile(stack) or not can_unpack(stack.expert(0))):
+    if why is None and (layouts.rounds_inputs(stack) or not can_unpack(stack.expert(0))):
         why = layouts.unread(stack)
     return why
 
@@ -303,7 +302,7 @@ def _launch(
 
 
 def _outputs(stack: Packed | Tensor) -> tuple[int, int]:
-    return _OUTPUTS.get("none" if isinstance(stack, Tensor) else stored_format(stack.kind).family, _OTHER_OUTPUTS)
+    return _UNPACKED_OUTPUTS if isinstance(stack, Tensor) else stored_format(stack.kind).expert_outputs
 
 
 def _warps(units: int) -> int:
@@ -327,8 +326,8 @@ def _grid(module: nvrtc.Module, stack: Packed | Tensor, outputs: int, items: int
 
 def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, turns: int) -> int:
     """Return the shared memory of a block with this many sums of a chunk, and changes, of this many turns."""
-    is_coded = isinstance(stack, Packed) and stored_format(stack.kind).family == "codebook"
-    front = 256 * 32 + 20 + _warps(units) * 144 if is_coded else 0  # words: codes, zeros, x
+    has_table = isinstance(stack, Packed) and layouts.tables(stack)[0] is not None
+    front = 256 * 32 + 20 + _warps(units) * 144 if has_table else 0  # words: codes, zeros, x
     return 4 * (front + turns * (units + changes) * _outputs(stack)[0] + changes * (_CHANGE_WORDS + 2))
 
 
@@ -344,7 +343,7 @@ def _stack_arguments(mixture: Mixture, stack: Packed | Tensor, where: Tensor | N
     places: list[nvrtc.Argument] = [None] * 4
     if mixture.near is not None and near is not None:
         places = [mixture.near.where if where is None else where, *layouts.tensors(near)[:3]]
-    return [*given, offset, stack.codes.get("nested_code"), stack.codes.get("code"), *places]
+    return [*given, offset, *reversed(layouts.tables(stack)), *places]
 
 
 def _fetch(index: Tensor, mixture: Mixture, near: NearExperts, launch: Callable[..., None]) -> None:

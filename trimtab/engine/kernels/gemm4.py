@@ -21,11 +21,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.formats import mobile
+from trimtab.engine.formats import weights as formats
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_rows
@@ -46,9 +45,7 @@ NAMES = ("rows_product_16", "rows_product_32", "rows_product_64", "rows_low", "r
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/rows.cu.
 _CHUNK, _UNIT, _THREADS, _UP, _RANKS = 256, 128, 256, 256, 8
-_TILES, _STAGES, _SCALE_BYTES = (16, 32, 64), 2, 16
-# Of ggml's types `Many::ROW_BYTES`: with the bits above 4 of each value.
-_GGML_BYTES = {"q4_0": 16, "q4_1": 32, "q8_0": 8, "q4_k": 16, "q5_k": 48, "q6_k": 82}
+_TILES, _STAGES = (16, 32, 64), 2
 # Blocks that one multiprocessor runs at once.
 _BLOCKS = 2
 # Shared memory in front of the stages: codes of each lane's own, codes of scales, sums of 8 rows; and to a multiple of 2048.
@@ -85,40 +82,20 @@ def chunk_of(packed: Packed) -> int:
     return 128 if stored_format(packed.kind).bits == 8 else 256
 
 
-def scale_bytes(packed: Packed) -> int:
-    """Return the bytes of the scales and zero points of a row in a stage (`Many::ROW_BYTES`)."""
-    form = stored_format(packed.kind)
-    if form.family == "ggml":
-        return _GGML_BYTES[packed.kind]
-    if form.family == "codebook":
-        return _SCALE_BYTES
-    if form.family in ("float8", "mobile"):
-        return 0
-    if form.family == "float4":
-        return _CHUNK // form.group
-    return (_CHUNK // form.group if form.group in (32, 64, 128) else 1) * (packed.parts["scale"].element_size() + form.has_zero)
-
-
-def own_module(packed: Packed, module: nvrtc.Module) -> nvrtc.Module:
-    """Return the module whose products read a weight's layout. Where it is the first of its layout it is compiled: not within a
-    capture."""
-    return module if "absmax" in packed.parts else module.variant(layouts.options(packed))
-
-
-def shared_bytes(tile: int, scales: int = _SCALE_BYTES) -> int:
-    """Return the shared memory of a block that multiplies `tile` rows. scales: `scale_bytes`."""
+def shared_bytes(tile: int, scales: int) -> int:
+    """Return the shared memory of a block that multiplies `tile` rows. scales: `StoredFormat.stage_bytes`."""
     return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * 128 + _UNIT * scales)
 
 
-def why_no_room(module: nvrtc.Module, scales: int = _SCALE_BYTES) -> str | None:
-    """Return why a card has too little shared memory for these products, None if it has. scales: `scale_bytes`."""
-    needed = shared_bytes(_TILES[0], scales)
+def why_no_room(module: nvrtc.Module, kind: str) -> str | None:
+    """Return why a card has too little shared memory for products with weights of a format, None if it has."""
+    needed = shared_bytes(_TILES[0], stored_format(kind).stage_bytes)
     if needed <= module.shared_bytes:
         return None
     return f"a block needs {needed} B of shared memory, this card has {module.shared_bytes}"
 
 
-def _tile(n: int, module: nvrtc.Module, scales: int = _SCALE_BYTES) -> int:
+def _tile(n: int, module: nvrtc.Module, scales: int) -> int:
     """Return how many rows a block multiplies: all of them, or as many as there is shared memory for."""
     fitting = [size for size in _TILES if shared_bytes(size, scales) <= module.shared_bytes]
     return next((size for size in fitting if size >= n), fitting[-1])
@@ -157,7 +134,7 @@ def linear(
             matvec.lora_shrink_torch(x, lora)
         for m, packed in enumerate(weights):
             part = out[:, start : start + packed.shape[0]]
-            part.copy_(mobile.rounding(packed, partial(functional.linear, weight=dequantize(packed), bias=biases[m]))(x))
+            part.copy_(formats.unpacked_shell(packed, dequantize(packed), biases[m])(x))
             if lora is not None:
                 matvec.lora_add_torch(part, lora.member(m), round_change=round_change)
             start += packed.shape[0]
@@ -184,7 +161,7 @@ def linear(
             _meet(x, lora, module, fork)
             _up(out, rows, lora, module, round_change=round_change, dependent=None if fork is None else False)
         return
-    own_x, scales = layouts.round_to_8(x, weights, module, is_input=True), scale_bytes(weights[0])
+    own_x, scales = layouts.round_to_8(x, weights, module, is_input=True), stored_format(weights[0].kind).stage_bytes
     tile = _tile(n, module, scales)
     pieces = -(-n // tile)
     each, items, shared = each_of(rows, columns, module.multiprocessors, pieces, chunk=chunk_of(weights[0]))
@@ -194,17 +171,16 @@ def linear(
     for packed, own in zip(weights, biases, strict=True):
         members += [*layouts.tensors(packed), own, packed.shape[0]]
     members += [None, None, None, None, None, 0] * (matvec.MAX_MEMBERS - len(weights))
-    codes = weights[0].codes
-    own_module(weights[0], module).launch(
+    layouts.variant(weights[0], module).launch(
         f"rows_product_{tile}", (-(-items // each), 1, pieces), (_THREADS,),
         [
-            own_x, own_x.stride(0), n, columns, *members, codes.get("code"), codes.get("nested_code"), out, out.stride(0), parts,
-            sum(rows), each, items, half,
+            own_x, own_x.stride(0), n, columns, *members, *layouts.tables(weights[0]), out, out.stride(0), parts, sum(rows), each,
+            items, half,
         ],
         shared_bytes=shared_bytes(tile, scales),
     )  # fmt: skip
     sums = partial(_up, out, rows, parts=parts, bias=biases, chunks=columns // chunk_of(weights[0]), each=each)
-    if rounds := layouts.is_mobile(weights[0]):
+    if rounds := layouts.rounds_inputs(weights[0]):
         if parts is not None:
             sums(None, module, round_change=False)
         layouts.round_to_8(out, weights, module, is_input=False)
@@ -326,11 +302,11 @@ def wrong(
 
 def _exact(x: Tensor, packed: Packed, rows: slice) -> Tensor:
     """Return some outputs of a layer in float64; one that rounds its outputs to 8 bits has weights in its own type."""
-    scales = packed.parts.get("activation")
-    if scales is None:
+    if packed.static_scales is None:
         return x.double() @ matvec.decoded(packed, torch.float64, rows=rows).T
     weight = dequantize_rows(packed, rows.start, rows.stop, x.device).double()
-    return mobile.rounded((mobile.rounded(x, scales[0]).double() @ weight.T).to(x.dtype), scales[1]).double()
+    y = (formats.rounded(packed, x, is_input=True).double() @ weight.T).to(x.dtype)
+    return formats.rounded(packed, y, is_input=False).double()
 
 
 def pieces_of(packed: Packed) -> list[slice]:

@@ -20,6 +20,7 @@ is faster here (bench/kernels.py measures, the caller decides).
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, CutKey, LaunchConfig
-from trimtab.engine.formats import mobile
+from trimtab.engine.formats import weights as formats
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import exact_rows
@@ -41,7 +42,8 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
 from trimtab.engine.layers.linear import Leaf
 from trimtab.errors import DeviceError
-from trimtab.formats.record import rounds_change
+from trimtab.formats.kernels import LAYOUTS
+from trimtab.formats.record import rounds_change, stored_format
 
 MAX_MEMBERS = 3
 # As in the kernel for adapters of other layers: threads of a block, outputs of one.
@@ -207,13 +209,11 @@ def matvec4_torch(
         lora_shrink_torch(x, lora)
     start = 0
     for m, packed in enumerate(weights):
-        scales = packed.parts.get("activation")
-        own = x if scales is None else mobile.rounded(x, scales[0])
-        y = torch.nn.functional.linear(own.float(), decoded(packed))
+        y = torch.nn.functional.linear(formats.rounded(packed, x, is_input=True).float(), decoded(packed))
         if m < len(bias) and (added := bias[m]) is not None:
             y += added.float()
         part = out[:, start : start + packed.shape[0]]
-        part.copy_(y.to(out.dtype) if scales is None else mobile.rounded(y.to(out.dtype), scales[1]))
+        part.copy_(formats.rounded(packed, y.to(out.dtype), is_input=False))
         for i in range(x.shape[0]):
             if lora is not None and (change := _changes(lora, i, m)) is not None:
                 part[i] = part[i] + (change.to(out.dtype) if rounds_change(packed.kind) else change)
@@ -285,7 +285,7 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     other = configs.get(("cut", *key[1:]))
     like = None if other is None else next((one for one in ways(weights, n, module, pair=pair) if one.is_like(other)), None)
     if like is not None and other is not None:
-        is_normed = other.normed and like.may_be_normed and not layouts.is_mobile(weights[0])
+        is_normed = other.normed and like.may_be_normed and not layouts.rounds_inputs(weights[0])
         return replace(like, normed=is_normed), launch_configs.ESTIMATED
     best = next(iter(ways(weights, n, module, pair=pair)), None)
     return None if best is None else (best, launch_configs.ESTIMATED)
@@ -313,21 +313,22 @@ def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
 
 def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n: int = 1) -> str | None:
     """Return why the kernel cannot compute with this weight, or None. Reads one small table: not for the inner loop."""
-    layout = layouts.layout(packed)
-    if layout is None:
+    form = stored_format(packed.kind)
+    if form.layout is None:
         return layouts.unread(packed)
     if dtype not in layouts.TYPES:
         return f"the activation is {dtype}, not bfloat16 or float16"
-    size = cuts.LAYOUTS[layout].whole
+    size = LAYOUTS[form.layout].whole
     if len(packed.shape) != 2 or packed.shape[1] % size:
         return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {size}"
     if not 1 <= n <= MAX_ROWS:
         return f"{n} rows, not 1 to {MAX_ROWS}"
-    if "code" in packed.codes and float(packed.codes["code"].abs().max()) > 2:
+    code, scales = layouts.tables(packed)[0], layouts.tensors(packed)[1]
+    if code is not None and float(code.abs().max()) > 2:
         return "codes beyond 2"
-    if packed.kind in ("q4_0", "q4_1", "q8_0") and float(packed.parts["scale"].abs().max()) > layouts.MOST_SCALE:
-        return f"scales beyond {layouts.MOST_SCALE:g}"
-    if layouts.is_mobile(packed) and dtype != packed.dtype:
+    if form.most_scale < math.inf and scales is not None and float(scales.abs().max()) > form.most_scale:
+        return f"scales beyond {form.most_scale:g}"
+    if form.rounds_inputs and dtype != packed.dtype:
         return f"the activation is {dtype}, and rounded in {packed.dtype}"
     return layouts.why_not_parts(packed) or nvrtc.why_not(device)
 
@@ -379,13 +380,13 @@ def arguments(
 ) -> list[nvrtc.Argument]:  # fmt: skip
     """Return the kernel's arguments in its order; no part is read."""
     bias = [*bias, *[None] * (len(weights) - len(bias))]
-    nested_code = next((p.codes["nested_code"] for p in weights if "nested_code" in p.codes), None)
+    code, nested_code = layouts.tables(weights[0])
     other = None if gate is None else gate.other
     return [
         x, x.stride(0), x.shape[0], x.shape[1] // BLOCK, out, out.stride(0),
         *(one for tensors in zip(*map(layouts.tensors, weights), strict=True) for one in _three(tensors)), *_three(bias),
         *_three([packed.shape[0] for packed in weights], 0),
-        _table(weights[0].codes["code"], module) if "code" in weights[0].codes else None, nested_code,
+        None if code is None else _table(code, module), nested_code,
         *_lora_arguments(lora, module.side_by_side, low_room), len(weights), 0 if gate is None else 1 if other is None else 2,
         0 if gate is None else fused.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
         module.scratch["parts"], cut.units, cut.k_warps, cut.groups, cut.chunk,
@@ -410,7 +411,7 @@ def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: b
 
 def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
     """Whether the norm in front of this product is to be a part of it on this card."""
-    if module is None or layouts.is_mobile(weights[0]) or not layouts.is_same(weights):
+    if module is None or layouts.rounds_inputs(weights[0]) or not layouts.is_same(weights):
         return False
     return choose(weights, n, module, pair=pair).normed
 
@@ -493,7 +494,7 @@ def matvec4(
         low_bytes = -(-lora.low.numel() * 4 // 16) * 16
         low_room = int(bool(cut.held) and shared_bytes + low_bytes <= module.shared_bytes)
         shared_bytes += low_room * low_bytes
-        if not low_room and low_bytes > cuts.LAYOUTS[cut.layout].first_bytes:
+        if not low_room and low_bytes > LAYOUTS[cut.layout].first_bytes:
             raise DeviceError(
                 f"{x.shape[0]} rows with ranks up to {lora.low.shape[2]} need {low_bytes} B of shared memory for A x",
                 device=str(module.device),

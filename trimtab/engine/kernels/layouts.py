@@ -1,28 +1,21 @@
 """How do the kernels read a stored weight: which sources, compiler options and tensors, and which forms of it do they not know?
 
-`cuda/nf4.cuh` and the other headers of formats hold what a layout is; here a record and its parts become options and arguments.
+The headers of formats (cuda/nf4.cuh and others) hold what a layout is; here a record and its parts become options and arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.formats import mobile
+from trimtab.engine.formats import weights as formats
 from trimtab.engine.formats.packed import Packed
-from trimtab.formats.record import NESTED_BLOCK, WEIGHT_BLOCK, stored_format
+from trimtab.formats.record import HEADERS, stored_format
 
 TYPES = (torch.bfloat16, torch.float16)
-# One header a family of formats, each compiled where FORMAT names it.
-HEADERS = ("nf4.cuh", "int4.cuh", "fp8.cuh", "ggml.cuh", "mobile.cuh", "fp4.cuh")
-_FORMATS = {"codebook": 0, "grouped": 1, "float8": 2, "ggml": 3, "mobile": 4, "float4": 5}
-# As TYPE in ggml.cuh.
-_GGML = {"q4_0": 40, "q4_1": 41, "q8_0": 80, "q4_k": 4, "q5_k": 5, "q6_k": 6}
-# The largest scale with which a product of few rows has its weights in float16.
-MOST_SCALE = 256.0
 
 
 def source(name: str) -> str:
@@ -35,65 +28,65 @@ def layout(packed: Packed) -> str | None:
     return stored_format(packed.kind).layout
 
 
-def is_mobile(packed: Packed) -> bool:
-    """Whether a weight is one of Gemma 4's mobile files: its layer may round inputs and outputs, and an adapter reads them as they
-    were."""
-    return stored_format(packed.kind).family == "mobile"
+def rounds_inputs(packed: Packed) -> bool:
+    """Whether a weight's layer may round inputs and outputs; an adapter reads them as they were."""
+    return stored_format(packed.kind).rounds_inputs
 
 
 def options(packed: Packed) -> tuple[str, ...]:
     """Return the compiler options that name a weight's layout."""
     form = stored_format(packed.kind)
-    number = _FORMATS[form.family]
-    if form.family == "codebook":
-        return (f"-DNESTED={'nested_absmax' in packed.parts:d}",)
-    facts: dict[str, int] = {"FORMAT": number}
-    if form.family == "mobile":
-        facts |= {"BITS": form.bits, "GROUP": form.group}
-    elif form.family == "ggml":
-        facts |= {"TYPE": _GGML[packed.kind]}
-    elif form.family == "float8":
-        facts |= {"HIGH": form.block[0], "GROUP": form.block[1]}
-    elif form.family == "grouped":
-        facts |= {"GROUP": form.group, "WIDE_SCALE": packed.parts["scale"].dtype == torch.float32, "ZERO": form.has_zero}
-    own = packed.parts["scale"].dtype if form.family == "grouped" else packed.dtype
-    facts |= {"SCALE_HALF": own == torch.float16}
+    facts = dict(form.options)
+    if form.number:
+        scales = tensors(packed)[1]
+        own = scales.dtype if form.scales_in_type and scales is not None else packed.dtype
+        facts = {"FORMAT": form.number, **facts, "SCALE_HALF": own == torch.float16}
     return tuple(f"-D{name}={value:d}" for name, value in facts.items())
+
+
+def variant(packed: Packed, module: nvrtc.Module) -> nvrtc.Module:
+    """Return the module whose products read a weight's layout. The first weight of one compiles it: not within a capture.
+    module: of a source that is compiled without options too."""
+    return module.variant(options(packed)) if stored_format(packed.kind).number else module
 
 
 def scale_type(packed: Packed) -> tuple[str, ...]:
     """Return the type of a weight's scales, nothing where its format names it."""
-    return (str(packed.parts["scale"].dtype),) if "scale" in packed.parts else ()
+    scales = tensors(packed)[1] if stored_format(packed.kind).number else None
+    return () if scales is None else (str(scales.dtype),)
 
 
-def tensors(packed: Packed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def tensors(packed: Packed) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return (weight, scales, scales of scales or zero points, offset) as the kernels take them."""
-    parts: Mapping[str, Tensor] = packed.parts
-    if "absmax" in parts:
-        return parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset")
-    second = next((parts[name] for name in ("zero", "outer", "global") if name in parts), None)
-    return parts["weight"], parts["scale"], second, parts.get("activation")
+    weight, scales, second, offset = (packed.parts.get(name) for name in stored_format(packed.kind).arguments)
+    assert weight is not None
+    return weight, scales, second, offset
+
+
+def tables(packed: Packed) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tables (of codes, of codes of scales) that a weight has."""
+    found = [*(packed.codes[name] for name in stored_format(packed.kind).tables), None, None]
+    return found[0], found[1]
 
 
 def is_same(weights: Sequence[Packed]) -> bool:
     """Whether one launch can read all these weights: for one layout, with one table of codes, and inputs rounded once."""
     if len({(options(packed), packed.input_scale) for packed in weights}) > 1:
         return False
-    names = ("code", "nested_code")
-    return all(len({one.codes[name].data_ptr() if name in one.codes else None for one in weights}) == 1 for name in names)
+    return len({tuple(None if table is None else table.data_ptr() for table in tables(one)) for one in weights}) == 1
 
 
 def round_to_8(x: Tensor, weights: Sequence[Packed], module: nvrtc.Module | None, *, is_input: bool) -> Tensor:
     """Return the inputs [n, D_in] of layers over one, rounded as the first one's, elsewhere; or their outputs [n, all D_out], each
     rounded as its own, in place. module: of products of many rows or of prompts; None: in torch."""
-    scales = [None if (found := one.parts.get("activation")) is None else found[1 - is_input :] for one in weights]
+    scales = [None if (found := one.static_scales) is None else found[1 - is_input :] for one in weights]
     widths = [x.shape[1]] if is_input else [one.shape[0] for one in weights]
-    if not is_mobile(weights[0]) or all(one is None for one in scales):
+    if all(one is None for one in scales):
         return x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if is_input else x
     if module is None:
-        for part, given, scale in zip(out.split(widths, dim=1), x.split(widths, dim=1), scales, strict=False):
-            part.copy_(given if scale is None else mobile.rounded(given, scale[0]))
+        for part, given, one in zip(out.split(widths, dim=1), x.split(widths, dim=1), weights, strict=False):
+            part.copy_(formats.rounded(one, given, is_input=is_input))
         return out
     assert x.stride(1) == 1
     module.variant(options(weights[0])).launch(
@@ -124,11 +117,8 @@ def unread(packed: Packed) -> str:
 
 def why_not_parts(packed: Packed) -> str | None:
     """Return why no kernel reads a weight's parts as they are, None if they do."""
-    if "absmax" in packed.parts:
-        if packed.blocksize != WEIGHT_BLOCK:
-            return f"blocks of {packed.blocksize}, not {WEIGHT_BLOCK}"
-        if "nested_absmax" in packed.parts and packed.nested_blocksize != NESTED_BLOCK:
-            return f"nested blocks of {packed.nested_blocksize}, not {NESTED_BLOCK}"
+    if (why := stored_format(packed.kind).why_not_blocks(packed.blocks)) is not None:
+        return why
     for name, part in packed.parts.items():
         if not part.is_contiguous() or part.data_ptr() % (4 if part.numel() == 1 else 16):
             return f"{name} is not contiguous or not aligned to 16 bytes"

@@ -287,7 +287,7 @@ class _Formats:
         """Return the format in which the files hold a linear's whole weight, None if they hold it unquantized or in several."""
         expression = self.sources.get(f"{path}.weight")
         entry = self.packed.get(expression.leaves[0]) if expression is not None and expression.is_leaf else None
-        return None if entry is None else entry.format_name
+        return None if entry is None else entry.kind
 
     def _why_not(self, path: str) -> str:
         if self.packed:

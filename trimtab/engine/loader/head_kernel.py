@@ -96,7 +96,7 @@ def choose(leaf: Leaf) -> str | None:
     """Let an 8-bit head on a GPU use the kernel if it works and is faster. Returns the reason if not, else None. leaf: the
     loaded layer in its tier."""
     packed = leaf.packed()
-    head = head8.Head(packed.parts["weight"], packed.parts["scale"], leaf.bias)
+    head = head8.Head.of(packed.parts, leaf.bias)
     device = head.q.device
     checks, left_out = KeptChecks.of(device), dict[str, str]()
     family = KernelFamily(

@@ -21,9 +21,8 @@ from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
-from trimtab.engine.formats.weights import dequantize, prequantized
+from trimtab.engine.formats.weights import dequantize, prequantized, quantize
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
 from trimtab.engine.loader import head_kernel as head8_choice
@@ -39,13 +38,13 @@ from trimtab.engine.tiers.reader import Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import HEAD8, PackedEntry, packed_parts, stored_format
+from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import row_bytes
 from trimtab.planning.plan.plan import FilesRead
 from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
-from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES, buffer_bytes
+from trimtab.planning.values.byte_sizes import buffer_bytes
 from trimtab.process import phases
 
 CPU = torch.device("cpu")
@@ -202,7 +201,7 @@ class _Filler:
             return 0
         expression = self.probe.sources[weight.tensor_path]
         entry = self.packed.get(expression.leaves[0]) if expression.is_leaf else None
-        kind = self.plan.request.quant if entry is None else entry.format_name
+        kind = self.plan.request.quant if entry is None else entry.kind
         return buffer_bytes(packed_parts(weight.shape, kind, weight.dtype))
 
     # Reads, in order --------------------------------------------------------------------------------------------------
@@ -374,9 +373,7 @@ class _Filler:
         weight = row.weight
         assert weight is not None, row.module_path
         shape = (weight.shape[0], weight.shape[1])
-        forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "weight": (shape, torch.int8), "scale": (shape[:1], torch.float32),
-        }  # fmt: skip
+        forms = head8.forms(*shape)
         places: dict[str, Part] | None = None
         if tier == "resident":
             parts = self.arena.room(forms)
@@ -386,7 +383,7 @@ class _Filler:
             assert writer is not None
             parts, places = writer.room(forms), writer.places
         assert self.reader is not None
-        is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts["weight"], parts["scale"])
+        is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts)
         if not is_finite:
             raise CheckpointError("holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})

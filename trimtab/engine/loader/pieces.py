@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from trimtab.checkpoint.anatomy import ModuleRow, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.cuda.capture_stream import wait_for_all
-from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed
+from trimtab.engine.formats.weights import quantize
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import hold_packed, why_no_lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.near_experts import NearExperts, NearWriter
 from trimtab.engine.tiers.streaming import Staged, Streamer
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.formats.record import WEIGHT_BLOCK, PackedEntry, stored_format
-from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES
+from trimtab.formats.record import HEAD_PIECE_VALUES, STACK_MULTIPLE, PackedEntry, stored_format
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Take = Callable[[TensorEntry], Tensor]
@@ -46,8 +45,8 @@ def why_not_packed(
         if len(tensor.shape) != 3 or tensor.is_buffer:
             continue
         columns, expression = tensor.shape[2], sources.get(tensor.tensor_path)
-        if columns % WEIGHT_BLOCK:
-            problems.append(f"{tensor.tensor_path} has rows of {columns} values, no multiple of the block of {WEIGHT_BLOCK}")
+        if columns % STACK_MULTIPLE:
+            problems.append(f"{tensor.tensor_path} has rows of {columns} values, no multiple of the block of {STACK_MULTIPLE}")
         if any(name in packed for name in tensor.sources):
             problems.append(f"the files hold {tensor.tensor_path} quantized, and nothing is quantized twice")
         elif expression is None or not (_is_whole(expression) or _are_single(tensor)):
@@ -87,7 +86,7 @@ def formats_of_files(
     for stack in row.stacks:
         name, count = stack.tensor_path.rpartition(".")[2], stack.shape[0]
         entries = [packed[source] for source in stack.sources if source in packed]
-        kinds = sorted({(one.format_name, one.dtype) for one in entries})
+        kinds = sorted({(one.kind, one.dtype) for one in entries})
         if not _are_single(stack) or len(entries) != len(stack.sources):
             problems.append(f"{name} is not made of one packed matrix or several for each expert")
         elif len(kinds) > 1:

@@ -177,11 +177,9 @@ def _equals_linear(leaf: LinearLayer, replaced: Mapping[str, Tensor], device: to
     # PEFT writes the whole embedding and head next to LoRA, nearly always unchanged: then they cost nothing.
     if leaf.quant_kind == HEAD8 and set(replaced) == {"weight"}:
         for rows in head8.pieces(leaf.packed().parts["weight"]):
-            # Opened for every piece: a step in between may put another block into the staging buffer.
-            parts = leaf.packed().parts
-            q, scale = parts["weight"], parts["scale"]
             weight = replaced["weight"][rows].to(device=device, dtype=leaf.weight.dtype)
-            if not head8.is_same(q[rows], scale[rows], weight):
+            # Opened for every piece: a step in between may put another block into the staging buffer.
+            if not head8.is_same(leaf.packed().parts, weight, rows):
                 return False
             yield
         return True

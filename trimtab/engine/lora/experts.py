@@ -212,7 +212,7 @@ def stack_facts(module: nn.Module, name: str) -> tuple[object, ...]:
         return tuple(stack.shape), str(stack.dtype)
     packed, parts = (held, held.parts) if isinstance(held, Packed) else (held.packed, held.places)
     types = sorted((part, str(one.dtype)) for part, one in parts.items())
-    return packed.kind, tuple(packed.shape), str(packed.dtype), packed.blocksize, *types
+    return packed.kind, tuple(packed.shape), str(packed.dtype), packed.blocks, *types
 
 
 def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store: AdapterStore, module_path: str) -> None:

@@ -32,6 +32,7 @@ from trimtab.machine.memory import cpu_name, disk_free_bytes, host_available_byt
 from trimtab.planning import Machine, Plan, Rates
 from trimtab.planning.request.card_machine import THREAD_STACK_BYTES, context_bytes
 from trimtab.planning.values.execution import SMALL_BUDGET_BYTES
+from trimtab.request import DEFAULT_QUANT
 
 __all__ = [
     "bound_stacks", "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes",
@@ -213,15 +214,14 @@ def _measure(device: torch.device) -> Rates:
 
 def _host_products() -> dict[str, float]:
     """Return bytes a second of one-row products by the form of the weight, and operations a second of one with many rows."""
-    from trimtab.engine.formats.bitsandbytes import quantize
     from trimtab.engine.formats.packed import keep
-    from trimtab.engine.formats.weights import shell
+    from trimtab.engine.formats.weights import quantize, shell
 
     square = torch.randn(GEMV_SIDE, GEMV_SIDE).to(torch.bfloat16)
     # Larger than the processor's caches, as a model is.
     wide = torch.ones(SAMPLE_BYTES // (4 * GEMV_SIDE), GEMV_SIDE)
     forms = {
-        "host_matmul_Bps": quantize(square, "nf4-dq"), "host_16bit_Bps": keep(wide.to(torch.bfloat16)),
+        "host_matmul_Bps": quantize(square, DEFAULT_QUANT), "host_16bit_Bps": keep(wide.to(torch.bfloat16)),
         "host_float32_Bps": keep(wide), "host_int8_Bps": quantize(square, "int8"),
     }  # fmt: skip
     many = torch.randn(128, GEMV_SIDE).to(torch.bfloat16)

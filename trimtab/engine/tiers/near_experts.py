@@ -19,9 +19,8 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.tiers.arena import Arena, Part, aligned
 from trimtab.engine.tiers.reader import seen_by
 from trimtab.errors import DeviceError, gib
+from trimtab.formats.record import stored_format
 
-# Parts of a stack that stay on the device whole: a few bytes of each expert.
-WHOLE = ("offset", "activation")
 _PAGE_BYTES = 4096
 
 
@@ -86,8 +85,10 @@ class NearWriter:
                 device=str(self.device), hint='Raise the limit of locked memory, or stream layers: place={"*layers.*": "stream"}',
             )  # fmt: skip
         parts = {part: place.view(seen) for part, place in self._places.items()}
-        parts |= {part: packed.parts[part].to(self.device) for part in WHOLE if part in parts}
-        moved = {part: ((self.slots, *value.shape[1:]), value.dtype) for part, value in parts.items() if part not in WHOLE}
+        whole = stored_format(packed.kind).arguments[3]  # a few bytes of each expert, which stay on the device
+        if whole in parts:
+            parts[whole] = packed.parts[whole].to(self.device)
+        moved = {part: ((self.slots, *value.shape[1:]), value.dtype) for part, value in parts.items() if part != whole}
         own = packed.with_parts(self.arena.room(moved), packed.codes)
         self._near[name] = own
         return packed.with_parts(parts, packed.codes)

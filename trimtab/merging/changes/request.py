@@ -10,11 +10,9 @@ from typing import Any
 
 from trimtab.adapter_names import NAME, NAME_RULE, NamedAdapter, check_weight, parse_adapter, parse_adapters, paths_of
 from trimtab.errors import RequestError
-from trimtab.request import DTYPES, check_choice, full_dtype
+from trimtab.request import DTYPES, REQUANTIZE, check_choice, full_dtype
 
 __all__ = ["MergeRequest", "Part", "check_weight", "full_dtype", "parse_adapter", "parse_adapters", "parts_of"]
-
-REQUANTIZE = ("nf4", "nf4-dq")
 
 Part = NamedAdapter
 
@@ -24,7 +22,7 @@ class MergeRequest:
     """A merge: adapters, their base and the output.
 
     dtype: of every floating-point tensor that is written; None keeps the dtypes of the files (a packed base gets the
-    dtype of its config). requantize: None, "nf4" or "nf4-dq". Errors: RequestError.
+    dtype of its config). requantize: None, or one of REQUANTIZE. Errors: RequestError.
     """
 
     model: str

@@ -14,15 +14,13 @@ from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.writer import Layout, NewTensor, lay_out, same_layout
 from trimtab.engine.loader.transformers_model import Probe
 from trimtab.errors import CheckpointError
-from trimtab.formats.bitsandbytes import STATE
-from trimtab.formats.packed import split_packed
+from trimtab.formats.packed import split_packed, written_config, written_tensors
 from trimtab.formats.record import PackedEntry
 from trimtab.merging.changes.inverse import is_cast
 from trimtab.merging.changes.plan import Edit, Recipe
 from trimtab.process.json_file import read_object
 from trimtab.request import DTYPES
 
-BLOCKSIZE, NESTED_BLOCKSIZE = 64, 256
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -30,7 +28,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 class Out:
     """One tensor of the merged model. tensor_name: as written. leaf: the file tensor with its values.
 
-    dtype, shape: of the values. edits: their changes. pack: "nf4" or "nf4-dq" if it is written packed.
+    dtype, shape: of the values. edits: their changes. pack: the format in which it is written, if packed.
     """
 
     tensor_name: str
@@ -44,7 +42,7 @@ class Out:
         """Return its file tensors."""
         if self.pack is None:
             return [NewTensor(self.tensor_name, self.dtype, self.shape)]
-        return packed_tensors(self.tensor_name, self.shape, self.dtype, nested=self.pack == "nf4-dq")
+        return written_tensors(self.pack, self.tensor_name, self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -59,37 +57,6 @@ class Shard:
     outs: tuple[Out, ...]
     layout: Layout
     is_plain: bool
-
-
-def state_json(shape: tuple[int, ...], dtype: str, *, offset: float | None) -> bytes:
-    """Return bitsandbytes' quant_state, for double quantization padded to one length for every offset.
-
-    Source: bitsandbytes 0.50.2, functional.py QuantState.as_dict: these keys in this order.
-    """
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BLOCKSIZE, "dtype": dtype, "shape": list(shape)}
-    if offset is None:
-        return json.dumps(state).encode()
-    nested = {"nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32"}
-    longest = len(json.dumps(state | nested | {"nested_offset": -1.2345678901234567e-300}))
-    return json.dumps(state | nested | {"nested_offset": offset}).encode().ljust(longest + 2)
-
-
-def packed_tensors(name: str, shape: tuple[int, ...], dtype: str, *, nested: bool) -> list[NewTensor]:
-    """Return the file tensors of one NF4 weight, as bitsandbytes writes them."""
-    numel = shape[0] * shape[1]
-    blocks = -(-numel // BLOCKSIZE)
-    tensors = [
-        NewTensor(name, "uint8", (-(-numel // 2), 1)),
-        NewTensor(f"{name}.absmax", "uint8" if nested else "float32", (blocks,)),
-        NewTensor(f"{name}.quant_map", "float32", (16,)),
-    ]
-    if nested:
-        tensors += [
-            NewTensor(f"{name}.nested_absmax", "float32", (-(-blocks // NESTED_BLOCKSIZE),)),
-            NewTensor(f"{name}.nested_quant_map", "float32", (256,)),
-        ]
-    size = len(state_json(shape, dtype, offset=0.0 if nested else None))
-    return [*tensors, NewTensor(f"{name}.{STATE}nf4", "uint8", (size,))]
 
 
 # The shards -----------------------------------------------------------------------------------------------------------
@@ -234,20 +201,8 @@ def new_config(checkpoint: Checkpoint, *, dtype: str | None, pack: str | None, u
         if isinstance(text, dict):
             text["tie_word_embeddings"] = False
     if pack is not None:
-        config["quantization_config"] = quantization_config(pack, dtype or config_dtype(checkpoint.config))
+        config["quantization_config"] = written_config(pack, dtype or config_dtype(checkpoint.config))
     return None if json.dumps(config) == before else (json.dumps(config, indent=2) + "\n").encode()
-
-
-def quantization_config(pack: str, compute_dtype: str) -> dict[str, Any]:
-    """Return the config that transformers' BitsAndBytesConfig writes for these weights. Source: quantization_config.py,
-    to_dict.
-    """
-    return {
-        "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": compute_dtype,
-        "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": pack == "nf4-dq",
-        "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": None,
-        "llm_int8_threshold": 6.0, "load_in_4bit": True, "load_in_8bit": False, "quant_method": "bitsandbytes",
-    }  # fmt: skip
 
 
 def new_index(checkpoint: Checkpoint, shards: tuple[Shard, ...]) -> tuple[str, bytes] | None:

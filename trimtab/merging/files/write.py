@@ -13,7 +13,7 @@ import hashlib
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ from torch import Tensor
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.writer import PositionedWriter
+from trimtab.engine.formats.weights import files_of
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.formats.packed import split_packed
 from trimtab.merging.changes.delta import Change, EntryRows, Rows, merged, row_count, row_pieces
 from trimtab.merging.changes.dequantize import packed_rows
 from trimtab.merging.changes.inverse import lay_back, without_casts
 from trimtab.merging.changes.plan import Adapters, Edit
-from trimtab.merging.files import quantize as pack
 from trimtab.merging.files.layout import Out, Shard
 
 COPY_BYTES = 4 * 2**20
@@ -321,8 +321,8 @@ def _by_tensor(
         with sources.room(out):
             rows = MergedRows(out, sources)
             if out.pack is not None:
-                parts = pack.packed_parts(out.tensor_name, rows, out.shape, out.dtype, nested=out.pack == "nf4-dq")
-                for name, at, data in parts:
+                for name, at, content in packed_content(out, rows):
+                    data = bytes_of(content)
                     start = shard.layout.places[name].start + at
                     behind.piece(len(data), write=partial(writer.write, data, start))
                     tick(len(data))
@@ -340,6 +340,12 @@ def _by_tensor(
                 tick(len(data))
             del rows
     return problems
+
+
+def packed_content(out: Out, rows: Rows) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (file tensor, byte offset in it, a part of its content) of a tensor that is written packed."""
+    assert out.pack is not None
+    return files_of(out.pack).pack(out.pack, out.tensor_name, rows, out.shape, out.dtype)
 
 
 def _check_finite(out: Out, new: Tensor, old: Tensor | Callable[[], Tensor], problems: list[str]) -> None:

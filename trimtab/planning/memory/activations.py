@@ -456,7 +456,7 @@ class _Counter:
     ) -> None:  # fmt: skip
         self.anatomy, self.use, self.has_adapters = anatomy, use, has_adapters
         self.dtype_bytes = DTYPE_BYTES[anatomy.dtype]
-        self.int8 = quant == "int8"
+        self.casts_inputs = stored_format(quant).casts_inputs
         scanned = _scanned(anatomy)
         self.head8 = self.f("head8.chunk", min(HEAD_CHUNK_VALUES, scanned.head8))
         # Also the product of a chunk, before it is written into the output.
@@ -464,7 +464,7 @@ class _Counter:
         self.widened += _own_elsewhere(anatomy, quant)
         self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
         self.ple = scanned.ple
-        self.ple_weight = 0 if self.int8 or is_unpacked_elsewhere else scanned.ple_projection
+        self.ple_weight = 0 if self.casts_inputs or is_unpacked_elsewhere else scanned.ple_projection
         self.is_unpacked_elsewhere, self.reads_in_place = is_unpacked_elsewhere, reads_in_place
 
     def d(self, name: str, width: float) -> float:
@@ -483,7 +483,7 @@ class _Counter:
             # at most twice the values of the input, in bfloat16, which is no more than the float32 copy. Its float32
             # sums have fewer values than the update.
             added += self.f("lora.input", in_features) + self.f("lora.output", out_features) + self.d("lora.sum", out_features)
-        if self.int8:
+        if self.casts_inputs:
             added += COEFFICIENTS["int8.input"][0] * in_features + COEFFICIENTS["int8.output"][0] * out_features
         return added
 

@@ -17,6 +17,7 @@ from trimtab.adapters.adapter import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.formats.record import stored_format
 from trimtab.planning.plan import chart as picture
 from trimtab.planning.plan.table import document_of
 from trimtab.planning.values.byte_sizes import Rates
@@ -268,6 +269,10 @@ class Plan:
         for name, value, allowed in choices:
             if value not in allowed:
                 raise RequestError("unknown choice", field=f"plan.{name}", value=value, allowed=tuple(map(str, allowed)))
+        try:
+            stored_format(self.request.quant)
+        except RequestError as exc:
+            raise RequestError(exc.reason, field="plan.request.quant", value=self.request.quant) from None
         if not re.fullmatch(r"cpu|cuda:\d{1,3}", self.execution_device):
             raise RequestError(
                 "unknown device", field="plan.execution_device", value=self.execution_device, allowed=("cpu", "cuda:N")

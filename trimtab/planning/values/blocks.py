@@ -16,7 +16,7 @@ from typing import Literal
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
 from trimtab.formats.record import DEQUANTIZED_TRAFFIC, HEAD8, packed_bytes, packed_parts, stored_format
-from trimtab.planning.values.byte_sizes import HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes
+from trimtab.planning.values.byte_sizes import allocated_bytes, buffer_bytes
 from trimtab.planning.values.rows import ExpertWeights, StoredWeights, Unquantized
 from trimtab.request import DEFAULT_QUANT, TIERS
 
@@ -31,13 +31,13 @@ KEPT = 4
 class Leaf:
     """One movable weight: bytes by part as stored, and bytes at full precision.
 
-    packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: bytes on
-    the execution device while that happens: the whole weight, its packed form and, for int8, its float16 copy; an 8-bit
-    head is made in chunks, directly in its final memory. reading_bytes: the part of them that rearranges a file's values.
+    kind: its format. packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: bytes
+    on the execution device while that happens. reading_bytes: the part of them that rearranges a file's values.
     """
 
     tensor_path: str
     module_path: str
+    kind: str
     shape: tuple[int, ...]
     parts: Mapping[str, int]
     dense_bytes: int
@@ -61,9 +61,7 @@ class Leaf:
             return (2 * (self.dense_bytes if self.packs else self.nbytes) + self.nbytes + self.reading_bytes) // self.shape[0]
         if not self.packs:
             return self.nbytes + self.reading_bytes
-        if "scale" in self.parts:
-            return min(HEAD_PIECE_BYTES, 13 * prod(self.shape))
-        return self.dense_bytes + self.nbytes + (2 * prod(self.shape) if "SCB" in self.parts else 0)
+        return stored_format(self.kind).packing_bytes(self.shape, self.dense_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +150,7 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
         kind = HEAD8 if row.is_head8 else row.form_of(tensor) or row.stored or quant if is_packed else "none"
         is_stored = bool(row.stored or tensor.stored)
         return Leaf(
-            tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
+            tensor_path=tensor.tensor_path, module_path=row.module_path, kind=kind, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
             packs=kind == HEAD8 or (kind != "none" and (row.made is not None or not prequantized)),
             reading_bytes=stored_format(kind).reading_bytes(tensor.shape) if is_stored else 0,

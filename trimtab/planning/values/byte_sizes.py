@@ -13,10 +13,7 @@ from math import ceil
 
 from trimtab.errors import RequestError
 
-# An 8-bit head (engine/formats/int8_head.py) is made in chunks of this many weights, and used in float32 in chunks of
-# this many. A chunk being made exists as read (at most 4 bytes per weight), twice in float32 and once in 8 bits.
-HEAD_PIECE_VALUES = 2 * 2**20
-HEAD_PIECE_BYTES = 13 * HEAD_PIECE_VALUES
+# An 8-bit head (engine/formats/int8_head.py) is used in float32 in chunks of this many weights.
 HEAD_CHUNK_VALUES = 4 * 2**20
 # Preparing an adapter uses this many values of a weight at a time (engine/lora/base_values.py).
 ADAPTER_PIECE_VALUES = 2 * 2**20

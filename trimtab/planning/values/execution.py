@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.formats.packed import formats_of
-from trimtab.formats.record import HEAD8, WEIGHT_BLOCK, PackedEntry, packed_bytes, stored_format
+from trimtab.formats.record import HEAD8, STACK_MULTIPLE, PackedEntry, packed_bytes, stored_format
 from trimtab.planning.values.budget import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
@@ -184,7 +184,7 @@ def _unread_experts(row: ModuleRow) -> str | None:
     if not row.packs_experts:
         return None
     shapes = [stack.shape[1:] for stack in row.stacks]
-    if row.is_transposed or row.is_interleaved or any(size % WEIGHT_BLOCK for shape in shapes for size in shape):
+    if row.is_transposed or row.is_interleaved or any(size % STACK_MULTIPLE for shape in shapes for size in shape):
         return "the packed experts of a token are chosen on the host: kernels do not know how their stacks lie"
     unread = (form for stack in row.stacks if (form := row.form_of(stack)) is not None and stored_format(form).layout is None)
     form = next(unread, None)
@@ -221,7 +221,7 @@ _WHOLE_BLOCKS = (2**14, 2**14)
 def formats_on_gpu(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:
     """Return `formats_of` packed weights, with what a GPU that has kernels computes of each; JSON-ready. Steps are eager where no
     kernel reads the experts."""
-    stacked = {entry.format_name for name, entry in packed.items() if ".experts." in name}
+    stacked = {entry.kind for name, entry in packed.items() if ".experts." in name}
     of_experts = {name for name in stacked if stored_format(name).why_not_stacked(_WHOLE_BLOCKS) is None}
     is_read = all(stored_format(name).layout is not None for name in of_experts)
     facts: dict[str, Any] = {"step_mode": "fused" if is_read else "eager", "is_kept": False}

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimtab.engine.formats.weights import CodedRows
 from trimtab.engine.tiers.reader import PositionedFile
 from trimtab.formats.record import PackedEntry
-from trimtab.merging.changes.dequantize import PackedRows
+from trimtab.merging.changes.dequantize import packed_rows
 from trimtab.merging.check_exact import rounded_once
-
-INT8_LEVELS = 127
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class Grid:
         return self.levels[torch.bucketize(values / divisor, middles)]
 
 
-def read_grid(entry: PackedEntry) -> tuple[Grid, Tensor]:
-    """Return the grid of a packed weight and its unpacked values, float32 [D_out, D_in], without rounding."""
+def read_grid(entry: PackedEntry) -> tuple[Grid, Tensor] | None:
+    """Return the grid of a packed weight and its values, float32 [D_out, D_in], not rounded; None if its format has none."""
     with ExitStack() as stack:
 
         def opened(part: object) -> PositionedFile:
@@ -72,12 +71,7 @@ def read_grid(entry: PackedEntry) -> tuple[Grid, Tensor]:
             stack.callback(file.close)
             return file
 
-        rows = PackedRows(entry, opened)
-        values = rows(0, entry.shape[0])
-        if entry.kind == "int8":
-            levels = torch.arange(-INT8_LEVELS, INT8_LEVELS + 1, dtype=torch.float64) / INT8_LEVELS
-            block = entry.shape[1]
-        else:
-            assert entry.blocksize is not None
-            levels, block = rows.code.double().unique(), entry.blocksize
-        return Grid(levels, rows.scales, block, getattr(torch, entry.dtype), entry.shape), values
+        rows = packed_rows(entry, opened)
+        if not isinstance(rows, CodedRows):
+            return None
+        return Grid(rows.levels, rows.scales, rows.block, getattr(torch, entry.dtype), entry.shape), rows(0, entry.shape[0])

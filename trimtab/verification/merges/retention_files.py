@@ -45,7 +45,7 @@ class _Weights:
 
     def grid(self, tensor_path: str) -> tuple[Grid, Tensor] | None:
         """Return the grid of a packed weight and its values, not rounded to any dtype; None if several tensors form the
-        weight.
+        weight, or its format has no grid.
         """
         expression = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)]
         if not expression.is_leaf or expression.leaves[0] not in self.packed:
@@ -116,10 +116,18 @@ def read_merge(base: Path, merged: Path, adapter: Path) -> tuple[tuple[Survival,
 
 
 def packed_modules(folder: Path) -> dict[str, str]:
-    """Return module path -> form ("nf4", "fp4", "int8") of a checkpoint's packed weights."""
+    """Return module path -> format of a checkpoint's packed weights. Errors: CheckpointError for one that no merge is packed in."""
+    from trimtab.engine.formats.weights import has_files
+
     weights = _Weights(folder)
     paths = [path for path in weights.probe.sources if path.endswith(".weight") and not weights.is_plain(path)]
-    return {path.removesuffix(".weight"): weights.form(path) for path in paths}
+    found = {path.removesuffix(".weight"): weights.form(path) for path in paths}
+    if unread := sorted({form for form in found.values() if not has_files(form)}):
+        raise CheckpointError(
+            f"is packed in {', '.join(unread)}, whose rounding of a merged weight is not defined", path=folder,
+            hint="Compare with merged files in 16 bits, or packed by bitsandbytes",
+        )  # fmt: skip
+    return found
 
 
 def _read(target: AdapterTarget) -> dict[str, Tensor]:

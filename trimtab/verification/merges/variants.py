@@ -17,6 +17,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 from trimtab.report.document import Document
 from trimtab.report.render import Report
+from trimtab.request import REQUANTIZE
 from trimtab.verification.merges.retention import Survival, mean_survival
 from trimtab.verification.merges.variants_text import lane_blocks
 
@@ -51,7 +52,7 @@ LANES: tuple[Lane, ...] = (
         verdicts=_verdicts("ADAPTER_VS_BASE") | {"passes": ACTIVE, "diverges": INACTIVE, "shows_nothing": INACTIVE},
     ),
     Lane(
-        name="direct_4bit_merge", title="PEFT merge_and_unload on a 4-bit base", engine="stock", quant="nf4",
+        name="direct_4bit_merge", title="PEFT merge_and_unload on a 4-bit base", engine="stock", quant=REQUANTIZE[0],
         prefix="DIRECT_4BIT_MERGED",
         verdicts=_verdicts("DIRECT_4BIT_MERGE")
         | {"passes": "DIRECT_4BIT_MERGE_NO_LONGER_DIVERGES", "diverges": "DIRECT_4BIT_MERGE_STILL_DIVERGES"},
@@ -63,11 +64,11 @@ LANES: tuple[Lane, ...] = (
     ),
     Lane(
         name="dequantize_then_merge", title="4-bit base, adapter, dequantize() in place, merge", engine="stock",
-        quant="nf4", dequantize="adapted", prefix="DEQUANTIZED_MERGED",
+        quant=REQUANTIZE[0], dequantize="adapted", prefix="DEQUANTIZED_MERGED",
         verdicts=_verdicts("DEQUANTIZE_THEN_MERGE") | {"raises": "DEQUANTIZE_THEN_MERGE_STILL_RAISES"},
     ),
     Lane(
-        name="base_dequantize_then_merge", title="4-bit base.dequantize(), adapter, merge", engine="stock", quant="nf4",
+        name="base_dequantize_then_merge", title="4-bit base.dequantize(), adapter, merge", engine="stock", quant=REQUANTIZE[0],
         dequantize="base", prefix="BASE_DEQUANTIZED_MERGED", verdicts=_verdicts("BASE_DEQUANTIZE_THEN_MERGE"),
     ),
     Lane(
@@ -75,8 +76,8 @@ LANES: tuple[Lane, ...] = (
         verdicts=_verdicts("TRIMTAB_MERGE"),
     ),
     Lane(
-        name="trimtab_requantized_merge", title="trimtab merge, requantized to 4 bits", engine="trimtab", quant="nf4",
-        requantize="nf4", prefix="TRIMTAB_REQUANTIZED_MERGED", verdicts=_verdicts("TRIMTAB_REQUANTIZED_MERGE"),
+        name="trimtab_requantized_merge", title="trimtab merge, requantized to 4 bits", engine="trimtab", quant=REQUANTIZE[0],
+        requantize=REQUANTIZE[0], prefix="TRIMTAB_REQUANTIZED_MERGED", verdicts=_verdicts("TRIMTAB_REQUANTIZED_MERGE"),
     ),
 )  # fmt: skip
 BY_NAME: Mapping[str, Lane] = {lane.name: lane for lane in LANES}

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from trimtab.merging.check_exact import rounded_once, ulp
+from trimtab.merging.files.layout import FLOATS
 from trimtab.verification.merges.packed_grid import Grid
 from trimtab.verification.routes.alarm_rate import symmetric_limit
 
@@ -36,8 +37,7 @@ SCALE_FAULT = 0.01
 LEAST_OFF, LEAST_OFF_COARSE = 0.004, 0.05
 # Largest error of computing in bfloat16: in steps of the file's dtype, and as a share of the change's terms.
 STEPS, STEPS_DORA, TERM_SHARE, NORM_SHARE = 2.0, 4.0, 2.0**-6, 2.0**-14
-PACKED_FORMS = ("nf4", "fp4", "int8")
-# The error of NF4 and fp4 is a tenth of a weight's norm.
+# The error of 4-bit codes is a tenth of a weight's norm.
 PACKED_ERROR = 0.25
 # Two products of a level and a scale are equal below this share of the scale: float32 rounds by 2^-24.
 SAME_VALUE = 2.0**-20
@@ -161,10 +161,10 @@ def module_weight(
 ) -> ModuleWeight:  # fmt: skip
     """Return one module's sums. Shapes: [D_out, D_in] each, float32 values of any file dtype.
 
-    form: the merged file's dtype, or "nf4", "fp4", "int8". terms: size of the terms of the change; None with DoRA,
+    form: the merged file's dtype, or the format that it is packed in. terms: size of the terms of the change; None with DoRA,
     whose norms are sums over all of the weight. grid: of a packed weight; `merged` is then not rounded to any dtype.
     """
-    is_packed = form in PACKED_FORMS
+    is_packed = form not in FLOATS
     step = max(1, _PIECE_VALUES // max(1, base.shape[-1]))
     step = max(step, grid.rows_a_piece) if grid is not None else step
     tests = [_Plain(form)] if not is_packed else [_Coarse()] if grid is None else [_Packed(grid, own) for own in (True, False)]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.engine.formats.weights import files_of
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora.layers import EmbeddingAdapter, Fitting, Holders, LinearAdapter
 from trimtab.verification.routes import teacher_forcing as forced
@@ -23,9 +24,6 @@ from trimtab.verification.routes.alarm_rate import DRAWS
 NEAREST = "change added to the weights, rounded to the nearest"
 PACKED = "change added to the weights, packed to 4 bits"
 _NAME = "rounded once"
-_BLOCKSIZE = 64
-# Range of a random 4-bit scale, as a share of its block's largest value: packers choose within it.
-_SHARES = (0.85, 1.0)
 
 
 def rounded_order(
@@ -98,7 +96,7 @@ def _rounded(module: Any, adapter: Any, form: str | None, generator: torch.Gener
 
 def _packed_linear(leaf: Any, adapter: LinearAdapter, form: str, generator: torch.Generator | None) -> LinearAdapter:
     whole, bias = _merged_linear(leaf, adapter)
-    return LinearAdapter(adapter.part, weight=packed_once(whole, form, generator).to(leaf.weight.dtype), bias=bias)
+    return LinearAdapter(adapter.part, weight=files_of(form).packed_once(whole, form, generator).to(leaf.weight.dtype), bias=bias)
 
 
 def _rounded_linear(leaf: Any, adapter: LinearAdapter, generator: torch.Generator | None) -> LinearAdapter:
@@ -122,35 +120,6 @@ def _merged_linear(leaf: Any, adapter: LinearAdapter) -> tuple[Tensor, Tensor | 
         more = adapter.B_bias.double() * adapter.scale
         bias = (more if bias is None else bias.double() + more).to(weight.dtype)
     return whole, bias
-
-
-def packed_once(whole: Tensor, form: str, generator: torch.Generator | None) -> Tensor:
-    """Return a weight after packing and unpacking: with the best scales, or, given a generator, with random scales.
-
-    form: "nf4", "fp4" or "int8", which has one scale per row.
-    """
-    from trimtab.engine.formats.bitsandbytes import quantize
-    from trimtab.merging.files.quantize import choose_scales, levels, nearest
-
-    size = whole.shape[1] if form == "int8" else _BLOCKSIZE
-    flat = whole.float().reshape(-1)
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
-    largest = blocks.abs().amax(1, keepdim=True)
-    largest = torch.where(largest == 0, torch.ones_like(largest), largest)
-    low, high = _SHARES
-    if generator is not None:
-        share = torch.rand(largest.shape, generator=generator, device=generator.device).to(blocks.device)
-        largest = largest * (low + (high - low) * share)
-    elif form == "nf4":
-        best = choose_scales(blocks.cpu()).to(blocks.device).unsqueeze(1)
-        largest = torch.where(best == 0, largest, best)
-    if form == "int8":
-        rounded = torch.round(blocks / largest * 127).clamp(-127, 127) / 127 * largest
-    else:
-        table = levels()[0] if form == "nf4" else quantize(torch.ones(64, 64), form).codes["code"].float().sort()[0]
-        table = table.to(blocks.device)
-        rounded = table[nearest(blocks / largest, table)] * largest
-    return rounded.view(-1)[: flat.numel()].view(whole.shape).double()
 
 
 def _rounded_table(table: Any, adapter: EmbeddingAdapter, generator: torch.Generator | None) -> EmbeddingAdapter:

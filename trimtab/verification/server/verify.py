@@ -21,7 +21,7 @@ from trimtab.errors import AdapterError, DoesNotFitError, RequestError
 from trimtab.process import phases
 from trimtab.process.packages import stack_versions
 from trimtab.process.work_folder import work_folder
-from trimtab.request import LoadRequest
+from trimtab.request import DEFAULT_QUANT, REQUANTIZE, LoadRequest
 from trimtab.verification.routes import prompts as asked_prompts
 from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.server import verdict as judging
@@ -48,7 +48,7 @@ from trimtab.verification.server.verdict import RIGHT, Asked, Verdict, judge, no
 
 Say = Callable[[str], None]
 # In this order: the first precision also chooses the questions.
-PRECISIONS = ("none", "nf4", "int8", "nf4-dq")
+PRECISIONS = ("none", REQUANTIZE[0], "int8", DEFAULT_QUANT)
 NEW_TOKENS = 8
 CONTEXT_TOKENS = 1024
 AUDIO_S = 30.0
