@@ -14,7 +14,8 @@ class Layout:
 
     block_bytes: of 64 values of a row. scales: of 64 values, 4 bytes each (`Format::QUADS`). has_zero: whether groups have zero
     points. first_bytes: of a table of codes, or of room for A x. pads: behind each row of a stage, up to few_rows rows of x and
-    beyond. value_bytes: of one value with its scale, about. whole: values of which rows must be a multiple.
+    beyond. value_bytes: of one value with its scale, about. whole: values of which rows must be a multiple. rounds_inputs: adapters
+    read another x than the product.
     """
 
     block_bytes: int = 32
@@ -25,6 +26,7 @@ class Layout:
     few_rows: int = 4
     whole: int = 64
     value_bytes: float = 0.516
+    rounds_inputs: bool = False
 
     @property
     def has_table(self) -> bool:
@@ -43,8 +45,9 @@ LAYOUTS = {
     "q8_0": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, value_bytes=1.0625),
     "q4_k": Layout(first_bytes=32768, whole=256, value_bytes=0.5625),
     "q5_k": Layout(block_bytes=40, first_bytes=32768, whole=256, value_bytes=0.6875),
-    "mobile2": Layout(block_bytes=16, first_bytes=32768, value_bytes=0.25), "mobile4": Layout(first_bytes=32768, value_bytes=0.5),
-    "mobile8": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, value_bytes=1.0),
+    "mobile2": Layout(block_bytes=16, first_bytes=32768, value_bytes=0.25, rounds_inputs=True),
+    "mobile4": Layout(first_bytes=32768, value_bytes=0.5, rounds_inputs=True),
+    "mobile8": Layout(block_bytes=64, first_bytes=32768, pads=(64, 64), few_rows=0, value_bytes=1.0, rounds_inputs=True),
     "nvfp4": Layout(first_bytes=32768, value_bytes=0.5625),
     "q6_k": Layout(block_bytes=48, scales=2, first_bytes=32768, whole=256, value_bytes=0.82),
 }  # fmt: skip

@@ -78,8 +78,8 @@ class LaunchConfig:
         return layout.first_bytes + _FIXED_BYTES + self.stages * self.stage_bytes + scales + x + factors + sums
 
     def normed_bytes(self, columns: int) -> int:
-        """Return the shared memory of a launch with the norm in front: its two weights are kept there."""
-        return self.shared_bytes + 2 * 2 * columns
+        """Return the shared memory of a launch with the norm in front: its two weights are kept there, and an x for adapters."""
+        return self.shared_bytes + 2 * (2 + self.n * LAYOUTS[self.layout].rounds_inputs) * columns
 
     @property
     def resident(self) -> int:

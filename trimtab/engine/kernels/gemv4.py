@@ -285,8 +285,7 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     other = configs.get(("cut", *key[1:]))
     like = None if other is None else next((one for one in ways(weights, n, module, pair=pair) if one.is_like(other)), None)
     if like is not None and other is not None:
-        is_normed = other.normed and like.may_be_normed and not layouts.rounds_inputs(weights[0])
-        return replace(like, normed=is_normed), launch_configs.ESTIMATED
+        return replace(like, normed=other.normed and like.may_be_normed), launch_configs.ESTIMATED
     best = next(iter(ways(weights, n, module, pair=pair)), None)
     return None if best is None else (best, launch_configs.ESTIMATED)
 
@@ -411,7 +410,7 @@ def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: b
 
 def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
     """Whether the norm in front of this product is to be a part of it on this card."""
-    if module is None or layouts.rounds_inputs(weights[0]) or not layouts.is_same(weights):
+    if module is None or not layouts.is_same(weights):
         return False
     return choose(weights, n, module, pair=pair).normed
 

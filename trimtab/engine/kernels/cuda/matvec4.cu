@@ -309,7 +309,9 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   float* sums = x_sums + (Format::HAS_ZERO ? a.chunk_blocks * SCALES * (FEW ? n : COLUMNS) : 0);
   float* dot_sums = sums + a.units * a.k_warps * n * STRIDE;  // two sets of a value a warp
   // A x, where all of it fits beside the rest; else it is taken where the table was.
-  float* lows = a.low_room ? dot_sums + 64 + (HELD && NORMED ? a.columns : 0) : (float*)shared;
+  const int norm_room = HELD && NORMED ? a.columns : 0;  // of two weights, and of x [n, columns] where the product's own is rounded
+  u16* plain = (u16*)(dot_sums + 64 + norm_room);
+  float* lows = a.low_room ? dot_sums + 64 + norm_room + (Format::ROUNDS_INPUT ? norm_room / 2 * n : 0) : (float*)shared;
 
 #if HELD
   // Row g of the unit and the row 8 further, two batches of them: `t` has 16 bytes of a pair of blocks, or 8 of each.
@@ -511,10 +513,17 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     if ((lane & 7) == 0)
       factors[FEW ? row * a.chunk_blocks + b : b * COLUMNS + row] = __uint_as_float((u32)(exponent - 14) << 23);
   };
-#if HELD && NORMED
-  normed(a, sums, (uint4*)(dot_sums + 64), index == 0 && a.h, [&](int row, int at, const float* v) { put(row, at / 8, v); });
-#else
   const float in_scale = Format::static_scale(a.stored.offset[0], 0);
+#if HELD && NORMED
+  normed(a, sums, (uint4*)(dot_sums + 64), index == 0 && a.h, [&](int row, int at, float* v) {
+    if constexpr (Format::ROUNDS_INPUT) {
+      *(uint4*)(plain + row * a.columns + at) = make_uint4(pack(v, HALF), pack(v + 2, HALF), pack(v + 4, HALF), pack(v + 6, HALF));
+#pragma unroll
+      for (int e = 0; e < 8; e++) v[e] = Format::rounded_to_8(v[e], in_scale);
+    }
+    put(row, at / 8, v);
+  });
+#else
   wait_for_previous();
   const int vectors = a.chunk_blocks * 8, count = n * vectors;  // a multiple of 32: a warp is within one row
   const float inverse = __fdividef(1.f, (float)vectors);
@@ -546,7 +555,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   // Four values of row i of x: from shared memory, where it is whole and not rounded, or as they came.
   const auto x_4 = [&](int i, int four) {
     if (Format::ROUNDS_INPUT || a.splits > 1) {
-      const uint2 v = __ldcg((const uint2*)(a.x + (size_t)i * a.x_stride) + four);
+      const uint2 v = norm_room ? *(const uint2*)(plain + i * a.columns + four * 4) : __ldcg((const uint2*)(a.x + (size_t)i * a.x_stride) + four);
       return make_float4(low_value(v.x, a.half), high_value(v.x, a.half), low_value(v.y, a.half), high_value(v.y, a.half));
     }
     const int b = four >> 4;
