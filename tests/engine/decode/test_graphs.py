@@ -15,7 +15,7 @@ import torch
 import trimtab
 from tests import long_runs, pico
 from tests.lent import lent
-from tests.replays import standing_in
+from tests.replays import Again, standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
@@ -180,6 +180,19 @@ def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, mon
     assert fall.what == "graph" and "not permitted" in fall.why and not batch.steps.is_captured
     with pytest.raises(DeviceError, match="not permitted"):
         answers(joined(model, "graph", ASKED[:2]))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_a_step_whose_replay_gives_other_scores_is_computed_from_the_tokens_before_it(model, replayed, monkeypatch):
+    expected, replay = answers(joined(model, "eager", ASKED[:2])), Again.replay
+
+    def wrong(self):
+        replay(self)  # which writes the next tokens
+        self.outputs[0].mul_(-1)
+
+    monkeypatch.setattr(Again, "replay", wrong)
+    batch = joined(model, "auto", ASKED[:2])
+    assert answers(batch) == expected and "a replay's logits differ" in batch.steps.fallbacks[-1].why
 
 
 def test_a_step_keeps_the_row_numbers_that_its_graph_reads(model, replayed):

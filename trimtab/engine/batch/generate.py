@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from trimtab.engine.batch import sampling as hf_generate
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.prompt import check_fits, fitted
 from trimtab.engine.chat.turn_end import end_token_ids
+from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import CheckpointError
 from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
@@ -308,7 +309,7 @@ class Generation:
             if rows is not None:
                 self._run_rows(rows)
                 return
-            _reset_request_state(self._model.hf_model)
+            hf_slots.reset_offset(self._model.hf_model)
             if self.request.logprobs is not None:
                 self._stream.logprobs = hf_generate.Logprobs(self.request.logprobs)
             hf_generate.generate(
@@ -375,13 +376,6 @@ def detokenizer_of(model: ChatModel, stop: Sequence[str]) -> Detokenizer | None:
     return Detokenizer(getattr(processor, "tokenizer", processor), stop)
 
 
-def _reset_request_state(hf_model: Any) -> None:
-    # Qwen-VL keeps the position offsets of the last request's images on the model.
-    for module in hf_model.modules():
-        if getattr(module, "rope_deltas", None) is not None:
-            module.rope_deltas = None
-
-
 def generate(model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> Iterator[Piece]:
     """Yield the answer in pieces. Errors: RequestError if prompt and answer exceed the context, before any work."""
     return iter(Generation(model, inputs, request))
@@ -428,7 +422,7 @@ def generate_text(model: AnsweringModel, inputs: Inputs, request: GenerateReques
 def logits(model: BatchModel, inputs: Inputs) -> Tensor:
     """Return teacher-forced logits of the whole prompt: [S, V] float32 on the CPU."""
     check_fits(model, inputs, 0)
-    _reset_request_state(model.hf_model)
+    hf_slots.reset_offset(model.hf_model)
     model.lend_prompt_room()
     with torch.no_grad():
         logits_of_prompt: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.chat.prompt import check_fits
-from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.prefill.stock_pass import TextPass
 from trimtab.errors import DeviceError
 
 if TYPE_CHECKING:
     from trimtab.engine.calls.asked_model import AskedModel
 
 
-class Embedding:
+class Embedding(TextPass):
     """One text in progress: `step` until it returns True, then `pooled`, `unit` or `vector`.
 
     inputs: without media. Errors: RequestError for a text longer than the context.
@@ -28,42 +28,18 @@ class Embedding:
 
     def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
         check_fits(model, inputs, 0)
+        super().__init__(model, inputs, adapter)
         self._pooling = pooling
-        self._model, self._inputs, self.adapter = model, inputs, adapter
-        self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
-        self._done = 0
         self._sum: Tensor | None = None  # [D] float32
 
     def step(self, most_tokens: int | None = None) -> bool:
         """Compute the next chunk, of at most `most_tokens`; True when it was the last. Errors: DeviceError for
         states that are no numbers."""
-        model, count = self._model, self._inputs.prompt_tokens
-        start = self._done
-        chunk = getattr(model, "prefill_tokens", None) or count
-        end = min(count, start + min(chunk, most_tokens or chunk))
-        ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
-        mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
-        model.adapter_store.set(self.adapter)
-        model.lend_prompt_room()
-        hf_slots.reset_offset(model.hf_model)
-        with torch.no_grad():
-            states = model.hf_model.base_model(
-                input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, return_dict=True,
-                **hf_slots.prompt_positions(model.hf_model, start, end, ids.device),
-            ).last_hidden_state  # fmt: skip
+        chunk = self._model.prefill_tokens or self.prompt_tokens
+        states = self._next(self._model.hf_model.base_model, min(chunk, most_tokens or chunk)).last_hidden_state
         added = states[0, -1].float() if self._pooling == "last" else states[0].float().sum(0)
         self._sum = added if self._sum is None or self._pooling == "last" else self._sum + added
-        self._done = end
-        return end == count
-
-    @property
-    def done_tokens(self) -> int:
-        """How many tokens of the text are computed."""
-        return self._done
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self._inputs.prompt_tokens
+        return self._done == self.prompt_tokens
 
     @property
     def pooled(self) -> Tensor:

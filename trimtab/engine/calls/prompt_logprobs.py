@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.batch.sampling import check_logits
-from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.prefill.stock_pass import TextPass
 from trimtab.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PIECE_TOKENS = 16
 
 
-class PromptScores:
+class PromptScores(TextPass):
     """The log-probabilities of one prompt: call `step` until it returns True; read `scores`, or `take` the scores of each step.
 
     top: the number of most likely tokens for each position. scores: for each token of the prompt but the first, {token id:
@@ -35,20 +35,10 @@ class PromptScores:
     def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None, top: int) -> None:
         if inputs.has_media:
             raise RequestError("not supported: prompt_logprobs of images and audio", field="prompt_logprobs")
-        self._model, self._inputs, self.adapter, self._top = model, inputs, adapter, top
-        self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
-        self._done = 0
+        super().__init__(model, inputs, adapter)
+        self._top = top
         self._logits: Tensor | None = None  # of the last token [V]
         self.scores: list[dict[int, tuple[float, int]]] = []
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self._inputs.prompt_tokens
-
-    @property
-    def done_tokens(self) -> int:
-        """How many tokens of the prompt are computed."""
-        return self._done
 
     def take(self) -> list[dict[int, tuple[float, int]]]:
         """Return the scores that no call has returned yet."""
@@ -61,25 +51,15 @@ class PromptScores:
 
     def step(self) -> bool:
         """Compute the next piece; True when it was the last. Errors: DeviceError for logits that are no numbers."""
-        model, count, start = self._model, self._inputs.prompt_tokens, self._done
-        end = min(count, start + PIECE_TOKENS)
-        ids = self._inputs.tensors["input_ids"][:, start:end].to(model.device)
-        model.adapter_store.set(self.adapter)
-        model.lend_prompt_room()
-        hf_slots.reset_offset(model.hf_model)
-        with torch.no_grad():
-            logits = model.hf_model(
-                input_ids=ids, attention_mask=torch.ones(1, end, dtype=torch.long, device=ids.device), use_cache=True,
-                past_key_values=self._cache, return_dict=True,
-                **hf_slots.prompt_positions(model.hf_model, start, end, ids.device),
-            ).logits[0]  # fmt: skip
+        start = self._done
+        logits = self._next(self._model.hf_model, PIECE_TOKENS).logits[0]
+        end = self._done
         check_logits(logits, adapter=self.adapter)
         following = self._inputs.token_ids[start + 1 : end + 1]
         self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
-        self._done = end
-        if end == count:
+        if end == self.prompt_tokens:
             self._logits = logits[-1].float()
-        return end == count
+        return end == self.prompt_tokens
 
     def _add(self, logprobs: Tensor, following: tuple[int, ...]) -> None:
         # The numbers of all rows are read at once: each read waits for the device.

@@ -1,4 +1,4 @@
-"""Chunks of a prompt in transformers' own pass, with its own cache: where a batch's captured chunks do not compute it."""
+"""Pieces of a text in transformers' own pass, with its own cache: where a batch's captured chunks do not compute a prompt."""
 
 from __future__ import annotations
 
@@ -6,12 +6,56 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv.sequence import PrefillState
+from trimtab.engine.kv.sequence import Inputs, PrefillState
 from trimtab.engine.prefill import last_token as open_prompts
-from trimtab.engine.prefill.rows import Rows
+from trimtab.engine.prefill.rows import PrefillContext, Rows
 from trimtab.engine.towers.pieces import PausedError
+
+
+class TextPass:
+    """A text that is computed piece by piece, next to a batch. inputs: without media. adapter: a name, None for the base."""
+
+    def __init__(self, model: PrefillContext, inputs: Inputs, adapter: str | None) -> None:
+        self._model, self._inputs, self.adapter = model, inputs, adapter
+        self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
+        self._done = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._inputs.prompt_tokens
+
+    @property
+    def done_tokens(self) -> int:
+        """How many tokens of the text are computed."""
+        return self._done
+
+    def _next(self, module: nn.Module, most_tokens: int) -> Any:
+        """Return what a module of the model makes of the next tokens, which count as computed from then on."""
+        start, end = self._done, min(self.prompt_tokens, self._done + most_tokens)
+        tensors = _tensors(self._model, self._inputs, start, end)
+        _begin(self._model, self.adapter)
+        with torch.no_grad():
+            output = module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
+        self._done = end
+        return output
+
+
+def _begin(model: PrefillContext, adapter: str | None) -> None:
+    model.adapter_store.set(adapter)
+    model.lend_prompt_room()
+    hf_slots.reset_offset(model.hf_model)
+
+
+def _tensors(model: PrefillContext, inputs: Inputs, start: int, end: int, offset: int = 0) -> dict[str, Tensor]:
+    """Return the model's inputs for a piece of text. offset: as for `hf_slots.prompt_positions`."""
+    return {
+        "input_ids": inputs.tensors["input_ids"][:, start:end].to(model.device),
+        "attention_mask": torch.ones(1, end, dtype=torch.long, device=model.device),
+        **hf_slots.prompt_positions(model.hf_model, start, end, model.device, offset),
+    }
 
 
 def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> bool:
@@ -23,7 +67,7 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
         prompt.begin(ends_in_step=is_text and bool(batch.active) and open_prompts.ends_in_step(prompt, batch))
         if not (prompt.inputs.has_media and batch.prompts.tower_passes.is_between_pieces(prompt)):
             batch.prefixes.resume(prompt)
-    tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
+    count = prompt.inputs.prompt_tokens
     start, last = prompt.done_tokens, count - prompt.ends_in_step
     if start == count:  # the same prompt was computed before
         return True
@@ -37,15 +81,9 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     chunk = model.prefill_tokens or count
     end = count if is_whole else min(last, start + min(chunk, most_tokens or chunk), batch.prefixes.border(prompt))
     prompt.begin_chunk(end - start, cache=cache)
-    if not is_whole:
-        positions = hf_slots.prompt_positions(model.hf_model, start, end, model.device, prompt.offset)
-        tensors = {
-            "input_ids": tensors["input_ids"][:, start:end].to(model.device),
-            "attention_mask": torch.ones(1, end, dtype=torch.long, device=model.device), **positions,
-        }  # fmt: skip
-    model.adapter_store.set(prompt.row.adapter)
-    model.lend_prompt_room()
-    hf_slots.reset_offset(model.hf_model)
+    inputs = prompt.inputs
+    tensors = dict(inputs.tensors) if is_whole else _tensors(model, inputs, start, end, prompt.offset)
+    _begin(model, prompt.row.adapter)
 
     def compute() -> Any:
         return model.hf_model(**tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True)
