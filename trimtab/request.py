@@ -28,7 +28,7 @@ STORED = re.compile(
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
 # Stacked experts as the files hold them, dequantized, or packed expert by expert while they are loaded.
-EXPERTS = ("auto", "16bit", "nf4", "nf4-dq")
+EXPERTS = ("auto", "16bit", "nf4", "nf4-dq", "int8")
 MADE_EXPERTS = EXPERTS[2:]
 # Values of a request's head: "auto" lets the plan choose.
 HEAD_CHOICES = ("auto", *HEADS)

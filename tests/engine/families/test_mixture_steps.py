@@ -52,7 +52,7 @@ def with_kernels(kernels: Any, model: Any) -> None:
         kernels.delta = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=delta_rule.options(shape, torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "16bit"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "int8", "16bit"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_mixed_rows_is_the_modules(family, kind, on_cpu, replayed, tmp_path):  # noqa: F811
     """Rows with an adapter on attention, on experts, and none: one capture, nothing read on the host."""
@@ -228,7 +228,7 @@ def test_a_step_of_streamed_layers_is_the_resident_one(family, kind, on_cpu, rep
     assert torch.equal(*scores)
 
 
-@pytest.mark.parametrize("family, kind", [("qwen3_moe", "nf4"), ("gemma4_moe", "nf4-dq"), ("mixtral", "nf4")])
+@pytest.mark.parametrize("family, kind", [("qwen3_moe", "nf4"), ("gemma4_moe", "nf4-dq"), ("mixtral", "int8")])
 @pytest.mark.parametrize("slots", [1, 3])
 def test_answers_with_experts_in_host_memory_are_the_resident_ones(family, kind, slots, on_cpu, replayed, tmp_path):  # noqa: F811
     """Rows with adapters on experts arrive and leave; fewer slots than a token uses, and more. Prompts of packed experts too."""

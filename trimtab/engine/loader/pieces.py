@@ -1,7 +1,7 @@
 """How is a large tensor of the files read piece by piece: a head by its rows, a stack of experts one by one?
 
-Each expert [D_out, D_in] of a stack is packed as bitsandbytes packs that matrix, or stays as the files hold it; where they hold it
-in several matrices, their rows are joined. In each part of the stack the experts follow each other.
+Each expert [D_out, D_in] of a stack is packed as bitsandbytes or GGML pack that matrix, or stays as the files hold it; where they
+hold it in several matrices, their rows are joined. In each part of the stack the experts follow each other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trimtab.checkpoint.anatomy import ModuleRow, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.cuda.capture_stream import wait_for_all
-from trimtab.engine.formats.bitsandbytes import quantize
+from trimtab.engine.formats import bitsandbytes, ggml
 from trimtab.engine.formats.packed import CodeTables, Packed
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import hold_packed, why_no_lora
@@ -24,7 +24,7 @@ from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.near_experts import NearExperts, NearWriter
 from trimtab.engine.tiers.streaming import Staged, Streamer
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.formats.record import WEIGHT_BLOCK, PackedEntry, stored_format
+from trimtab.formats.record import GGML_BLOCKS, WEIGHT_BLOCK, PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_PIECE_VALUES
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -37,17 +37,19 @@ def why_not_packed(
     sources: Mapping[str, Expression],
     packed: Collection[str],
     tied: Collection[str],
+    kind: str,
 ) -> list[str]:
-    """Return why the stacks of a module of experts cannot be packed, nothing if they can. packed: file tensors that are already.
-    tied: paths that share storage."""
+    """Return why the stacks of a module of experts cannot be packed in a format, nothing if they can. packed: file tensors that are
+    already. tied: paths that share storage."""
+    block = GGML_BLOCKS[kind][0] if kind in GGML_BLOCKS else WEIGHT_BLOCK
     unknown = why_no_lora(module)
     problems = [] if unknown is None else [unknown]
     for tensor in tensors:
         if len(tensor.shape) != 3 or tensor.is_buffer:
             continue
         columns, expression = tensor.shape[2], sources.get(tensor.tensor_path)
-        if columns % WEIGHT_BLOCK:
-            problems.append(f"{tensor.tensor_path} has rows of {columns} values, no multiple of the block of {WEIGHT_BLOCK}")
+        if columns % block:
+            problems.append(f"{tensor.tensor_path} has rows of {columns} values, no multiple of the block of {block}")
         if any(name in packed for name in tensor.sources):
             problems.append(f"the files hold {tensor.tensor_path} quantized, and nothing is quantized twice")
         elif expression is None or not (_is_whole(expression) or _are_single(tensor)):
@@ -158,12 +160,20 @@ def pack(
 ) -> Packed:  # fmt: skip
     """Return a stack packed in a format, an expert at a time: two copies of one expert are the most that is in full precision.
 
-    take: gives a piece on the device that packs. room: gives the tensors of the parts, where they stay. Errors: DeviceError.
+    take: gives a piece on the device that packs. room: gives the tensors of the parts, where they stay. Errors: DeviceError,
+    CheckpointError for values that Q8_0 does not have.
     """
 
     def experts() -> Iterator[Packed]:
         for pieces in experts_of(tensor, entries):
-            one = codes.share(quantize(joined(tensor.shape[1:], tensor.dtype, pieces, take), kind))
+            matrix = joined(tensor.shape[1:], tensor.dtype, pieces, take)
+            if kind in GGML_BLOCKS:
+                try:
+                    yield ggml.quantize(matrix)
+                except ValueError as exc:
+                    raise CheckpointError(f"an expert has {exc}", path="", tensor_name=tensor.tensor_path) from exc
+                continue
+            one = codes.share(bitsandbytes.quantize(matrix, kind))
             yield replace(one, parts={name: part.reshape(-1) for name, part in one.parts.items()})
 
     return _stacked(tensor, experts(), room)
