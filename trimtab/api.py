@@ -89,8 +89,8 @@ def plan(
     4060 8GB" or a size; it need not be in this machine, and every figure is an estimate. batch_invariant: an answer has the
     same bits alone and in a batch. kv_tokens: how many tokens the rows of a batch hold together; None: each row its whole
     context. A number of tokens may be a text: "4k" is 4096. kv: "int8" keeps keys and values in 8 bits, which changes answers a
-    little and is never chosen by the plan. experts: "auto" keeps stacked experts as the files hold them,
-    "16bit" dequantizes them; "nf4" or "nf4-dq" packs each while it is loaded, as bitsandbytes packs a matrix, which changes
+    little and is never chosen by the plan. experts: "auto" keeps stacked experts as the files hold them, "16bit" dequantizes
+    them; "nf4", "nf4-dq" (as bitsandbytes packs a matrix) or "int8" (GGML's Q8_0) packs each while it is loaded, which changes
     answers and is never chosen by the plan.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """

@@ -26,7 +26,7 @@ STORED = re.compile(r"(?:b?f\d\d|[a-z]{1,10}\d[a-z0-9]{0,10}[-_][a-z0-9-]{1,40})
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
 # Stacked experts as the files hold them, dequantized, or packed expert by expert while they are loaded.
-EXPERTS = ("auto", "16bit", "nf4", "nf4-dq")
+EXPERTS = ("auto", "16bit", "nf4", "nf4-dq", "int8")
 MADE_EXPERTS = EXPERTS[2:]
 # What a merge writes packed: formats whose own rounding is defined.
 REQUANTIZE = ("nf4", "nf4-dq")

@@ -37,6 +37,8 @@ HEAD8 = "head8"
 HEAD_PIECE_VALUES = 2 * 2**20
 # Rows of stacks of experts that loading packs are multiples of it, and those that kernels read.
 STACK_MULTIPLE = WEIGHT_BLOCK
+# Of the choices for experts, the format of a stack where it has another name.
+MADE_STACKS = {"int8": "q8_0"}
 UNSTACKED_ORDER, UNSTACKED_SCALE = "has an order of inputs for each matrix", "has a scale for each whole matrix"
 SHOWN_PROBLEMS = 20
 # File tensors that are read with the headers, not with the weights.
@@ -147,6 +149,11 @@ class StoredFormat:
     def why_not_blocks(self, blocks: Sequence[int]) -> str | None:
         """Return why products do not read a weight with these blocks, None if they do."""
         return None
+
+    @property
+    def stack_multiple(self) -> int:
+        """Values of which the rows of experts that are packed while loading must be a multiple."""
+        return STACK_MULTIPLE
 
     def is_rounded(self, dtype: str) -> bool:
         """Whether values that stand in the file as they are become others in a type."""
@@ -367,6 +374,10 @@ class _Ggml(_Own):
 
     family, shares_tables, has_file_rows, is_mixed = "ggml", True, True, True
     header, number, arguments = "ggml.cuh", 3, ("weight", "scale", "outer", "")
+
+    @property
+    def stack_multiple(self) -> int:
+        return GGML_BLOCKS[self.name][0]
 
     @classmethod
     def named(cls, name: str) -> StoredFormat | None:

@@ -54,7 +54,8 @@ def load_unsplit(folder: str, quant: str, dtype: str, device: str) -> Any:
 
 
 def round_experts(model: Any, kind: str) -> None:
-    """Give every stacked expert the values that bitsandbytes reads back after it packed that matrix: stock holds none packed."""
+    """Give every stacked expert the values that bitsandbytes, or GGML's Q8_0 of "int8", has after it packed that matrix: stock
+    holds none packed."""
     if kind not in MADE_EXPERTS:
         return
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -62,10 +63,23 @@ def round_experts(model: Any, kind: str) -> None:
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False) if "expert" in f"{path} {type(module).__name__}".lower() else ():
             for matrix in parameter.data if parameter.dim() == 3 else ():
+                if kind == "int8":
+                    matrix.copy_(_q8_0(matrix))
+                    continue
                 packed = quantize_4bit(
                     matrix.contiguous(), blocksize=64, quant_type=kind[:3], compress_statistics=kind.endswith("-dq")
                 )
                 matrix.copy_(dequantize_4bit(*packed))
+
+
+def _q8_0(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values of a matrix's blocks of 32. Source: gguf 0.19.0, quants.py (Q8_0), whose values are ggml's."""
+    blocks = matrix.float().reshape(-1, 32)
+    scale = blocks.abs().max(dim=1, keepdim=True)[0].div(127)
+    steps = blocks * torch.where(scale == 0, scale, scale.reciprocal())
+    low = steps.abs().floor()
+    q = steps.sign() * (low + (2 * (steps.abs() - low)).floor())
+    return (q * scale.half().float()).view(matrix.shape)
 
 
 def _mobile_model(kind: Any, config: Any, folder: Path, options: Mapping[str, Any]) -> Any:

@@ -17,13 +17,12 @@ import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
+from tests.engine.families import test_matrix
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
-from tests.engine.families.test_matrix import TOLERANCE as MATRIX_TOLERANCE
-from tests.engine.families.test_matrix import Theirs, planned
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.lora.test_routers import router_adapter
 from tests.engine.prefill.test_packed_prompts import both, packing, together
-from tests.engine.prefill.test_prefill import REQUEST, answered, differ, ids, through
+from tests.engine.prefill.test_prefill import REQUEST, answered, through
 from tests.engine.prefill.test_prefill import replayed as prompts_replayed  # noqa: F401 - a fixture
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.batch.batch import Batch
@@ -52,7 +51,7 @@ def with_kernels(kernels: Any, model: Any) -> None:
         kernels.delta = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=delta_rule.options(shape, torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "16bit"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "int8", "16bit"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_mixed_rows_is_the_modules(family, kind, on_cpu, replayed, tmp_path):  # noqa: F811
     """Rows with an adapter on attention, on experts, and none: one capture, nothing read on the host."""
@@ -68,18 +67,6 @@ def test_a_step_of_mixed_rows_is_the_modules(family, kind, on_cpu, replayed, tmp
 
 SHARED = r".*\.(self_attn\.q_proj|shared_experts?\.(gate|up|down)_proj|shared_expert_gate)"
 WITH_SHARED = ["qwen3_5_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "glm4_moe"))]
-
-
-def untouched(model: Any) -> None:
-    """Let the modules of shared experts fail from now on."""
-
-    def fail(*_: Any) -> None:
-        raise AssertionError("a module computes it")
-
-    parts = [one for path, one in model.hf_model.named_modules() if re.search(r"\.shared_experts?$", path)]
-    assert parts
-    for one in parts:
-        one.register_forward_pre_hook(fail)
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(12, marks=pytest.mark.slow)])
@@ -103,7 +90,10 @@ def test_shared_experts_are_products_of_the_step(family, rows, on_cpu, replayed,
         expected, prompts = (Batch(model, rows=1, decode=way) for way in ("eager", "fused"))
         expected.prompts, prompts.prompts = PrefillRunner(expected, "eager"), PrefillRunner(prompts, "static", (32,))
         wanted = through(expected, model.prepare(ASKED[0][1]), adapter="s").logits
-        untouched(model)
+        # From here on their own modules fail.
+        parts = [name for name, _ in model.hf_model.named_modules() if re.search(r"\.shared_experts?$", name)]
+        for part in parts:
+            model.hf_model.get_submodule(part).forward = None
         batch.step()
         found = through(prompts, model.prepare(ASKED[0][1]), adapter="s").logits
         assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
@@ -111,29 +101,10 @@ def test_shared_experts_are_products_of_the_step(family, rows, on_cpu, replayed,
 
 
 @pytest.mark.parametrize("family", WITH_SHARED)
-def test_shared_experts_say_what_stock_says(family, tmp_path):
-    """In float32: rows with an adapter on them and their gates, and without; a prompt in chunks, then steps."""
-    base = pico.build(family, tmp_path / "base")
-    adapters = {"a": pico.adapter(base, tmp_path / "a", targets=SHARED)}
-    theirs = Theirs(base, adapters)
-    with trimtab.load(planned(base, adapters, "resident")) as model:
-        batch, going = Batch(model, rows=2, decode="fused"), []
-        batch.prompts = PrefillRunner(batch, "static", (8, 16))
-        untouched(model)
-        for name in (None, "a"):
-            inputs = model.prepare(ids(19))
-            prompt = through(batch, inputs, adapter=name)
-            wanted = theirs.logits(name, inputs, list(inputs.token_ids))
-            assert differ(prompt.logits, wanted) < MATRIX_TOLERANCE
-            assert name is None or differ(theirs.logits(None, inputs, list(inputs.token_ids)), wanted) > 20 * MATRIX_TOLERANCE
-            going.append((batch.join(prompt).row, inputs))
-        for _ in range(2):
-            found = batch.logits()
-            for row, inputs in going:
-                wanted = theirs.logits(row.adapter, inputs, row.token_ids)
-                assert differ(found[row.number], wanted) < MATRIX_TOLERANCE
-                row.token_ids.append(int(wanted.argmax()))
-            batch.write_last_tokens()
+def test_shared_experts_say_what_stock_says(family, tmp_path, monkeypatch):
+    """In float32, rows with two adapters on them and their gates, and without."""
+    monkeypatch.setitem(test_matrix.KINDS, "shared", {"targets": SHARED})
+    test_matrix.test_rows_say_what_stock_says(family, "resident", "shared", tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16bit"])
@@ -228,7 +199,7 @@ def test_a_step_of_streamed_layers_is_the_resident_one(family, kind, on_cpu, rep
     assert torch.equal(*scores)
 
 
-@pytest.mark.parametrize("family, kind", [("qwen3_moe", "nf4"), ("gemma4_moe", "nf4-dq"), ("mixtral", "nf4")])
+@pytest.mark.parametrize("family, kind", [("qwen3_moe", "nf4"), ("gemma4_moe", "nf4-dq"), ("mixtral", "int8")])
 @pytest.mark.parametrize("slots", [1, 3])
 def test_answers_with_experts_in_host_memory_are_the_resident_ones(family, kind, slots, on_cpu, replayed, tmp_path):  # noqa: F811
     """Rows with adapters on experts arrive and leave; fewer slots than a token uses, and more. Prompts of packed experts too."""

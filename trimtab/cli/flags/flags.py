@@ -53,7 +53,7 @@ def add_placement(
     group.add_argument("--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)")
     group.add_argument(
         "--experts", metavar="FORMAT",
-        help=f"stacked experts: {', '.join(EXPERTS)} (default: {EXPERTS[0]}, as in the files; nf4 changes answers)",
+        help=f"stacked experts: {', '.join(EXPERTS)} (default: {EXPERTS[0]}, as in the files; nf4 and int8 change answers)",
     )  # fmt: skip
     group.add_argument(
         "--head", metavar="FORM",

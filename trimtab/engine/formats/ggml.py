@@ -46,6 +46,26 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     return Packed(entry.kind, entry.shape, dtype, found, {})
 
 
+def quantize(weight: Tensor) -> Packed:
+    """Return a weight [D_out, D_in] as Q8_0: of 32 values the scale is the largest magnitude / 127. Errors: ValueError for values
+    that are not finite, or too large for a scale in float16. Source: ggml-quants.c, quantize_row_q8_0_ref, whose roundf takes
+    halves away from 0."""
+    (rows, columns), device = weight.shape, weight.device
+    data = torch.empty(rows, columns, dtype=torch.int8, device=device)
+    scale = torch.empty(rows, columns // 32, dtype=torch.float16, device=device)
+    for first in range(0, rows, step := max(1, min(rows // 8, DEQUANTIZED_VALUES // columns))):
+        piece = slice(first, first + step)
+        x = weight[piece].float().view(-1, columns // 32, 32)
+        each = x.abs().amax(dim=-1, keepdim=True) / 127
+        x = x * torch.where(each > 0, 1 / each, 0)
+        whole = x.abs().floor()
+        data[piece] = ((whole + (x.abs() - whole >= 0.5)) * x.sign()).view(-1, columns)
+        scale[piece] = each[..., 0]
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError("values that are NaN, infinite or too large for Q8_0")
+    return Packed("q8_0", (rows, columns), weight.dtype, {"weight": data, "scale": scale}, {})
+
+
 # Blocks ---------------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,8 @@ class WeightFormat:
     dequantize: the weight [D_out, D_in] in its own type, on its device. dequantize_rows: some of its rows, copied to a device
     first. shell: a layer over the parts where they are, without a copy: a layer over views of a staging buffer computes with the
     buffer's current content. exact_rows: rows of a weight that kernels read, in another type and not rounded to its own: what they
-    are compared with. random_parts: the parts of such a weight. files: of formats whose values are levels times scales.
+    are compared with. random_parts: the parts of such a weight. files: of formats whose values are levels times scales. quantize:
+    (weight, format) -> it packed; ValueError for values that the format does not have.
     """
 
     dequantize: Callable[[Packed], Tensor]
@@ -37,6 +38,7 @@ class WeightFormat:
     exact_rows: Callable[[Packed, range, torch.dtype], Tensor] | None = None
     random_parts: Callable[[StoredFormat, int, int, Draw], dict[str, Tensor]] | None = None
     files: FileFormat | None = None
+    quantize: Callable[[Tensor, str], Packed] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ _BITSANDBYTES = WeightFormat(
         CodedRows, bitsandbytes_files.packed_parts, bitsandbytes_files.in_memory, bitsandbytes_files.nearest_values,
         bitsandbytes_files.packed_once,
     ),
+    bitsandbytes.quantize,
 )  # fmt: skip
 FORMATS: Mapping[Family, WeightFormat] = {
     "none": WeightFormat(
@@ -99,7 +102,10 @@ FORMATS: Mapping[Family, WeightFormat] = {
     "float8": WeightFormat(
         float8.dequantize, float8.dequantize_rows, float8.shell, float8.read, float8.exact_rows, float8.random_parts
     ),
-    "ggml": WeightFormat(ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read, ggml.exact_rows, ggml.random_parts),
+    "ggml": WeightFormat(
+        ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read, ggml.exact_rows, ggml.random_parts,
+        quantize=lambda weight, _: ggml.quantize(weight),
+    ),
 }
 
 
@@ -108,8 +114,10 @@ def _of(kind: str) -> WeightFormat:
 
 
 def quantize(weight: Tensor, quant: str) -> Packed:
-    """Return a weight [D_out, D_in] packed in one of `request.QUANTS`, as `bitsandbytes.quantize`."""
-    return bitsandbytes.quantize(weight, quant)
+    """Return a weight [D_out, D_in] packed in a format. Errors: ValueError for values that it does not have."""
+    make = _of(quant).quantize
+    assert make is not None, quant
+    return make(weight, quant)
 
 
 def files_of(kind: str) -> FileFormat:

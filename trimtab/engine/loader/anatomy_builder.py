@@ -22,7 +22,7 @@ from trimtab.engine.lora.experts import why_no_lora
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import format_names
-from trimtab.formats.record import SHOWN_PROBLEMS, PackedEntry, stored_format
+from trimtab.formats.record import MADE_STACKS, SHOWN_PROBLEMS, PackedEntry, stored_format
 from trimtab.request import EXPERTS, MADE_EXPERTS
 
 if TYPE_CHECKING:
@@ -119,18 +119,18 @@ def _packed_experts(
     ties: Mapping[str, str], kind: str,
 ) -> tuple[ModuleRow, ...]:  # fmt: skip
     """Return the rows with every stack of experts in a format. Errors: RequestError if there is none, or one that cannot be."""
-    tied = {*ties, *ties.values()}
+    tied, made = {*ties, *ties.values()}, MADE_STACKS.get(kind, kind)
     stacked = {row.module_path: row for row in rows if row.kind == "experts"}
     problems = [
         f"{path}: {problem}"
         for path, row in stacked.items()
-        for problem in why_not_packed(places.modules[path], row.tensors, sources, packed, tied)
+        for problem in why_not_packed(places.modules[path], row.tensors, sources, packed, tied, made)
     ]
     if problems or not stacked:
         more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         why = "; ".join(problems[:SHOWN_PROBLEMS]) + more or "the model has no stacked experts"
         raise RequestError(f"cannot be packed: {why}", field="experts", value=kind, allowed=EXPERTS[:2])
-    return tuple(replace(row, quantized=True, why_unquantized="", made=kind) if row.module_path in stacked else row for row in rows)
+    return tuple(replace(row, quantized=True, why_unquantized="", made=made) if row.module_path in stacked else row for row in rows)
 
 
 def _stored_experts(

@@ -1,7 +1,7 @@
 """How is a large tensor of the files read piece by piece: a head by its rows, a stack of experts one by one?
 
-Each expert [D_out, D_in] of a stack is packed as bitsandbytes packs that matrix, or stays as the files hold it; where they hold it
-in several matrices, their rows are joined. In each part of the stack the experts follow each other.
+Each expert [D_out, D_in] of a stack is packed as bitsandbytes or GGML pack that matrix, or stays as the files hold it; where they
+hold it in several matrices, their rows are joined. In each part of the stack the experts follow each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.near_experts import NearExperts, NearWriter
 from trimtab.engine.tiers.streaming import Staged, Streamer
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.formats.record import HEAD_PIECE_VALUES, STACK_MULTIPLE, PackedEntry, stored_format
+from trimtab.formats.record import HEAD_PIECE_VALUES, PackedEntry, stored_format
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Take = Callable[[TensorEntry], Tensor]
@@ -36,17 +36,19 @@ def why_not_packed(
     sources: Mapping[str, Expression],
     packed: Collection[str],
     tied: Collection[str],
+    kind: str,
 ) -> list[str]:
-    """Return why the stacks of a module of experts cannot be packed, nothing if they can. packed: file tensors that are already.
-    tied: paths that share storage."""
+    """Return why the stacks of a module of experts cannot be packed in a format, nothing if they can. packed: file tensors that are
+    already. tied: paths that share storage."""
+    block = stored_format(kind).stack_multiple
     unknown = why_no_lora(module)
     problems = [] if unknown is None else [unknown]
     for tensor in tensors:
         if len(tensor.shape) != 3 or tensor.is_buffer:
             continue
         columns, expression = tensor.shape[2], sources.get(tensor.tensor_path)
-        if columns % STACK_MULTIPLE:
-            problems.append(f"{tensor.tensor_path} has rows of {columns} values, no multiple of the block of {STACK_MULTIPLE}")
+        if columns % block:
+            problems.append(f"{tensor.tensor_path} has rows of {columns} values, no multiple of the block of {block}")
         if any(name in packed for name in tensor.sources):
             problems.append(f"the files hold {tensor.tensor_path} quantized, and nothing is quantized twice")
         elif expression is None or not (_is_whole(expression) or _are_single(tensor)):
@@ -157,13 +159,17 @@ def pack(
 ) -> Packed:  # fmt: skip
     """Return a stack packed in a format, an expert at a time: two copies of one expert are the most that is in full precision.
 
-    take: gives a piece on the device that packs. room: gives the tensors of the parts, where they stay. Errors: DeviceError.
+    take: gives a piece on the device that packs. room: gives the tensors of the parts, where they stay. Errors: DeviceError,
+    CheckpointError for values that the format does not have.
     """
 
     def experts() -> Iterator[Packed]:
         for pieces in experts_of(tensor, entries):
-            one = codes.share(quantize(joined(tensor.shape[1:], tensor.dtype, pieces, take), kind))
-            yield replace(one, parts={name: part.reshape(-1) for name, part in one.parts.items()})
+            try:
+                one = codes.share(quantize(joined(tensor.shape[1:], tensor.dtype, pieces, take), kind))
+            except ValueError as exc:
+                raise CheckpointError(f"an expert has {exc}", path="", tensor_name=tensor.tensor_path) from exc
+            yield replace(one, parts={name: part.reshape(-1) for name, part in one.parts.items()}) if one.codes else one
 
     return _stacked(tensor, experts(), room)
 

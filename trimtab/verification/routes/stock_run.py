@@ -48,7 +48,8 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
             notes = dense_note(route["folder"]) + notes
             if route["experts"] in MADE_EXPERTS:
-                notes.append(f"the stacked experts have the values that bitsandbytes' {route['experts']} gives each of them")
+                rule = "GGML's Q8_0" if route["experts"] == "int8" else f"bitsandbytes' {route['experts']}"
+                notes.append(f"the stacked experts have the values that {rule} gives each of them")
         emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
              "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),
