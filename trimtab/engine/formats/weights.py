@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,9 +15,22 @@ from torch import Tensor
 from trimtab.engine.formats import bitsandbytes, bitsandbytes_files, float4, float8, ggml, grouped, mobile
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.bitsandbytes_files import CodedRows as CodedRows
-from trimtab.engine.formats.packed import Draw, Packed, PlainShell, Shell, WideShell, is_narrow
+from trimtab.engine.formats.packed import (
+    Draw,
+    Exact,
+    Packed,
+    PlainShell,
+    Shell,
+    WideShell,
+    dequantized,
+    dequantized_shell,
+    is_narrow,
+)
 from trimtab.engine.formats.packed import unpacked_shell as packed_shell
 from trimtab.formats.record import Family, PackedEntry, StoredFormat, stored_format
+
+Read = Callable[[PackedEntry, Mapping[str, Tensor], torch.dtype], Packed]
+RandomParts = Callable[[StoredFormat, int, int, Draw], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -33,9 +47,9 @@ class WeightFormat:
     dequantize: Callable[[Packed], Tensor]
     dequantize_rows: Callable[[Packed, int, int, torch.device], Tensor]
     shell: Callable[[Packed, Tensor | None, torch.dtype], Shell]
-    read: Callable[[PackedEntry, Mapping[str, Tensor], torch.dtype], Packed] | None = None
+    read: Read | None = None
     exact_rows: Callable[[Packed, range, torch.dtype], Tensor] | None = None
-    random_parts: Callable[[StoredFormat, int, int, Draw], dict[str, Tensor]] | None = None
+    random_parts: RandomParts | None = None
     files: FileFormat | None = None
 
 
@@ -66,6 +80,15 @@ def _head_rows(packed: Packed, start: int, stop: int, device: torch.device) -> T
     return head8.dense(q, scale, packed.dtype)
 
 
+def _dequantized(read: Read, exact: Exact, parts: RandomParts) -> WeightFormat:
+    """Return how a family is handled whose weights torch's operations dequantize for each product."""
+    return WeightFormat(
+        lambda packed: dequantized(exact, packed, 0, packed.shape[0], packed.parts["weight"].device),
+        partial(dequantized, exact), partial(dequantized_shell, exact), read,
+        lambda packed, rows, dtype: exact(packed, rows, dtype, packed.parts["weight"].device), parts,
+    )  # fmt: skip
+
+
 _BITSANDBYTES = WeightFormat(
     bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read, bitsandbytes.exact_rows,
     bitsandbytes.random_parts,
@@ -87,19 +110,13 @@ FORMATS: Mapping[Family, WeightFormat] = {
         _head_rows,
         lambda packed, bias, _: head8.Head.of(packed.parts, bias, packed.kernel),
     ),
-    "grouped": WeightFormat(
-        grouped.dequantize, grouped.dequantize_rows, grouped.shell, grouped.read, grouped.exact_rows, grouped.random_parts
-    ),
     "mobile": WeightFormat(
         mobile.dequantize, mobile.dequantize_rows, mobile.shell, mobile.read, mobile.exact_rows, mobile.random_parts
     ),
-    "float4": WeightFormat(
-        float4.dequantize, float4.dequantize_rows, float4.shell, float4.read, float4.exact_rows, float4.random_parts
-    ),
-    "float8": WeightFormat(
-        float8.dequantize, float8.dequantize_rows, float8.shell, float8.read, float8.exact_rows, float8.random_parts
-    ),
-    "ggml": WeightFormat(ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read, ggml.exact_rows, ggml.random_parts),
+    "grouped": _dequantized(grouped.read, grouped.exact_rows, grouped.random_parts),
+    "float4": _dequantized(float4.read, float4.exact_rows, float4.random_parts),
+    "float8": _dequantized(float8.read, float8.exact_rows, float8.random_parts),
+    "ggml": _dequantized(ggml.read, ggml.exact_rows, ggml.random_parts),
 }
 
 
