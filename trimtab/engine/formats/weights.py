@@ -147,12 +147,6 @@ def coded_rows(entry: PackedEntry, whole: Callable[[str], Tensor], stored: bitsa
     return None if files is None else files.rows(entry, whole, stored)
 
 
-def widened_scales(packed: Packed) -> Packed:
-    """Return a weight of a file's own format that is dequantized to float32, without a rounding of its own type."""
-    parts = {name: part.float() if name == "scale" and part.is_floating_point() else part for name, part in packed.parts.items()}
-    return replace(packed, dtype=torch.float32, parts=parts, codes={})
-
-
 def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
     """Return a weight that is already packed in a checkpoint. Nothing is quantized again. parts: the file tensors of the entry
     by their part names, on the device on which they are computed or packed. dtype: of weights whose file names none."""
@@ -175,9 +169,9 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
 
 
 def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
-    """Return rows [n, D_in] of a weight that kernels read, in a type, not rounded to the weight's own: what they are compared with.
+    """Return rows [n, D_in] of a weight in a type, not rounded to its own: what kernels are compared with, and what merges read.
 
-    Errors: AssertionError for a weight of another format, and for rows of bitsandbytes' formats that are not whole blocks.
+    Errors: AssertionError for a weight without such rows, and for rows of bitsandbytes' formats that are not whole blocks.
     """
     of_rows = _of(packed.kind).exact_rows
     assert of_rows is not None, packed.kind
