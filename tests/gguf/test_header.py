@@ -18,6 +18,7 @@ from tests import gguf_files
 from tests.golden.formats.make import FOLDER
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.formats import ggml, weights
+from trimtab.engine.formats import packed as packing
 from trimtab.engine.formats.packed import Packed
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
@@ -47,14 +48,16 @@ def test_blocks_of_any_bits_are_what_gguf_and_transformers_make_of_them(golden, 
     of_file = Packed(kind.lower(), tuple(expected.shape), torch.float32, {"weight": stored}, {})
     entry = PackedEntry("x.weight", kind.lower(), of_file.shape, "bfloat16", {}, {})
     packed = weights.prequantized(entry, {"weight": stored}, torch.float32)
-    monkeypatch.setattr(ggml, "DEQUANTIZED_VALUES", 100)  # a row at a time
+    for file in (ggml, packing):
+        monkeypatch.setattr(file, "DEQUANTIZED_VALUES", 100)  # a row at a time
     half = weights.prequantized(entry, {"weight": stored}, torch.float32)
     for one in (of_file, packed, half):
         assert torch.equal(weights.dequantize(one), expected)
         assert torch.equal(weights.dequantize_rows(one, 2, 5, CPU), expected[2:5])
     sizes = {name: part.nbytes for name, part in packed.parts.items()}
     assert packed_parts(packed.shape, packed.kind, "bfloat16") == sizes and sum(sizes.values()) == stored.numel()
-    assert torch.equal(ggml.dequantize(half, torch.bfloat16), expected.to(torch.bfloat16))
+    as_bfloat16 = packing.dequantized(ggml.exact_rows, half, 0, len(expected), CPU, torch.bfloat16)
+    assert torch.equal(as_bfloat16, expected.to(torch.bfloat16))
     x = torch.randn(3, expected.shape[1])
     assert torch.equal(weights.shell(packed, None, torch.float32)(x), torch.nn.functional.linear(x, expected))
 

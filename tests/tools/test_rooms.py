@@ -109,21 +109,9 @@ FORMAT_NAMES = re.compile(
     r"(nf4|fp4)(-dq)?|(int[48]|fp8|mobile[248]|mxfp4|nvfp4)-[a-z0-9-]+|q[4568]_[01k]|mobile[248]|awq|gptq|gguf_?q\w*|codebook|ggml|"
     r"\.?(absmax|nested_\w+|quant_map|quant_state\S*|SCB|qweight|qzeros|g_idx|weight_scale\w*|weight_packed|weight_zero_point)"
 )
-# In memory, beside the weight itself.
-PARTS = (
-    "scale",
-    "zero",
-    "outer",
-    "global",
-    "activation",
-    "index",
-    "offset",
-    "absmax",
-    "nested_absmax",
-    "SCB",
-    "code",
-    "nested_code",
-)
+# Parts in memory, beside the weight itself, and where they are looked up.
+PART = r'"(scale|zero|outer|global|activation|index|offset|absmax|nested_absmax|SCB|code|nested_code)"'
+PARTS_NAMED = re.compile(rf"\.(parts|codes|read_parts)(\[|\.get\(){PART}|{PART} (not )?in [\w.()]*\.(parts|codes)\b")
 FORMAT_MODULES = re.compile(
     r"trimtab\.(engine\.)?formats\.(bitsandbytes\w*|compressed_tensors|float[48]|ggml|grouped|mobile|transposed)"
 )
@@ -143,29 +131,14 @@ def format_names(text):
     """Yield what a source knows of formats: their names, constant names of parts, modules of families, and a record's family."""
     tree = ast.parse(text)
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    yield from (found[0] for found in PARTS_NAMED.finditer(text))
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             yield from [node.value] if FORMAT_NAMES.fullmatch(node.value) else []
         elif isinstance(node, ast.Attribute) and node.attr == "family":
             yield ".family"
         elif isinstance(node, ast.ImportFrom):
-            names = (f"{node.module}.{one.name}" for one in node.names)
-            yield from filter(FORMAT_MODULES.match, names)
-        yield from _parts_named(node)
-
-
-def _parts_named(node):
-    """Yield constant names of parts that are looked up in the parts or tables of a packed weight."""
-    holder, key = None, None
-    if isinstance(node, ast.Subscript):
-        holder, key = node.value, node.slice
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
-        holder, key = node.func.value, node.args[0]
-    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-        holder, key = node.comparators[0], node.left
-    if isinstance(key, ast.Constant) and key.value in PARTS:
-        if isinstance(holder, ast.Attribute) and holder.attr in ("parts", "codes", "read_parts"):
-            yield f"{holder.attr}[{key.value!r}]"
+            yield from filter(FORMAT_MODULES.match, (f"{node.module}.{one.name}" for one in node.names))
 
 
 def test_nothing_outside_the_rooms_of_formats_knows_one():
@@ -176,19 +149,16 @@ def test_nothing_outside_the_rooms_of_formats_knows_one():
             found[name] = names
     unnamed = {name: names for name, names in found.items() if not name.startswith(tuple(NAME_FORMATS))}
     assert unnamed == {}, "ask the record (formats/record.py) or engine/formats/weights.py"
-    assert [place for place in NAME_FORMATS if not any(name.startswith(place) for name in found)] == [], (
-        "an exception that nothing needs"
-    )
+    assert not [place for place in NAME_FORMATS if not any(name.startswith(place) for name in found)], "no exception needed"
 
 
 @pytest.mark.parametrize(
     "text, wanted",
     [
-        ('if quant == "nf4-dq": pass', ["nf4-dq"]), ('scale = packed.parts["scale"]', ["parts['scale']"]),
-        ('packed.codes.get("code")', ["codes['code']"]), ('"absmax" in packed.parts', ["absmax", "parts['absmax']"]),
+        ('if quant == "nf4-dq": pass', ["nf4-dq"]), ('scale = packed.parts["scale"]', ['.parts["scale"']),
+        ('packed.codes.get("code")', ['.codes.get("code"']), ('"absmax" in packed.parts', ['"absmax" in packed.parts', "absmax"]),
         ('form.family == "ggml"', [".family", "ggml"]), ('"""nf4: prose"""', []), ('x["scale"]; packed.parts["weight"]', []),
-        ("from trimtab.engine.formats import mobile", ["trimtab.engine.formats.mobile"]),
-        ("from trimtab.engine.formats.weights import shell", []),
+        ("from trimtab.engine.formats import mobile, weights", ["trimtab.engine.formats.mobile"]),
     ],
 )  # fmt: skip
 def test_the_names_of_formats_are_found_in_a_source(text, wanted):

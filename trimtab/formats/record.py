@@ -420,11 +420,6 @@ def stored_format(name: str) -> StoredFormat:
     return found
 
 
-def is_dequantized(name: str) -> bool:
-    """Return `StoredFormat.is_dequantized` of a format by its name."""
-    return stored_format(name).is_dequantized
-
-
 @cache
 def rounds_change(name: str) -> bool:
     """Return whether PEFT rounds an adapter's change before it adds it, over weights in a format.

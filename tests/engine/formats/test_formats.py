@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests.golden.formats.make import FOLDER
 from tests.quantized_files import words
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.engine.formats import float8, grouped, weights
+from trimtab.engine.formats import packed as packing
+from trimtab.engine.formats import weights
 from trimtab.engine.tiers.reader import PositionedFile, read_small
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import split_packed
@@ -118,8 +119,7 @@ def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
 
 @pytest.mark.parametrize("case", ["ct-int4-row-odd", "ct-fp8-block", "gptq-ordered", "ct-int8-row"])
 def test_a_weight_dequantized_a_few_rows_at_a_time_is_the_same(golden, case, tmp_path, monkeypatch):
-    monkeypatch.setattr(grouped, "DEQUANTIZED_VALUES", 100)
-    monkeypatch.setattr(float8, "DEQUANTIZED_VALUES", 200)
+    monkeypatch.setattr(packing, "DEQUANTIZED_VALUES", 100)
     parts = stored(golden, case)
     expected = parts.pop("expected")
     _, packed = read(written(tmp_path, parts, CONFIGS[case]), dtype=expected.dtype)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell, check_finite
-from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat
+from trimtab.engine.formats.packed import Draw, Packed, check_finite
+from trimtab.formats.record import PackedEntry, StoredFormat
 
 # float16 has the bits of e2m1 in the same order, with an exponent that is larger by 14.
 FLOAT16_STEP = 2.0**14
@@ -45,28 +45,11 @@ def powers(exponents: Tensor) -> Tensor:
     return torch.where(wide == 255, torch.nan, bits.view(torch.float32))
 
 
-def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory in addition at a time."""
-    return dequantize_rows(packed, 0, packed.shape[0], packed.parts["weight"].device, dtype)
-
-
-def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return rows of the weight as `weights.dequantize_rows`, or then cast to another type."""
-    columns = packed.shape[1]
-    out = torch.empty(stop - start, columns, dtype=dtype or packed.dtype, device=device)
-    whole = {name: part.to(device) for name, part in packed.parts.items() if name == "global"}
-    step = max(1, DEQUANTIZED_VALUES // columns)
-    for first in range(start, stop, step):
-        rows = slice(first, min(first + step, stop))
-        own = {name: packed.parts[name][rows].to(device) for name in ("weight", "scale")}
-        out[first - start : rows.stop - start].copy_(exact(own | whole, torch.float32).view(-1, columns).to(packed.dtype))
-    return out
-
-
-def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
-    """Return rows of the weight, not rounded to its type."""
-    part = {name: one if name == "global" else one[rows.start : rows.stop] for name, one in packed.parts.items()}
-    return exact(part, dtype).view(len(rows), packed.shape[1])
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return rows of the weight as `packed.Exact`."""
+    parts = packed.part_rows(rows, device, "global")
+    scale = factors(parts).to(dtype)[..., None]
+    return _values(parts["weight"]).to(dtype).view(*scale.shape[:2], -1).mul_(scale).view(len(rows), packed.shape[1])
 
 
 def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
@@ -76,18 +59,7 @@ def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dic
     return parts | {"global": draw.values(7000.0, 1.0)}
 
 
-def exact(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the values [D_out, groups, values of one] of parts that hold them, scaled in a type."""
-    scale = factors(parts).to(dtype)[..., None]
-    return _values(parts["weight"]).to(dtype).view(*scale.shape[:2], -1).mul_(scale)
-
-
 def _values(data: Tensor) -> Tensor:
     """Return the values float32 [n, 2 m] of bytes [n, m]. No table: a captured step cannot copy one to the device."""
     codes = torch.stack((data & 15, data >> 4), dim=-1).flatten(1).to(torch.int16)
     return ((codes & 8) << 12 | (codes & 7) << 9).view(torch.float16).float().mul_(FLOAT16_STEP)
-
-
-def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
-    """Return a layer that dequantizes the weight at each call."""
-    return DequantizedShell(packed, bias, compute_dtype, dequantize)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell, check_finite
+from trimtab.engine.formats.packed import Draw, Packed, check_finite
 from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_PARTS, INDEXED, PackedEntry, StoredFormat
 from trimtab.gguf.architectures import in_order
 
@@ -165,30 +165,14 @@ def values(kind: str, parts: Mapping[str, Tensor]) -> Tensor:
 # Computing ------------------------------------------------------------------------------------------------------------
 
 
-def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory in addition at a time."""
-    return dequantize_rows(packed, 0, packed.shape[0], packed.parts["weight"].device, dtype)
-
-
-def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return rows of the weight as `weights.dequantize_rows`, or then cast to another type."""
-    kind, columns = packed.kind.removesuffix(INDEXED), packed.shape[1]
-    index = packed.parts["index"].to(device) if "index" in packed.parts else None
-    out = torch.empty(stop - start, columns, dtype=dtype or packed.dtype, device=device)
-    step = max(1, DEQUANTIZED_VALUES // columns)
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        parts = {name: part[first:last].to(device) for name, part in packed.parts.items() if name != "index"}
-        if kind in GGML_PARTS and "scale" not in parts:  # rows that lie in the file
-            parts = arranged(kind, parts["weight"])
-        found = values(kind, parts)
-        out[first - start : last - start].copy_((found if index is None else found[:, index]).to(packed.dtype))
-    return out
-
-
-def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
-    """Return rows of a weight without an order of columns, computed in float32, not rounded to its type."""
-    return values(packed.kind, {name: part[rows.start : rows.stop] for name, part in packed.parts.items()}).to(dtype)
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return rows of the weight as `packed.Exact`, but computed in float32."""
+    kind, parts = packed.kind.removesuffix(INDEXED), packed.part_rows(rows, device, "index")
+    index = parts.pop("index", None)
+    if kind in GGML_PARTS and "scale" not in parts:  # rows that lie in the file
+        parts = arranged(kind, parts["weight"])
+    found = values(kind, parts)
+    return (found if index is None else found[:, index]).to(dtype)
 
 
 def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
@@ -199,8 +183,3 @@ def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dic
         step = draw.uniform(len(blocks), 1) * (0.01 if size == 32 else 0.0003)
         blocks[:, at : at + 2] = step.half().view(torch.uint8)
     return arranged(form.name, blocks.view(rows, -1))
-
-
-def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
-    """Return a layer that dequantizes the weight at each call."""
-    return DequantizedShell(packed, bias, compute_dtype, dequantize)

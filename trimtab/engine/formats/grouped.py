@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import DequantizedShell, Draw, Packed, Shell, check_finite, refused
-from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, StoredFormat, stored_format
+from trimtab.engine.formats.packed import Draw, Packed, check_finite, refused
+from trimtab.formats.record import PackedEntry, StoredFormat, stored_format
 
 # AWQ's int32 holds eight outputs in this order, from its lowest bits (AutoAWQ 0.2.9, packing_utils.py: AWQ_ORDER).
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -102,50 +102,22 @@ def _awq_values(words: Tensor) -> Tensor:
 # Computing ------------------------------------------------------------------------------------------------------------
 
 
-def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weight [D_out, D_in] in its own type, or then cast to another; a few rows are in memory in addition at a time."""
-    rows, columns = packed.shape
-    out = torch.empty(rows, columns, dtype=dtype or packed.dtype, device=packed.parts["weight"].device)
-    form, step = stored_format(packed.kind), max(1, DEQUANTIZED_VALUES // columns)
-    for start in range(0, rows, step):
-        _fill(out[start : start + step], packed.parts, slice(start, start + step), form)
-    return out
-
-
-def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
-    """Return rows of the weight as `weights.dequantize_rows`."""
-    parts = {name: part if name == "index" else part[start:stop] for name, part in packed.parts.items()}
-    moved = {name: part.to(device) for name, part in parts.items()}
-    return dequantize(Packed(packed.kind, (stop - start, packed.shape[1]), packed.dtype, moved, {}))
-
-
-def _fill(out: Tensor, parts: Mapping[str, Tensor], rows: slice, form: StoredFormat) -> None:
-    """Write rows of the weight. A float32 scale is multiplied in float32; the others in their own type, where q - zero is exact."""
-    data, scale, columns = parts["weight"][rows], parts["scale"][rows], out.shape[1]
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return rows of the weight as `packed.Exact`. q - zero is exact in 16 bits: at most 8 bits are significant."""
+    form, columns, parts = stored_format(packed.kind), packed.shape[1], packed.part_rows(rows, device, "index")
+    data, scale = parts["weight"], parts["scale"].to(dtype)
     if form.bits == 4:
         data = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)[:, :columns]
-    # Exact in 16 bits: at most 8 bits are significant.
-    zero: Tensor | float = parts["zero"][rows].to(scale.dtype) if form.has_zero else float(1 << (form.bits - 1))
+    zero: Tensor | float = parts["zero"].to(dtype) if form.has_zero else float(1 << (form.bits - 1))
     groups, size = scale.shape[1], form.group or columns
-    is_whole = columns == groups * size and not form.has_index
-    values = data.to(scale.dtype)
-    if is_whole:
+    values = data.to(dtype)
+    if columns == groups * size and not form.has_index:
         by_group = values.view(-1, groups, size)
         by_group.sub_(zero[..., None] if isinstance(zero, Tensor) else zero).mul_(scale[..., None])
     else:
-        index = parts["index"] if form.has_index else torch.arange(columns, device=data.device) // size
+        index = parts["index"] if form.has_index else torch.arange(columns, device=device) // size
         values.sub_(zero[:, index] if isinstance(zero, Tensor) else zero).mul_(scale[:, index])
-    out.copy_(values)
-
-
-def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
-    """Return rows of the weight, not rounded to its type. Of 4 bits without an order of columns."""
-    parts, form, part = packed.parts, stored_format(packed.kind), slice(rows.start, rows.stop)
-    data = parts["weight"][part]
-    values = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)[:, : packed.shape[1]].to(dtype)
-    group = torch.arange(packed.shape[1], device=data.device) // (form.group or packed.shape[1])
-    zero = parts["zero"][part].to(dtype)[:, group] if form.has_zero else 8
-    return (values - zero) * parts["scale"][part].to(dtype)[:, group]
+    return values
 
 
 def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
@@ -154,8 +126,3 @@ def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dic
     scale = draw.uniform(rows, groups) * 0.01
     parts = {"weight": draw.bytes(rows, columns * form.bits // 8), "scale": scale.to(draw.scale_dtype)}
     return parts | ({"zero": draw.bytes(rows, groups) & 15} if form.has_zero else {})
-
-
-def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
-    """Return a layer that dequantizes the weight at each call."""
-    return DequantizedShell(packed, bias, compute_dtype, dequantize)

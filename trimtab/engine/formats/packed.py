@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trimtab.engine.formats import int8_head as head8
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import PackedEntry
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 
@@ -54,6 +54,11 @@ class Packed:
         """Return one expert [D_out, D_in] of a stack [E, D_out, D_in] whose parts are those of each expert, as views."""
         parts = {name: part[number] for name, part in self.parts.items()}
         return replace(self, shape=self.shape[1:], parts=parts)
+
+    def part_rows(self, rows: range, device: torch.device, *whole: str) -> dict[str, Tensor]:
+        """Return the parts of some rows on a device. whole: those that are of all rows."""
+        own = slice(rows.start, rows.stop)
+        return {name: (part if name in whole else part[own]).to(device) for name, part in self.parts.items()}
 
     def to(self, device: torch.device) -> Packed:
         """Return a copy whose every tensor is on the device (itself where it already is)."""
@@ -182,7 +187,7 @@ class WideShell:
 
 def unpacked_shell(weight: Tensor, bias: Tensor | None) -> Shell:
     """Return a callable layer over a weight that is kept unpacked, [D_out, D_in]: what bitsandbytes computes on a CPU after it has
-    unpacked a 4-bit weight, so the same bits; and what `DequantizedShell` computes. Source: bitsandbytes 0.49.2 and 0.50.2,
+    unpacked a 4-bit weight, so the same bits; and what `dequantized_shell` computes. Source: bitsandbytes 0.49.2 and 0.50.2,
     nn.Linear4bit.forward."""
     if bias is not None:
         bias = bias.to(weight.dtype)
@@ -193,16 +198,32 @@ def unpacked_shell(weight: Tensor, bias: Tensor | None) -> Shell:
     return product
 
 
-class DequantizedShell:
-    """`y = x W^T + b` over a weight that is dequantized at each call: memory for the whole weight, then torch's product."""
+# (weight, some of its rows, a type, a device) -> their values [n, D_in], computed there in the type, not rounded to the weight's.
+Exact = Callable[[Packed, range, torch.dtype, torch.device], Tensor]
 
-    def __init__(
-        self, packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype,
-        dequantize: Callable[[Packed, torch.dtype], Tensor],
-    ) -> None:  # fmt: skip
-        self.packed, self.compute_dtype, self.dequantize = packed, compute_dtype, dequantize
-        self.bias = None if bias is None else bias.to(compute_dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self.dequantize(self.packed, self.compute_dtype)
-        return nn.functional.linear(x.to(self.compute_dtype), weight, self.bias).to(x.dtype)
+def dequantized(
+    exact: Exact, packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:  # fmt: skip
+    """Return rows of a weight in its own type, or then cast to another. A few of them are in memory in addition at a time.
+
+    They are computed in float32, or in the type of scales that have the weight's.
+    """
+    wide = packed.parts["scale"].dtype if stored_format(packed.kind).scales_in_type else torch.float32
+    out = torch.empty(stop - start, packed.shape[1], dtype=dtype or packed.dtype, device=device)
+    step = max(1, DEQUANTIZED_VALUES // packed.shape[1])
+    for first in range(start, stop, step):
+        rows = range(first, min(first + step, stop))
+        out[first - start : rows.stop - start].copy_(exact(packed, rows, wide, device).to(packed.dtype))
+    return out
+
+
+def dequantized_shell(exact: Exact, packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
+    """Return `y = x W^T + b` over a weight that is dequantized at each call: memory for the whole weight, then torch's product."""
+    own = None if bias is None else bias.to(compute_dtype)
+
+    def product(x: Tensor) -> Tensor:
+        weight = dequantized(exact, packed, 0, packed.shape[0], packed.parts["weight"].device, compute_dtype)
+        return nn.functional.linear(x.to(compute_dtype), weight, own).to(x.dtype)
+
+    return product

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,9 +15,22 @@ from torch import Tensor
 from trimtab.engine.formats import bitsandbytes, bitsandbytes_files, float4, float8, ggml, grouped, mobile
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.bitsandbytes_files import CodedRows as CodedRows
-from trimtab.engine.formats.packed import Draw, Packed, PlainShell, Shell, WideShell, is_narrow
+from trimtab.engine.formats.packed import (
+    Draw,
+    Exact,
+    Packed,
+    PlainShell,
+    Shell,
+    WideShell,
+    dequantized,
+    dequantized_shell,
+    is_narrow,
+)
 from trimtab.engine.formats.packed import unpacked_shell as packed_shell
 from trimtab.formats.record import Family, PackedEntry, StoredFormat, stored_format
+
+Read = Callable[[PackedEntry, Mapping[str, Tensor], torch.dtype], Packed]
+RandomParts = Callable[[StoredFormat, int, int, Draw], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -34,9 +48,9 @@ class WeightFormat:
     dequantize: Callable[[Packed], Tensor]
     dequantize_rows: Callable[[Packed, int, int, torch.device], Tensor]
     shell: Callable[[Packed, Tensor | None, torch.dtype], Shell]
-    read: Callable[[PackedEntry, Mapping[str, Tensor], torch.dtype], Packed] | None = None
+    read: Read | None = None
     exact_rows: Callable[[Packed, range, torch.dtype], Tensor] | None = None
-    random_parts: Callable[[StoredFormat, int, int, Draw], dict[str, Tensor]] | None = None
+    random_parts: RandomParts | None = None
     files: FileFormat | None = None
     quantize: Callable[[Tensor, str], Packed] | None = None
 
@@ -68,6 +82,18 @@ def _head_rows(packed: Packed, start: int, stop: int, device: torch.device) -> T
     return head8.dense(q, scale, packed.dtype)
 
 
+def _dequantized(
+    read: Read, exact: Exact, parts: RandomParts, quantize: Callable[[Tensor, str], Packed] | None = None
+) -> WeightFormat:  # fmt: skip
+    """Return how a family is handled whose weights torch's operations dequantize for each product."""
+    return WeightFormat(
+        lambda packed: dequantized(exact, packed, 0, packed.shape[0], packed.parts["weight"].device),
+        partial(dequantized, exact), partial(dequantized_shell, exact), read,
+        lambda packed, rows, dtype: exact(packed, rows, dtype, packed.parts["weight"].device), parts,
+        quantize=quantize,
+    )  # fmt: skip
+
+
 _BITSANDBYTES = WeightFormat(
     bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read, bitsandbytes.exact_rows,
     bitsandbytes.random_parts,
@@ -90,22 +116,13 @@ FORMATS: Mapping[Family, WeightFormat] = {
         _head_rows,
         lambda packed, bias, _: head8.Head.of(packed.parts, bias, packed.kernel),
     ),
-    "grouped": WeightFormat(
-        grouped.dequantize, grouped.dequantize_rows, grouped.shell, grouped.read, grouped.exact_rows, grouped.random_parts
-    ),
     "mobile": WeightFormat(
         mobile.dequantize, mobile.dequantize_rows, mobile.shell, mobile.read, mobile.exact_rows, mobile.random_parts
     ),
-    "float4": WeightFormat(
-        float4.dequantize, float4.dequantize_rows, float4.shell, float4.read, float4.exact_rows, float4.random_parts
-    ),
-    "float8": WeightFormat(
-        float8.dequantize, float8.dequantize_rows, float8.shell, float8.read, float8.exact_rows, float8.random_parts
-    ),
-    "ggml": WeightFormat(
-        ggml.dequantize, ggml.dequantize_rows, ggml.shell, ggml.read, ggml.exact_rows, ggml.random_parts,
-        quantize=lambda weight, _: ggml.quantize(weight),
-    ),
+    "grouped": _dequantized(grouped.read, grouped.exact_rows, grouped.random_parts),
+    "float4": _dequantized(float4.read, float4.exact_rows, float4.random_parts),
+    "float8": _dequantized(float8.read, float8.exact_rows, float8.random_parts),
+    "ggml": _dequantized(ggml.read, ggml.exact_rows, ggml.random_parts, lambda weight, _: ggml.quantize(weight)),
 }
 
 
@@ -138,12 +155,6 @@ def coded_rows(entry: PackedEntry, whole: Callable[[str], Tensor], stored: bitsa
     return None if files is None else files.rows(entry, whole, stored)
 
 
-def widened_scales(packed: Packed) -> Packed:
-    """Return a weight of a file's own format that is dequantized to float32, without a rounding of its own type."""
-    parts = {name: part.float() if name == "scale" and part.is_floating_point() else part for name, part in packed.parts.items()}
-    return replace(packed, dtype=torch.float32, parts=parts, codes={})
-
-
 def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
     """Return a weight that is already packed in a checkpoint. Nothing is quantized again. parts: the file tensors of the entry
     by their part names, on the device on which they are computed or packed. dtype: of weights whose file names none."""
@@ -166,9 +177,9 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
 
 
 def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
-    """Return rows [n, D_in] of a weight that kernels read, in a type, not rounded to the weight's own: what they are compared with.
+    """Return rows [n, D_in] of a weight in a type, not rounded to its own: what kernels are compared with, and what merges read.
 
-    Errors: AssertionError for a weight of another format, and for rows of bitsandbytes' formats that are not whole blocks.
+    Errors: AssertionError for a weight without such rows, and for rows of bitsandbytes' formats that are not whole blocks.
     """
     of_rows = _of(packed.kind).exact_rows
     assert of_rows is not None, packed.kind

@@ -22,7 +22,7 @@ from torch.nn import functional
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
-from trimtab.formats.record import is_dequantized, rounds_change, stored_format
+from trimtab.formats.record import rounds_change, stored_format
 from trimtab.planning.memory.unpacked import ITEM, aligned, columns_of
 
 
@@ -51,7 +51,7 @@ class UnpackedWeights:
             return None
         leaves = [
             one for one in model.hf_model.get_decoder().modules()
-            if isinstance(one, ResidentLeaf) and is_dequantized(one.quant_kind) and one.dtype == model.dtype
+            if isinstance(one, ResidentLeaf) and stored_format(one.quant_kind).is_dequantized and one.dtype == model.dtype
             # Products of several layers at once do not round activations (`mobile`); a plan counts none, an edited one might.
             and (model.device.type == "cpu" or not stored_format(one.quant_kind).has_rounding)
             # Of another type, releases of bitsandbytes round in different places.

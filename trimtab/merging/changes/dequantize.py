@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.engine.formats.weights import CodedRows, coded_rows, dequantize_rows, prequantized, widened_scales
+from trimtab.engine.formats.weights import CodedRows, coded_rows, exact_rows, prequantized
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.formats.record import PackedEntry
 from trimtab.merging.changes.delta import EntryRows
@@ -21,10 +21,10 @@ class StoredRows:
 
     def __init__(self, entry: PackedEntry, open_file: OpenFile) -> None:
         parts = {name: EntryRows(open_file(part), part).all() for name, part in entry.read_parts.items()}
-        self.shape, self._packed = entry.shape, widened_scales(prequantized(entry, parts, torch.float32))
+        self.shape, self._packed = entry.shape, prequantized(entry, parts, torch.float32)
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        return dequantize_rows(self._packed, start, stop, torch.device("cpu"))
+        return exact_rows(self._packed, range(start, stop), torch.float32)
 
 
 def packed_rows(entry: PackedEntry, open_file: OpenFile) -> CodedRows | StoredRows:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.config_limits import USUAL_CHOSEN
-from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, is_dequantized, stored_format
+from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.blocks import Paid, quant_of, widened_bytes
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES, Work
 from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes
@@ -281,7 +281,7 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
             continue
         out_features, in_features = weight.shape[0], prod(weight.shape[1:])
         own_bytes = max(own_bytes, _own_bytes(row, anatomy, quant))
-        if row.quantized and is_dequantized(row.stored or quant):
+        if row.quantized and stored_format(row.stored or quant).is_dequantized:
             dequantized = max(dequantized, weight.numel)
         if "attn" in row.module_path or "attention" in row.module_path:
             query = max(query, out_features, in_features)

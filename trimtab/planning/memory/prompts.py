@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
-from trimtab.formats.record import is_dequantized
+from trimtab.formats.record import stored_format
 from trimtab.planning.memory.activations import FLOAT32_BYTES, KEPT, Use, needs_of, use_of
 from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.blocks import quant_of
@@ -159,7 +159,7 @@ def _unpacked_bytes(anatomy: Anatomy, quant: str, *, has_adapters: bool) -> int:
     The decoder's weights have the columns of adapters in bfloat16.
     """
     columns = ADAPTER_COLUMNS if has_adapters and anatomy.dtype == "bfloat16" else 0
-    is_packed = is_dequantized(quant_of(anatomy, quant))
+    is_packed = stored_format(quant_of(anatomy, quant)).is_dequantized
     return _largest_weight(anatomy, columns) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
 
 
