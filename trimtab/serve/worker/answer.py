@@ -85,7 +85,7 @@ class Answer:
         """Whether its prompt is completely computed."""
         return self.prompt is not None and self.prompt.done_tokens >= self.prompt.inputs.prompt_tokens
 
-    # Only these write its state: it gets its adapter, its pieces and its prompt end, tokens are taken, and its events are told.
+    # Only these write its state: it gets its adapter, its pieces and its prompt end, tokens are taken, and its events are sent.
 
     def begin(self, adapter: str | None) -> None:
         """Use the adapter of this key, which is on the model now."""
@@ -117,7 +117,7 @@ class Answer:
             self.prompt.restart()
 
     def end_prompt(self) -> None:
-        """Forget the prompt: its row has the states, or nobody needs them."""
+        """Forget the prompt: its row has the states, or they are not needed."""
         self.prompt = None
 
     def end(self, event: Event) -> None:
