@@ -29,7 +29,7 @@ from trimtab.merging.changes.request import AdapterOption, MergeRequest, full_dt
 from trimtab.merging.files.output_dir import Workplace, check_place, check_room, disk_error
 from trimtab.merging.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
 from trimtab.process import phases
-from trimtab.process.json_file import read_object
+from trimtab.process.json_file import read_own
 from trimtab.process.packages import versions_of
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _check_taking_out(
     checkpoint: Checkpoint, request: MergeRequest, specs: Sequence[AdapterSpec], hashes: Sequence[Mapping[str, str]]
 ) -> None:
     """Raise AdapterError for an adapter with a negative weight that cannot be removed from the base again."""
-    merged = [own.get("files") for own in (_record_of(checkpoint) or {}).get("adapters", ())]
+    merged = [own.get("files") for own in read_own(checkpoint.folder / RECORD_NAME, "merge record").get("adapters", ())]
     for part, spec, own in zip(request.adapters, specs, hashes, strict=True):
         replaces = [word for word in ("use_dora", "modules_to_save") if spec.file.config.get(word)]
         if part.weight < 0 and dict(own) in merged and replaces:
@@ -385,15 +385,8 @@ def _json(value: Any) -> bytes:
 
 def _with_history(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, Any]:
     """Return the record, with the record of the base inside if the base is a merged model itself."""
-    before = _record_of(checkpoint)
-    return record if before is None else record | {"base_record": before}
-
-
-def _record_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    try:
-        return read_object(checkpoint.folder / RECORD_NAME, "merge record")
-    except CheckpointError:
-        return None
+    before = read_own(checkpoint.folder / RECORD_NAME, "merge record")
+    return record | {"base_record": before} if before else record
 
 
 # After writing --------------------------------------------------------------------------------------------------------

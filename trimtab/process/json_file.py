@@ -121,6 +121,14 @@ def read_values(path: str | os.PathLike[str], kind: str) -> Any:
     return _own(path, read_json, kind)
 
 
+def read_own(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """Return the JSON object of a file that this package writes; {} for one that is not there or cannot be read."""
+    try:
+        return read_object(path, kind)
+    except CheckpointError:
+        return {}
+
+
 def check_files(folder: Path, *, without: Iterable[str] = ()) -> None:
     """Raise CheckpointError for a file of a folder that transformers would open and that is over its limits.
 

@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 from platformdirs import user_cache_path
 
-from trimtab.errors import CheckpointError, RequestError
-from trimtab.process.json_file import read_object
+from trimtab.errors import RequestError
+from trimtab.process.json_file import read_own
 from trimtab.process.redact import scrubbed
 
 # Packages that a case's run depends on; they are pinned.
@@ -120,7 +119,7 @@ class Environments:
         """Return the versions of a package with a ready environment with these pins."""
         versions = []
         for marker in self.folder.glob(f"*/{READY}"):
-            pins = _read_json(marker).get("pins", {})
+            pins = read_own(marker, "own state").get("pins", {})
             if package in pins and self._home(package, pins[package]) == marker.parent:
                 versions.append(str(pins[package]))
         return sorted_versions(versions)
@@ -219,13 +218,6 @@ class Environments:
     def _home(self, package: str, version: str) -> Path:
         text = json.dumps([self.base.identity, sorted(self.pins(package, version).items())])
         return self.folder / f"{package}-{version}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return read_object(file, "own state")
-    except CheckpointError:
-        return {}
 
 
 def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:

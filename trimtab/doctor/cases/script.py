@@ -10,15 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from trimtab.doctor.cases.cases import BROAD_TARGETS, GEMMA4, Case, device_map, skip_modules
+from trimtab.doctor.facts.probe_kit import EVERYWHERE, LANGUAGE
 from trimtab.report.render import filled
 
 LINE_CHARS = 90
-_PROJECTION = r"(q|k|v|o|gate|up|down)_proj"
-LANGUAGE = rf"model\.language_model\.layers\.\d+\.(self_attn|mlp)\.{_PROJECTION}"
-TOWERS = (
-    rf"model\.vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.{_PROJECTION}\.linear"
-    r"|model\.audio_tower\.layers\.\d+\.self_attn\.(q|k|v)_proj\.linear"
-)
 # By an adapter's copy: the target_modules that are written over its own.
 _RETARGETED = {"broad": list(BROAD_TARGETS), "original": list(BROAD_TARGETS), "narrow": LANGUAGE}
 # Arguments of PEFT that are expressions in the script.
@@ -28,7 +23,7 @@ _SPECIAL = {"offload_dir": 'work / "peft-offload"', "torch_device": '"cuda:0" if
 def script_of(case: Case) -> str:
     """Return the script of a case. The bridge's cases show the stock call instead."""
     return filled(
-        Path(__file__).resolve().parents[1], "cases/case.py.j2", (repr, placed), case=case, targets=f"{LANGUAGE}|{TOWERS}",
+        Path(__file__).resolve().parents[1], "cases/case.py.j2", (repr, placed), case=case, targets=EVERYWHERE,
         retargeted=_RETARGETED.get(case.adapter), skipped=skip_modules(GEMMA4), special=_SPECIAL,
     )  # fmt: skip
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit
+from trimtab.doctor.facts.probe_kit import Kit, quiet
 
 BUG = Bug(
     title="An adapter cannot be merged into a Gemma 4 mobile checkpoint: PEFT adds floats to packed bytes",
@@ -41,8 +39,7 @@ def probe(kit: Kit) -> Seen:
         layer.weight.copy_(torch.randint(-100, 100, (8, 16), dtype=torch.int8))
         layer.weight_scale.fill_(0.01)
         x = torch.randn(2, 16)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             try:
                 adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
                 before = adapted(x)

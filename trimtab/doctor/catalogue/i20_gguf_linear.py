@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit
+from trimtab.doctor.facts.probe_kit import Kit, quiet
 
 BUG = Bug(
     title="PEFT puts no adapter on a GGUF file that transformers keeps packed",
@@ -30,8 +28,7 @@ def probe(kit: Kit) -> Seen:
         from transformers.integrations.gguf.utils import GgufLinear
     except ImportError as exc:
         return Seen(NOT_APPLICABLE, str(exc))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         try:
             peft.get_peft_model(nn.Sequential(GgufLinear(32, 8, 2)), peft.LoraConfig(r=2, target_modules=["0"]))
         except ValueError as exc:

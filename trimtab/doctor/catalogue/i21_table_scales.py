@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, UNKNOWN, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit
+from trimtab.doctor.facts.probe_kit import Kit, quiet
 
 BUG = Bug(
     title="A Gemma 4 mobile checkpoint whose per-layer table has a scale for each layer is refused",
@@ -39,8 +37,7 @@ def probe(kit: Kit) -> Seen:
         "modules_to_not_convert": ["model.layers", "lm_head"],
     }
     config = transformers.LlamaConfig(**sizes, quantization_config=settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         try:
             model = transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
         except RuntimeError as exc:

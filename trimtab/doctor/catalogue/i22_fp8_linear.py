@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit
+from trimtab.doctor.facts.probe_kit import Kit, quiet
 
 BUG = Bug(
     title="An adapter runs on an FP8 checkpoint, but cannot be merged into it, and DoRA cannot be attached",
@@ -33,8 +31,7 @@ def probe(kit: Kit) -> Seen:
     except ImportError as exc:
         return Seen(NOT_APPLICABLE, str(exc))
     model = nn.Sequential(FP8Linear(128, 128, block_size=(128, 128)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
         try:
             adapted.merge_and_unload()

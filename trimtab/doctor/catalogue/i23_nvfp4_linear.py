@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit
+from trimtab.doctor.facts.probe_kit import Kit, quiet
 
 BUG = Bug(
     title="PEFT puts no adapter on layers that transformers packs in NVFP4",
@@ -33,8 +31,7 @@ def probe(kit: Kit) -> Seen:
     layer = NVFP4Linear.__new__(NVFP4Linear)
     nn.Module.__init__(layer)
     layer.in_features = layer.out_features = 32
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         try:
             peft.get_peft_model(nn.Sequential(layer, nn.Linear(2, 2)), peft.LoraConfig(r=2, target_modules=["0"]))
         except ValueError as exc:

@@ -148,13 +148,15 @@ class Batch:
     def begin(
         self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None,
         top_logprobs: int | None = None, constraint: Constraint | None = None, client: str | None = "", group: str = "",
+        may_end_in_step: bool = False,
     ) -> Prompt:  # fmt: skip
         """Return a prompt to be computed. Nothing is computed yet, and no row is taken.
 
         inputs: of `LoadedModel.prepare`; those of a text may be on the host. top_logprobs: how many of the most likely tokens to
         report with each token (0: only the token itself; None: none). constraint: (token ids so far, logits [V]) -> logits,
         applied before sampling. client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache.
-        group: requests with the same prompt, media and adapter share the first one's computation.
+        group: requests with the same prompt, media and adapter share the first one's computation. may_end_in_step: of
+        `PrefillState`.
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
         request = fitted(self.model, inputs, request)
@@ -171,7 +173,7 @@ class Batch:
             adapter, request, list(inputs.token_ids), inputs.prompt_tokens, client=client, group=group, sampler=sampler,
             constraint=constraint,
         )  # fmt: skip
-        return Prompt(inputs, row, batch=self, top_logprobs=top_logprobs)
+        return Prompt(inputs, row, batch=self, top_logprobs=top_logprobs, may_end_in_step=may_end_in_step)
 
     def _fork(self, prompt: Prompt) -> bool:
         """Use the prompt of a row of the same group, if its states are complete. Returns whether there is one."""

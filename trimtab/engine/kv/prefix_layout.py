@@ -88,7 +88,7 @@ class Layout:
         return torch.empty(field.shape, dtype=field.dtype, device=device)
 
     def values_like(self, field: PageField, keys: Tensor) -> Tensor:
-        """Return empty values of the layer of a field; `keys` where it has none of its own."""
+        """Return empty values of the layer of a field; `keys` where it has no separate ones."""
         for other in (*self.blocks, *self.rings):
             if other.layer == field.layer and other.name == "values":
                 return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)

@@ -88,7 +88,11 @@ class TokenSequence:
         """The answer's tokens so far, its end token included."""
         return self.token_ids[self.prompt_tokens :]
 
-    # Only these write where a sequence stands: it gets a row, is moved, has positions written and ends.
+    # Only these write where a sequence stands: it gets an adapter and a row, is moved, has positions written and ends.
+
+    def use_adapter(self, adapter: str | None) -> None:
+        """Answer with the adapter of this name."""
+        self.adapter = adapter
 
     def place(self, number: int, written: int) -> None:
         """Give it a row of the cache, which has this many of its positions."""

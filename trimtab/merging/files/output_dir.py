@@ -20,9 +20,9 @@ from typing import Any
 
 from trimtab.adapters.file import CONFIG_NAME
 from trimtab.checkpoint.writer import sync_folder, write_synced
-from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
+from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.process.files import lock
-from trimtab.process.json_file import read_object
+from trimtab.process.json_file import read_own
 
 STATE_NAME, LOCK_NAME = ".merge-state.json", ".merge-lock"
 _FULL = (errno.ENOSPC, errno.EDQUOT if hasattr(errno, "EDQUOT") else errno.ENOSPC, errno.EFBIG)
@@ -87,7 +87,7 @@ class Workplace:
             with suppress(OSError):  # kept if it is not empty
                 self.folder.rmdir()
             raise _refused(self.out, exc) from exc
-        state = self._read_state()
+        state = read_own(self.folder / STATE_NAME, "merge record")
         if state.get("key") == self.key:
             self.finished = dict(state.get("finished", {}))
         else:
@@ -111,12 +111,6 @@ class Workplace:
 
     def _old(self) -> Path:
         return self.out.with_name(f".{self.out.name}.replaced")
-
-    def _read_state(self) -> dict[str, Any]:
-        try:
-            return read_object(self.folder / STATE_NAME, "merge record")
-        except CheckpointError:
-            return {}
 
     def _clear(self) -> None:
         for child in self.folder.iterdir():

@@ -85,8 +85,54 @@ class Answer:
         """Whether its prompt is completely computed."""
         return self.prompt is not None and self.prompt.done_tokens >= self.prompt.inputs.prompt_tokens
 
+    # Only these write its state: it gets its adapter, its pieces and its prompt end, tokens are taken, and its events are sent.
+
+    def begin(self, adapter: str | None) -> None:
+        """Use the adapter of this key, which is on the model now."""
+        self.row.use_adapter(adapter)
+        self.is_begun = True
+        for one in (self.embedding, self.scores):
+            if one is not None:
+                one.adapter = adapter
+
+    def end_embedding(self, event: Event) -> None:
+        """End with an embedding."""
+        self.embedding = None
+        self.end(event)
+
+    def end_scores(self, *, is_again: bool) -> None:
+        """Let its prompt follow the log-probabilities. is_again: whether it is computed from its first token on."""
+        assert self.scores is not None and self.prompt is not None
+        scores, self.scores = self.scores, None
+        if is_again:
+            self.scored_twice = scores.done_tokens
+        else:
+            scores.hand_over(self.prompt)
+
+    def release(self) -> None:
+        """Free the keys and values that its prompt received; the prompt is computed again."""
+        assert self.prompt is not None
+        if self.prompt.cache is not None:
+            self.scored_twice = self.prompt.done_tokens
+            self.prompt.restart()
+
+    def end_prompt(self) -> None:
+        """Forget the prompt: its row has the states, or they are not needed."""
+        self.prompt = None
+
+    def end(self, event: Event) -> None:
+        """End with this event."""
+        self.is_over = True
+        self.pending.append(event)
+
+    def news(self) -> list[Event]:
+        """Return the events since the last call."""
+        events, self.pending = self.pending, []
+        return events
+
     def take(self, sampled: SampledToken, model: LoadedModel, ends: Container[int], tokenizer: Any) -> None:
         """Turn a sampled token into events. ends: the ids of which no log-probability is reported."""
+        self.first_token = self.first_token or time.monotonic()
         if self.is_over:
             return
         assert self.text is not None and self.reading is not None
@@ -102,8 +148,7 @@ class Answer:
         if finish == "stop" and self.reading.has_called:
             finish = "tool_calls"
         if finish is not None:
-            self.is_over = True
-            self.pending.append(Event(self.job.id, "done", finish=finish, usage=self._usage(model)))
+            self.end(Event(self.job.id, "done", finish=finish, usage=self._usage(model)))
 
     def _usage(self, model: LoadedModel) -> dict[str, Any]:
         now, row = time.monotonic(), self.row

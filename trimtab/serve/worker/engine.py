@@ -122,10 +122,10 @@ class LoadedEngine:
         if inputs.has_media:
             inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
-            inputs, job.request, top_logprobs=job.top_logprobs, constraint=compiled.constraint, client=job.client, group=job.group
-        )
-        prompt.row.adapter = job.adapter  # it may stay in host memory until its turn
-        prompt.may_end_in_step = True
+            inputs, job.request, top_logprobs=job.top_logprobs, constraint=compiled.constraint, client=job.client, group=job.group,
+            may_end_in_step=True,
+        )  # fmt: skip
+        prompt.row.use_adapter(job.adapter)  # it may stay in host memory until its turn
         before = inputs.token_ids if job.continues else ()
         hidden = self.inputs.hidden_ids(reading.shown)
         detokenizer = Detokenizer(self.inputs.tokenizer, job.request.stop, hidden=hidden, before=before)
@@ -197,7 +197,7 @@ class LoadedEngine:
     def kept_tokens(self, answer: Answer) -> int:
         return 0 if answer.prompt is None or answer.prompt.cache is None else answer.prompt.done_tokens
 
-    release = staticmethod(pieces.release)
+    release = staticmethod(Answer.release)
 
     def goes_alone(self, answer: Answer) -> bool:
         if answer.prompt is None or answer.is_complete:
@@ -265,28 +265,24 @@ class LoadedEngine:
         if answer.is_begun:
             return
         key = self.shelf.bring(answer.job.adapter, self._in_use())
-        answer.row.adapter, answer.is_begun = key, True
+        answer.begin(key)
         self._begun.append(answer)
-        for one in (answer.embedding, answer.scores):
-            if one is not None:
-                one.adapter = key
 
     def arrive(self, answer: Answer) -> None:
         """Give an answer with a computed prompt its row and its first token, which the next step samples if it computes
         the prompt's last token. Errors: as `prefill`.
         """
         assert answer.prompt is not None
-        if answer.is_open:
-            with self._named("reading a prompt"):
-                self.batch.enter(answer.prompt)
-            answer.prompt = None
-            self._by_row[answer.row] = answer
-            return
+        sampled = None
         with self._named("reading a prompt"):
-            sampled = self.batch.join(answer.prompt)
-        answer.prompt = None
+            if answer.is_open:
+                self.batch.enter(answer.prompt)
+            else:
+                sampled = self.batch.join(answer.prompt)
+        answer.end_prompt()
         self._by_row[answer.row] = answer
-        self._told(answer, sampled)
+        if sampled is not None:
+            self._told(answer, sampled)
 
     def piece(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it, because others
@@ -312,7 +308,6 @@ class LoadedEngine:
                 self._break(answer, row.error)
 
     def _told(self, answer: Answer, sampled: SampledToken) -> None:
-        answer.first_token = answer.first_token or time.monotonic()
         try:
             answer.take(sampled, self.model, self.batch.ends, self.inputs.tokenizer)
         except BaseException as exc:
@@ -320,17 +315,15 @@ class LoadedEngine:
 
     def _break(self, answer: Answer, exc: BaseException) -> None:
         """End one answer with an error. The others continue."""
-        answer.is_over = True
-        answer.pending.append(error_event(answer.job.id, error_of(exc, "answering", self.model.device)))
+        answer.end(error_event(answer.job.id, error_of(exc, "answering", self.model.device)))
 
     def news(self, answer: Answer) -> Sequence[Event]:
-        events, answer.pending = answer.pending, []
-        return events
+        return answer.news()
 
     def drop(self, answer: Answer) -> None:
         if answer in self._begun:
             self._begun.remove(answer)
-        answer.prompt = None
+        answer.end_prompt()
         if answer.row.number < 0:
             self.batch.pages.forget(answer.row)
         if answer.row in self.batch.placed:

@@ -46,10 +46,9 @@ def _most_embedded(batch: Batch, most_tokens: int) -> int:
 def _embedded(answer: Answer, embedding: Embedding, most_tokens: int) -> bool:
     if not embedding.step(most_tokens):
         return False
-    answer.embedding, answer.is_over = None, True
     usage = {"prompt_tokens": embedding.prompt_tokens, "completion_tokens": 0}
     result = {"embedding": embedding.vector}
-    answer.pending.append(Event(answer.job.id, "done", finish="stop", usage=usage, result=result))
+    answer.end_embedding(Event(answer.job.id, "done", finish="stop", usage=usage, result=result))
     return True
 
 
@@ -61,22 +60,8 @@ def _scored(answer: Answer, scores: PromptScores, batch: Batch, decode: Decode) 
     answer.pending.append(scored_event(answer.job.id, start, scores.take(), decode))
     if not is_over:
         return False
-    prompt, answer.scores = answer.prompt, None
-    assert prompt is not None
-    if batch.prompts.sizes or batch.is_invariant or batch.prefixes.cache is not None:
-        answer.scored_twice = scores.done_tokens
-    else:
-        scores.hand_over(prompt)
+    answer.end_scores(is_again=bool(batch.prompts.sizes) or batch.is_invariant or batch.prefixes.cache is not None)
     return True
-
-
-def release(answer: Answer) -> None:
-    """Free the keys and values that an answer's prompt received; the prompt is computed again."""
-    prompt = answer.prompt
-    assert prompt is not None
-    if prompt.cache is not None:
-        answer.scored_twice = prompt.done_tokens
-        prompt.restart()
 
 
 def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], decode: Decode) -> Event:
