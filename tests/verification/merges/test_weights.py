@@ -8,7 +8,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_blockwise
 
-from trimtab.engine.formats import bitsandbytes_files as pack
+from trimtab.engine.formats import coded_files as pack
 from trimtab.engine.formats.bitsandbytes import quant_state, quantize
 from trimtab.merging.check_exact import rounded_once
 from trimtab.verification.merges.packed_grid import Grid
