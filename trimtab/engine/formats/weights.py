@@ -157,7 +157,8 @@ def rounded(packed: Packed, x: Tensor, *, is_input: bool) -> Tensor:
 
 def unpacked_shell(packed: Packed, weight: Tensor, bias: Tensor | None) -> Shell:
     """Return a callable layer over the weight as it is kept unpacked, which computes what `shell` computes on a CPU."""
-    return mobile.rounding(packed, packed_shell(weight, bias))
+    product = packed_shell(weight, bias)
+    return product if packed.static_scales is None else mobile.rounding(packed, product)
 
 
 def dequantize_at(packed: Packed, ids: Tensor) -> Tensor:
