@@ -82,9 +82,9 @@ class StoredFormat:
     has_rows: whether each of its parts has a row for each row of the weight, so that a table's rows can be looked up. tables:
     look-up tables that its weights share, and their bytes.
 
-    To kernels. layout: its name (`LAYOUTS` in formats/kernels.py), None if they do not read it. options: of its header, beside
-    the types of a weight. stage_bytes: of scales and zero points of a row in a stage of rows.cu (`Many::ROW_BYTES`). most_scale:
-    the largest with which a product of few rows has its weights in float16.
+    To kernels. layout: its name (`LAYOUTS` in formats/kernels.py), None if they do not read it. options: of its header, without
+    those of a weight's types. stage_bytes: of scales and zero points of a row in a stage of rows.cu (`Many::ROW_BYTES`).
+    most_scale: the largest with which a product of few rows has its weights in float16.
 
     Of a family. family: which code reads it (engine/formats). is_dequantized: whether a product without a separate kernel makes
     the whole weight in 16 bits. is_own: whether only torch's operations read it: every product dequantizes the weight, also of
