@@ -41,7 +41,7 @@ machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/an
 engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn launch_config<cuts nvrtc
     nvrtc<product_cuts shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
-engine/formats (merge): bitsandbytes_files<pack
+engine/formats (merge): coded_files<pack
 engine/tiers (runtime): arena reader<read spill streaming<tiers
 engine/memory (runtime): graph_cache out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
     shared_pool<memory_segments step_memory

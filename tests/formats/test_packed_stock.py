@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"bnb_4bit_quant_type": "nf4"},
     "nf4-dq": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "fp4": {"bnb_4bit_quant_type": "fp4"},
+    "fp4-dq": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
     "nf4-bf16-storage": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
     "nf4-dq-fp16-storage": {
         "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float16", "bnb_4bit_use_double_quant": True,

@@ -124,7 +124,7 @@ def test_a_packed_value_is_right_under_the_scale_in_the_file_whichever_was_chose
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums in another order may choose another scale that is as good; the values have to follow from it."""
-    from trimtab.engine.formats import bitsandbytes_files as pack
+    from trimtab.engine.formats import coded_files as pack
 
     calls = 0
     own = pack.choose_scales

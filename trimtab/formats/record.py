@@ -84,9 +84,9 @@ class StoredFormat:
     has_rows: whether each of its parts has a row for each row of the weight, so that a table's rows can be looked up. tables:
     look-up tables that its weights share, and their bytes.
 
-    To kernels. layout: its name (`LAYOUTS` in formats/kernels.py), None if they do not read it. options: of its header, beside
-    the types of a weight. stage_bytes: of scales and zero points of a row in a stage of rows.cu (`Many::ROW_BYTES`). most_scale:
-    the largest with which a product of few rows has its weights in float16.
+    To kernels. layout: its name (`LAYOUTS` in formats/kernels.py), None if they do not read it. options: of its header, without
+    those of a weight's types. stage_bytes: of scales and zero points of a row in a stage of rows.cu (`Many::ROW_BYTES`).
+    most_scale: the largest with which a product of few rows has its weights in float16.
 
     Of a family. family: which code reads it (engine/formats). is_dequantized: whether a product without a separate kernel makes
     the whole weight in 16 bits. is_own: whether only torch's operations read it: every product dequantizes the weight, also of
@@ -95,7 +95,8 @@ class StoredFormat:
     `planner.LINEAR_OPERATIONS`: 0.3 and 0.5 ms on that core. shares_tables: whether a table that shares its weight with a head is
     kept in 16 bits; else such a file is refused. has_file_rows: whether a file's tensors are its parts, so that a table's rows
     can be read from there. has_exact_scale: whether the rows of a table are multiplied with its own factor as it is, not rounded
-    to their type. is_mixed: whether a file has several formats of the family.
+    to their type. is_mixed: whether a file has several formats of the family. is_coded: whether values are levels times scales
+    (engine/formats/coded_files.py).
 
     Of a family, to kernels. header: in engine/kernels/cuda, and number: its FORMAT; products of the first are compiled without
     options too. arguments: parts in the order of the kernels. is_cast: whether a weight is unpacked in another type than its own
@@ -128,6 +129,7 @@ class StoredFormat:
     has_file_rows: ClassVar[bool] = False
     has_exact_scale: ClassVar[bool] = False
     is_mixed: ClassVar[bool] = False
+    is_coded: ClassVar[bool] = False
     header: ClassVar[str] = ""
     number: ClassVar[int] = 0
     arguments: ClassVar[tuple[str, str, str, str]] = ("weight", "scale", "", "")
@@ -200,7 +202,7 @@ class _Codebook(StoredFormat):
     """bitsandbytes' 4-bit codes; -dq: their scales are packed too."""
 
     family, is_dequantized, rounds_change, layer_operations = "codebook", True, True, 60
-    header, number, arguments, is_cast = "nf4.cuh", 0, ("weight", "absmax", "nested_absmax", "offset"), False
+    header, number, is_coded, is_cast, arguments = "nf4.cuh", 0, True, False, ("weight", "absmax", "nested_absmax", "offset")
     expert_outputs = (16, 40)
 
     @classmethod
@@ -231,7 +233,7 @@ class _Codebook(StoredFormat):
 class _Int8(StoredFormat):
     """bitsandbytes' 8-bit rows."""
 
-    family, rounds_change, casts_inputs, layer_operations = "int8", True, True, 110
+    family, is_coded, rounds_change, casts_inputs, layer_operations = "int8", True, True, True, 110
 
     @classmethod
     def named(cls, name: str) -> StoredFormat | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.folder import Checkpoint
-from trimtab.engine.formats.weights import CodedRows
+from trimtab.engine.formats.coded_files import CodedRows
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.formats.packed import split_packed
 from trimtab.merging.changes.delta import EntryRows, Rows, row_pieces

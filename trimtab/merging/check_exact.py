@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.weights import CodedRows, files_of
+from trimtab.engine.formats.coded_files import CodedRows, in_memory, nearest_values
 from trimtab.merging.changes.delta import Change, Rows, row_count, row_pieces
 from trimtab.merging.changes.inverse import lay_back, without_casts
 from trimtab.merging.changes.plan import Edit
@@ -83,7 +83,7 @@ def packed_alone(out: Out, rows: Rows) -> CodedRows:
     parts: dict[str, list[Tensor]] = {}
     for name, _, content in packed_content(out, rows):
         parts.setdefault(name.removeprefix(out.tensor_name), []).append(content.reshape(-1).view(torch.uint8))
-    return files_of(out.pack).in_memory(out.pack, out.shape, {name: torch.cat(pieces) for name, pieces in parts.items()})
+    return in_memory(out.pack, out.shape, {name: torch.cat(pieces) for name, pieces in parts.items()})
 
 
 def packed_range(rows: ExactRows, out: Out, scales: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -92,9 +92,9 @@ def packed_range(rows: ExactRows, out: Out, scales: Tensor, first: int) -> tuple
     scales: of the whole weight, one per block. first: the index of the first value. Values are rounded to the tensor's type before
     they are packed. All steps are monotone, so a value within `slack` is packed to one in between.
     """
-    assert out.pack is not None
-    nearest, kind = files_of(out.pack).nearest, getattr(torch, out.dtype)
-    low, high = (nearest(value.to(kind).float(), scales, first) for value in (rows.wanted - rows.slack, rows.wanted + rows.slack))
+    kind = getattr(torch, out.dtype)
+    ends = (rows.wanted - rows.slack, rows.wanted + rows.slack)
+    low, high = (nearest_values(value.to(kind).float(), scales, first) for value in ends)
     return torch.minimum(low, high), torch.maximum(low, high)
 
 

@@ -17,7 +17,7 @@ X = torch.arange(24.0).view(1, 3, 8)
 
 def layer(store):
     return ResidentLeaf(
-        "layer", quantize(torch.eye(4, 8), "none"), bias=None, device=torch.device("cpu"), dtype=torch.float32, store=store
+        "layer", quantize(torch.eye(4, 8), "nf4"), bias=None, device=torch.device("cpu"), dtype=torch.float32, store=store
     )
 
 

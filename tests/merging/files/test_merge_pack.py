@@ -15,7 +15,7 @@ from tests import merged_models, pico, stock
 from tests.long_runs import crossed
 from tests.merged_models import load, tensors_of
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.engine.formats import bitsandbytes_files as pack
+from trimtab.engine.formats import coded_files as pack
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize, prequantized
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of, read_small

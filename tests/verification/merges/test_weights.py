@@ -8,10 +8,15 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_blockwise
 
-from trimtab.engine.formats import bitsandbytes_files as pack
+from tests import pico, quantized_files
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.formats import coded_files as pack
 from trimtab.engine.formats.bitsandbytes import quant_state, quantize
+from trimtab.errors import CheckpointError
+from trimtab.formats.packed import split_packed
 from trimtab.merging.check_exact import rounded_once
-from trimtab.verification.merges.packed_grid import Grid
+from trimtab.verification.merges.packed_grid import Grid, read_grid
+from trimtab.verification.merges.retention_files import packed_modules
 from trimtab.verification.merges.weights import FALSE_ALARM_RATE, MergedWeights, merged_weights, module_weight, saved_weight
 from trimtab.verification.routes.alarm_rate import symmetric_limit
 
@@ -189,3 +194,11 @@ def test_rounding_once_does_not_go_through_float32():
     random = torch.randn(4096, generator=torch.Generator().manual_seed(0)).double() * 10.0 ** torch.linspace(-7, 4, 4096)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert torch.equal(rounded_once(random.float().double(), dtype), random.float().to(dtype).double())
+
+
+def test_merged_files_in_a_format_that_no_merge_is_packed_in_are_refused(tmp_path):
+    packed = quantized_files.write(pico.built("llama"), tmp_path, "ct-int4")[0]
+    with pytest.raises(CheckpointError, match="is packed in int4-g32, whose rounding of a merged weight is not defined") as refused:
+        packed_modules(packed)
+    assert refused.value.path == str(packed)
+    assert read_grid(next(iter(split_packed(read_checkpoint(packed))[1].values()))) is None

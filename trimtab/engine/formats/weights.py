@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats import bitsandbytes, bitsandbytes_files, float4, float8, ggml, grouped, mobile
+from trimtab.engine.formats import bitsandbytes, float4, float8, ggml, grouped, mobile
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.formats.bitsandbytes_files import CodedRows as CodedRows
 from trimtab.engine.formats.packed import (
     Draw,
     Exact,
@@ -41,8 +40,8 @@ class WeightFormat:
     dequantize: the weight [D_out, D_in] in its own type, on its device. dequantize_rows: some of its rows, copied to a device
     first. shell: a layer over the parts where they are, without a copy: a layer over views of a staging buffer computes with the
     buffer's current content. exact_rows: rows of a weight that kernels read, in another type and not rounded to its own: what they
-    are compared with. random_parts: the parts of such a weight. files: of formats whose values are levels times scales. quantize:
-    (weight, format) -> it packed; ValueError for values that the format does not have.
+    are compared with. random_parts: the parts of such a weight. quantize: (weight, format) -> it packed; ValueError for values
+    that the format does not have.
     """
 
     dequantize: Callable[[Packed], Tensor]
@@ -51,25 +50,7 @@ class WeightFormat:
     read: Read | None = None
     exact_rows: Callable[[Packed, range, torch.dtype], Tensor] | None = None
     random_parts: RandomParts | None = None
-    files: FileFormat | None = None
     quantize: Callable[[Tensor, str], Packed] | None = None
-
-
-@dataclass(frozen=True)
-class FileFormat:
-    """How a family's weights are read from files by rows, as levels times scales, and packed for files.
-
-    rows: (entry, reads a file tensor by its part, reads a range of the weight's bytes) -> the rows. pack: (format, name, rows,
-    shape, dtype) -> (file tensor, byte offset, content) in turn. in_memory: (format, shape, contents by the ends of their names) ->
-    the rows. nearest: (values, scales of the whole weight, index of the first value) -> what they become. packed_once: (weight,
-    format, generator of random scales or None for the best) -> the weight after packing.
-    """
-
-    rows: Callable[[PackedEntry, Callable[[str], Tensor], bitsandbytes_files.Rows], CodedRows]
-    pack: Callable[[str, str, bitsandbytes_files.Rows, tuple[int, ...], str], Iterator[tuple[str, int, Tensor]]]
-    in_memory: Callable[[str, tuple[int, ...], Mapping[str, Tensor]], CodedRows]
-    nearest: Callable[[Tensor, Tensor, int], Tensor]
-    packed_once: Callable[[Tensor, str, torch.Generator | None], Tensor]
 
 
 def _plain_shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
@@ -97,10 +78,6 @@ def _dequantized(
 _BITSANDBYTES = WeightFormat(
     bitsandbytes.dequantize, bitsandbytes.dequantize_rows, bitsandbytes.shell, bitsandbytes.read, bitsandbytes.exact_rows,
     bitsandbytes.random_parts,
-    FileFormat(
-        CodedRows, bitsandbytes_files.packed_parts, bitsandbytes_files.in_memory, bitsandbytes_files.nearest_values,
-        bitsandbytes_files.packed_once,
-    ),
     bitsandbytes.quantize,
 )  # fmt: skip
 FORMATS: Mapping[Family, WeightFormat] = {
@@ -135,24 +112,6 @@ def quantize(weight: Tensor, quant: str) -> Packed:
     make = _of(quant).quantize
     assert make is not None, quant
     return make(weight, quant)
-
-
-def files_of(kind: str) -> FileFormat:
-    """Return how weights of a format that files are written in are packed. Errors: AssertionError for other formats."""
-    files = _of(kind).files
-    assert files is not None, kind
-    return files
-
-
-def has_files(kind: str) -> bool:
-    """Whether `files_of` knows a format."""
-    return _of(kind).files is not None
-
-
-def coded_rows(entry: PackedEntry, whole: Callable[[str], Tensor], stored: bitsandbytes_files.Rows) -> CodedRows | None:
-    """Return the rows of a packed weight whose values are levels times scales, as `FileFormat.rows`; None for other formats."""
-    files = _of(entry.kind).files
-    return None if files is None else files.rows(entry, whole, stored)
 
 
 def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
@@ -206,7 +165,8 @@ def rounded(packed: Packed, x: Tensor, *, is_input: bool) -> Tensor:
 
 def unpacked_shell(packed: Packed, weight: Tensor, bias: Tensor | None) -> Shell:
     """Return a callable layer over the weight as it is kept unpacked, which computes what `shell` computes on a CPU."""
-    return mobile.rounding(packed, packed_shell(weight, bias))
+    product = packed_shell(weight, bias)
+    return product if packed.static_scales is None else mobile.rounding(packed, product)
 
 
 def dequantize_at(packed: Packed, ids: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.engine.formats.weights import CodedRows, coded_rows, exact_rows, prequantized
+from trimtab.engine.formats.coded_files import CodedRows
+from trimtab.engine.formats.weights import exact_rows, prequantized
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
-from trimtab.formats.record import PackedEntry
+from trimtab.formats.record import PackedEntry, stored_format
 from trimtab.merging.changes.delta import EntryRows
 
 OpenFile = Callable[[TensorEntry], PositionedFile]
@@ -29,6 +30,8 @@ class StoredRows:
 
 def packed_rows(entry: PackedEntry, open_file: OpenFile) -> CodedRows | StoredRows:
     """Return the rows of a packed weight, float32."""
+    if not stored_format(entry.kind).is_coded:
+        return StoredRows(entry, open_file)
     weight = entry.parts["weight"]
     file = open_file(weight)
 
@@ -42,4 +45,4 @@ def packed_rows(entry: PackedEntry, open_file: OpenFile) -> CodedRows | StoredRo
             file.read_into(bytes_of(found), weight.start + first)
         return found
 
-    return coded_rows(entry, whole, stored) or StoredRows(entry, open_file)
+    return CodedRows(entry, whole, stored)

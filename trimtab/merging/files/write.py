@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.writer import PositionedWriter
-from trimtab.engine.formats.weights import files_of
+from trimtab.engine.formats.coded_files import packed_parts
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.formats.packed import split_packed
 from trimtab.merging.changes.delta import Change, EntryRows, Rows, merged, row_count, row_pieces
@@ -345,7 +345,7 @@ def _by_tensor(
 def packed_content(out: Out, rows: Rows) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (file tensor, byte offset in it, a part of its content) of a tensor that is written packed."""
     assert out.pack is not None
-    return files_of(out.pack).pack(out.pack, out.tensor_name, rows, out.shape, out.dtype)
+    return packed_parts(out.pack, out.tensor_name, rows, out.shape, out.dtype)
 
 
 def _check_finite(out: Out, new: Tensor, old: Tensor | Callable[[], Tensor], problems: list[str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.weights import CodedRows
+from trimtab.engine.formats.coded_files import CodedRows
 from trimtab.engine.tiers.reader import PositionedFile
 from trimtab.formats.record import PackedEntry
 from trimtab.merging.changes.dequantize import packed_rows

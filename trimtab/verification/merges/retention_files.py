@@ -12,6 +12,7 @@ from trimtab.adapters.adapter import AdapterTarget, match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
+from trimtab.formats.record import stored_format
 from trimtab.merging.changes.experts import StackPairs
 from trimtab.process import phases
 from trimtab.verification.merges.packed_grid import Grid, read_grid
@@ -117,12 +118,10 @@ def read_merge(base: Path, merged: Path, adapter: Path) -> tuple[tuple[Survival,
 
 def packed_modules(folder: Path) -> dict[str, str]:
     """Return module path -> format of a checkpoint's packed weights. Errors: CheckpointError for one that no merge is packed in."""
-    from trimtab.engine.formats.weights import has_files
-
     weights = _Weights(folder)
     paths = [path for path in weights.probe.sources if path.endswith(".weight") and not weights.is_plain(path)]
     found = {path.removesuffix(".weight"): weights.form(path) for path in paths}
-    if unread := sorted({form for form in found.values() if not has_files(form)}):
+    if unread := sorted({form for form in found.values() if not stored_format(form).is_coded}):
         raise CheckpointError(
             f"is packed in {', '.join(unread)}, whose rounding of a merged weight is not defined", path=folder,
             hint="Compare with merged files in 16 bits, or packed by bitsandbytes",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.weights import files_of
+from trimtab.engine.formats.coded_files import packed_once
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.lora.layers import EmbeddingAdapter, Fitting, Holders, LinearAdapter
 from trimtab.verification.routes import teacher_forcing as forced
@@ -96,7 +96,7 @@ def _rounded(module: Any, adapter: Any, form: str | None, generator: torch.Gener
 
 def _packed_linear(leaf: Any, adapter: LinearAdapter, form: str, generator: torch.Generator | None) -> LinearAdapter:
     whole, bias = _merged_linear(leaf, adapter)
-    return LinearAdapter(adapter.part, weight=files_of(form).packed_once(whole, form, generator).to(leaf.weight.dtype), bias=bias)
+    return LinearAdapter(adapter.part, weight=packed_once(whole, form, generator).to(leaf.weight.dtype), bias=bias)
 
 
 def _rounded_linear(leaf: Any, adapter: LinearAdapter, generator: torch.Generator | None) -> LinearAdapter:

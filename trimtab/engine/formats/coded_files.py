@@ -1,4 +1,6 @@
-"""How are bitsandbytes' weights read from files and packed for files, exactly and a few rows at a time?
+"""How are weights whose values are levels times scales read from files and packed for files, exactly and a few rows at a time?
+
+They are bitsandbytes' (`StoredFormat.is_coded`).
 
 4-bit: two values per byte, the first in the high half; value = code[index] x the block's scale. Double quantization keeps the
 scales as 8-bit codes of a second table, less their mean. int8: row-wise, value = integer x row maximum / 127. Source: bitsandbytes
