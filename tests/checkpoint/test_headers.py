@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 
 from tests import ROOT
 from tests.examples import examples
-from trimtab.checkpoint.headers import DTYPES, MAX_HEADER_BYTES, read_header
+from trimtab.checkpoint.headers import DTYPES, MAX_HEADER_BYTES, is_finite, read_header
 from trimtab.errors import CheckpointError
 
 # One float16 tensor "a" of shape [2], then its four bytes of data: 8 + 56 + 4 bytes.
@@ -193,6 +194,21 @@ def test_file_of_torch_save_is_named_a_pickle(tmp_path: Path, as_zip: bool) -> N
     buffer = io.BytesIO()
     torch.save({"weight": torch.ones(4)}, buffer, _use_new_zipfile_serialization=as_zip)
     assert "is a pickle" in str(refusal(tmp_path, buffer.getvalue()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("size", [1, 2**16 + 3])
+def test_a_value_that_is_no_number_is_found_wherever_it_is(tmp_path: Path, dtype: torch.dtype, size: int) -> None:
+    plain = torch.full((size,), torch.finfo(dtype).max)
+    infinite = () if dtype == torch.float8_e4m3fn else (torch.inf, -torch.inf)  # it has none
+    values = [None, torch.nan, -torch.nan, *infinite]
+    for value, place in itertools.product(values, {0, size // 2, size - 1}):
+        tensor = -plain if value is None else plain.clone()
+        tensor[place] = tensor[place] if value is None else value
+        tensor = tensor.to(dtype)
+        save_file({"w": tensor}, tmp_path / "w.safetensors")
+        entry = read_header(tmp_path / "w.safetensors").tensors["w"]
+        assert is_finite(entry, entry.dtype) is (value is None) is bool(tensor.float().isfinite().all())
 
 
 def test_gguf_file_is_named(tmp_path: Path) -> None:

@@ -188,6 +188,12 @@ class Anatomy:
         """Whether experts are packed in memory: a pass then reads on the host which are chosen."""
         return any(row.packs_experts for row in self.rows)
 
+    @property
+    def routers(self) -> tuple[ModuleRow, ...]:
+        """The modules that choose experts, and those inside."""
+        paths = {row.module_path for row in self.rows if row.is_router or "router" in row.class_name.lower()}
+        return tuple(row for row in self.rows if not paths.isdisjoint((row.module_path, row.module_path.rpartition(".")[0])))
+
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         present = {row.part for row in self.rows}

@@ -1,4 +1,4 @@
-"""Safetensors headers: a strict reader that reads no weights.
+"""Safetensors headers: a strict reader that reads no weights, and whether the values of a small tensor are numbers.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, then
 the data. Source: safetensors README, "Format". Strict where a false header would cost memory or give wrong weights:
@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, NoReturn
@@ -34,6 +35,10 @@ DTYPES: dict[str, tuple[str, int]] = {
     "BF16": ("bfloat16", 2), "I32": ("int32", 4), "U32": ("uint32", 4), "F32": ("float32", 4), "I64": ("int64", 8),
     "U64": ("uint64", 8), "F64": ("float64", 8),
 }  # fmt: skip
+
+# Torch's spelling -> (bytes of one value, the bits that are all set in one that is NaN or infinite).
+_NOT_FINITE = {"bfloat16": (2, 0x7F80), "float16": (2, 0x7C00), "float32": (4, 0x7F800000), "float8_e4m3fn": (1, 0x7F)}
+_PIECE_BYTES = 2**16
 
 _PICKLE = "is a pickle (a PyTorch file), which can run code when it is read, and is refused"
 _CONVERT = "Convert it to safetensors in a place you trust, with transformers' save_pretrained"
@@ -109,6 +114,31 @@ def read_header(path: str | os.PathLike[str], *, most_tensors: int | None = None
     if most_tensors is not None and count > most_tensors:
         _refuse(file, f"has {count} tensors, a model of this config has fewer than {most_tensors}", hint=OTHER_CONFIG)
     return _parse(file, raw, file_bytes)
+
+
+def is_finite(entry: TensorEntry, dtype: str) -> bool:
+    """Whether no value of a tensor is NaN or infinite; True for types without such values. dtype: of its bytes. Errors:
+    CheckpointError, for a file that cannot be read."""
+    if dtype not in _NOT_FINITE:
+        return True
+    width, bits = _NOT_FINITE[dtype]
+    try:
+        with open(entry.file, "rb") as handle:
+            handle.seek(entry.start)
+            for start in range(0, entry.nbytes, _PIECE_BYTES):
+                piece = handle.read(min(_PIECE_BYTES, entry.nbytes - start))
+                mask, lowest, sign = (_of_all(one, width, len(piece) // width) for one in (bits, bits & -bits, 1 << 8 * width - 1))
+                # Where all bits are set, the lowest carries into the sign, which is 0.
+                if (int.from_bytes(piece, "little") & mask) + lowest & sign:
+                    return False
+    except OSError as exc:
+        raise CheckpointError(f"cannot be read ({exc.strerror or exc})", path=entry.file) from exc
+    return True
+
+
+@lru_cache(maxsize=16)
+def _of_all(bits: int, width: int, count: int) -> int:
+    return int.from_bytes(bits.to_bytes(width, "little") * count, "little")
 
 
 def _refuse(file: Path, reason: str, tensor_name: str | None = None, hint: str = "") -> NoReturn:

@@ -292,10 +292,7 @@ FAULTS = {
     ),
     "scale": (lambda d: with_attention(d, 1, scale=d.attentions[1].scale * 4), "layer 1's attention differs"),
     "values": (lambda d: with_attention(d, 1, v=d.attentions[1].k), "layer 1's attention differs"),
-    "gate": (
-        lambda d: changed(d, 1, mlp=replace(d.layers[1].mlp, gate=d.layers[1].mlp.up, up=d.layers[1].mlp.gate)),
-        "layer 1 differs",
-    ),
+    "gate": (lambda d: changed(d, 1, mlp=replace(d.layers[1].mlp, gate=d.layers[1].mlp.up)), "layer 1 differs"),
     "softcap": (lambda d: with_attention(d, 1, softcap=0.05), "layer 1's attention differs"),
     "norms of heads": (lambda d: with_attention(d, 1, q_norm=None, k_norm=None), "layer 1's attention differs"),
 }

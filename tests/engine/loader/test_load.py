@@ -349,10 +349,11 @@ def test_two_answers_at_once_are_refused(built):
     [
         ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"), ("mixtral", "model.layers.1.block_sparse_moe.gate.weight"),
         ("gemma4_moe", "model.language_model.layers.1.router.per_expert_scale"),
+        ("gemma4_moe", "model.language_model.layers.1.router.proj.weight"),
     ],
 )  # fmt: skip
 def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_path):
-    """With the first, transformers chooses expert 0 for every token and answers."""
+    """Before anything is loaded. With the first, transformers chooses expert 0 for every token and answers."""
     file = pico.build(family, tmp_path / "m") / "model.safetensors"
     plan = trimtab.plan(tmp_path / "m", quant="none", context=64, device="cpu")
     trimtab.load(plan).close()
@@ -360,5 +361,5 @@ def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_pa
     tensors[name].view(-1)[0] = torch.nan
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match="a router of experts has values that are NaN or infinite") as caught:
-        trimtab.load(trimtab.plan(tmp_path / "m", quant="none", context=64, device="cpu"))
-    assert caught.value.tensor_name.endswith(name.rpartition(".")[2]) and "layers.1." in caught.value.tensor_name
+        trimtab.plan(tmp_path / "m", context=64, device="cpu")
+    assert caught.value.tensor_name == name

@@ -15,11 +15,20 @@ from tests.cuda_on_cpu import run
 from tests.engine.kernels.test_experts import case, file_stack, kernels, mixture_of
 from trimtab.engine.kernels import experts as ours
 from trimtab.engine.kernels.experts import Mixture
+from trimtab.engine.tiers import near_experts
 from trimtab.engine.tiers.arena import Arena
 from trimtab.engine.tiers.near_experts import NearWriter
+from trimtab.errors import DeviceError
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 CPU = torch.device("cpu")
+
+
+def test_host_memory_that_the_driver_does_not_lock_is_named(monkeypatch):
+    monkeypatch.setattr(near_experts, "seen_by", lambda *_: None)
+    with pytest.raises(DeviceError, match="does not let the GPU read .* of host memory") as caught:
+        apart(mixture_of(4, 64, 64, torch.bfloat16, "nf4"), 2, torch.device("meta"))
+    assert caught.value.device == "meta" and "stream" in caught.value.hint
 
 
 @pytest.fixture(scope="module")

@@ -58,23 +58,6 @@ def why_not_packed(
     return problems
 
 
-def check_routers(model: nn.Module, rows: Iterable[ModuleRow], path: str) -> None:
-    """Raise CheckpointError unless all values of a loaded model's routers are finite: a NaN may choose one expert for every token,
-    and nothing shows it."""
-    for row in rows:
-        if not (row.is_router or "router" in row.class_name.lower()):
-            continue
-        module = model.get_submodule(row.module_path)
-        for tensor in row.tensors:
-            name = tensor.tensor_path.rpartition(".")[2]
-            value = module.get_buffer(name) if tensor.is_buffer else module.get_parameter(name)
-            if not bool(value.isfinite().all()):
-                raise CheckpointError(
-                    "a router of experts has values that are NaN or infinite", path=path, tensor_name=tensor.tensor_path,
-                    hint="The file is damaged",
-                )  # fmt: skip
-
-
 def formats_of_files(
     module: nn.Module, row: ModuleRow, packed: Mapping[str, PackedEntry], tied: Collection[str]
 ) -> tuple[dict[str, str], list[str]]:
