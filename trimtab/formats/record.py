@@ -101,7 +101,7 @@ class StoredFormat:
     Of a family, to kernels. header: in engine/kernels/cuda, and number: its FORMAT; products of the first are compiled without
     options too. arguments: parts in the order of the kernels. is_cast: whether a weight is unpacked in another type than its own
     by a cast. scales_in_type: whether its scales have the weight's type. rounds_inputs: whether its header rounds inputs and
-    outputs, so that activations have the weight's type. expert_outputs: of a block of experts.cu; registers of a thread.
+    outputs, so that activations have the weight's type. expert_outputs: of a block of experts.cu, of gate and of up, and of down.
     """
 
     name: str
@@ -136,7 +136,7 @@ class StoredFormat:
     is_cast: ClassVar[bool] = True
     scales_in_type: ClassVar[bool] = False
     rounds_inputs: ClassVar[bool] = False
-    expert_outputs: ClassVar[tuple[int, int]] = (16, 80)
+    expert_outputs: ClassVar[tuple[int, int]] = (8, 16)
 
     @classmethod
     def named(cls, name: str) -> StoredFormat | None:
@@ -203,7 +203,7 @@ class _Codebook(StoredFormat):
 
     family, is_dequantized, rounds_change, layer_operations = "codebook", True, True, 60
     header, number, is_coded, is_cast, arguments = "nf4.cuh", 0, True, False, ("weight", "absmax", "nested_absmax", "offset")
-    expert_outputs = (16, 40)
+    expert_outputs = (16, 16)
 
     @classmethod
     def named(cls, name: str) -> StoredFormat | None:

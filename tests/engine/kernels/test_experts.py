@@ -299,7 +299,7 @@ def test_the_check_at_load_passes_and_finds_faults(module):
         assert ours.check(module, mixture, 2, mixture.gate_up.dtype) is None
     for right, wrong in (
         ("fmaf(a, even, b * odd)", "fmaf(a, even, b * even)"),
-        ("changed[(m * 2 + half)", "changed[(half)"),
+        ("changed[m * ROWS + half", "changed[half"),
         ("two[1], HALF)", "1.f, HALF)"),
         ("row_slots + token / tokens", "row_slots"),
         ("is_done || A[j] == A[i]", "true"),
@@ -309,22 +309,6 @@ def test_the_check_at_load_passes_and_finds_faults(module):
         assert "relative error" in str(
             ours.check(kernels(ours.source().replace(right, wrong)), mixture_of(4, 192, 64, BF16, "nf4"), 2, BF16)
         )
-
-
-@on_cpu
-@pytest.mark.parametrize("kind", ["nf4-dq", "none"])
-def test_blocks_that_share_few_tiles_make_the_same_bits(kind, module, monkeypatch):
-    torch.manual_seed(7)
-    mixture = mixture_of(6, 320, 64, BF16, kind)
-    for slots in (None, (0, 1, 2, -1, 0)):
-        x, index, weights, tables = case(mixture, 7, 3, BF16, slots=slots)
-        whole = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module).clone()
-        for registers in (0, 2**18):
-            monkeypatch.setattr(ours, "_REGISTERS", registers)  # one block of a tile, or some
-            blocks = ours._grid(module, mixture.gate_up, 64, 21, 4)[1]
-            assert blocks == 1 if registers == 0 else 1 < blocks <= 21
-            assert torch.equal(ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module), whole)
-        monkeypatch.undo()
 
 
 @on_cpu

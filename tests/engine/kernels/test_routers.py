@@ -84,7 +84,6 @@ def test_the_check_at_load_passes_and_finds_faults(module):
     for right, wrong, what in (
         ("weight = weight / total", "weight = weight", "weights of experts"), ("best / sum", "best", "weights of experts"),
         ("* own[i], half) * factor", "* own[i], half)", "router's input"),
-        ("weighted(v[i] * r, weight[i], form, half)", "v[i] * r", "router's input"),
         ("if (v[i] > best) best", "if (v[i] >= 0.f) best", "of experts"),
     ):  # fmt: skip
         assert right in fused.source(), right

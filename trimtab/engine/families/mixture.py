@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.batched_lora import expert_table
-from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import experts as kernels
 from trimtab.engine.kernels import routers
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
-    from trimtab.engine.families.decoder import Experts, Layer, Norm
+    from trimtab.engine.families.decoder import Experts, Layer
     from trimtab.engine.layers.linear import Leaf
     from trimtab.engine.lora.experts import ExpertsAdapter
     from trimtab.engine.lora.store import AdapterStore
@@ -36,23 +35,14 @@ def hold(layers: Sequence[Layer], name: str | None) -> bool:
 
 
 def routed(
-    own: Experts, x: Tensor, rows: int, product: Callable[[Sequence[Leaf], Tensor], Tensor] | None, module: nvrtc.Module | None,
-    before: tuple[Norm, Tensor] | None = None,
+    own: Experts, x: Tensor, rows: int, product: Callable[[Sequence[Leaf], Tensor], Tensor] | None, module: nvrtc.Module | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the numbers [n, K] and weights [n, K] of x's experts, x [n, D]. rows: as `Experts.chosen` has it. product: of a step,
-    with the adapters of its rows; None: the router computes as it is. module: of kernels between products. before: a norm of x,
-    and where it is written."""
+    with the adapters of its rows; None: the router computes as it is. module: of kernels between products."""
     route = own.route if product is not None and module is not None else None
-    route = route if route is not None and route.takes(x, int(own.module.num_experts)) else None
-    also = None
-    if before is not None and route is not None and route.scale is not None and before[0].eps == route.eps:
-        also = before[0].weight, before[0].form, before[1]
-    elif before is not None:
-        norm, out = before
-        fused.add_norm(None, x, None, norm.weight, norm.eps, None, None, out, module, form=norm.form)
-    if route is None or product is None:
+    if route is None or product is None or not route.takes(x, int(own.module.num_experts)):
         return own.chosen(x, rows)
-    given = x if route.scale is None else routers.normed(x, route.scale, route.factor, route.eps, module, also)
+    given = x if route.scale is None else routers.normed(x, route.scale, route.factor, route.eps, module)
     if route.linear is not None:
         logits = product([route.linear], given)
     else:

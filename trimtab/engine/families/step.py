@@ -385,20 +385,16 @@ class FusedStep:
         if x is not None:
             return experts_of(own, x, self._chosen(own, x, rows, is_step), *given)
         assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
-        x, after, dense = torch.empty_like(h), own.after, own.after_dense
-        assert (dense.eps, dense.form) == (after.eps, after.form)
-        # Behind what reads y: a router with as many experts as the model is wide writes its scores there.
-        y = y.clone() if y.shape[1] == own.module.num_experts else y
-        made = experts_of(own, x, self._chosen(own, h, rows, is_step, (own.before, x)), *given)
-        fused.add_norm(
-            made, y, after.weight, None, after.eps, None, made, None, self.kernels.small, own_weight=dense.weight, form=after.form
-        )
-        return made
+        dense, x, after = torch.empty_like(y), torch.empty_like(h), own.after
+        self.add_norm(y, own.after_dense, dense)
+        self.add_norm(h, own.before, x)
+        # Behind the norm of y: a router with as many experts as the model is wide writes its scores there.
+        made = experts_of(own, x, self._chosen(own, h, rows, is_step), *given)
+        fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
+        return dense
 
-    def _chosen(
-        self, own: Experts, x: Tensor, rows: int, is_step: bool, before: tuple[Norm, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        numbers, weights = routed(own, x, rows, self._products if is_step else None, self.kernels.small, before)
+    def _chosen(self, own: Experts, x: Tensor, rows: int, is_step: bool) -> tuple[Tensor, Tensor]:
+        numbers, weights = routed(own, x, rows, self._products if is_step else None, self.kernels.small)
         if is_step and len(x) > 1 and "near" in vars(own.module):
             # Padding rows choose what the first row does: they bring no expert to the device.
             is_used = torch.arange(len(x), dtype=torch.int32, device=x.device) < self.cache.live

@@ -196,26 +196,26 @@ def ahead_arguments(ahead: Sequence[Tensor]) -> list[nvrtc.Argument]:
 def add_norm(
     y: Tensor | None, residual: Tensor, post_weight: Tensor | None, next_weight: Tensor | None, eps: float,
     scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None, module: nvrtc.Module | None = None, *,
-    own_weight: Tensor | None = None, dependent: bool | None = None, form: str = "inside",
+    dependent: bool | None = None, form: str = "inside",
 ) -> None:  # fmt: skip
     """Write h = (residual + norm(y) * post_weight) * scalar to out_h and norm(h) * next_weight to out_x.
 
     Shapes: y, residual, out_h, out_x [n, D]; weights [D]; scalar [1]. No y: h = residual * scalar. No post_weight: y is added as
-    it is. No scalar, no next_weight: 1. own_weight: the residual is norm(residual) * own_weight. form: of all norms. An output may
-    be one of the inputs.
+    it is. No scalar, no next_weight: 1. form: of both norms. An output may be one of the inputs.
     """
-    tensors = (y, residual, own_weight, post_weight, next_weight, scalar, out_h, out_x)
+    tensors = (y, residual, post_weight, next_weight, scalar, out_h, out_x)
     n, width = residual.shape
-    is_run = module is not None and _runs(module, residual) and width % 8 == 0 and width <= MAX_WIDTH
-    if module is None or not is_run or not all(_fits(x, residual, 1 if x is scalar else 8) for x in tensors):
-        own = residual if own_weight is None else norm_torch(residual, own_weight, eps, form)
-        _add_norm_torch(y, own, post_weight, next_weight, eps, scalar, out_h, out_x, form)
+    if module is None or not _runs(module, residual) or width % 8 or width > MAX_WIDTH:
+        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x, form)
+        return
+    if not all(_fits(x, residual, 1 if x is scalar else 8) for x in tensors):
+        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x, form)
         return
     module.launch(
         "add_norm", (n,), (-(-width // 256) * 32,),
         [
-            y, 0 if y is None else y.stride(0), residual, residual.stride(0), own_weight, post_weight, next_weight,
-            scalar, out_h, 0 if out_h is None else out_h.stride(0), out_x, 0 if out_x is None else out_x.stride(0),
+            y, 0 if y is None else y.stride(0), residual, residual.stride(0), post_weight, next_weight, scalar,
+            out_h, 0 if out_h is None else out_h.stride(0), out_x, 0 if out_x is None else out_x.stride(0),
             width, float(eps), FORMS.index(form), _half(residual),
         ],
         dependent=dependent,

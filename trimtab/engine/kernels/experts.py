@@ -40,14 +40,13 @@ NAMES = (
     "experts_many_down", "experts_many_sum", "experts_assign", "experts_turns", "experts_fetch",
 )  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
-# As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and of stacks that are not packed the outputs of a
-# block and the most registers of a thread.
+# As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block of stacks that are
+# not packed: of gate and of up, and of down.
 _CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
-_UNPACKED_OUTPUTS = (8, 80)
 _EXACT_ROWS = 256  # of a matrix that the check decodes at once: whole blocks of every format
 _TILE, _LOW_RANKS = 64, 8  # pairs of a block of many, and rows of a stack; ranks of a block
 _FETCH_BLOCKS = 32  # that copy one expert
-_REGISTERS = 65536  # of a multiprocessor
+_UNPACKED_OUTPUTS = (4, 8)
 # Seven roundings of each value, and codes in float16; the largest seen: 5.4e-3 and 7.2e-4.
 CHECK_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 # Of a block on any card.
@@ -165,8 +164,8 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
         why = _why_not_read(stack, dtype, multiple=8 if is_plain else 64)
         if why is not None:
             return why
-    units = 2 * -(-width // _CHUNK), top_k * -(-both // 2 // _CHUNK)
-    shared_bytes = max(_shared_bytes(mixture.gate_up, units[0], 4, 2), _shared_bytes(mixture.down, units[1], top_k, 1))
+    chunks, units = -(-width // _CHUNK), top_k * -(-both // 2 // _CHUNK)
+    shared_bytes = max(_shared_bytes(mixture.gate_up, chunks, 2, 0), _shared_bytes(mixture.down, units, top_k, 1))
     if shared_bytes > _MOST_SHARED_BYTES:
         return f"the sums of {top_k} experts need {shared_bytes} B of shared memory, more than {_MOST_SHARED_BYTES}"
     return nvrtc.why_not(device)
@@ -220,26 +219,26 @@ def experts(
             mixture.gate_up, "experts_low", (lora.largest_rank, 2 * chosen, n), 8,
             [x, x.stride(0), width, 0, index, chosen, count, 0, *_tables(lora, n), *changes[:2]],
         )  # fmt: skip
-    units = 2 * -(-width // _CHUNK)
+    outputs, chunks = _outputs(mixture.gate_up)[0], -(-width // _CHUNK)
     launch(
-        mixture.gate_up, "experts_gate_up", _grid(module, mixture.gate_up, inner, pairs, units), _warps(units),
+        mixture.gate_up, "experts_gate_up", (inner // outputs, chosen, n), _warps(chunks),
         [
-            x, x.stride(0), index, pairs, chosen, count, *_stack_arguments(mixture, mixture.gate_up), inner, width,
+            x, x.stride(0), index, count, *_stack_arguments(mixture, mixture.gate_up), inner, width,
             fused.ACTIVATIONS.index(mixture.activation), h, *changes,
         ],
-        _shared_bytes(mixture.gate_up, units, 4, 2),
+        _shared_bytes(mixture.gate_up, chunks, 2, 0),
     )  # fmt: skip
     if lora is not None and low is not None:
         launch(
             mixture.down, "experts_low", (lora.largest_rank, chosen, n), 8,
             [h, inner, inner, 1, index, chosen, count, 2, *_tables(lora, n), *changes[:2]],
         )  # fmt: skip
-    units = chosen * -(-inner // _CHUNK)
+    outputs, units = _outputs(mixture.down)[1], chosen * -(-inner // _CHUNK)
     launch(
-        mixture.down, "experts_down", _grid(module, mixture.down, width, n, units), _warps(units),
+        mixture.down, "experts_down", (width // outputs, n), _warps(units),
         [
-            h, index, weights, int(weights.dtype == torch.float32), n, chosen, count, *_stack_arguments(mixture, mixture.down),
-            inner, out, out.stride(0), *changes,
+            h, index, weights, int(weights.dtype == torch.float32), chosen, count, *_stack_arguments(mixture, mixture.down), inner,
+            out, out.stride(0), *changes,
         ],
         _shared_bytes(mixture.down, units, chosen, 1),
     )  # fmt: skip
@@ -310,25 +309,11 @@ def _warps(units: int) -> int:
     return -(-units // -(-units // _MOST_WARPS))
 
 
-def _grid(module: nvrtc.Module, stack: Packed | Tensor, outputs: int, items: int, units: int) -> tuple[int, int]:
-    """Return the grid of a product: tiles of outputs, and blocks that share each tile's items (pairs or rows) evenly.
-
-    A block fills its tables once, which takes about half as long as an item: few blocks with many items, but none idle.
-    """
-    own, registers = _outputs(stack)
-    tiles, at_once = outputs // own, module.multiprocessors * max(1, _REGISTERS // (32 * _warps(units) * registers))
-
-    def halves(blocks: int) -> int:
-        return -(-tiles * blocks // at_once) * (2 * -(-items // blocks) + 1)
-
-    return tiles, min(range(1, items + 1), key=halves)
-
-
-def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, turns: int) -> int:
-    """Return the shared memory of a block with this many sums of a chunk, and changes, of this many turns."""
+def _shared_bytes(stack: Packed | Tensor, units: int, changes: int, which: int) -> int:
+    """Return the shared memory of a block of one kernel (0: gate and up, 1: down) with this many chunks and changes."""
     has_table = isinstance(stack, Packed) and layouts.tables(stack)[0] is not None
     front = 256 * 32 + 20 + _warps(units) * 144 if has_table else 0  # words: codes, zeros, x
-    return 4 * (front + turns * (units + changes) * _outputs(stack)[0] + changes * (_CHANGE_WORDS + 2))
+    return 4 * (front + (units + changes) * _outputs(stack)[which] * (1 if which else 2) + changes * (_CHANGE_WORDS + 2))
 
 
 def _stack_arguments(mixture: Mixture, stack: Packed | Tensor, where: Tensor | None = None) -> list[nvrtc.Argument]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.kernels.attention_and_norms import FORMS
 from trimtab.engine.kernels.plain_attention import norm_torch
 from trimtab.engine.kernels.selfcheck import relative_error
 
@@ -41,23 +40,16 @@ def why_not(count: int, width: int, form: Choice) -> str | None:
     return None
 
 
-def normed(
-    h: Tensor, scale: Tensor, factor: float, eps: float, module: nvrtc.Module | None, also: tuple[Tensor, str, Tensor] | None = None
-) -> Tensor:  # fmt: skip
-    """Return norm(h) scale factor for h [n, D] and scale [D]. also: (weight [D], form, out [n, D]): norm(h) weight is written."""
-    weight, form, out = (None, "inside", None) if also is None else also
+def normed(h: Tensor, scale: Tensor, factor: float, eps: float, module: nvrtc.Module | None) -> Tensor:
+    """Return norm(h) scale factor for h [n, D] and scale [D]."""
     if module is None or h.device != module.device:
         made: Tensor = norm_torch(h, None, eps) * scale * factor
-        if out is not None:
-            out.copy_(norm_torch(h, weight, eps, form))
         return made
     n, width = h.shape
-    assert all(one is None or (one.dtype == h.dtype and one.is_contiguous()) for one in (scale, weight, out)) and h.stride(1) == 1
+    assert scale.dtype == h.dtype and scale.is_contiguous() and h.stride(1) == 1
     x = torch.empty(n, width, dtype=h.dtype, device=h.device)
-    module.launch(
-        "route_input", (n,), (-(-width // 256) * 32,),
-        [h, h.stride(0), scale, factor, x, weight, out, FORMS.index(form), width, eps, int(h.dtype == torch.float16)],
-    )  # fmt: skip
+    half = int(h.dtype == torch.float16)
+    module.launch("route_input", (n,), (-(-width // 256) * 32,), [h, h.stride(0), scale, factor, x, width, eps, half])
     return x
 
 
@@ -89,21 +81,19 @@ def check(module: nvrtc.Module, count: int, width: int, form: Choice, dtype: tor
     def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=module.device, generator=generator).to(dtype)
 
-    h, scale, scales, weight = random(3, width), random(width), random(count), random(width)
-    exact, out = h.double() / (h.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(), torch.full_like(h, torch.nan)
-    given = normed(h, scale, 0.1, 1e-6, module, (weight, "inside", out))
-    for made, wanted in ((given, exact * scale.double() * 0.1), (out, exact * weight.double())):
-        if (error := relative_error(made, wanted)) > _CHECK_ERROR[dtype]:
-            return f"a router's input: relative error {error:.1e}"
+    h, scale, scales = random(3, width), random(width), random(count)
+    exact = h.double() / (h.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * scale.double() * 0.1
+    if (error := relative_error(normed(h, scale, 0.1, 1e-6, module), exact)) > _CHECK_ERROR[dtype]:
+        return f"a router's input: relative error {error:.1e}"
     # Spaced so that no two are equal.
     logits = (torch.rand(3, count, device=module.device, generator=generator).argsort(dim=-1) / 16).to(dtype)
     index, weights = choose(logits, form, scales, module)
     chances = torch.softmax(logits.double(), dim=-1)
-    most, likely = chances.topk(form.chosen, dim=-1)
-    most = (most / most.sum(dim=-1, keepdim=True) if form.is_normed else most) * scales.double()[likely]
+    most, wanted = chances.topk(form.chosen, dim=-1)
+    most = (most / most.sum(dim=-1, keepdim=True) if form.is_normed else most) * scales.double()[wanted]
     # Equal logits are chosen by their numbers: their chances are compared.
     found = chances.gather(1, index.clamp(min=0))
-    if index.min() < 0 or index.max() >= count or relative_error(found, chances.gather(1, likely)) > 1e-6:
+    if index.min() < 0 or index.max() >= count or relative_error(found, chances.gather(1, wanted)) > 1e-6:
         return f"{form.chosen} of {count} experts: others are the most likely"
     own = found / found.sum(dim=-1, keepdim=True) if form.is_normed else found
     error = relative_error(weights, own * scales.double()[index])

@@ -162,11 +162,10 @@ def check(
         for width in widths:
             y, residual, scalar = random(n, width), random(n, width), random(1)
             post, following = random(width), random(width)
-            for first, own in ((y, None), (y, post), (None, None)):
+            for first in (y, None):
                 actual, wanted = ((poisoned(n, width), poisoned(n, width)) for _ in range(2))
-                before = post if norm[1] else None
                 for (h, x), one in ((actual, module), (wanted, None)):
-                    add_norm(first, residual, before, following, 1e-6, scalar, h, x, one, own_weight=own, form=norm[0])
+                    add_norm(first, residual, post if norm[1] else None, following, 1e-6, scalar, h, x, one, form=norm[0])
                 if reason := wrong(f"add_norm of {n} x {width}", actual, wanted):
                     return reason
             both = random(n, 2 * width)

@@ -56,7 +56,7 @@ __device__ __forceinline__ float scattered_sums(float* v) {
 // One expert of a stack, and what a warp asked for of ROWS of its rows: `row(r)` [., width], in one chunk. `sums` writes the rows' sums.
 #if FORMAT == 0
 struct Expert {
-  static constexpr int ROWS = 16, BLOCKS = 2;
+  static constexpr int UP_ROWS = 32, DOWN_ROWS = 16;
   const u8 *weight, *scale;
   const float *outer, *code2, *offset;
   __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : code2(s.code2), offset(s.offset + expert) {
@@ -170,7 +170,7 @@ struct Asked {
 struct Expert {
   typedef uint4 Word;
   struct Scale {};
-  static constexpr int ROWS = 8, BLOCKS = 1;
+  static constexpr int UP_ROWS = 8, DOWN_ROWS = 8;
   const u8* weight;
   __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : weight(s.of(expert).weight) {}
   __device__ __forceinline__ Word word_at(u32 at) const { return __ldcg((const uint4*)(weight + (u64)at * 2)); }
@@ -182,7 +182,7 @@ struct Expert {
   typedef Unpacked<false> Own;
   typedef typename Own::Word Word;
   typedef typename Own::Scale Scale;
-  static constexpr int ROWS = 16, BLOCKS = 1;
+  static constexpr int UP_ROWS = 16, DOWN_ROWS = 16;
   const u8* weight;
   Own own;
   __device__ __forceinline__ Expert(const Stack& s, u32 expert, int width) : Expert(s.of(expert), width) {}
@@ -317,115 +317,99 @@ extern "C" __global__ void __launch_bounds__(256) experts_low(
   if (threadIdx.x == 0) low[CHANGE_WORDS + r] = lora_rounded(sum, wide);
 }
 
-// h [pairs, inner] = act(gate) up. A block makes some outputs of every gridDim.y-th pair; a warp has a chunk of their gates or of their
-// ups. Grid: [tiles of ROWS outputs, blocks of one tile]. Shared: what is in front, then twice [2 (chunks + 2), ROWS] floats, four
-// `Change`: of a pair and of the next one, whose sums begin before this one's are read.
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, Expert::BLOCKS) experts_gate_up(
-    const u16* x, int x_stride, const i64* index, int pairs, int chosen, int count, STACK_PARAMETERS, int inner, int width, int kind,
-    u16* h, const float* low, int low_stride, int wide) {
-  constexpr int ROWS = Expert::ROWS;
+// h [pairs, inner] = act(gate) up. Grid: [tiles of UP_ROWS / 2 outputs, K, n]. Shared: what is in front, then [chunks
+// + 2, UP_ROWS] floats and two `Change`.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
+    const u16* x, int x_stride, const i64* index, int count, STACK_PARAMETERS, int inner, int width, int kind, u16* h,
+    const float* low, int low_stride, int wide) {
+  constexpr int ROWS = Expert::UP_ROWS, OUTPUTS = ROWS / 2;
   extern __shared__ __align__(16) u32 shared[];
+  float* parts = behind(shared);
   const Stack stack = STACK_GIVEN;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
-  const int first = blockIdx.x * ROWS, each = 2 * (chunks + 2) * ROWS;
-  float* parts = behind(shared);
-  Change* changes = (Change*)(parts + 2 * each);
-  const auto output = [&](int r) { return first + r + (r < ROWS ? 0 : inner - ROWS); };
+  const int row = blockIdx.z, pair = row * gridDim.y + blockIdx.y, first = blockIdx.x * OUTPUTS;
   let_next_start();
   prepare(shared, code);
   wait_for_previous();
+  const i64 number = __ldcg(index + pair);
+  const Expert expert(stack, clamped(number, count), width);
+  const auto output = [&](int r) { return first + r + (r < OUTPUTS ? 0 : inner - OUTPUTS); };
+  float* changed = parts + chunks * ROWS;
+  Change* changes = (Change*)(changed + 2 * ROWS);
+  x += (size_t)row * x_stride, low += low ? (size_t)pair * 2 * low_stride : 0;
+  if (low) read_changes(changes, 2, low, low_stride);
   __syncthreads();
-  int turn = 0;
+  if (low) bring_changes<ROWS>(changes, 2, wide, output);
 #pragma unroll 1
-  for (int pair = blockIdx.y; pair < pairs; pair += gridDim.y, turn ^= 1) {
-    const u16* own_x = x + (size_t)(pair / chosen) * x_stride;
-    const float* own_low = low ? low + (size_t)pair * 2 * low_stride : low;
-    float *own = parts + turn * each, *changed = own + 2 * chunks * ROWS;
-    Change* change = changes + 2 * turn;
-    const Expert expert(stack, clamped(__ldcg(index + pair), count), width);
-    if (low) {
-      read_changes(change, 2, own_low, low_stride);
-      __syncthreads();
-      bring_changes<2 * ROWS>(change, 2, wide, output);
-    }
-#pragma unroll 1
-    for (int unit = warp; unit < 2 * chunks; unit += warps) {
-      const int half = unit >= chunks;
-      Asked<ROWS> asked;
-      asked.ask(expert, own_x, width, unit - half * chunks, [&](int r) { return first + r + half * inner; });
-      asked.sums(expert, shared, own + unit * ROWS);
-    }
-    if (low) change_all<2 * ROWS>(changed, change, 2, own_low, low_stride, wide, output);
-    __syncthreads();
-    const int r = threadIdx.x;
-    if (r >= ROWS) continue;
-    float two[2] = {};
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      for (int chunk = 0; chunk < chunks; chunk++) two[half] += own[(half * chunks + chunk) * ROWS + r];
-      two[half] = rounded(two[half], HALF);
-      for (int m = 0; m < 2 && low; m++) two[half] = rounded(two[half] + changed[(m * 2 + half) * ROWS + r], HALF);
-    }
-    h[(size_t)pair * inner + first + r] = stored(rounded(activated(two[0], kind), HALF) * two[1], HALF);
+  for (int chunk = warp; chunk < chunks; chunk += warps) {
+    Asked<ROWS> asked;
+    asked.ask(expert, x, width, chunk, output);
+    asked.sums(expert, shared, parts + chunk * ROWS);
   }
+  if (low) change_all<ROWS>(changed, changes, 2, low, low_stride, wide, output);
+  __syncthreads();
+  const int r = threadIdx.x;
+  if (r >= OUTPUTS) return;
+  float two[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    for (int chunk = 0; chunk < chunks; chunk++) two[half] += parts[chunk * ROWS + half * OUTPUTS + r];
+    two[half] = rounded(two[half], HALF);
+    for (int m = 0; m < 2 && low; m++) two[half] = rounded(two[half] + changed[m * ROWS + half * OUTPUTS + r], HALF);
+  }
+  h[(size_t)pair * inner + first + r] = stored(rounded(activated(two[0], kind), HALF) * two[1], HALF);
 }
 
-// out [n, outputs] = the sum over a row's experts of (down h) weight; a block makes some outputs of every gridDim.y-th row.
-// wide_weights: they are float32, else of the model's type. Grid: [tiles of ROWS outputs, blocks of one tile]. Shared: what is in
-// front, then [K (chunks + 1), ROWS] floats, K `Change`, K weights and K numbers.
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, Expert::BLOCKS) experts_down(
-    const u16* h, const i64* index, const void* weights, int wide_weights, int rows, int chosen, int count, STACK_PARAMETERS, int width,
+// out [n, outputs] = the sum over a row's experts of (down h) weight. wide_weights: they are float32, else of the model's type. Grid:
+// [tiles of DOWN_ROWS outputs, n]. Shared: what is in front, then [K (chunks + 1), DOWN_ROWS] floats, K `Change`, K weights and K numbers.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
+    const u16* h, const i64* index, const void* weights, int wide_weights, int chosen, int count, STACK_PARAMETERS, int width,
     u16* out, int out_stride, const float* low, int low_stride, int wide) {
-  constexpr int ROWS = Expert::ROWS;
+  constexpr int ROWS = Expert::DOWN_ROWS;
   extern __shared__ __align__(16) u32 shared[];
   float* parts = behind(shared);
   const Stack stack = STACK_GIVEN;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
-  const int first = blockIdx.x * ROWS, units = chosen * chunks;
+  const int row = blockIdx.y, first = blockIdx.x * ROWS, units = chosen * chunks;
+  let_next_start();
+  prepare(shared, code);
+  wait_for_previous();
+  h += (size_t)row * chosen * width;
   const auto output = [&](int r) { return first + r; };
   float* changed = parts + units * ROWS;
   Change* changes = (Change*)(changed + chosen * ROWS);
   float* factors = (float*)(changes + chosen);
   u32* numbers = (u32*)(factors + chosen);
-  let_next_start();
-  prepare(shared, code);
-  wait_for_previous();
-#pragma unroll 1
-  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
-    const u16* own_h = h + (size_t)row * chosen * width;
-    const float* own_low = low ? low + (size_t)row * chosen * low_stride : low;
-    for (int k = threadIdx.x; k < chosen; k += blockDim.x) {
-      const size_t at = (size_t)row * chosen + k;
-      const i64 number = __ldcg(index + at);
-      const float factor = wide_weights ? __ldcg((const float*)weights + at) : value(__ldcg((const u16*)weights + at), HALF);
-      numbers[k] = clamped(number, count), factors[k] = number >= 0 && number < count ? factor : __uint_as_float(0x7fc00000u);
-    }
-    if (low) read_changes(changes, chosen, own_low, low_stride);
-    __syncthreads();
-    if (low) bring_changes<ROWS>(changes, chosen, wide, output);
-#pragma unroll 1
-    for (int unit = warp; unit < units; unit += warps) {
-      const int k = unit / chunks;
-      const Expert expert(stack, numbers[k], width);
-      Asked<ROWS> asked;
-      asked.ask(expert, own_h + (size_t)k * width, width, unit - k * chunks, output);
-      asked.sums(expert, shared, parts + unit * ROWS);
-    }
-    if (low) change_all<ROWS>(changed, changes, chosen, own_low, low_stride, wide, output);
-    __syncthreads();
-    const int r = threadIdx.x;
-    if (r < ROWS) {
-      float total = 0.f;
-      for (int k = 0; k < chosen; k++) {
-        float y = 0.f;
-        for (int chunk = 0; chunk < chunks; chunk++) y += parts[(k * chunks + chunk) * ROWS + r];
-        y = rounded(y, HALF);
-        if (low) y = rounded(y + changed[k * ROWS + r], HALF);
-        y = __fmul_rn(y, factors[k]);
-        total = __fadd_rn(total, wide_weights ? y : rounded(y, HALF));
-      }
-      out[(size_t)row * out_stride + first + r] = stored(total, HALF);
-    }
-    if (row + (int)gridDim.y < rows) __syncthreads();
+  for (int k = threadIdx.x; k < chosen; k += blockDim.x) {
+    const size_t at = (size_t)row * chosen + k;
+    const i64 number = __ldcg(index + at);
+    const float factor = wide_weights ? __ldcg((const float*)weights + at) : value(__ldcg((const u16*)weights + at), HALF);
+    numbers[k] = clamped(number, count), factors[k] = number >= 0 && number < count ? factor : __uint_as_float(0x7fc00000u);
   }
+  low += low ? (size_t)row * chosen * low_stride : 0;
+  if (low) read_changes(changes, chosen, low, low_stride);
+  __syncthreads();
+  if (low) bring_changes<ROWS>(changes, chosen, wide, output);
+#pragma unroll 1
+  for (int unit = warp; unit < units; unit += warps) {
+    const int k = unit / chunks;
+    const Expert expert(stack, numbers[k], width);
+    Asked<ROWS> asked;
+    asked.ask(expert, h + (size_t)k * width, width, unit - k * chunks, output);
+    asked.sums(expert, shared, parts + unit * ROWS);
+  }
+  if (low) change_all<ROWS>(changed, changes, chosen, low, low_stride, wide, output);
+  __syncthreads();
+  const int r = threadIdx.x;
+  if (r >= ROWS) return;
+  float total = 0.f;
+  for (int k = 0; k < chosen; k++) {
+    float y = 0.f;
+    for (int chunk = 0; chunk < chunks; chunk++) y += parts[(k * chunks + chunk) * ROWS + r];
+    y = rounded(y, HALF);
+    if (low) y = rounded(y + changed[k * ROWS + r], HALF);
+    y = __fmul_rn(y, factors[k]);
+    total = __fadd_rn(total, wide_weights ? y : rounded(y, HALF));
+  }
+  out[(size_t)row * out_stride + first + r] = stored(total, HALF);
 }

@@ -4,12 +4,12 @@
 // Values are bf16 or fp16 in memory and float32 in registers; `rounded` stands where transformers' modules round between
 // two operations, so that only the order of a sum tells the two apart.
 
-// h = (residual + norm(y) post) scalar, x = norm(h) next; without post: h = (residual + y) scalar. own: null, or the residual is
-// norm(residual) own. form: where a norm rounds (values.cuh). A block is a row, a thread 8 values.
+// h = (residual + norm(y) post) scalar, x = norm(h) next; without post: h = (residual + y) scalar. form: where a norm rounds
+// (values.cuh). A block is a row, a thread 8 values.
 extern "C" __global__ void __launch_bounds__(1024) add_norm(
-    const u16* y, int y_stride, const u16* residual, int residual_stride, const u16* own, const u16* post, const u16* next,
+    const u16* y, int y_stride, const u16* residual, int residual_stride, const u16* post, const u16* next,
     const u16* scalar, u16* out_h, int h_stride, u16* out_x, int x_stride, int width, float eps, int form, int half) {
-  __shared__ float first[32], second[32], third[32];
+  __shared__ float first[32], second[32];
   const int row = blockIdx.x, at = threadIdx.x * 8;
   const bool live = at < width;
   float h[8] = {}, post_weight[8], next_weight[8];
@@ -22,15 +22,6 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(
   const float factor = scalar ? value(__ldcg(scalar), half) : 1.f;
   wait_for_previous();
   if (live) load<8>(h, residual + (size_t)row * residual_stride + at, half);
-  if (own) {
-    float weight[8] = {}, sum = 0.f;
-    if (live) load<8>(weight, own + at, half);
-#pragma unroll
-    for (int i = 0; i < 8; i++) sum = fmaf(h[i], h[i], sum);
-    const float r = rsqrtf(block_sum(sum, third) / width + eps);
-#pragma unroll
-    for (int i = 0; i < 8; i++) h[i] = rounded(weighted(h[i] * r, weight[i], form, half), half);
-  }
   if (y) {
     float v[8] = {}, sum = 0.f;
     if (live) load<8>(v, y + (size_t)row * y_stride + at, half);
@@ -60,31 +51,23 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(
   }
 }
 
-// x = norm(h) scale factor, rounded behind each: the input of a router (engine/kernels/routers.py). next: null, or out_x = norm(h) next,
-// of this form. A block is a row, a thread 8 values.
+// x = norm(h) scale factor, rounded behind each: the input of a router (engine/kernels/routers.py). A block is a row, a thread 8 values.
 extern "C" __global__ void __launch_bounds__(1024) route_input(
-    const u16* h, int h_stride, const u16* scale, float factor, u16* x, const u16* next, u16* out_x, int form, int width, float eps,
-    int half) {
+    const u16* h, int h_stride, const u16* scale, float factor, u16* x, int width, float eps, int half) {
   __shared__ float sums[32];
   const int row = blockIdx.x, at = threadIdx.x * 8;
   const bool live = at < width;
-  float v[8] = {}, own[8] = {}, weight[8] = {}, sum = 0.f;
+  float v[8] = {}, own[8] = {}, sum = 0.f;
   let_next_start();
   if (live) load<8>(own, scale + at, half);
-  if (live && next) load<8>(weight, next + at, half);
   wait_for_previous();
   if (live) load<8>(v, h + (size_t)row * h_stride + at, half);
 #pragma unroll
   for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
   const float r = rsqrtf(block_sum(sum, sums) / width + eps);
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    weight[i] = weighted(v[i] * r, weight[i], form, half);
-    v[i] = rounded(rounded(v[i] * r, half) * own[i], half) * factor;
-  }
-  if (!live) return;
-  if (next) store<8>(out_x + (size_t)row * width + at, weight, half);
-  store<8>(x + (size_t)row * width + at, v, half);
+  for (int i = 0; i < 8; i++) v[i] = rounded(rounded(v[i] * r, half) * own[i], half) * factor;
+  if (live) store<8>(x + (size_t)row * width + at, v, half);
 }
 
 // index, weights [n, chosen]: the most likely of softmax(logits [n, count]), by their chances; equal ones by their numbers. is_normed:
