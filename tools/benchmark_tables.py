@@ -157,17 +157,25 @@ def families(results: Mapping[str, Any]) -> str:
         "qwen3-8b": "Qwen3-8B", "llama-3-8b": "Llama-3-8B", "gemma3-4b": "Gemma 3 4B (text)", "qwen3-vl-4b": "Qwen3-VL-4B",
         "qwen3.5-9b": "Qwen3.5-9B", "e4b": "Gemma 4 E4B",
     }  # fmt: skip
-    found = {(row["model"], row["engine"]): row for row in results["rows"] if not {"error", "card_gib"} & set(row)}
+    found = {(row["model"], row["engine"], row.get("card_gib")): row for row in results["rows"] if "error" not in row}
     rows = []
-    for model, title in names.items():
-        own, stock = found.get((model, "trimtab")), found.get((model, "stock"))
-        if own is not None:
-            beside = [f" ({stock[key]:,.1f})" if stock is not None else "" for key in ("tok_s", "first_ms")]
-            first = f"{own['first_ms']:.1f}{beside[1]}"
-            rows.append([title, f"{own['tok_s']:,.0f}{beside[0]}", f"{own['rows8_tok_s']:,.0f}", first, own["step"]])
-    heads = ["model", "tokens/s, one row (stock)", "eight rows, eight adapters", "first token of 512, ms (stock)", "steps"]
-    table = _table(heads[:1] + heads[4:] + heads[1:4], 3, ([row[0], row[4], *row[1:4]] for row in rows))
-    return f"{table}\n\n{_where(results)}; random weights, NF4 with double quantization, adapters of rank 8 on all linears.\n"
+    for (model, engine, card), own in found.items():
+        if engine != "trimtab":
+            continue
+        stock = found.get((model, "stock", card))
+        beside = [f" ({stock[key]:,.1f})" if stock is not None else "" for key in ("tok_s", "first_ms")]
+        many = f"{own['rows8_tok_s']:,.0f}" if "rows8_tok_s" in own else "-"
+        gpu = own.get("gpu", results["environment"]["gpu"]).split()[1]
+        rows.append([
+            names[model], f"{card:g} GiB" if card else "whole", gpu, own["step"], f"{own['tok_s']:,.0f}{beside[0]}",
+            f"{own['predicted_tok_s']:,.0f}" if card else "-", many, f"{own['first_ms']:.1f}{beside[1]}",
+        ])  # fmt: skip
+    rows.sort(key=lambda row: list(names.values()).index(row[0]))
+    heads = ["model", "card", "GPU", "steps", "tokens/s, one row (stock)", "planned", "eight rows, eight adapters",
+             "first token of 512, ms (stock)"]  # fmt: skip
+    where = _where(results).partition(", ")[2]
+    what = "random weights, NF4 with double quantization, adapters of rank 8 on all linears"
+    return f"{_table(heads, 4, rows)}\n\n{where}; {what}.\n"
 
 
 def experts(results: Mapping[str, Any]) -> str:
@@ -179,11 +187,12 @@ def experts(results: Mapping[str, Any]) -> str:
         size, _, card, *_ = [*row["case"].split(":"), "", ""]
         near = f"{row['slots']} of 128" if row["slots"] else "all"
         hits = f"{row['hits']:.0%}" if "hits" in row else "-"
-        cells = [f"{row[name]:,.0f}" if name in row else "-" for name in ("tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")]
+        names = ("predicted_tok_s", "tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")
+        cells = [f"{row[name]:,.0f}" if name in row and (card or name != names[0]) else "-" for name in names]
         rows.append([size.upper(), f"{card} GiB" if card else "whole", near, hits, *cells, f"{row['process_gib']:.2f} GiB"])
-    heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "tokens/s", "adapter on experts",
-             "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
-    table = _table(heads, 6, rows)
+    heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "planned", "tokens/s",
+             "adapter on experts", "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
+    table = _table(heads, 7, rows)
     what = "random weights, NF4 with double quantization, an adapter of rank 8 on attention and dense parts"
     return f"{table}\n\n{_where(results)}; {what}. The process holds the adapters.\n"
 

@@ -92,7 +92,8 @@ class StoredFormat:
     the whole weight in 16 bits. is_own: whether only torch's operations read it: every product dequantizes the weight, also of
     one row. rounds_change: whether PEFT rounds an adapter's change before it adds it. casts_inputs: whether a product has copies
     of its input in other types. layer_operations: of a layer on a CPU, without its product, counted as
-    `planner.LINEAR_OPERATIONS`: 0.3 and 0.5 ms on that core. shares_tables: whether a table that shares its weight with a head is
+    `planner.LINEAR_OPERATIONS`: 0.3 and 0.5 ms on that core. layer_s: seconds of a layer of a fused step beyond bitsandbytes'
+    4-bit codes, on an H200 (bench/results/formats.json). shares_tables: whether a table that shares its weight with a head is
     kept in 16 bits; else such a file is refused. has_file_rows: whether a file's tensors are its parts, so that a table's rows
     can be read from there. has_exact_scale: whether the rows of a table are multiplied with its own factor as it is, not rounded
     to their type. is_mixed: whether a file has several formats of the family. is_coded: whether values are levels times scales
@@ -125,6 +126,7 @@ class StoredFormat:
     rounds_change: ClassVar[bool] = False
     casts_inputs: ClassVar[bool] = False
     layer_operations: ClassVar[int] = 0
+    layer_s: ClassVar[float] = 0.0
     shares_tables: ClassVar[bool] = False
     has_file_rows: ClassVar[bool] = False
     has_exact_scale: ClassVar[bool] = False
@@ -328,7 +330,7 @@ class _Float8(_Own):
 class _Mobile(_Own):
     """Gemma 4's mobile weights; without -a8 of tables."""
 
-    family, has_file_rows, has_exact_scale, rounds_inputs = "mobile", True, True, True
+    family, has_file_rows, has_exact_scale, rounds_inputs, layer_s = "mobile", True, True, True, 22e-6
     header, number, arguments, is_cast = "mobile.cuh", 4, ("weight", "scale", "", "activation"), False
 
     @classmethod
@@ -374,7 +376,7 @@ class _Float4(_Own):
 class _Ggml(_Own):
     """ggml's blocks, as GGUF files hold them."""
 
-    family, shares_tables, has_file_rows, is_mixed = "ggml", True, True, True
+    family, shares_tables, has_file_rows, is_mixed, layer_s = "ggml", True, True, True, 33e-6
     header, number, arguments = "ggml.cuh", 3, ("weight", "scale", "outer", "")
 
     @property

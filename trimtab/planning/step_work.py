@@ -40,7 +40,8 @@ def step_work(
         if reads_packed and block.expert_bytes:
             others = block.movable_bytes - (0 if block.are_apart else block.expert_bytes)
             own = others + int(rows * block.expert_bytes * block.expert_share / EXPERT_RATE_SHARE)
-            other_s += EXPERT_LAYER_S
+            other_s += EXPERT_LAYER_S[block.has_mlp]
+        other_s += block.layer_s if reads_packed and is_layer else 0.0
         device, link = device + own + (0 if reads_packed else block.widened_bytes), link + copied
         other_s += choice.step_s if choice.tier == "disk" else 0.0
         one = BlockWork(own, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())

@@ -76,7 +76,8 @@ class Block:
     is_in_file: whether a table's rows can be read from the checkpoint: its tensors are there as they are computed with. pieces: the
     leaves of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
     a pass writes and reads again for weights that are stored in 16 bits and used in float32. expert_bytes: of stacked experts,
-    expert_count of each stack, of which a token uses expert_share; are_apart: they do not move with it (memory/expert_slots.py).
+    expert_count of each stack, of which a token uses expert_share; are_apart: they do not move with it (memory/expert_slots.py);
+    has_mlp: an MLP of linears stands next to them. layer_s: `StoredFormat.layer_s` of its weights, the most.
     """
 
     block_path: str
@@ -103,6 +104,8 @@ class Block:
     expert_count: int = 0
     expert_share: float = 1.0
     are_apart: bool = False
+    has_mlp: bool = False
+    layer_s: float = 0.0
 
     def read_bytes(self, rows: int) -> int:
         """Return the bytes that a step of `rows` rows reads, where each token's experts are any of them as likely."""
@@ -214,6 +217,8 @@ def _block(
         pieces=pieces, piece_bytes=tuple(piece_bytes), widened_bytes=sum(widened_bytes(row, anatomy.dtype) for row in rows),
         expert_bytes=sum(leaf.nbytes for leaf in stacked), expert_count=min((leaf.shape[0] for leaf in stacked), default=0),
         expert_share=min(share, 1.0), are_apart=are_apart and bool(stacked),
+        has_mlp=any(row.kind == "linear" and row.module_path.endswith("down_proj") for row in rows),
+        layer_s=max((stored_format(leaf.kind).layer_s for leaf in leaves if len(leaf.shape) == 2), default=0.0),
     )  # fmt: skip
 
 

@@ -77,10 +77,11 @@ CHECK_PIECE_VALUES = 2**20
 FUSED_LAYER_S = (39e-6, 36e-6)
 FUSED_ROW_SHARE = 0.055
 GRAPH_LINEAR_S = (24e-6, 21e-6)
-# A fused layer with packed experts beyond another: its router and launches. Kernels decode the experts of each row by themselves,
-# at this share of the rate at which memory is read (Gemma 4 26B-A4B, one row and eight on an H200: bench/results/experts.json).
-EXPERT_LAYER_S = 26e-6
-EXPERT_RATE_SHARE = 0.21
+# A fused layer with packed experts beyond another: in an MLP's place, and next to one. Kernels decode the experts of each row by
+# themselves, at this share of the rate at which memory is read. All three from Gemma 4 26B-A4B and Qwen3-30B-A3B, one row and eight
+# on an H200 (bench/results/experts.json).
+EXPERT_LAYER_S = (3e-6, 33e-6)
+EXPERT_RATE_SHARE = 0.27
 # bitsandbytes' one-row product reads memory at this share of the rate.
 GRAPH_RATE_SHARE = 0.75
 EAGER_KERNELS = (19, 14)
