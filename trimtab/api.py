@@ -22,7 +22,7 @@ from trimtab.checkpoint.names import check_options
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
 from trimtab.formats.gguf import window_reason
 from trimtab.formats.packed import format_names, split_packed
-from trimtab.formats.record import GGML_FLOATS
+from trimtab.formats.record import GGML_FLOATS, stored_format
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import NO_MEDIA, ServedMedia, media_memory
@@ -386,6 +386,7 @@ def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
     kinds = format_names(split_packed(checkpoint)[1])
     if not kinds:
         if quant not in ("auto", *QUANTS):
+            stored_format(quant)  # raises for a name that is none
             raise RequestError(
                 "is a format of files, which trimtab reads and does not make; this checkpoint is not quantized", field="quant",
                 value=quant, allowed=("auto", *QUANTS),

@@ -196,10 +196,12 @@ def test_file_of_torch_save_is_named_a_pickle(tmp_path: Path, as_zip: bool) -> N
     assert "is a pickle" in str(refusal(tmp_path, buffer.getvalue()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("size", [1, 2**16 + 3])
 def test_a_value_that_is_no_number_is_found_wherever_it_is(tmp_path: Path, dtype: torch.dtype, size: int) -> None:
-    plain = torch.full((size,), torch.finfo(dtype).max)
+    plain = torch.full((size,), torch.finfo(dtype).max, dtype=torch.float64)
     infinite = () if dtype == torch.float8_e4m3fn else (torch.inf, -torch.inf)  # it has none
     values = [None, torch.nan, -torch.nan, *infinite]
     for value, place in itertools.product(values, {0, size // 2, size - 1}):
@@ -208,7 +210,7 @@ def test_a_value_that_is_no_number_is_found_wherever_it_is(tmp_path: Path, dtype
         tensor = tensor.to(dtype)
         save_file({"w": tensor}, tmp_path / "w.safetensors")
         entry = read_header(tmp_path / "w.safetensors").tensors["w"]
-        assert is_finite(entry, entry.dtype) is (value is None) is bool(tensor.float().isfinite().all())
+        assert is_finite(entry, entry.dtype) is (value is None) is bool(tensor.double().isfinite().all())
 
 
 def test_gguf_file_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ DTYPES: dict[str, tuple[str, int]] = {
 }  # fmt: skip
 
 # Torch's spelling -> (bytes of one value, the bits that are all set in one that is NaN or infinite).
-_NOT_FINITE = {"bfloat16": (2, 0x7F80), "float16": (2, 0x7C00), "float32": (4, 0x7F800000), "float8_e4m3fn": (1, 0x7F)}
+_NOT_FINITE = {
+    "bfloat16": (2, 0x7F80), "float16": (2, 0x7C00), "float32": (4, 0x7F800000), "float64": (8, 0x7FF << 52),
+    "float8_e4m3fn": (1, 0x7F), "float8_e5m2": (1, 0x7C),
+}  # fmt: skip
 _PIECE_BYTES = 2**16
 
 _PICKLE = "is a pickle (a PyTorch file), which can run code when it is read, and is refused"

@@ -76,7 +76,7 @@ def _q8_0(matrix: torch.Tensor) -> torch.Tensor:
     """Return the float32 values of a matrix's blocks of 32. Source: gguf 0.19.0, quants.py (Q8_0), whose values are ggml's."""
     blocks = matrix.float().reshape(-1, 32)
     scale = blocks.abs().max(dim=1, keepdim=True)[0].div(127)
-    steps = blocks * torch.where(scale == 0, scale, scale.reciprocal())
+    steps = blocks * torch.where(scale.half() == 0, 0, scale.reciprocal())
     low = steps.abs().floor()
     q = steps.sign() * (low + (2 * (steps.abs() - low)).floor())
     return (q * scale.half().float()).view(matrix.shape)

@@ -192,7 +192,7 @@ def test_a_step_whose_replay_gives_other_scores_is_computed_from_the_tokens_befo
 
     monkeypatch.setattr(Again, "replay", wrong)
     batch = joined(model, "auto", ASKED[:2])
-    assert answers(batch) == expected and "a replay's logits differ" in batch.steps.fallbacks[-1].why
+    assert answers(batch) == expected and "a replay's results differ" in batch.steps.fallbacks[-1].why
 
 
 def test_a_step_keeps_the_row_numbers_that_its_graph_reads(model, replayed):

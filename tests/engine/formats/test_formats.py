@@ -23,7 +23,7 @@ from trimtab.engine.tiers.reader import PositionedFile, read_small
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import packed_parts, stored_format
-from trimtab.merging.changes.dequantize import packed_rows
+from trimtab.merging.changes.dequantize import StoredRows, packed_rows
 from trimtab.stock import second_reading
 
 CONFIGS = json.loads((FOLDER / "cases.json").read_text())["configs"]
@@ -278,3 +278,15 @@ def test_wrong_values_are_refused_when_they_are_read(golden, case, change, words
 def test_a_name_that_is_no_format_is_an_error(name):
     with pytest.raises(RequestError, match="is no format of weights"):
         stored_format(name)
+
+
+def test_rows_of_a_stored_weight_may_be_overwritten():
+    """A merge adds to them, and reads them twice where it packs them again. GGUF's f32 is read in place."""
+    values = torch.randn(5, 64)
+    packed = packing.Packed("f32", (5, 64), torch.float32, {"weight": values.contiguous().view(torch.uint8)}, {})
+    rows = object.__new__(StoredRows)
+    rows.shape, rows._packed = (5, 64), packed
+    found = rows(1, 4)
+    assert torch.equal(found, values[1:4])
+    found.zero_()
+    assert torch.equal(rows(1, 4), values[1:4])

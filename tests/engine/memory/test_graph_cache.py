@@ -11,7 +11,7 @@ import torch
 from trimtab.engine.cuda import capture_stream as capturing
 from trimtab.engine.memory import graph_cache
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy
-from trimtab.errors import RequestError
+from trimtab.errors import DeviceError, RequestError
 
 CUDA = torch.device("cuda", 0)
 
@@ -209,16 +209,39 @@ def test_a_capture_that_fails_changes_nothing_and_says_why(monkeypatch):
     assert graphs.run(("key",), one.body, one.inputs, policy) is None
     assert one.state.item() == 0 and not graphs and graphs.captures == 0 and forgotten == [True]
     assert one.failures == [
-        "capturing failed: RuntimeError: a replay's logits differ by up to 1 from the step it was captured from"
+        "capturing failed: RuntimeError: a replay's results differ by up to 1 from the pass it was captured from"
     ]
     refusal = RequestError("no such adapter", field="adapter")
+    monkeypatch.setattr(graph_cache, "memory_error", lambda exc, *_: DeviceError(str(exc), device="cpu"))
+    for error in (refusal, torch.OutOfMemoryError("CUDA out of memory")):
 
-    def refused():
-        raise refusal
+        def refused(error=error):
+            one.state += 1
+            raise error
 
-    with pytest.raises(RequestError) as caught:
-        graphs.run(("key",), Body(refused, refused), one.inputs, policy)
-    assert caught.value is refusal and len(one.failures) == 1
+        with pytest.raises(RequestError if error is refusal else DeviceError) as caught:
+            graphs.run(("key",), Body(refused, refused), one.inputs, policy)
+        assert (caught.value is refusal) == (error is refusal) and len(one.failures) == 1 and one.state.item() == 0
+
+
+def test_a_capture_whose_end_fails_is_not_kept_and_an_owner_without_room_captures_nothing(monkeypatch):
+    graphs, one = GraphCache(), Pass(monkeypatch)
+
+    @contextmanager
+    def failing():
+        yield
+        raise RuntimeError("the device is busy")
+
+    assert graphs.run(("key",), one.body, one.inputs, one.policy(capturing=failing)) is None
+    assert not graphs and graphs.captures == 0 and one.failures == ["capturing failed: RuntimeError: the device is busy"]
+    assert graphs.run(("key",), one.body, one.inputs, one.policy(has_room=lambda: False)) is None and not graphs
+
+    def broken(key):
+        raise KeyError(key)
+
+    with pytest.raises(KeyError):
+        graphs.run(("key",), one.body, one.inputs, one.policy(may_capture=broken))
+    assert len(one.failures) == 1
 
 
 def test_a_key_is_captured_where_the_owner_lets_it_and_the_least_used_goes(monkeypatch):

@@ -515,6 +515,7 @@ def _wrong_rows(
     module: nvrtc.Module, leaves: Sequence[Leaf], dtype: torch.dtype, measured: Times, *, n: int = 32
 ) -> str | None:  # fmt: skip
     """Return the error of the products of many rows, or that they are slower than the layers' own over all shapes."""
+    timed: Times = {}
     for leaf in leaves:
         packed = leaf.packed()
         if many_rows.why_not(packed, dtype) is not None:
@@ -525,10 +526,10 @@ def _wrong_rows(
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
         out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
         both = partial(many_rows.linear, x, [packed], out, module=module), partial(leaf.base, x)
-        measured[f"{n} rows: {shape_of([leaf])}"] = tuning.pair_us(*both, calls=_CALLS)
-    if not measured:
+        timed[str(len(timed))] = measured[f"{n} rows: {shape_of([leaf])}"] = tuning.pair_us(*both, calls=_CALLS)
+    if not timed:
         return "no layer of this model is in a form that they read"
-    return slower(measured, "the layers' own", f" for {n} rows")
+    return slower(timed, "the layers' own", f" for {n} rows")
 
 
 def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:

@@ -285,7 +285,8 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     other = configs.get(("cut", *key[1:]))
     like = None if other is None else next((one for one in ways(weights, n, module, pair=pair) if one.is_like(other)), None)
     if like is not None and other is not None:
-        return replace(like, normed=other.normed and like.may_be_normed), launch_configs.ESTIMATED
+        is_normed = other.normed and like.may_be_normed and like.normed_bytes(weights[0].shape[1]) <= module.shared_bytes
+        return replace(like, normed=is_normed), launch_configs.ESTIMATED
     best = next(iter(ways(weights, n, module, pair=pair)), None)
     return None if best is None else (best, launch_configs.ESTIMATED)
 

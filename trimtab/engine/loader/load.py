@@ -92,6 +92,7 @@ def fill(
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
+        pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
         undo.pop_all()
     return loaded, anatomy
 

@@ -58,6 +58,21 @@ def why_not_packed(
     return problems
 
 
+def check_routers(model: nn.Module, rows: Iterable[ModuleRow], path: str) -> None:
+    """Raise CheckpointError unless all values of a loaded model's routers are finite, in the type in which they are computed."""
+    for row in rows:
+        module = model.get_submodule(row.module_path)
+        for tensor in row.tensors:
+            value = getattr(module, tensor.tensor_path.rpartition(".")[2], None)  # a packed one has no values of its own
+            if not isinstance(value, Tensor) or value.is_meta or not value.is_floating_point():
+                continue
+            if not bool(value.isfinite().all()):
+                raise CheckpointError(
+                    "a router of experts has values that are NaN or infinite", path=path, tensor_name=tensor.tensor_path,
+                    hint="The file is damaged, or its values are too large for the dtype",
+                )  # fmt: skip
+
+
 def formats_of_files(
     module: nn.Module, row: ModuleRow, packed: Mapping[str, PackedEntry], tied: Collection[str]
 ) -> tuple[dict[str, str], list[str]]:
@@ -151,7 +166,8 @@ def pack(
             try:
                 one = codes.share(quantize(joined(tensor.shape[1:], tensor.dtype, pieces, take), kind))
             except ValueError as exc:
-                raise CheckpointError(f"an expert has {exc}", path="", tensor_name=tensor.tensor_path) from exc
+                file = entries[tensor.sources[0]].file
+                raise CheckpointError(f"an expert has {exc}", path=file, tensor_name=tensor.tensor_path) from exc
             yield replace(one, parts={name: part.reshape(-1) for name, part in one.parts.items()}) if one.codes else one
 
     return _stacked(tensor, experts(), room)

@@ -48,7 +48,7 @@ def check_replay(actual: Tensor, expected: Tensor) -> None:
     allowed = REPLAY_TOLERANCE * float(expected.nan_to_num().abs().max())
     if not torch.allclose(actual, expected, rtol=0.0, atol=allowed, equal_nan=True):
         most = float((actual - expected).nan_to_num().abs().max())
-        raise RuntimeError(f"a replay's logits differ by up to {most:.3g} from the step it was captured from")
+        raise RuntimeError(f"a replay's results differ by up to {most:.3g} from the pass it was captured from")
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,18 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Policy:
-    """What the owner of graphs decides. what: it captures, in words. failed: ends captures, with the reason; forget: drops what a
-    failed capture leaves. may_capture: a key without a graph. most: graphs. capturing: the state of the model in a capture.
-    streamer: of blocks that the pass copies. is_trial: replays of a capture change nothing, and one more is the pass; else the
-    first one is. frees: unused memory, before a capture. is_static: nothing is captured, and a replay runs the body."""
+    """What the owner of graphs decides. what: it captures, in words. failed: ends captures, with the reason; forget: drops
+    what a failed capture leaves. may_capture: a key without a graph; has_room: memory, which may fail as a capture does. most:
+    graphs. capturing: the state of the model in a capture. streamer: of blocks that the pass copies. is_trial: replays of a
+    capture change nothing, and one more is the pass; else the first one is. frees: unused memory, before a capture. is_static:
+    nothing is captured, and a replay runs the body."""
 
     model: SteppedModel
     what: str
     failed: Callable[[str], None]
     forget: Callable[[], None] = lambda: None
     may_capture: Callable[[Key], bool] = lambda key: True
+    has_room: Callable[[], bool] = lambda: True
     most: Callable[[], int] = lambda: sys.maxsize
     capturing: Callable[[], AbstractContextManager[None]] = nullcontext
     streamer: tiers.Streamer | None = None
@@ -141,23 +143,25 @@ class GraphCache(OrderedDict[Key, Captured]):
         return captured.outputs
 
     def _captured(self, key: Key, body: Body, inputs: Inputs, policy: Policy) -> Captured | None:
-        may_capture, captured = False, None
+        if not policy.may_capture(key):
+            return None
+        has_room = False
         with self._told(policy):
-            may_capture = policy.may_capture(key)
-        if not may_capture:
+            has_room = policy.has_room()
+        if not has_room:
             return None
         while len(self) >= policy.most():
             self.popitem(last=False)
         before = inputs.overwritten()
         inputs.load()
-        with self._told(policy, before), policy.capturing():
-            start = time.perf_counter()
-            captured = self.capture(body, before, policy)
-            self.capture_s += time.perf_counter() - start
-        if captured is not None:
+        with self._told(policy, before):
+            with policy.capturing():
+                start = time.perf_counter()
+                captured = self.capture(body, before, policy)
+                self.capture_s += time.perf_counter() - start
             self[key] = captured
             self.captures += 1
-        return captured
+        return self.get(key)
 
     @contextmanager
     def _told(self, policy: Policy, before: Overwritten = ()) -> Iterator[None]:
@@ -166,14 +170,16 @@ class GraphCache(OrderedDict[Key, Captured]):
         try:
             yield
         except RequestError:
+            restore(before)
             raise
         except Exception as exc:
             self.forget_pool()
             policy.forget()
-            if is_out_of_memory(exc):  # planned: never a reason for a slower fallback
-                raise memory_error(exc, f"capturing {policy.what}", model.plan, model.device) from exc
-            torch.zeros(1, device=model.device).item()  # raises if the device is lost
+            if not (is_full := is_out_of_memory(exc)):
+                torch.zeros(1, device=model.device).item()  # raises if the device is lost
             restore(before)
+            if is_full:  # planned: never a reason for a slower fallback
+                raise memory_error(exc, f"capturing {policy.what}", model.plan, model.device) from exc
             policy.failed(f"capturing failed: {type(exc).__name__}: {exc}")
 
     def capture(self, body: Body, before: Overwritten, policy: Policy) -> Captured:

@@ -345,13 +345,15 @@ class PrefillRunner:
         return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
     def _may_capture(self, key: Key, *, at_once: bool = False) -> bool:
-        """Whether a form is captured now, and the memory that all graphs share is there. at_once: before it pays."""
+        """Whether a form is captured now. at_once: before it pays."""
         if not at_once and (not self.captures or reads_experts(self)):
             return False
         self._forget_unloaded()  # graphs of unloaded adapters must not take the place of others
         oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
-        if not (at_once or self.model.plan.request.batch_invariant or self._uses.pays(key, oldest)):
-            return False
+        return at_once or self.model.plan.request.batch_invariant or self._uses.pays(key, oldest)
+
+    def _has_room(self) -> bool:
+        """Whether the memory that all graphs share is there."""
         is_made = self.room is None or self.room.make(is_lean=self.kernels().adds)
         if not is_made:
             self.fall_back("another pass or program has their memory for now")
@@ -455,8 +457,8 @@ class PrefillRunner:
         )  # fmt: skip
         policy = Policy(
             self.model, "a prompt", failed=self._end_captures, forget=self.drop_graphs if self.room is None else self.room.release,
-            may_capture=partial(self._may_capture, at_once=at_once), most=self._most_graphs, capturing=self._capturing,
-            streamer=self.model.streamer, frees=True,
+            may_capture=partial(self._may_capture, at_once=at_once), has_room=self._has_room, most=self._most_graphs,
+            capturing=self._capturing, streamer=self.model.streamer, frees=True,
         )  # fmt: skip
         outputs = self._graphs.run(key, body, Inputs(stage, partial(self.batch.cache.rings, rows)), policy)
         if self.room is not None and self._graphs.captures > captures:

@@ -294,7 +294,7 @@ class Towers:
         buffers.forget()  # where a layer has written into its inputs
         kept = [one.clone() for one in outputs]
         result = self._by_graph((layer, *shape), inner, buffers, form, outputs, tensors, kept)
-        if (layer, *shape) not in self._graphs:
+        if result is None:
             return expected
         self._left = None if self._left is None else self._left - 1
         return result
@@ -303,7 +303,8 @@ class Towers:
         self, key: Key, inner: Callable[..., object], buffers: _Buffers, form: Hashable, outputs: Sequence[Tensor],
         tensors: Sequence[Tensor], expected: Sequence[Tensor] = (),
     ) -> object:  # fmt: skip
-        """Return a layer's result by its graph, captured if there is none. form, outputs: of the result; expected: its values."""
+        """Return a layer's result by its graph, captured if there is none; None if it is not. form, outputs, expected: of the
+        result, and its values."""
 
         def run() -> list[Tensor]:
             args, kwargs = buffers.arguments()
@@ -313,7 +314,8 @@ class Towers:
 
         body = Body(run, lambda: expected, lambda _: outputs, self._serial, lambda: form)
         policy = Policy(self.model, "a tower", self._end_captures, self._forget_all, is_static=not self.captures)
-        self._graphs.run(key, body, Inputs(partial(buffers.load, tensors)), policy)
+        if self._graphs.run(key, body, Inputs(partial(buffers.load, tensors)), policy) is None:
+            return None
         return filled(form, iter([one.clone() for one in outputs]))
 
     def _forget_all(self) -> None:

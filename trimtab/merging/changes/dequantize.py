@@ -11,7 +11,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats.coded_files import CodedRows
 from trimtab.engine.formats.weights import exact_rows, prequantized
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
-from trimtab.formats.record import PackedEntry, stored_format
+from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_format
 from trimtab.merging.changes.delta import EntryRows
 
 OpenFile = Callable[[TensorEntry], PositionedFile]
@@ -25,7 +25,11 @@ class StoredRows:
         self.shape, self._packed = entry.shape, prequantized(entry, parts, torch.float32)
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        return exact_rows(self._packed, range(start, stop), torch.float32)
+        found = torch.empty(stop - start, self.shape[1])  # its own memory: values of some formats are views of the packed weight
+        for first in range(start, stop, step := max(1, DEQUANTIZED_VALUES // self.shape[1])):
+            last = min(first + step, stop)
+            found[first - start : last - start] = exact_rows(self._packed, range(first, last), torch.float32)
+        return found
 
 
 def packed_rows(entry: PackedEntry, open_file: OpenFile) -> CodedRows | StoredRows:

@@ -217,7 +217,7 @@ def _block(
         pieces=pieces, piece_bytes=tuple(piece_bytes), widened_bytes=sum(widened_bytes(row, anatomy.dtype) for row in rows),
         expert_bytes=sum(leaf.nbytes for leaf in stacked), expert_count=min((leaf.shape[0] for leaf in stacked), default=0),
         expert_share=min(share, 1.0), are_apart=are_apart and bool(stacked),
-        has_mlp=any(row.kind == "linear" and row.module_path.endswith("down_proj") for row in rows),
+        has_mlp=any(row.kind == "linear" and row.module_path.endswith("mlp.down_proj") for row in rows),
         layer_s=max((stored_format(leaf.kind).layer_s for leaf in leaves if len(leaf.shape) == 2), default=0.0),
     )  # fmt: skip
 
