@@ -89,7 +89,7 @@ def test_kernels_of_many_tokens_run_and_are_right(monkeypatch):
     wanted = {*prompt_kernels.NAMES, *many_rows.NAMES, *head8.NAMES}
     assert wanted - names == {"rows_product_32", "rows_product_64"}  # MANY_ROWS has both, and they take long here
     roomy = SimpleNamespace(shared_bytes=227 * 1024)
-    assert {many_rows._tile(n, roomy) for n in once.MANY_ROWS} == {16, 32, 64}
+    assert {many_rows._tile(n, roomy, 16) for n in once.MANY_ROWS} == {16, 32, 64}
 
 
 def test_a_wrong_kernel_of_many_tokens_is_named(monkeypatch):

@@ -63,7 +63,7 @@ def check_routers(model: nn.Module, rows: Iterable[ModuleRow], path: str) -> Non
     for row in rows:
         module = model.get_submodule(row.module_path)
         for tensor in row.tensors:
-            value = getattr(module, tensor.tensor_path.rpartition(".")[2], None)  # a packed one has no values of its own
+            value = getattr(module, tensor.tensor_path.rpartition(".")[2], None)  # None of a packed one
             if not isinstance(value, Tensor) or value.is_meta or not value.is_floating_point():
                 continue
             if not bool(value.isfinite().all()):

@@ -295,7 +295,7 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
 def _expert_bytes(stack: TensorRow, made: str | None) -> int:
     """Return the bytes of dequantizing one expert: its values and scales, of GGML's and files' also its values before the cast."""
     count = max(stack.shape[0], 1)
-    if made is not None and stored_format(made).family == "codebook":
+    if made is not None and stored_format(made).is_coded:
         return (stack.nbytes + stack.numel) // count
     return 2 * stack.nbytes // count + DEQUANTIZED_BYTES * min(stack.numel // count, DEQUANTIZED_VALUES)
 
