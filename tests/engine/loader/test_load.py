@@ -367,6 +367,9 @@ def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_pa
     tensors[name].view(-1)[0] = 1e30
     save_file(tensors, file, {"format": "pt"})
     plan = trimtab.plan(tmp_path / "m", quant="none", dtype="float16", context=64, device="cpu")
-    if plan.request.dtype == "float16" and "e_score" not in name:
+    assert plan.request.dtype == "float16"
+    if "e_score" in name:  # it stays in float32, where this is a number
+        trimtab.load(plan).close()
+    else:
         with pytest.raises(CheckpointError, match="a router of experts has values that are NaN or infinite"):
             trimtab.load(plan)

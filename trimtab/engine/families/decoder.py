@@ -270,7 +270,7 @@ class Experts:
 
     @property
     def products(self) -> list[list[Leaf]]:
-        """The linears of the shared expert, those that read one input together, in the order in which they run."""
+        """The linears of the shared expert, those that read one input together, in the order in which a step runs them."""
         groups = [] if self.shared is None else [self.shared.gates, [self.shared.down]]
         return groups if self.shared_gate is None else [*groups, [self.shared_gate]]
 
