@@ -68,13 +68,13 @@ LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|(\s+)(\S+)")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    given = demo() if options.size is None else sized(options.size, Path(options.work), options.adapters, device=options.device)
-    model, adapter = given.folder, next(iter(given.adapters.values()))
+    model, adapters = _given(options)
+    adapter = next(iter(adapters.values()))
     for file in model.glob("*.safetensors"):
         with file.open("rb") as stream:
             while stream.read(2**24):
                 pass
-    names = dict(list(given.adapters.items())[: options.adapters])
+    names = dict(list(adapters.items())[: options.adapters])
     flags = [word for name, path in names.items() for word in ("--adapter", f"{name}={path}")]
     flags += ["--device", options.device, "--images", "0", "--audio-s", "0"]
     flags += ["--gpu-memory", options.gpu_memory] if options.gpu_memory else []
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole = {
         "about": {
             "model": str(options.size or "demo"), "device": options.device, "gpu_memory": options.gpu_memory,
-            "adapters": len(names),
+            "adapters": len(names), "packed": options.packed,
             "machine": platform.machine(), "cpu_count": os.cpu_count(), "load": list(os.getloadavg()), "runs": options.runs,
             "python": platform.python_version(), "versions": {name: version(name) for name in ("torch", "transformers")},
             "gpu": _gpu(options.device),
@@ -107,6 +107,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save:
         Path(options.save).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _given(options: argparse.Namespace) -> tuple[Path, dict[str, Path]]:
+    """Return the model's folder and its adapters: the demo's, or random ones of a size."""
+    work = Path(options.work)
+    if options.packed:
+        from bench import families
+
+        folder = families.prepare(options.size, work)
+        return folder, {f"a{number}": work / f"{folder.name}-r8" / f"a{number}" for number in range(8)}
+    given = demo() if options.size is None else sized(options.size, work, options.adapters, device=options.device)
+    return given.folder, dict(given.adapters)
 
 
 def text_of(whole: dict[str, Any]) -> str:
@@ -239,6 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
     parser.add_argument("--work", default=tempfile.gettempdir(), help="where checkpoints of random weights are made")
     parser.add_argument("--size", help="a size that bench.checkpoints makes, such as e4b (default: the demo model)")
+    parser.add_argument("--packed", action="store_true", help="with --size: its linears are in NF4 in the file")
     parser.add_argument("--adapters", type=int, default=1, help="of plans and servers; the demo model has two at most")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gpu-memory")
