@@ -160,13 +160,18 @@ def _environment(home: str) -> dict[str, str]:
 def _timed(command: Sequence[str], home: str) -> float:
     start = time.perf_counter()
     subprocess.run(command, env=_environment(home), check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    return _said("a process", time.perf_counter() - start)
+
+
+def _said(what: str, seconds: float) -> float:
+    print(f"# {what}: {seconds:.2f} s", flush=True)
+    return seconds
 
 
 def _served(model: Path, flags: Sequence[str], home: str) -> float:
     start = time.perf_counter()
     with Served([str(model), "--name", "m", *flags], environment=_environment(home)):
-        return time.perf_counter() - start
+        return _said("a server is ready", time.perf_counter() - start)
 
 
 def _parts(model: Path, flags: Sequence[str], home: str) -> dict[str, Any]:
