@@ -187,3 +187,14 @@ def test_registers_are_given_to_a_warp_in_pieces():
     assert wide.threads == 1024
     assert launch_configs.why_not(wide, dataclasses.replace(FITS, registers=57), 10**6) is None
     assert launch_configs.why_not(wide, dataclasses.replace(FITS, registers=65), 10**6) is not None
+
+
+def test_what_was_never_timed_holds_its_weights_in_registers_where_every_timed_shape_does():
+    file = Path(matvec.__file__).parent / "cuda" / "launch_configs_sm_90.json"
+    timed = json.loads(file.read_text(encoding="utf-8"))["configs"]
+    assert len(timed) > 80 and all(one["held"] for one in timed)
+    for one in timed:
+        assert cuts.cuts(one["rows"], one["columns"], one["n"], pair=one["pair"], **H200)[0].held, one
+    # 22 pairs of blocks: 11 or 22 warps.
+    first = cuts.cuts((4096, 2048, 2048), 2816, 1, **H200)[0]
+    assert (first.held, first.k_warps) == (1, 11)

@@ -298,6 +298,18 @@ def test_the_kernel_of_gates_equals_torch_at_any_width_and_stride(kind):
     assert module.launches == ["gated_8", "gated_8", "gated_1", "gated_1"]
 
 
+@on_cpu
+def test_the_kernel_of_shared_experts_is_torch_s_sum_at_any_width_and_stride():
+    module = cpu_module(1)
+    for n, width, stride in ((1, 2048, 2048), (3, 264, 600), (2, 7, 20)):
+        y, made, gate = random(n, stride)[:, :width], random(n, width, seed=1), random(n, 4, seed=2, spread=3)[:, :1]
+        for given in (gate, None):
+            wanted = y + (made if given is None else torch.sigmoid(gate) * made)
+            found = fused.add_gated(y.clone(), made, given, module)
+            assert torch.equal(found, wanted)
+    assert module.launches == [*["add_gated_8"] * 4, *["add_gated_1"] * 2]
+
+
 SHAPES = [  # heads, kv heads, head size
     (8, 2, 256), (8, 2, 512), (8, 1, 512), (16, 1, 512), (16, 1, 256), (16, 8, 256), (10, 1, 128), (4, 2, 64), (2, 2, 16),
     (6, 2, 80),
@@ -418,6 +430,7 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
 WRONG_SMALL = [
     ("0.044715f", "0.0447150f * 1.2f", "gated"),
     ("weighted(v[i] * r, post_weight[i], form, half)", "v[i] * post_weight[i]", "add_norm"),
+    ("share * a[i]", "a[i]", "add_gated"),
     ("y0 = -y * s0[i], y1", "y0 = y * s0[i], y1", "rope_write"),
 ]
 WRONG_ATTEND = [
@@ -435,7 +448,7 @@ WRONG_ATTEND = [
 @pytest.mark.parametrize(
     "right, wrong, named",
     [case if place % 3 == 0 else slow_on_cpu(*case) for place, case in enumerate(WRONG_SMALL + WRONG_ATTEND)],
-    ids=range(9),
+    ids=range(10),
 )
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     is_small = "attend" not in named

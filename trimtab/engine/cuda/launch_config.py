@@ -24,6 +24,9 @@ MOST_STAGES = 32
 MOST_PARTS = 2**21
 # As the kernel lays out its shared memory: barriers, LoRA entries; at the end sums of A x.
 _FIXED_BYTES = 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
+# 22 warps: as many as there are pairs of blocks in 2,816 columns. How much more a ring takes than this model says, beside a held
+# one: 1.3 in steps of two mixtures (H200); of the 90 shapes that were timed a ring is the fastest in none.
+_HELD_WARPS, _RING = 22, 1.3
 # A batch is four blocks of 64; a row of sums has four places more than it needs.
 _BATCH, _STRIDE = 4, 20
 # "cut" or another layout than bitsandbytes'; outputs of each member, columns, rows of x, whether two members are multiplied.
@@ -182,13 +185,13 @@ def _held(
         if blocks % (4 * splits) or (pair and splits > 1 and units >= 8 * multiprocessors):
             continue
         chunk = blocks // splits
-        for k_warps in (k for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20) if chunk // 2 % k == 0):
+        for k_warps in (k for k in range(1, MAX_WARPS + 1) if chunk // 2 % k == 0):
             steps = chunk // 2 // k_warps
             # Two batches, or all of them, are in flight: no more than the thread's other registers leave room for.
             for held in (h for h in (1, 2, 3, 4, 5) if steps % h == 0 and h * min(2, steps // h) <= most and steps <= 40):
                 for each in (2, 4, 6, 8, 10, 12, 20) if pair else (1, 2, 3, 4, 5, 8, 10, 16, 20):
                     grid, warps = -(-units // each), k_warps * each
-                    if not 4 <= warps <= MAX_WARPS or each > units:
+                    if not 4 <= warps <= _HELD_WARPS or each > units:
                         continue
                     if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
                         continue
@@ -250,7 +253,8 @@ def _estimate(cut: LaunchConfig, nbytes: float, multiprocessors: int, bandwidth:
     alone_us = waves * (1.8 + prepared / warps * 0.003 + batches / warps)
     alone_us += 0.03 * cut.groups  # warps of one unit wait for one piece, not for several
     parts = (issue_us, shared_us, memory_us)
-    return max(alone_us, 1.8 + max(parts)) + 0.2 * sum(parts) + (1.5 if cut.splits > 1 else 0.0)
+    whole_us = max(alone_us, 1.8 + max(parts)) + 0.2 * sum(parts) + (1.5 if cut.splits > 1 else 0.0)
+    return _RING * whole_us
 
 
 def _estimate_held(cut: LaunchConfig, nbytes: float, multiprocessors: int, bandwidth: float) -> float:

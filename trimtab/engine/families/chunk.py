@@ -168,7 +168,7 @@ class ChunkLayers:
         y = self.step.mixture(own, residual, x if y is None else None, y, rows)
         if own.shared is not None:
             gate = None if own.shared_gate is None else self._products([own.shared_gate], x, rows)[0]
-            own.add_shared(y, self._gated(own.shared, x, rows), gate)
+            fused.add_gated(y, self._gated(own.shared, x, rows), gate, self.step.kernels.small)
         return y
 
     def _gated(self, own: Mlp, x: Tensor, rows: int) -> Tensor:

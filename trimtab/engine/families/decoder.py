@@ -310,11 +310,6 @@ class Experts:
         _, weights, numbers = self.router(x.view(rows, -1, x.shape[-1]) if rows > 1 and has_linears else x)
         return numbers.reshape(len(x), -1), weights.reshape(len(x), -1)
 
-    @staticmethod
-    def add_shared(made: Tensor, shared: Tensor, gate: Tensor | None) -> Tensor:
-        """Add what the shared expert made to what the others made, both [n, D]. gate [n, 1]: what shared_gate made."""
-        return made.add_(shared if gate is None else torch.sigmoid(gate) * shared)
-
 
 @dataclass(frozen=True, eq=False)
 class Layer:

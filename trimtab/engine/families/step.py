@@ -352,7 +352,8 @@ class FusedStep:
             y = self.mixture(own, middle, given, dense, is_step=True)
             if own.shared is not None:
                 made = self._mlp(own.shared, x)
-                y = own.add_shared(y, made, None if own.shared_gate is None else self._products([own.shared_gate], x))
+                gate = None if own.shared_gate is None else self._products([own.shared_gate], x)
+                y = fused.add_gated(y, made, gate, self.kernels.small)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)

@@ -57,6 +57,8 @@ NAMES = (
     "route_choose",
     "gated_1",
     "gated_8",
+    "add_gated_1",
+    "add_gated_8",
     *(f"rope_{way}_{v}" for way in ROPES for v in (1, 2, 4, 8)),
     "turns",
 )
@@ -567,6 +569,22 @@ def gated(
         [gate, gate.stride(0), up, up.stride(0), out, out.stride(0), width, ACTIVATIONS.index(kind), _half(gate)],
         dependent=dependent,
     )  # fmt: skip
+
+
+def add_gated(
+    y: Tensor, made: Tensor, gate: Tensor | None, module: nvrtc.Module | None = None, *, dependent: bool | None = None
+) -> Tensor:  # fmt: skip
+    """Add made, or with a gate sigmoid(gate) * made, to y, and return y. Shapes: [n, D], gate [n, 1]; rows may be strided."""
+    given = (made, y) if gate is None else (gate, made, y)
+    if module is None or not _runs(module, y) or not all(_fits(x, y, 1) for x in given):
+        return y.add_(made if gate is None else torch.sigmoid(gate) * made)
+    n, width = y.shape
+    v = 8 if width % 8 == 0 and all(_fits(x, y, 8) for x in given[-2:]) else 1
+    module.launch(
+        f"add_gated_{v}", (-(-width // (128 * v)), n), (128,),
+        [y, y.stride(0), made, made.stride(0), gate, 0 if gate is None else gate.stride(0), width, _half(y)], dependent=dependent,
+    )  # fmt: skip
+    return y
 
 
 _GELU = {"gelu_tanh": "tanh", "gelu": "none"}

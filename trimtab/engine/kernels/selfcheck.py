@@ -23,6 +23,7 @@ from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
     AttentionShape,
     HeadNorms,
+    add_gated,
     add_norm,
     attend,
     gated,
@@ -173,6 +174,12 @@ def check(
                 for out, one in ((actual[0].fill_(math.nan), module), (wanted[0].fill_(math.nan), None)):
                     gated(both[:, :width], both[:, width:], out, kind, one)
                 if reason := wrong(f"gated ({kind}) of {n} x {width}", actual[:1], wanted[:1]):
+                    return reason
+            share = random(n, 1)
+            for gate in (share, None):
+                for out, one in ((actual[0], module), (wanted[0], None)):
+                    add_gated(out.copy_(residual), y, gate, one)
+                if reason := wrong(f"add_gated of {n} x {width}", actual[:1], wanted[:1]):
                     return reason
         for shape in attention:
             reason = _wrong_attention(module, n, AttentionShape(*shape), random, poisoned, wrong)

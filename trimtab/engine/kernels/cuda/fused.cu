@@ -150,6 +150,35 @@ __device__ __forceinline__ void gated(
 GATED(gated_8, 8)
 GATED(gated_1, 1)
 
+// y += made, or, with a gate (a value a row), sigmoid(gate) made. Grid: [pieces of a row, n].
+template <int V>
+__device__ __forceinline__ void add_gated(
+    u16* y, int y_stride, const u16* made, int made_stride, const u16* gate, int gate_stride, int width, int half) {
+  const int at = (blockIdx.x * blockDim.x + threadIdx.x) * V;
+  const size_t row = blockIdx.y;
+  let_next_start();
+  wait_for_previous();
+  if (at >= width) return;
+  float sum[V], a[V];
+  load<V>(sum, y + row * y_stride + at, half);
+  load<V>(a, made + row * made_stride + at, half);
+  if (gate) {
+    const float share = rounded(1.f / (1.f + expf(-value(__ldcg(gate + row * gate_stride), half))), half);
+#pragma unroll
+    for (int i = 0; i < V; i++) a[i] = rounded(share * a[i], half);
+  }
+#pragma unroll
+  for (int i = 0; i < V; i++) sum[i] += a[i];
+  store<V>(y + row * y_stride + at, sum, half);
+}
+#define ADD_GATED(name, V)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(128) name(                                                      \
+      u16* y, int y_stride, const u16* made, int made_stride, const u16* gate, int gate_stride, int width, int half) { \
+    add_gated<V>(y, y_stride, made, made_stride, gate, gate_stride, width, half);                              \
+  }
+ADD_GATED(add_gated_8, 8)
+ADD_GATED(add_gated_1, 1)
+
 // A warp is a head of a row: queries first, then keys, then (own_values) values. Lane l holds V values from l V on in the
 // lower half of the head and their partners in the upper half. Keys and values go to place_of[row] of the row and head, 0 without
 // place_of; row_step, head_step: values from one to the next. The first `rotary` values of a head turn: a lane has partners among

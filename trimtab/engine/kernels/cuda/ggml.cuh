@@ -14,11 +14,17 @@ __device__ __forceinline__ void six_bits(u32& scale, u32& minimum, u32 low, u32 
   scale = j < 4 ? low & 63 : (high & 15) | (low >> 2 & 48);
   minimum = j < 4 ? middle & 63 : (high >> 4 & 15) | (middle >> 2 & 48);
 }
-// The bits above of values k and k + 4 of eight, from bit 4 of either half on. bits: of values 0 to 3 and 4 to 7, from the beginning of
+// The same of group i of half `odd` of a block, as fp16: the scale and, in the high half, the minimum.
+__device__ __forceinline__ u32 six_bits(uint4 own, int odd, int i) {
+  const u32 two = __byte_perm(own.y, own.z, i * 0x1111 + 0x4400), high = __byte_perm(own.w, 0, i * 0x1111);
+  const u32 later = (high & 15u) | (high >> 4 & 0x000f0000u) | (two >> 2 & 0x00300030u);
+  return halves_add((odd ? later : two & 0x003f003fu) | 0x64006400u, 0xe400e400u);
+}
+// The bits above of values k and k + 4 of eight, from bit `to` of either half on. bits: of values 0 to 3 and 4 to 7, from the beginning of
 // either half on.
-__device__ __forceinline__ u32 above(u32 bits, int k) {
+__device__ __forceinline__ u32 above(u32 bits, int k, int to) {
   const int at = BITS_ABOVE * k;
-  return (at < 4 ? bits << (4 - at) : bits >> (at - 4)) & (BITS_ABOVE == 2 ? 0x00300030u : 0x00100010u);
+  return (at < to ? bits << (to - at) : bits >> (at - to)) & ((BITS_ABOVE == 2 ? 0x00030003u : 0x00010001u) << to);
 }
 __device__ __forceinline__ int above_one(u32 bits, int i) {
   return (int)(bits >> (BITS_ABOVE * (i & 3) + (i & 4 ? 16 : 0)) & ((1 << BITS_ABOVE) - 1)) << 4;
@@ -111,10 +117,11 @@ struct Format : FourBits {
   }
   // Of a lane's values: each is (q - LEAST) a + b as fp16, rounded once, and then times `read`'s float32. Two groups where a lane has values
   // of two. Q4_K and Q5_K: a is the scale of 6 bits, b the minimum of 6 bits in units of the block's scale; the other way round where that
-  // scale is almost nothing against the minima's.
+  // scale is almost nothing against the minima's. Of these and Q6_K q is read as the fp16 number that its bits are, q 2^-24, or 2^-20 where
+  // it is 4 bits higher, so that a is 2^10 (Q6_K: 2^8) times as large, `high` 2^6 (2^4), and what they give 2^-14 (2^-16) of the value.
   template <bool FEW>
   struct Groups {
-    u32 a[2], b[2];
+    u32 a[2], b[2], high[2];
     // from: of the 256 values of a row, of which this is pair `odd`.
     __device__ __forceinline__ float read(const float* from, int odd, int t) {
       const uint4 own = *(const uint4*)from;
@@ -122,25 +129,26 @@ struct Format : FourBits {
       const float d = from_half((u16)own.x), least = from_half((u16)(own.x >> 16));
       const bool is_usual = fabsf(least) <= 64.f * fabsf(d);
       const float unit = is_usual ? d : least, ratio = unit == 0.f ? 0.f : __fdividef(is_usual ? least : d, unit);
+      const float of_scale = is_usual ? 1024.f : ratio * 1024.f, of_minimum = is_usual ? ratio * -0x1p-14f : -0x1p-14f;
 #pragma unroll
       for (int k = 0; k < (FEW ? 1 : 2); k++) {
-        u32 scale, minimum;
-        six_bits(scale, minimum, own.y, own.z, own.w, odd * 4 + (FEW ? t : 2 * k + (t >> 1)));
-        const float one = (float)scale * (is_usual ? 1.f : ratio), other = -(float)minimum * (is_usual ? ratio : 1.f);
-        a[k] = two_halves(one, one), b[k] = two_halves(other, other);
+        const u32 both = six_bits(own, odd, FEW ? t : 2 * k + (t >> 1));
+        const float one = from_half((u16)both) * of_scale, other = from_half((u16)(both >> 16)) * of_minimum;
+        a[k] = two_halves(one, one), b[k] = two_halves(other, other), high[k] = halves_fma(a[k], 0x2c002c00u, 0);
       }
-      if (FEW) a[1] = a[0], b[1] = b[0];
-      return unit;
+      if (FEW) a[1] = a[0], b[1] = b[0], high[1] = high[0];
+      return unit * 0x1p14f;
 #elif TYPE == 6
       // A lane's 32 neighbours are two groups, 2 t and the next; or 16 of each block, groups t and 4 + t.
-      const u32 low = odd ? own.z : own.x, high = odd ? own.w : own.y;
+      const u32 low = odd ? own.z : own.x, next = odd ? own.w : own.y;
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        const u32 bits = FEW ? (t & 2 ? high : low) >> (16 * (t & 1) + 8 * k) : (k ? high : low) >> (8 * t);
+        const u32 bits = FEW ? (t & 2 ? next : low) >> (16 * (t & 1) + 8 * k) : (k ? next : low) >> (8 * t);
         const float scale = (float)(signed char)(u8)bits;
-        a[k] = two_halves(scale, scale), b[k] = 0;
+        a[k] = two_halves(scale * 256.f, scale * 256.f), b[k] = two_halves(scale * -0x1p-11f, scale * -0x1p-11f);
+        high[k] = halves_fma(a[k], 0x2c002c00u, 0);
       }
-      return from_half((u16)__float_as_uint(from[4]));
+      return from_half((u16)__float_as_uint(from[4])) * 0x1p16f;
 #elif TYPE == 41
       const uint4 mine = odd ? *(const uint4*)(from + 4) : own;
 #pragma unroll
@@ -169,9 +177,12 @@ struct Format : FourBits {
       two = halves_add(__byte_perm((k < 2 ? word.low : word.above) ^ 0x80808080u, 0x64646464u, k & 1 ? 0x4342 : 0x4140), 0xe480e480u);
     } else {
       const u32 w = k < 2 ? word.low : word.low >> 8;
-      u32 bits = ((k & 1 ? w : w >> 4) & 0x000f000fu) | 0x64006400u;  // 1024 + q
-      if constexpr (BITS_ABOVE > 0) bits |= above(word.above, k);
-      two = halves_add(bits, TYPE == 40 ? 0xe408e408u : TYPE == 6 ? 0xe420e420u : 0xe400e400u);
+      if constexpr (IS_K) {
+        u32 bits = w & (k & 1 ? 0x000f000fu : 0x00f000f0u);
+        if constexpr (BITS_ABOVE > 0) bits |= above(word.above, k, k & 1 ? 4 : 8);
+        return halves_fma(bits, (k & 1 ? z.a : z.high)[q >> 1], z.b[q >> 1]);
+      }
+      two = halves_add(((k & 1 ? w : w >> 4) & 0x000f000fu) | 0x64006400u, TYPE == 40 ? 0xe408e408u : 0xe400e400u);  // 1024 + q
     }
     return halves_fma(two, z.a[q >> 1], z.b[q >> 1]);
   }

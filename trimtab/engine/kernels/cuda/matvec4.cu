@@ -771,8 +771,9 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #pragma unroll
       for (int i = 0; i < HELD; i++) {
         const int step = batch * HELD + i, pair = kw * STEPS + step;
-        const float* own = scale + (Format::HAS_GROUPS ? (pair >> 1) * UB * QUADS : step * 2 * SCALES);
-        const PairScales z0 = scales_of(own, pair & 1), z1 = scales_of(own + 8 * scale_stride, pair & 1);
+        const int odd = (STEPS % 2 ? pair : step) & 1, four = STEPS % 2 ? pair >> 1 : kw * (STEPS / 2) + step / 2;
+        const float* own = scale + (Format::HAS_GROUPS ? four * UB * QUADS : step * 2 * SCALES);
+        const PairScales z0 = scales_of(own, odd), z1 = scales_of(own + 8 * scale_stride, odd);
         multiply(pair, z0, z1, held0[batch % BUFFERS][i], held1[batch % BUFFERS][i]);
         if (batch + BUFFERS < BATCHES) ask(batch + BUFFERS, i);
       }
