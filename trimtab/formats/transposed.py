@@ -88,8 +88,8 @@ def _weight(
         return f"qweight is {weight.dtype} {list(weight.shape)}, scales are {scale.dtype} {list(scale.shape)}; matrices are needed"
     rows, columns = scale.shape[1], weight.shape[0] * (1 if layout == "awq" else each)
     wide = (columns, rows // each) if layout == "awq" else (columns // each, rows)
-    if not rows or not columns or rows % each or weight.shape != wide:
-        return f"qweight is {list(weight.shape)}, scales for {rows} outputs need {list(wide)}"
+    if not rows or not columns or rows % each or columns % 2 or weight.shape != wide:
+        return f"qweight is {list(weight.shape)}, scales for {rows} outputs need {list(wide)}, and inputs come in pairs"
     if size == -1 or size == columns:
         size = columns
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < MOST_GROUP:
