@@ -38,10 +38,7 @@ def _packed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFormat)
     """compressed-tensors: values in order along a row, the first in the lowest bits."""
     rows, columns = entry.shape
     groups = form.groups(columns)
-    found = {
-        "weight": _in_order(parts["weight"], columns, form),
-        "scale": parts["weight_scale"].reshape(rows, groups).contiguous(),
-    }
+    found = {"weight": _in_order(parts["weight"], columns, form), "scale": parts["weight_scale"].reshape(rows, groups).contiguous()}
     if form.has_zero:  # packed along D_out
         across = parts["weight_zero_point"].t().contiguous().view(torch.uint8)
         values = low_first(across) if form.bits == 4 else across
