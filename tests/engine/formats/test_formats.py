@@ -118,6 +118,14 @@ def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
     assert torch.equal(again, weights.dequantize(packed))
 
 
+def test_awq_of_an_odd_number_of_inputs_is_refused_by_name(tmp_path):
+    parts = {"qweight": words(torch.zeros(5, 8), 4), "qzeros": words(torch.zeros(1, 8), 4), "scales": torch.ones(1, 8).half()}
+    config = {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "gemm"}
+    with pytest.raises(CheckpointError, match="inputs come in pairs") as caught:
+        read(written(tmp_path, parts, config))
+    assert caught.value.tensor_name.endswith("weight")
+
+
 @pytest.mark.parametrize("case", ["ct-int4-row-odd", "ct-fp8-block", "gptq-ordered", "ct-int8-row"])
 def test_a_weight_dequantized_a_few_rows_at_a_time_is_the_same(golden, case, tmp_path, monkeypatch):
     monkeypatch.setattr(record, "DEQUANTIZED_VALUES", 100)
