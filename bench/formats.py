@@ -1,10 +1,16 @@
 """How fast are the formats of publishers against bitsandbytes' NF4 of the same model, in one run on one GPU?
 
     python -m bench.formats --work FOLDER --save bench/results/formats.json [--models e4b,...] [--cases e4b:ct-g32,...] [--layers N]
+    python -m bench.formats --work FOLDER --save bench/results/formats.json --loads [--cases ...] [--layers N]
 
 Checkpoints have random weights and real sizes; the decoder's linear layers are packed. An adapter of rank 8 is on. Each case is a
 process, and one that has a row in the file is not run again (`--again`: what failed is). A row: `tok_s` behind a prompt
 of 512 tokens, `first_ms` of its first token, `weights_gib`, `mode` of the planned step. A short table is printed last.
+
+`--loads`: how long loading takes, transformers' `from_pretrained` of the same files beside it (GGUF by its packed integration, with
+the package gguf; compressed-tensors with its own). Each load is a fresh process that has imported its packages and opened the GPU;
+the files were read once before, and the two take turns. `load_s`: of the plan and the load, or of `from_pretrained`. `answer_s`: of
+one token behind it. `first_s`: of trimtab's load before, which may compile kernels.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from typing import Any
 from bench import DEVICE, synchronize
 
 PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT = 512, 256, 5, 1024
+REPEATS_LOAD = 3
 # Standard deviation of 4-bit values that are drawn evenly, less 8; with a zero point drawn evenly too.
 _SPREAD, _SPREAD_ZERO = 4.6, 6.5
 _SEVENS = 0x77777777  # zero points of 8, each stored less one
@@ -138,6 +145,9 @@ CASES = {
     "e2b": ("mobile",), "e4b": ("nf4-dq", "ct-g32", "ct-g128", "fp8", "mobile"),
     "qwen3-8b": ("nf4-dq", "ct-g128", "awq", "gptq", "fp8", "q4_k_m"),
 }  # fmt: skip
+
+
+LOADS = ("qwen3-8b:q4_k_m", "e4b:ct-g32")
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -265,6 +275,83 @@ def _tuned(model: Any) -> str:
         return f"{type(exc).__name__}: {exc}"
 
 
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+def load_once(size: str, form: str, work: Path, layers: int | None, side: str) -> dict[str, Any]:
+    """Return the seconds of one load and of one token behind it. side: "trimtab" or "stock"."""
+    import torch
+    import transformers
+
+    import trimtab
+    from bench.checkpoints import CLASSES, text_inputs
+
+    folder, is_gguf = folder_of(size, form, work, layers), form == "q4_k_m"
+    config = config_of(size, layers)
+    inputs = text_inputs(config, 16, device=DEVICE)
+    kind = getattr(transformers, CLASSES[size])
+    synchronize()
+    start = time.perf_counter()
+    if side == "stock":
+        given: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": DEVICE}
+        if is_gguf:
+            given |= {"gguf_file": "model.gguf", "quantization_config": transformers.GgufConfig()}
+        model = kind.from_pretrained(folder, **given)
+        layer = type(model.get_decoder().layers[0].mlp.gate_proj).__name__
+    else:
+        path = folder / "model.gguf" if is_gguf else folder
+        plan = trimtab.plan(path, context=CONTEXT, device=DEVICE, place={"*": "resident"})
+        model, layer = trimtab.load(plan), plan.request.quant
+    synchronize()
+    loaded = time.perf_counter()
+    if side == "stock":
+        model.generate(**inputs, max_new_tokens=1, do_sample=False)
+    else:
+        model.answer_inputs(model.prepare(inputs["input_ids"][0].tolist()), trimtab.GenerateRequest(max_new_tokens=1))
+    synchronize()
+    return {"load_s": round(loaded - start, 2), "answer_s": round(time.perf_counter() - loaded, 2), "layer": layer}
+
+
+def loads(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of loads of a case, each side in turn."""
+    size, form = name.split(":")
+    folder = write(size, form, folder_of(size, form, given.work, given.layers), given.layers)
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    for file in files:
+        with open(file, "rb") as handle:
+            while handle.read(2**24):
+                pass
+    row: dict[str, Any] = {
+        "model": size,
+        "form": form,
+        "layers": given.layers,
+        "gb": round(sum(f.stat().st_size for f in files) / 1e9, 2),
+    }
+    command = [sys.executable, "-m", "bench.formats", "--work", str(given.work), "--one", name]
+    command += [] if given.layers is None else ["--layers", str(given.layers)]
+    found: dict[str, list[dict[str, Any]]] = {"trimtab": [], "stock": []}
+    for side in ("trimtab", *("trimtab", "stock") * REPEATS_LOAD):
+        done = subprocess.run([*command, "--side", side], capture_output=True, text=True, timeout=given.timeout_s)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+        if not lines:
+            row["error"] = f"{side}: {(done.stderr.strip().splitlines() or ['?'])[-1][:300]}"
+            break
+        found[side].append(json.loads(lines[-1][4:]))
+    if not given.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    first, *found["trimtab"] = found["trimtab"] or [None]
+    row["first_s"] = None if first is None else first["load_s"]
+    for side, times in found.items():
+        row[side] = (
+            {key: [one[key] for one in times] for key in ("load_s", "answer_s")} | {"layer": times[-1]["layer"]} if times else None
+        )
+    if found["trimtab"] and found["stock"]:
+        ours, stock = (statistics.median(row[side]["load_s"]) for side in ("trimtab", "stock"))
+        row["of_stock"] = round(ours / stock, 2)
+    print(json.dumps(row), flush=True)
+    return row
+
+
 # All of them ----------------------------------------------------------------------------------------------------------
 
 
@@ -282,19 +369,32 @@ def main() -> None:
     )
     parser.add_argument("--timeout-s", type=float, default=400)
     parser.add_argument("--total-s", type=float, default=36000, help="no case begins when a minute of this is left")
+    parser.add_argument("--loads", action="store_true", help="time loading, stock beside it, not tokens")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         size, form = given.one.split(":")
+        if given.side:
+            print("ROW " + json.dumps(load_once(size, form, given.work, given.layers, given.side)), flush=True)
+            return
         print("ROW " + json.dumps(run(size, form, given.work, given.layers, tunes=given.tune)), flush=True)
         return
     from bench.memory import environment
 
     end = time.monotonic() + given.total_s
-    rows: list[dict[str, Any]] = []
-    if given.save and given.save.exists():
-        rows = json.loads(given.save.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in rows if not (given.again and "error" in row)]
+    whole: dict[str, Any] = json.loads(given.save.read_text(encoding="utf-8")) if given.save and given.save.exists() else {}
+
+    def save(key: str, rows: list[dict[str, Any]]) -> None:
+        if given.save:
+            given.save.parent.mkdir(parents=True, exist_ok=True)
+            whole.update({"environment": environment(), key: rows})
+            given.save.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+    if given.loads:
+        save("loads", [loads(name, given) for name in (given.cases.split(",") if given.cases else LOADS)])
+        return
+    rows = [row for row in whole.get("rows", []) if not (given.again and "error" in row)]
     wanted = (
         given.cases.split(",") if given.cases else [f"{size}:{form}" for size in given.models.split(",") for form in CASES[size]]
     )
@@ -308,9 +408,7 @@ def main() -> None:
             left_out.append(name)
             continue
         rows.append(row)
-        if given.save:
-            given.save.parent.mkdir(parents=True, exist_ok=True)
-            given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        save("rows", rows)
     print(table(rows))
     if left_out:
         raise SystemExit(f"no time left for {', '.join(left_out)}")

@@ -29,6 +29,18 @@ def test_the_record_has_every_number_and_no_other():
     assert list(house.read_record()) == [number.key for number in house.NUMBERS]
 
 
+def test_the_lines_of_every_format_beyond_the_first_are_counted():
+    package, known = house.House().package, {one for found in house.FORMATS.values() for one in found}
+    general = {"record", "packed", "kernels", "weights", "__init__", "hf_types", "matmul_table", "coded_files", "int8_head"}
+    rooms_of = (package / "formats", package / "engine" / "formats")
+    files = {file for room in rooms_of for file in room.glob("*.py") if file.stem not in general | {"bitsandbytes"}}
+    files |= {file for file in (package / "engine" / "kernels" / "cuda").glob("*.cuh") if file.stem not in ("values", "nf4")}
+    assert {file.relative_to(package).as_posix() for file in files} == {one for one in known if "/" in one}
+    lines = house.House().format_lines()
+    assert lines["awq, gptq"] == len((package / "formats" / "transposed.py").read_text().splitlines())
+    assert lines["nvfp4"] > sum(len((package / one).read_text().splitlines()) for one in house.FORMATS["nvfp4"] if "/" in one) + 10
+
+
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """Return a function that makes files of a package beside this one, and returns the house that they stand in."""

@@ -152,6 +152,14 @@ def test_nothing_outside_the_rooms_of_formats_knows_one():
     assert not [place for place in NAME_FORMATS if not any(name.startswith(place) for name in found)], "no exception needed"
 
 
+def test_no_kernel_asks_for_a_format():
+    """Only headers compare FORMAT: sources ask what nf4.cuh says of a layout."""
+    folder = rooms.PACKAGE / "engine" / "kernels" / "cuda"
+    asked = re.compile(r"#(el)?if[^/\n]*\bFORMAT\b|\bFORMAT *[!=<>?]")
+    asking = {file.name for file in folder.iterdir() if asked.search(file.read_text(encoding="utf-8"))}
+    assert "nf4.cuh" in asking and all(name.endswith(".cuh") for name in asking)
+
+
 @pytest.mark.parametrize(
     "text, wanted",
     [

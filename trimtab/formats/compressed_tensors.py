@@ -18,9 +18,10 @@ from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 from trimtab.formats import float4, float8
-from trimtab.formats.record import SCALE_DTYPES, PackedEntry, refuse
+from trimtab.formats.record import SCALE_DTYPES, Found, PackedEntry, Split, left_of, split
 
 PACKED = "weight_packed"
+SIDES = (PACKED, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 # Formats of weights that are not read, with what they are, for the message.
 NOT_READ = {
     "mxfp6-pack-quantized": "6-bit floats (MXFP6)", "int-quantized": "8-bit integers with rounded activations",
@@ -32,33 +33,22 @@ MOST_GROUPS = 64
 HINT = "Use the unquantized checkpoint of the same model, or one in pack-quantized with 4 or 8 bits"
 
 
-def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
+def read(checkpoint: Checkpoint) -> Split:
     """Return (plain tensors, packed weights by name). Errors: CheckpointError for what is not read, and with every wrong weight."""
     schemes = list(_schemes(checkpoint))
-    problems: list[tuple[str, str]] = []
     blocks = [one["block_structure"] for one in schemes if one.get("block_structure")]
-    packed, used = float4.weights(checkpoint.tensors, problems)
-    left = {name: entry for name, entry in checkpoint.tensors.items() if name not in used}
-    others, more = float8.weights(left, problems, blocks[0] if blocks else None)
-    packed, used = packed | others, used | more
-    for name, entry in checkpoint.tensors.items():
-        stem, dot, last = name.rpartition(".")
-        if last != PACKED or name in used:
-            continue
-        parts = {"weight": entry}
-        for part in ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"):
-            if (side := checkpoint.tensors.get(f"{stem}{dot}{part}")) is not None:
-                parts[part] = side
-                used.add(f"{stem}{dot}{part}")
-        used.add(name)
-        weight = f"{stem}{dot}weight"
-        found = _weight(weight, parts, schemes)
-        if isinstance(found, str):
-            problems.append((weight, found))
-        else:
-            packed[weight] = found
-    refuse(checkpoint, problems)
-    return {name: entry for name, entry in checkpoint.tensors.items() if name not in used}, packed
+    found = list(float4.weights(checkpoint.tensors))
+    found += float8.weights(left_of(checkpoint.tensors, found), blocks[0] if blocks else None)
+    left = left_of(checkpoint.tensors, found)
+
+    def weights() -> Iterator[Found]:
+        for stem, dot, last in (name.rpartition(".") for name in left):
+            if last == PACKED:
+                names = {part: f"{stem}{dot}{part}" for part in SIDES if f"{stem}{dot}{part}" in checkpoint.tensors}
+                parts = {"weight" if part == PACKED else part: checkpoint.tensors[name] for part, name in names.items()}
+                yield f"{stem}{dot}weight", [*names.values()], _weight(f"{stem}{dot}weight", parts, schemes)
+
+    return split(checkpoint, [*found, *weights()])
 
 
 def _schemes(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:

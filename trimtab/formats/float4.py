@@ -10,14 +10,14 @@ torch/quantization/qtensor/nvfp4_tensor.py (read, not run). Only headers are rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 from trimtab.formats import float8
-from trimtab.formats.record import PackedEntry, refuse
+from trimtab.formats.record import Found, PackedEntry, Split, left_of, split
 
 # Type of the scales of groups -> size of a group, name of the format, whether the weight has a scale too.
 GROUPS = {float8.E4M3: (16, "nvfp4-g16", True), "uint8": (32, "mxfp4-g32", False)}
@@ -27,7 +27,7 @@ ACTIVATIONS = ("input_global_scale", "input_scale")
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "FP8", "MIXED_PRECISION")
 
 
-def read_modelopt(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
+def read_modelopt(checkpoint: Checkpoint) -> Split:
     """Return (plain tensors, packed weights by name) of ModelOpt's files. Errors: CheckpointError for what is not
     read, and with every wrong weight."""
     algorithm = (checkpoint.quantization or {}).get("quant_algo")
@@ -36,34 +36,23 @@ def read_modelopt(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[
             f"is quantized by ModelOpt with {algorithm!s:.60}; {', '.join(ALGORITHMS)} are read", path=checkpoint.path,
             hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads",
         )  # fmt: skip
-    problems: list[tuple[str, str]] = []
-    packed, used = weights(checkpoint.tensors, problems)
-    left = {name: entry for name, entry in checkpoint.tensors.items() if name not in used}
-    others, more = float8.weights(left, problems, None)
-    problems += [
-        (name, "its inputs are scaled (pre_quant_scale), which is not read") for name in left if name.endswith("pre_quant_scale")
-    ]
-    refuse(checkpoint, problems)
-    return {name: entry for name, entry in left.items() if name not in more}, packed | others
+    packed = list(weights(checkpoint.tensors))
+    left = left_of(checkpoint.tensors, packed)
+    why = "its inputs are scaled (pre_quant_scale), which is not read"
+    scaled: list[Found] = [(name, [], why) for name in left if name.endswith("pre_quant_scale")]
+    return split(checkpoint, [*packed, *float8.weights(left, None), *scaled])
 
 
-def weights(tensors: Mapping[str, TensorEntry], problems: list[tuple[str, str]]) -> tuple[dict[str, PackedEntry], set[str]]:
-    """Return (the weights by name, the names of their tensors); what is wrong with a weight is added to the problems."""
-    packed: dict[str, PackedEntry] = {}
-    used: set[str] = set()
+def weights(tensors: Mapping[str, TensorEntry]) -> Iterator[Found]:
+    """Yield the weights of 4-bit floats."""
     for name, weight in tensors.items():
         stem, dot, last = name.rpartition(".")
         if last not in LAYOUTS or weight.dtype != "uint8":
             continue
         sides = {part: f"{stem}{dot}{part}" for part in ("weight_scale", LAYOUTS[last], *ACTIVATIONS)}
         found = {part: tensors[side] for part, side in sides.items() if side in tensors}
-        used |= {name, *(sides[part] for part in found)}
-        one = _weight(f"{stem}{dot}weight", weight, found, LAYOUTS[last])
-        if isinstance(one, str):
-            problems.append((f"{stem}{dot}weight", one))
-        else:
-            packed[one.tensor_name] = one
-    return packed, used
+        whole = f"{stem}{dot}weight"
+        yield whole, [name, *(sides[part] for part in found)], _weight(whole, weight, found, LAYOUTS[last])
 
 
 def _weight(name: str, weight: TensorEntry, sides: Mapping[str, TensorEntry], whole: str) -> PackedEntry | str:

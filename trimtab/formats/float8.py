@@ -8,49 +8,34 @@ integrations/finegrained_fp8.py, Fp8Dequantize.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.formats.record import SCALE_DTYPES, PackedEntry, refuse
+from trimtab.formats.record import SCALE_DTYPES, Found, PackedEntry, Split, split
 
 E4M3 = "float8_e4m3fn"
 SCALES = ("weight_scale_inv", "weight_scale")
 ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub")
 
 
-def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
+def read(checkpoint: Checkpoint) -> Split:
     """Return (plain tensors, packed weights by name). Errors: CheckpointError with every wrong weight."""
-    problems: list[tuple[str, str]] = []
-    packed, used = weights(checkpoint.tensors, problems, (checkpoint.quantization or {}).get("weight_block_size"))
-    refuse(checkpoint, problems)
-    return {name: entry for name, entry in checkpoint.tensors.items() if name not in used}, packed
+    return split(checkpoint, weights(checkpoint.tensors, (checkpoint.quantization or {}).get("weight_block_size")))
 
 
-def weights(
-    tensors: Mapping[str, TensorEntry], problems: list[tuple[str, str]], block: object
-) -> tuple[dict[str, PackedEntry], set[str]]:
-    """Return (the float8 weights by name, the names of their tensors); what is wrong with a weight is added to the problems.
-
-    block: the [rows, columns] of a block, as the config declares it; anything else for none.
-    """
+def weights(tensors: Mapping[str, TensorEntry], block: object) -> Iterator[Found]:
+    """Yield the float8 weights. block: the [rows, columns] of a block, as the config declares it; anything else for none."""
     is_pair = isinstance(block, list) and len(block) == 2
     sides = tuple(block) if isinstance(block, list) and is_pair and all(type(side) is int for side in block) else None
-    packed: dict[str, PackedEntry] = {}
-    used: set[str] = set()
     for name, weight in tensors.items():
         if not weight.dtype.startswith("float8"):
             continue
         stem = name.removesuffix("weight")
         scales = {part: tensors[stem + part] for part in SCALES if stem + part in tensors}
-        used |= {name, *(stem + part for part in (*scales, *ACTIVATIONS) if stem + part in tensors)}
-        found = _weight(name, weight, scales, block=sides)
-        if isinstance(found, str):
-            problems.append((name, found))
-        else:
-            packed[name] = found
-    return packed, used
+        own = [name, *(stem + part for part in (*scales, *ACTIVATIONS) if stem + part in tensors)]
+        yield name, own, _weight(name, weight, scales, block=sides)
 
 
 def _weight(

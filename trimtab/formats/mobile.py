@@ -8,14 +8,14 @@ the KV cache are left out, as transformers does. Source: transformers 5.23, inte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.patterns import Matcher, PatternError, shown
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import PackedEntry, refuse
+from trimtab.formats.record import Found, PackedEntry, Split, split
 
 TABLE = ("embedding_quantized", "embedding_scale")
 LINEAR = ("weight", "weight_scale")
@@ -25,24 +25,19 @@ BITS = (2, 4, 8)
 HINT = "Get config.json of the same release of the model again"
 
 
-def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
+def read(checkpoint: Checkpoint) -> Split:
     """Return (plain tensors, packed weights by name). Errors: CheckpointError with every wrong weight."""
     stems = {name: name.rpartition(".") for name in checkpoint.tensors if name.endswith((f".{TABLE[0]}", f".{LINEAR[1]}"))}
     bits_of = _bits(checkpoint, (stem for stem, _, _ in stems.values()))
-    problems: list[tuple[str, str]] = []
-    packed: dict[str, PackedEntry] = {}
-    used = {name for name in checkpoint.tensors if name.endswith(CACHE)}
-    for stem, dot, last in stems.values():
-        names = (*TABLE,) if last == TABLE[0] else (*LINEAR, *ACTIVATIONS)
-        parts = {part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in names if f"{stem}{dot}{part}" in checkpoint.tensors}
-        used |= {f"{stem}{dot}{part}" for part in parts}
-        found = _weight(f"{stem}{dot}weight", parts, bits_of[stem], is_table=last == TABLE[0])
-        if isinstance(found, str):
-            problems.append((f"{stem}{dot}weight", found))
-        else:
-            packed[found.tensor_name] = found
-    refuse(checkpoint, problems)
-    return {name: entry for name, entry in checkpoint.tensors.items() if name not in used}, packed
+
+    def weights() -> Iterator[Found]:
+        for stem, dot, last in stems.values():
+            names = TABLE if last == TABLE[0] else (*LINEAR, *ACTIVATIONS)
+            parts = {part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in names if f"{stem}{dot}{part}" in checkpoint.tensors}
+            name, own = f"{stem}{dot}weight", [f"{stem}{dot}{part}" for part in parts]
+            yield name, own, _weight(name, parts, bits_of[stem], is_table=last == TABLE[0])
+
+    return split(checkpoint, weights(), (name for name in checkpoint.tensors if name.endswith(CACHE)))
 
 
 def _bits(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, object]:

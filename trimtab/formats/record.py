@@ -12,7 +12,7 @@ A format is a name in plans, in the anatomy and in the engine. `stored_format` m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import ceil, inf, prod
@@ -464,6 +464,25 @@ class PackedEntry:
     def read_parts(self) -> dict[str, TensorEntry]:
         """The file tensors that are read with the weights."""
         return {name: part for name, part in self.parts.items() if name not in UNREAD_PARTS}
+
+
+Split = tuple[dict[str, TensorEntry], dict[str, PackedEntry]]
+# A weight's name, its file tensors, and the weight or what is wrong with it.
+Found = tuple[str, list[str], PackedEntry | str]
+
+
+def left_of(tensors: Mapping[str, TensorEntry], weights: Iterable[Found]) -> dict[str, TensorEntry]:
+    """Return the file tensors that belong to none of the weights."""
+    taken = {name for _, own, _ in weights for name in own}
+    return {name: entry for name, entry in tensors.items() if name not in taken}
+
+
+def split(checkpoint: Checkpoint, weights: Iterable[Found], used: Iterable[str] = ()) -> Split:
+    """Return (plain tensors, packed weights by name). used: file tensors that are of no weight and not plain. Errors:
+    CheckpointError with every wrong weight."""
+    found = [("", list(used), ""), *weights]
+    refuse(checkpoint, [(name, one) for name, _, one in found if isinstance(one, str) and one])
+    return left_of(checkpoint.tensors, found), {name: one for name, _, one in found if isinstance(one, PackedEntry)}
 
 
 def refuse(checkpoint: Checkpoint, problems: Sequence[tuple[str, str]]) -> None:

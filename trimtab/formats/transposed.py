@@ -8,17 +8,16 @@ of each input. Source: AutoAWQ 0.2.9, utils/packing_utils.py; GPTQModel 4, nn_mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import SCALE_DTYPES, PackedEntry, refuse
+from trimtab.formats.record import SCALE_DTYPES, Found, PackedEntry, Split, split
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 MOST_GROUP = 10**6
-Split = tuple[dict[str, TensorEntry], dict[str, PackedEntry]]
 
 
 def read_awq(checkpoint: Checkpoint) -> Split:
@@ -58,22 +57,17 @@ def _bits(checkpoint: Checkpoint, settings: Mapping[str, Any], other: str, known
 
 def _read(checkpoint: Checkpoint, bits: int, settings: Mapping[str, Any], layout: str) -> Split:
     size = settings.get("group_size", settings.get("q_group_size", 128))
-    problems: list[tuple[str, str]] = []
-    packed: dict[str, PackedEntry] = {}
-    used: set[str] = set()
-    for name in checkpoint.tensors:
-        stem, dot, last = name.rpartition(".")
-        if last != "qweight":
-            continue
-        parts = {part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in PARTS if f"{stem}{dot}{part}" in checkpoint.tensors}
-        used |= {f"{stem}{dot}{part}" for part in parts}
-        found = _weight(f"{stem}{dot}weight", parts, bits, size, layout, desc_act=bool(settings.get("desc_act")))
-        if isinstance(found, str):
-            problems.append((f"{stem}{dot}weight", found))
-        else:
-            packed[found.tensor_name] = found
-    refuse(checkpoint, problems)
-    return {name: entry for name, entry in checkpoint.tensors.items() if name not in used}, packed
+
+    def weights() -> Iterator[Found]:
+        for stem, dot, last in (name.rpartition(".") for name in checkpoint.tensors):
+            if last == "qweight":
+                parts = {
+                    part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in PARTS if f"{stem}{dot}{part}" in checkpoint.tensors
+                }
+                found = _weight(f"{stem}{dot}weight", parts, bits, size, layout, desc_act=bool(settings.get("desc_act")))
+                yield f"{stem}{dot}weight", [f"{stem}{dot}{part}" for part in parts], found
+
+    return split(checkpoint, weights())
 
 
 def _weight(
@@ -88,8 +82,8 @@ def _weight(
         return f"qweight is {weight.dtype} {list(weight.shape)}, scales are {scale.dtype} {list(scale.shape)}; matrices are needed"
     rows, columns = scale.shape[1], weight.shape[0] * (1 if layout == "awq" else each)
     wide = (columns, rows // each) if layout == "awq" else (columns // each, rows)
-    if not rows or not columns or rows % each or weight.shape != wide:
-        return f"qweight is {list(weight.shape)}, scales for {rows} outputs need {list(wide)}"
+    if not rows or not columns or rows % each or columns % 2 or weight.shape != wide:
+        return f"qweight is {list(weight.shape)}, scales for {rows} outputs need {list(wide)}, and inputs come in pairs"
     if size == -1 or size == columns:
         size = columns
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size < MOST_GROUP:

@@ -21,6 +21,7 @@ from trimtab.engine.formats import packed as packing
 from trimtab.engine.formats import weights
 from trimtab.engine.tiers.reader import PositionedFile, read_small
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.formats import record
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import packed_parts, stored_format
 from trimtab.merging.changes.dequantize import StoredRows, packed_rows
@@ -117,13 +118,24 @@ def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
     assert torch.equal(again, weights.dequantize(packed))
 
 
+def test_awq_of_an_odd_number_of_inputs_is_refused_by_name(tmp_path):
+    parts = {"qweight": words(torch.zeros(5, 8), 4), "qzeros": words(torch.zeros(1, 8), 4), "scales": torch.ones(1, 8).half()}
+    config = {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "gemm"}
+    with pytest.raises(CheckpointError, match="inputs come in pairs") as caught:
+        read(written(tmp_path, parts, config))
+    assert caught.value.tensor_name.endswith("weight")
+
+
 @pytest.mark.parametrize("case", ["ct-int4-row-odd", "ct-fp8-block", "gptq-ordered", "ct-int8-row"])
 def test_a_weight_dequantized_a_few_rows_at_a_time_is_the_same(golden, case, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "DEQUANTIZED_VALUES", 100)
+    monkeypatch.setattr(record, "DEQUANTIZED_VALUES", 100)
     parts = stored(golden, case)
     expected = parts.pop("expected")
     _, packed = read(written(tmp_path, parts, CONFIGS[case]), dtype=expected.dtype)
     assert torch.equal(weights.dequantize(packed), expected)
+    place = torch.zeros(expected.shape[0], expected.shape[1] + 3, dtype=expected.dtype)
+    weights.dequantize(packed, place[:, :-3])
+    assert torch.equal(place[:, :-3], expected) and not place[:, -3:].any()
 
 
 @pytest.mark.parametrize(("block", "shape"), [((1, 64), (4, 160)), ((32, 999_999), (64, 48)), ((128, 32), (40, 96))])

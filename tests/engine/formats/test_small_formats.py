@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from tests.engine.formats.test_formats import changed, read, without, written
 from tests.golden.formats.make_small import FOLDER
-from trimtab.engine.formats import mobile, weights
+from trimtab.engine.formats import weights
 from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError
+from trimtab.formats import record
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import packed_parts
 from trimtab.stock.second_reading import second_reading
@@ -72,7 +73,7 @@ def test_a_mobile_layer_answers_as_transformers_does(golden, case, name, tmp_pat
     assert not torch.equal(made[f"{name}/plain"], made[f"{name}/rounded"])
     assert torch.equal(weights.shell(packed, None, dtype)(x), made[f"{name}/rounded"])
     with monkeypatch.context() as patch:  # a large weight is computed a few rows at a time, in float32 with sums in another order
-        patch.setattr(mobile, "MOBILE_PIECE_VALUES", 100)
+        patch.setattr(record, "MOBILE_PIECE_VALUES", 100)
         by_pieces = weights.shell(packed, None, dtype)(x)
     assert torch.equal(by_pieces, made[f"{name}/rounded"]) or name == "float32"
     kept = weights.unpacked_shell(packed, weights.dequantize(packed), None)

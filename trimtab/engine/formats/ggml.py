@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import Draw, Packed, check_finite
+from trimtab.engine.formats.packed import Draw, Packed, check_finite, high_first
 from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_PARTS, INDEXED, PackedEntry, StoredFormat
 from trimtab.gguf.architectures import in_order
 
@@ -73,30 +73,46 @@ def _half(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].view(torch.float16).float()
 
 
-def _halves(data: Tensor) -> Tensor:
-    """Return the low and then the high halves of bytes [n, m]: [n, 2 m]."""
-    return torch.cat((data & 15, data >> 4), dim=1)
+# Kind -> (bits above the lowest four, which 16 or 32 values of a row have them in a word; where they are in a block).
+_ABOVE = {"q5_k": (1, 16), "q6_k": (2, 128)}
+# Kind -> (where the lowest four bits are in a block, bytes whose low halves are as many values, followed by their high halves).
+_LOW = {"q4_0": (2, 16), "q4_1": (4, 16), "q4_k": (16, 32), "q5_k": (48, 32), "q6_k": (0, 64)}
 
 
-def _integers(kind: str, blocks: Tensor) -> Tensor:
-    """Return the unsigned values of a file's blocks [n, bytes of a block] of 4, 5 or 6 bits: uint8 [n, values]."""
-    if kind in ("q4_0", "q4_1"):
-        return _halves(blocks[:, 2 if kind == "q4_0" else 4 :])
-    if kind == "q6_k":
-        low = blocks[:, :128].reshape(-1, 2, 1, 64)
-        low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 8, 32)
-        shifts = (2 * torch.arange(4, dtype=torch.uint8, device=blocks.device)).view(1, 1, 4, 1)
-        return (low | (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).view(-1, 8, 32) << 4).view(-1, 256)
-    pairs = blocks[:, 16 if kind == "q4_k" else 48 :].reshape(-1, 4, 1, 32)
-    low = torch.cat((pairs & 15, pairs >> 4), dim=2).view(-1, 8, 32)
-    if kind == "q5_k":
-        bits = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(1, 8, 1)
-        low = low | (blocks[:, None, 16:48] >> bits & 1) << 4
-    return low.view(-1, 256)
+def _low(kind: str, blocks: Tensor) -> Tensor:
+    """Return the lowest four bits of a file's blocks, those of the first of two neighbours in the high half of a byte: uint8 [n,
+    values / 2]. Two bytes are computed at a time."""
+    start, run = _LOW[kind]
+    count = GGML_BLOCKS[kind][0] // 2
+    pairs = blocks[:, start : start + count].contiguous().view(torch.int16).view(-1, count // run, 1, run // 2)
+    low, high = pairs << 4 & 0xF0 | pairs >> 8 & 15, pairs & 0xF0 | pairs >> 12 & 15
+    return torch.cat((low, high), dim=2).to(torch.uint8).view(-1, count)
 
 
-# Kind -> (bits above the lowest four, values of a word of them).
-_ABOVE = {"q5_k": (1, 32), "q6_k": (2, 16)}
+def _above(kind: str, blocks: Tensor) -> Tensor:
+    """Return the bits of a file's blocks above the lowest four, in the order of the parts: uint8 [128 values, 16 bits]. Four bytes,
+    which have those of four neighbours, are computed at a time."""
+    bits, start = _ABOVE[kind]
+    words = blocks[:, start : start + 32 * bits].contiguous().view(torch.int32).view(-1, bits, 1, 8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=blocks.device).view(1, 1, -1, 1)
+    each = words >> shifts & 0x01010101 * ((1 << bits) - 1)
+    step = 8 - bits
+    four = (each | each >> step | each >> 2 * step | each >> 3 * step) & (1 << 4 * bits) - 1
+    if bits == 1:
+        octets = four.view(-1, 2, 2)
+        four = octets[:, 0] | octets[:, 1] << 4
+    return four.to(torch.uint8).view(-1, 2, 2).transpose(1, 2).reshape(-1, 16 * bits)
+
+
+def _spread(kind: str, above: Tensor) -> Tensor:
+    """Return the bits of `_above`, each where it is in a value: uint8 [128 values, 128]."""
+    bits = _ABOVE[kind][0]
+    four = above.view(-1, 2, 2).transpose(1, 2).to(torch.int32)
+    if bits == 1:
+        four = torch.stack((four & 15, four >> 4), dim=2)
+    step = 8 - bits
+    each = (four | four << step | four << 2 * step | four << 3 * step) & 0x01010101 * ((1 << bits) - 1)
+    return (each << 4).contiguous().view(torch.uint8).view(-1, 128)
 
 
 def arranged(kind: str, weight: Tensor) -> dict[str, Tensor]:
@@ -113,13 +129,9 @@ def _parts(kind: str, weight: Tensor) -> dict[str, Tensor]:
             "weight": blocks[:, 2:].reshape(rows, -1).view(torch.int8),
             "scale": blocks[:, :2].reshape(rows, -1).view(torch.float16),
         }
-    q = _integers(kind, blocks)
-    data = (q[:, 0::2] & 15) << 4 | q[:, 1::2] & 15
+    data = _low(kind, blocks)
     if kind in _ABOVE:
-        bits, each = _ABOVE[kind]
-        high = (q >> 4).view(-1, each // 8, 2, 4).transpose(1, 2).reshape(-1, 8 // bits)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=q.device)
-        data = torch.cat((data.view(-1, 64), (high << shifts).sum(1, dtype=torch.uint8).view(-1, 16 * bits)), dim=1)
+        data = torch.cat((data.view(-1, 64), _above(kind, blocks)), dim=1)
     found = {"weight": data.reshape(rows, -1)}
     if kind == "q6_k":
         outer = blocks[:, 208:210].reshape(rows, -1).view(torch.float16)
@@ -142,24 +154,23 @@ def values(kind: str, parts: Mapping[str, Tensor]) -> Tensor:
         return data.contiguous().view({"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[kind]).float()
     if kind == "q8_0":
         return (parts["scale"].float()[..., None] * data.view(rows, -1, 32).float()).view(rows, -1)
-    pairs = data.reshape(-1, 64 + 16 * _ABOVE[kind][0] if kind in _ABOVE else data.shape[1])
-    low = pairs[:, :64] if kind in _ABOVE else pairs
-    q = torch.stack((low >> 4, low & 15), dim=-1)
     if kind in _ABOVE:
-        bits, each = _ABOVE[kind]
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
-        high = (pairs[:, 64:, None] >> shifts & ((1 << bits) - 1)).view(-1, 2, each // 8, 4).transpose(1, 2)
-        q = q.view(-1, 128) | high.reshape(-1, 128) << 4
+        whole = data.reshape(-1, 64 + 16 * _ABOVE[kind][0])
+        q = high_first(whole[:, :64]) | _spread(kind, whole[:, 64:].contiguous())
+    else:
+        q = high_first(data)
     if kind in ("q4_0", "q4_1"):
-        scale, q = parts["scale"].float().view(rows, -1, 1 if kind == "q4_0" else 2), q.view(rows, -1, 32).float()
-        return (scale[..., :1] * (q - 8) if kind == "q4_0" else scale[..., :1] * q + scale[..., 1:]).view(rows, -1)
-    if kind == "q6_k":
+        scale, found = parts["scale"].float().view(rows, -1, 1 if kind == "q4_0" else 2), q.view(rows, -1, 32).float()
+        found = found.sub_(8).mul_(scale) if kind == "q4_0" else found.mul_(scale[..., :1]).add_(scale[..., 1:])
+    elif kind == "q6_k":
         scale = parts["outer"].float().reshape(-1, 1) * parts["scale"].reshape(-1, 16).view(torch.int8).float()
-        return (scale[..., None] * (q.view(-1, 16, 16).float() - 32)).view(rows, -1)
-    blocks = parts["scale"].reshape(-1, 16)
-    scale, minimum = _scales(blocks[:, 4:])
-    a, b = _half(blocks, 0) * scale, _half(blocks, 2) * minimum
-    return (a[..., None] * q.view(-1, 8, 32).float() - b[..., None]).view(rows, -1)
+        found = q.view(-1, 16, 16).float().sub_(32).mul_(scale[..., None])
+    else:
+        blocks = parts["scale"].reshape(-1, 16)
+        scale, minimum = _scales(blocks[:, 4:])
+        a, b = _half(blocks, 0) * scale, _half(blocks, 2) * minimum
+        found = q.view(-1, 8, 32).float().mul_(a[..., None]).sub_(b[..., None])
+    return found.view(rows, -1)
 
 
 # Computing ------------------------------------------------------------------------------------------------------------

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import Draw, Packed, check_finite, refused
+from trimtab.engine.formats.packed import Draw, Packed, check_finite, high_first, low_first, refused
 from trimtab.formats.record import PackedEntry, StoredFormat, stored_format
 
-# AWQ's int32 holds eight outputs in this order, from its lowest bits (AutoAWQ 0.2.9, packing_utils.py: AWQ_ORDER).
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # 1 in each value of a word of GPTQ's first layout (GPTQModel, utils/model.py: convert_gptq_v1_to_v2_format).
 GPTQ_ONE = {4: 0x11111111, 8: 0x01010101}
+_LOW = 0x0F0F0F0F
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -39,14 +38,10 @@ def _packed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFormat)
     """compressed-tensors: values in order along a row, the first in the lowest bits."""
     rows, columns = entry.shape
     groups = form.groups(columns)
-    data = parts["weight"].contiguous().view(torch.uint8)[:, : -(-columns * form.bits // 8)]
-    found = {
-        "weight": _halves_swapped(data) if form.bits == 4 else data.contiguous(),
-        "scale": parts["weight_scale"].reshape(rows, groups).contiguous(),
-    }
+    found = {"weight": _in_order(parts["weight"], columns, form), "scale": parts["weight_scale"].reshape(rows, groups).contiguous()}
     if form.has_zero:  # packed along D_out
         across = parts["weight_zero_point"].t().contiguous().view(torch.uint8)
-        values = _nibbles(across) if form.bits == 4 else across
+        values = low_first(across) if form.bits == 4 else across
         found["zero"] = values[:, :rows].t().contiguous()
     return found
 
@@ -55,21 +50,17 @@ def _transposed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFor
     """AWQ and GPTQ: [D_in, D_out], packed along D_out (AWQ) or D_in (GPTQ)."""
     rows, columns = entry.shape
     if layout == "awq":
-        values = _awq_values(parts["weight"]).t()
-        zero = _awq_values(parts["qzeros"]).t()
+        even, odd = parts["weight"][0::2], parts["weight"][1::2]  # two inputs of a byte
+        low, high = (even & _LOW) << 4 | odd & _LOW, even & ~_LOW | odd >> 4 & _LOW
+        data, zero = _awq_outputs(low, high), parts["qzeros"]
+        zero = _awq_outputs(zero & _LOW, zero >> 4 & _LOW)
     else:
-        data = parts["weight"].t().contiguous().view(torch.uint8)  # [D_out, D_in bits / 8]
-        values = _nibbles(data) if form.bits == 4 else data
+        data = _in_order(parts["weight"].t(), columns, form)
         # gptq stores one less than each zero point, subtracted from whole words: a zero point of 0 borrows from its neighbour.
         one = int(GPTQ_ONE[form.bits]) if layout == "gptq" else 0
         stored = (parts["qzeros"] + one).contiguous().view(torch.uint8)
-        zero = (_nibbles(stored) if form.bits == 4 else stored).t()
-    pairs = values[:, :columns].contiguous()
-    found = {
-        "weight": pairs[:, 0::2] << 4 | pairs[:, 1::2] if form.bits == 4 else pairs,
-        "scale": parts["scales"].t().contiguous(),
-        "zero": zero[:rows].contiguous(),
-    }
+        zero = (low_first(stored) if form.bits == 4 else stored).t()[:rows].contiguous()
+    found = {"weight": data, "scale": parts["scales"].t().contiguous(), "zero": zero}
     index = parts.get("g_idx")
     if index is None:
         return found
@@ -82,21 +73,20 @@ def _transposed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFor
     return found
 
 
-def _nibbles(data: Tensor) -> Tensor:
-    """Return the two 4-bit values of each byte [n, m], the low one first: [n, 2 m]."""
-    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+def _in_order(words: Tensor, columns: int, form: StoredFormat) -> Tensor:
+    """Return the values of int32 words [D_out, m], which lie along a row, the first in the lowest bits, as they are kept."""
+    if form.bits == 4:
+        words = (words & _LOW).bitwise_left_shift_(4).bitwise_or_((words >> 4).bitwise_and_(_LOW))
+    return words.contiguous().view(torch.uint8)[:, : -(-columns * form.bits // 8)].contiguous()
 
 
-def _halves_swapped(data: Tensor) -> Tensor:
-    return data << 4 | data >> 4
+def _awq_outputs(low: Tensor, high: Tensor) -> Tensor:
+    """Return bytes [D_out, n] of int32 words [n, D_out / 8] whose bytes are those of the low and of the high halves of AWQ's.
 
-
-def _awq_values(words: Tensor) -> Tensor:
-    """Return the values [n, 8 m] of int32 words [n, m] in the order of outputs."""
-    nibbles = _nibbles(words.contiguous().view(torch.uint8)).view(words.shape[0], -1, 8)
-    out = torch.empty_like(nibbles)
-    out[..., list(AWQ_ORDER)] = nibbles
-    return out.flatten(1)
+    AWQ's int32 holds eight outputs, from its lowest bits 0 2 4 6 1 3 5 7 (AutoAWQ 0.2.9, packing_utils.py: AWQ_ORDER).
+    """
+    halves = torch.stack((low.t(), high.t()), dim=-1).view(torch.uint8).view(-1, len(low), 2, 2, 2)
+    return halves.permute(0, 4, 2, 3, 1).reshape(-1, len(low))  # of the low halves outputs 0 4 1 5, of the high ones 2 6 3 7
 
 
 # Computing ------------------------------------------------------------------------------------------------------------
@@ -107,7 +97,7 @@ def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.de
     form, columns, parts = stored_format(packed.kind), packed.shape[1], packed.part_rows(rows, device, "index")
     data, scale = parts["weight"], parts["scale"].to(dtype)
     if form.bits == 4:
-        data = torch.stack((data >> 4, data & 15), dim=-1).flatten(1)[:, :columns]
+        data = high_first(data)[:, :columns]
     zero: Tensor | float = parts["zero"].to(dtype) if form.has_zero else float(1 << (form.bits - 1))
     groups, size = scale.shape[1], form.group or columns
     values = data.to(dtype)

@@ -8,14 +8,14 @@ type. Source: transformers 5.23, integrations/gemma_quant.py, whose operations t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from trimtab.engine.formats.packed import Draw, Packed, Shell, check_finite
+from trimtab.engine.formats.packed import Draw, Packed, Shell, check_finite, dequantized_shell
 from trimtab.formats.mobile import ACTIVATIONS
-from trimtab.formats.record import MOBILE_PIECE_VALUES, MOBILE_VALUES, PackedEntry, StoredFormat, stored_format
+from trimtab.formats.record import PackedEntry, StoredFormat, stored_format
 
 LEAST, MOST = -128, 127
 
@@ -34,30 +34,12 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def dequantize(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weight [D_out, D_in] in its own type or another; a few rows are in memory in addition at a time."""
-    return dequantize_rows(packed, 0, packed.shape[0], packed.parts["weight"].device, dtype)
-
-
-def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return rows of the weight as `weights.dequantize_rows`, in its own type or another."""
-    columns, bits = packed.shape[1], stored_format(packed.kind).bits
-    out = torch.empty(stop - start, columns, dtype=dtype or packed.dtype, device=device)
-    step = max(1, MOBILE_VALUES // columns)
-    for first in range(start, stop, step):
-        rows = slice(first, min(first + step, stop))
-        data, scale = (packed.parts[name][rows].to(device) for name in ("weight", "scale"))
-        piece = out[first - start : rows.stop - start].view(len(data), scale.shape[1], -1)
-        piece.copy_(_integers(data, bits).view(piece.shape))
-        piece.mul_(scale.to(out.dtype)[..., None])
-    return out
-
-
-def exact_rows(packed: Packed, rows: range, dtype: torch.dtype) -> Tensor:
-    """Return rows of the weight with its rounded scales, their product not rounded."""
-    part = slice(rows.start, rows.stop)
-    own = {"weight": packed.parts["weight"][part], "scale": packed.parts["scale"][part].to(packed.dtype)}
-    return dequantize(Packed(packed.kind, (len(rows), packed.shape[1]), dtype, own, {}))
+def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return rows of the weight as `packed.Exact`, of scales that are rounded to the weight's type."""
+    parts = packed.part_rows(rows, device, "activation")
+    scale = parts["scale"].to(packed.dtype).to(dtype)[..., None]
+    values = _integers(parts["weight"], stored_format(packed.kind).bits).to(dtype)
+    return values.view(len(rows), scale.shape[1], -1).mul_(scale).view(len(rows), -1)
 
 
 def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
@@ -96,19 +78,9 @@ def rounding(packed: Packed, product: Shell) -> Shell:
 
 
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
-    """Return a layer that dequantizes the weight at each call, a large one (a head) in pieces of MOBILE_PIECE_VALUES."""
-    own = None if bias is None else bias.to(compute_dtype)
-    count, columns = packed.shape
-    step = max(1, MOBILE_PIECE_VALUES // columns)
+    """Return a layer that dequantizes the weight at each call, in the type of its inputs, and rounds them and its outputs."""
 
     def product(x: Tensor) -> Tensor:
-        if step >= count:
-            return functional.linear(x, dequantize(packed, x.dtype), own)
-        out = torch.empty(*x.shape[:-1], count, dtype=x.dtype, device=x.device)
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            weight = dequantize_rows(packed, start, stop, x.device, x.dtype)
-            out[..., start:stop] = functional.linear(x, weight, None if own is None else own[start:stop])
-        return out
+        return dequantized_shell(exact_rows, replace(packed, dtype=x.dtype), bias, x.dtype)(x)
 
     return rounding(packed, product)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trimtab.engine.formats import int8_head as head8
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import DEQUANTIZED_VALUES, PackedEntry, stored_format
+from trimtab.formats.record import PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 
@@ -89,6 +89,18 @@ class Draw:
 
     def values(self, *values: float) -> Tensor:
         return torch.tensor(values, device=self.generator.device)
+
+
+def high_first(data: Tensor) -> Tensor:
+    """Return the two 4-bit values of each byte [n, m], that of the high half first: uint8 [n, 2 m]."""
+    wide = data.to(torch.int16)
+    return ((wide >> 4 | wide << 8) & 0x0F0F).view(torch.uint8)
+
+
+def low_first(data: Tensor) -> Tensor:
+    """Return the two 4-bit values of each byte [n, m], that of the low half first: uint8 [n, 2 m]."""
+    wide = data.to(torch.int16)
+    return ((wide | wide << 4) & 0x0F0F).view(torch.uint8)
 
 
 def refused(entry: PackedEntry, why: str) -> CheckpointError:
@@ -203,27 +215,41 @@ Exact = Callable[[Packed, range, torch.dtype, torch.device], Tensor]
 
 
 def dequantized(
-    exact: Exact, packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
+    exact: Exact, packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return rows of a weight in its own type, or then cast to another. A few of them are in memory in addition at a time.
 
-    They are computed in float32, or in the type of scales that have the weight's.
+    They are computed in float32, or in the type of scales that have the weight's. out: where they are written.
     """
-    wide = packed.parts["scale"].dtype if stored_format(packed.kind).scales_in_type else torch.float32
-    out = torch.empty(stop - start, packed.shape[1], dtype=dtype or packed.dtype, device=device)
-    step = max(1, DEQUANTIZED_VALUES // packed.shape[1])
+    form, columns = stored_format(packed.kind), packed.shape[1]
+    wide = packed.parts["scale"].dtype if form.scales_in_type else torch.float32
+    out = torch.empty(stop - start, columns, dtype=dtype or packed.dtype, device=device) if out is None else out
+    step = max(1, form.at_once((stop - start) * columns)[1] // columns)
     for first in range(start, stop, step):
         rows = range(first, min(first + step, stop))
-        out[first - start : rows.stop - start].copy_(exact(packed, rows, wide, device).to(packed.dtype))
+        values = exact(packed, rows, wide, device)
+        out[first - start : rows.stop - start].copy_(values if out.dtype == packed.dtype else values.to(packed.dtype))
     return out
 
 
 def dequantized_shell(exact: Exact, packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
-    """Return `y = x W^T + b` over a weight that is dequantized at each call: memory for the whole weight, then torch's product."""
-    own = None if bias is None else bias.to(compute_dtype)
+    """Return `y = x W^T + b` over a weight that is dequantized at each call: memory for the whole weight, or for the piece that its
+    format takes at once, then torch's product."""
+    own, count = None if bias is None else bias.to(compute_dtype), packed.shape[0]
+    step = max(1, stored_format(packed.kind).at_once(count * packed.shape[1])[0] // packed.shape[1])
 
     def product(x: Tensor) -> Tensor:
-        weight = dequantized(exact, packed, 0, packed.shape[0], packed.parts["weight"].device, compute_dtype)
-        return nn.functional.linear(x.to(compute_dtype), weight, own).to(x.dtype)
+        given = x.to(compute_dtype)
+        out = None if step >= count else torch.empty(*x.shape[:-1], count, dtype=compute_dtype, device=x.device)
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            weight = dequantized(exact, packed, rows.start, rows.stop, packed.parts["weight"].device, compute_dtype)
+            part = nn.functional.linear(given, weight, None if own is None else own[rows])
+            if out is None:
+                return part.to(x.dtype)
+            out[..., rows] = part
+        assert out is not None
+        return out.to(x.dtype)
 
     return product

@@ -41,7 +41,7 @@ class WeightFormat:
     first. shell: a layer over the parts where they are, without a copy: a layer over views of a staging buffer computes with the
     buffer's current content. exact_rows: rows of a weight that kernels read, in another type and not rounded to its own: what they
     are compared with. random_parts: the parts of such a weight. quantize: (weight, format) -> it packed; ValueError for values
-    that the format does not have.
+    that the format does not have. write: (the weight, where [D_out, D_in]) -> it written there; `dequantize` and a copy without.
     """
 
     dequantize: Callable[[Packed], Tensor]
@@ -51,6 +51,7 @@ class WeightFormat:
     exact_rows: Callable[[Packed, range, torch.dtype], Tensor] | None = None
     random_parts: RandomParts | None = None
     quantize: Callable[[Tensor, str], Packed] | None = None
+    write: Callable[[Packed, Tensor], Tensor] | None = None
 
 
 def _plain_shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
@@ -64,14 +65,18 @@ def _head_rows(packed: Packed, start: int, stop: int, device: torch.device) -> T
 
 
 def _dequantized(
-    read: Read, exact: Exact, parts: RandomParts, quantize: Callable[[Tensor, str], Packed] | None = None
+    read: Read, exact: Exact, parts: RandomParts, quantize: Callable[[Tensor, str], Packed] | None = None,
+    shell: Callable[[Packed, Tensor | None, torch.dtype], Shell] | None = None,
 ) -> WeightFormat:  # fmt: skip
     """Return how a family is handled whose weights torch's operations dequantize for each product."""
+
+    def whole(packed: Packed, out: Tensor | None = None) -> Tensor:
+        return dequantized(exact, packed, 0, packed.shape[0], packed.parts["weight"].device, out=out)
+
     return WeightFormat(
-        lambda packed: dequantized(exact, packed, 0, packed.shape[0], packed.parts["weight"].device),
-        partial(dequantized, exact), partial(dequantized_shell, exact), read,
+        whole, partial(dequantized, exact), shell or partial(dequantized_shell, exact), read,
         lambda packed, rows, dtype: exact(packed, rows, dtype, packed.parts["weight"].device), parts,
-        quantize=quantize,
+        quantize=quantize, write=whole,
     )  # fmt: skip
 
 
@@ -93,9 +98,7 @@ FORMATS: Mapping[Family, WeightFormat] = {
         _head_rows,
         lambda packed, bias, _: head8.Head.of(packed.parts, bias, packed.kernel),
     ),
-    "mobile": WeightFormat(
-        mobile.dequantize, mobile.dequantize_rows, mobile.shell, mobile.read, mobile.exact_rows, mobile.random_parts
-    ),
+    "mobile": _dequantized(mobile.read, mobile.exact_rows, mobile.random_parts, shell=mobile.shell),
     "grouped": _dequantized(grouped.read, grouped.exact_rows, grouped.random_parts),
     "float4": _dequantized(float4.read, float4.exact_rows, float4.random_parts),
     "float8": _dequantized(float8.read, float8.exact_rows, float8.random_parts),
@@ -122,9 +125,12 @@ def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.d
     return read(entry, parts, dtype)
 
 
-def dequantize(packed: Packed) -> Tensor:
-    """Return the unpacked weight [D_out, D_in], in its own dtype, on its device."""
-    return _of(packed.kind).dequantize(packed)
+def dequantize(packed: Packed, out: Tensor | None = None) -> Tensor:
+    """Return the unpacked weight [D_out, D_in], in its own dtype, on its device. out: where it is written."""
+    form = _of(packed.kind)
+    if out is None:
+        return form.dequantize(packed)
+    return out.copy_(form.dequantize(packed)) if form.write is None else form.write(packed, out)
 
 
 def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:

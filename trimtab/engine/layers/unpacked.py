@@ -41,7 +41,7 @@ class UnpackedWeights:
         start = 0
         for leaf, size in zip(leaves, sizes, strict=True):
             self._starts[leaf] = start
-            self.weight(leaf).copy_(dequantize(leaf.packed()))
+            dequantize(leaf.packed(), self.weight(leaf))
             start += size
 
     @classmethod

@@ -54,7 +54,7 @@ __device__ __forceinline__ float scattered_sums(float* v) {
 }
 
 // One expert of a stack, and what a warp asked for of ROWS of its rows: `row(r)` [., width], in one chunk. `sums` writes the rows' sums.
-#if FORMAT == 0
+#if IS_CODED
 struct Expert {
   static constexpr int UP_ROWS = 32, DOWN_ROWS = 16;
   const u8 *weight, *scale;
@@ -166,7 +166,7 @@ struct Asked {
   }
 };
 #else
-#if FORMAT == 16
+#if !IS_PACKED
 struct Expert {
   typedef uint4 Word;
   struct Scale {};

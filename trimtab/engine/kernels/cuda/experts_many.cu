@@ -15,7 +15,7 @@
 #define LOW_RANKS 8
 
 // One expert of a stack: eight neighbours of a row at a time.
-#if FORMAT == 16
+#if !IS_PACKED
 struct Unpacker {
   typedef uint4 Word;
   struct Scale {};
@@ -27,19 +27,14 @@ struct Unpacker {
 };
 #else
 struct Unpacker {
-#if FORMAT == 0
   typedef Unpacked<NESTED != 0> Own;
-#else
-  typedef Unpacked<false> Own;
-#endif
   typedef typename Own::Word Word;
   typedef typename Own::Scale Scale;
   const u8* from;
   Own own;
   __device__ __forceinline__ Unpacker(const Stack& s, int expert, int width) : Unpacker(s, s.of(expert), expert, width) {}
   __device__ __forceinline__ Unpacker(const Stack& s, const Parts& at, int expert, int width)
-      : from(at.weight), own(at.scale, at.second, s.offset ? s.offset + expert : nullptr, s.code2, s.code, FORMAT == 0 ? 6 : width,
-                             FORMAT == 0 ? 8 : 0) {}
+      : from(at.weight), own(at.scale, at.second, s.offset ? s.offset + expert : nullptr, s.code2, s.code, UNPACKED_BY(width)) {}
   __device__ __forceinline__ Word word_at(i64 at) const { return Own::word_at(from, at); }
   __device__ __forceinline__ Scale scale_at(i64 at) const { return own.scale_at(at); }
   __device__ __forceinline__ void values(float* v, Word word, Scale scale) const { own.values(v, word, scale, HALF); }

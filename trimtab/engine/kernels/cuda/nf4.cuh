@@ -7,6 +7,20 @@
 #ifndef NESTED
 #define NESTED 0
 #endif
+// What the sources ask of a layout. IS_CODED: values are codes of a table, two in a byte, and each 64 of them have a scale wherever a row
+// begins; else scales are of rows. IS_PACKED: whether it is one (FORMAT 16 of experts: none). IS_FIRST: kernels that know no weights are
+// compiled with this layout alone. UNPACKED_BY: what `Unpacked` takes, log2 of the values with a scale and of scales with one of theirs;
+// else the width of a row.
+#if FORMAT == 0
+#define IS_CODED 1
+#define IS_FIRST 1
+#define UNPACKED_BY(width) 6, 8
+#else
+#define IS_CODED 0
+#define IS_FIRST 0
+#define UNPACKED_BY(width) width, 0
+#endif
+#define IS_PACKED (FORMAT != 16)
 // The parts of up to three weights over one input. scale, second: scales, and scales of scales or zero points.
 #define MEMBERS 3
 struct Stored {

@@ -43,12 +43,12 @@ __device__ __forceinline__ void unpack_values(
   const u8 *packed, const void *scale, const void *second, const float *offset, const float *code2, const float *code, i64 values, \
       int shift, int outer_shift, u16 *out, int half
 #define UNPACK_GIVEN packed, scale, second, offset, code2, code, values, shift, outer_shift, out, half
-#if FORMAT == 0
+#if IS_CODED
 extern "C" __global__ void __launch_bounds__(256) unpack_nested(UNPACK_PARAMETERS) { unpack_values<true, false>(UNPACK_GIVEN); }
 #endif
 extern "C" __global__ void __launch_bounds__(256) unpack_plain(UNPACK_PARAMETERS) { unpack_values<false, false>(UNPACK_GIVEN); }
 
-#if FORMAT != 0
+#if !IS_CODED
 // Rows of a packed table by their ids [n], [n, width]. An id without a row gives values that are not numbers. Grid: [width / 2048, n].
 extern "C" __global__ void __launch_bounds__(256) unpack_rows(UNPACK_PARAMETERS, const i64* ids, int width) {
   typedef Unpacked<false> Own;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void unpack_with_columns(UNPACK_PARAMETERS, COLUMN_PA
   else
     store_columns((blockIdx.x - blocks) * 256 + threadIdx.x, B, rank, before, (int)(values / width), width, stride, stride, out);
 }
-#if FORMAT == 0
+#if IS_CODED
 extern "C" __global__ void __launch_bounds__(256) unpack_columns_nested(UNPACK_PARAMETERS, COLUMN_PARAMETERS) {
   unpack_with_columns<true>(UNPACK_GIVEN, B, rank, before, width, stride);
 }
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(256) unpack_columns_plain(UNPACK_PA
   unpack_with_columns<false>(UNPACK_GIVEN, B, rank, before, width, stride);
 }
 
-#if FORMAT == 0  // what knows no weights is compiled once
+#if IS_FIRST  // what knows no weights is compiled once
 // The columns of weights that stay unpacked, for one adapter. A line of `lines` is a weight: the addresses of its B (0: none) and of its
 // first row, then rank, before, rows, width, end and stride, see store_columns. Grid: [the most columns of a weight / 2048, weights].
 extern "C" __global__ void __launch_bounds__(256) write_columns(const i64* lines) {

@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_16(PRODUCT
 extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_32(PRODUCT_PARAMETERS) { PRODUCT(4); }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) rows_product_64(PRODUCT_PARAMETERS) { PRODUCT(8); }
 
-#if FORMAT == 0  // what knows no weights is compiled once
+#if IS_FIRST  // what knows no weights is compiled once
 // low[i, m, r] = row r of A of the adapter that row i has for member m, times x_i, float32. A block is a row, a member and 8 values.
 // Grid: [n, members, largest rank / 8].
 #define LOW_THREADS 256
