@@ -1,8 +1,8 @@
 """Which tiny mixture counts? Each of its experts has one word to say, so a wrong expert, slot or adapter is a wrong word.
 
 Its first layer's experts mark which word stands there, those of the second choose by the mark and say the next word: "two" is
-answered with "three four five six seven eight one two". Nothing is trained, and every weight of an expert is a multiple of its block's
-largest, so formats of 4 and 8 bits do not round it. Of the two experts of a token the second is the next one, with a small weight.
+answered with "three four five six seven eight one two". Nothing is trained. Every weight of an expert is zero or the largest of its
+block, so formats of 4 and 8 bits do not round it. Of the two experts of a token the second is the next one, with a small weight.
 """
 
 from __future__ import annotations
