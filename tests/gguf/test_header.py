@@ -327,7 +327,7 @@ def test_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
     ("keys", "words"),
     [
         ({"expert_shared_count": 2}, "expert_shared_count is 2, 1 is read"),
-        ({"expert_shared_feed_forward_length": 0}, "expert_shared_feed_forward_length is 0"),
+        ({"expert_shared_feed_forward_length": None}, "has no qwen35moe.expert_shared_feed_forward_length"),
         ({"expert_used_count": 5}, "has 4 experts in each of 4 layers, 5 chosen"),
         ({}, "meaning is not known here: blk.0.ffn_gate_up_exps.weight"),
     ],

@@ -307,9 +307,7 @@ def _qwen35(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
 def _qwen35moe(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     _qwen35(keys, header, config)
     _experts_config(keys, header, config, shared_count=1)
-    config["shared_expert_intermediate_size"] = shared = keys.take("expert_shared_feed_forward_length")
-    if not 0 < shared <= MOST_SIDE:
-        refuse(header.files[0], f"{keys.prefix}expert_shared_feed_forward_length is {shared}, 1 to {MOST_SIDE} is read", hint=HINT)
+    config["shared_expert_intermediate_size"] = keys.take("expert_shared_feed_forward_length")
 
 
 def _halves(heads: str) -> Callable[[Mapping[str, Any]], tuple[str, Order]]:

@@ -202,9 +202,8 @@ class Candidates:
         made = min(plans, key=lambda plan: plan.expected_s)
         if not is_free or is_read or machine.on_cpu or made.is_whole or limits_of(way.anatomy) is None:
             return made
-        step = made.execution.step
-        why = f"{step.reason}; no slots of experts: the driver does not let kernels read host memory at its own address"
-        return replace(made, execution=replace(made.execution, step=replace(step, reason=why)))
+        why = f"{made.execution.step.reason}; no slots of experts: the driver lets no kernel read host memory at its own address"
+        return replace(made, execution=replace(made.execution, step=replace(made.execution.step, reason=why)))
 
     def _in_slots(self, way: Way, least: int, most: int) -> Plan:
         """Return the fastest placement with as many slots of experts as fit. Errors: of the least."""

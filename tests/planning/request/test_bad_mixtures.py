@@ -87,7 +87,7 @@ PLANNED: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {  # what the
     "enough": ({}, False, ("of 128 of each layer on the device at a time",)),
     "a driver that lets no kernel read host memory": (
         {"reads_host": False}, False,
-        ("no slots of experts: the driver does not let kernels read", "layers off the device bring all of their experts"),
+        ("no slots of experts: the driver lets no kernel read host memory", "layers off the device bring all of their experts"),
     ),
     "short host memory": (
         {"host_available_bytes": 6 * GIB}, True,
