@@ -268,6 +268,8 @@ def _qwen35(name: str, tensor: Tensor) -> Tensor:
     if last in ("in_proj_qkv", "conv1d"):
         flat = tensor.reshape(tensor.shape[0], -1)
         return torch.cat((flat[:256], _tiled(flat[256:], 32, 0)))
+    if last == "shared_expert_gate":
+        return tensor.reshape(-1)
     if last == "in_proj_z":
         return _tiled(tensor, 32, 0)
     if last == "out_proj":
@@ -275,16 +277,22 @@ def _qwen35(name: str, tensor: Tensor) -> Tensor:
     return _tiled(tensor, 1, 0) if last in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else tensor
 
 
-# family -> what the converter does to values, and the inverse
-VALUES = {
-    "qwen3_5": {
-        ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight"): (lambda x: x + 1, lambda x: x - 1),
-        ("A_log",): (lambda x: -torch.exp(x), lambda x: torch.log(-x)),
-    }
+# What the converter does to values, and the inverse.
+_QWEN35_VALUES = {
+    ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight"): (lambda x: x + 1, lambda x: x - 1),
+    ("A_log",): (lambda x: -torch.exp(x), lambda x: torch.log(-x)),
 }  # fmt: skip
+VALUES = {"qwen3_5": _QWEN35_VALUES, "qwen3_5_moe": _QWEN35_VALUES}
 
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH, "norm_topk_prob": True}
+_QWEN35_EXPERTS = {"count": 4, "used_count": 2, "feed_forward_length": WIDTH, "shared_feed_forward_length": 2 * WIDTH}
+_STACK_NAMES = {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down_proj": "ffn_down_exps"}
+_SHARED_NAMES = (
+    _STACK_NAMES
+    | {"shared_expert_gate": "ffn_gate_inp_shexp"}
+    | {f"shared_expert.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")}
+)
 # family -> (class, config, keys, names, what the converter makes of a tensor)
 FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any], dict[str, str], Callable[[str, Tensor], Tensor]]] = {
     "llama": (
@@ -306,11 +314,18 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], dict[str, Any], dict[str, str]
             "qwen3moe", expert_count=4, expert_used_count=2, expert_feed_forward_length=WIDTH,
             expert_shared_feed_forward_length=0, **{"attention.key_length": 32, "attention.value_length": 32},
         ),
-        {"experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down_proj": "ffn_down_exps"}
-        | DENSE | {"mlp.gate": "ffn_gate_inp"}, _same,
+        _STACK_NAMES | DENSE | {"mlp.gate": "ffn_gate_inp"}, _same,
     ),
     "gemma4": ("Gemma4ForCausalLM", _config("Gemma4TextConfig", **_GEMMA), _GEMMA_KEYS, _GEMMA_NAMES, _same),
     "qwen3_5": ("Qwen3_5ForCausalLM", _config("Qwen3_5TextConfig", **_QWEN35), _QWEN35_KEYS, _QWEN35_NAMES, _qwen35),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        _config("Qwen3_5MoeTextConfig", **_QWEN35 | _MOE | {"shared_expert_intermediate_size": 2 * WIDTH}),
+        {name.replace("qwen35.", "qwen35moe."): value for name, value in _QWEN35_KEYS.items() if "feed_forward" not in name}
+        | {"general.architecture": "qwen35moe"}
+        | {f"qwen35moe.expert_{name}": value for name, value in _QWEN35_EXPERTS.items()},
+        _SHARED_NAMES | _QWEN35_NAMES | {"mlp.gate": "ffn_gate_inp"}, _qwen35,
+    ),
 }  # fmt: skip
 # form -> the type of a tensor by its name, as llama.cpp mixes them; the widest type for the rest
 FORMS: dict[str, tuple[str, str]] = {
@@ -345,7 +360,9 @@ def model(family: str, form: str, folder: Path, *, dtype: torch.dtype = torch.bf
         for name, tensor in list(built.named_parameters()) + [one for one in built.named_buffers() if one[0] in built.state_dict()]:
             tensor.copy_(pico._value(name, tensor, 2, generator, unit_scores=not family.startswith("gemma4")))
             is_wide = any(part in name for part in ("embed", "lm_head", "v_proj", "down_proj"))
-            is_matrix = (tensor.dim() == 2 and not name.endswith("mlp.gate.weight")) or ".experts." in name
+            is_matrix = (
+                tensor.dim() == 2 and not name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+            ) or ".experts." in name
             kind = (wide if is_wide else usual) if is_matrix else "F32"
             there, back = next((pair for ends, pair in VALUES.get(family, {}).items() if name.endswith(ends)), (_plain, _plain))
             stored = there(change(name, tensor.detach()))

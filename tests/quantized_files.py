@@ -87,7 +87,7 @@ def fp8(weight: Tensor, *, block: tuple[int, int], name: str = "weight_scale_inv
     scale = (blocks.abs().amax((1, 3)) / 448).clamp(min=1e-6).to(dtype)
     whole = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
     q = (weight.float() / whole.float()).to(torch.float8_e4m3fn)
-    dense = (q.double() * whole.double()).to(torch.bfloat16)
+    dense = (q.double() * whole.double()).to(dtype)
     return {"weight": q, name: scale.reshape(1) if block == (0, 0) else scale}, dense
 
 

@@ -323,6 +323,23 @@ def test_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
     assert words in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"expert_shared_count": 2}, "expert_shared_count is 2, 1 is read"),
+        ({"expert_shared_feed_forward_length": None}, "has no qwen35moe.expert_shared_feed_forward_length"),
+        ({"expert_used_count": 5}, "has 4 experts in each of 4 layers, 5 chosen"),
+        ({}, "meaning is not known here: blk.0.ffn_gate_up_exps.weight"),
+    ],
+)
+def test_shared_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
+    blocks = ("Q8_0", gguf_files.pack("Q8_0", torch.randn(4, 512, 256))[0], (4, 512, 256))
+    changed = {f"qwen35moe.{name}": one for name, one in keys.items()}
+    with pytest.raises(CheckpointError, match="tiny.gguf") as told:
+        find_folder(tiny(tmp_path, changed, family="qwen3_5_moe", **{"blk.0.ffn_gate_up_exps.weight": blocks}))
+    assert words in str(told.value)
+
+
 def test_unknown_tensors_and_types_are_refused_by_name(tmp_path):
     extra = {"blk.0.ssm_x.weight": ("F32", torch.ones(4), (4,))}
     with pytest.raises(CheckpointError, match="meaning is not known here: blk.0.ssm_x.weight"):

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests import pico
+from tests import counting, pico
 from tests.engine.kernels import test_experts as cases
 from tests.engine.tiers.test_near_experts import apart
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
@@ -115,6 +115,48 @@ def test_answers_within_slots_are_the_resident_ones(family, slots, tmp_path):
                 answers.append([one.token_ids for one in made])
                 assert not [one for one in model.fallbacks if "expert" in one.what]
         assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("slots", [0, 2, 5])
+def test_a_mixture_with_a_word_for_each_expert_counts(slots, tmp_path):
+    """Five rows with four adapters on experts: a wrong expert, slot or adapter would be a wrong word."""
+    with torch.device("cpu"):
+        base = counting.build(tmp_path / "base")
+        adapters = {kind: counting.adapter(tmp_path / kind, kind) for kind in ("german", "skip", "five")}
+        plan = trimtab.plan(base, adapters=adapters, context=128, device="cuda:0", quant="nf4", experts="nf4", batch=5)
+        own = replace(plan, execution=replace(plan.execution, expert_slots=slots))
+        rows = [(None, "two"), ("german", "six"), ("skip", "three"), ("five", "one"), ("german", "seven")]
+        with trimtab.load(own) as model:
+            asked = [{"prompt": counting.ids(*counting.ENGLISH * (9 * (n == 4)), word), "adapter": name}
+                     for n, (name, word) in enumerate(rows)]  # fmt: skip
+            found = [counting.words(list(one.token_ids)) for one in model.batch(asked, max_new_tokens=12)]
+            assert not [one for one in model.fallbacks if "expert" in one.what]
+    assert found == [counting.counted(word, 12, name) for name, word in rows]
+
+
+@pytest.mark.parametrize("tokens, launches", [(2, 3), (96, 8)])
+def test_a_fetch_that_fails_leaves_no_slot_with_the_bytes_of_another_expert(module, tokens, launches, monkeypatch):
+    mixture = cases.mixture_of(*SIZES[1], BF16, "nf4-dq")
+    x, index, weights, _ = cases.case(mixture, tokens, 4, BF16)
+    others = cases.case(mixture, 2, 8, BF16)[:3]
+    wanted = ours.experts(*others, mixture, torch.empty_like(others[0]), module=module)
+    launch, left = ours._launch, [0]
+
+    def counted(*given):
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("planted")
+        launch(*given)
+
+    monkeypatch.setattr(ours, "_launch", counted)
+    for number in range(1, launches):
+        with torch.device("cpu"):
+            far = apart(mixture, 5, DEVICE)
+        left[0] = number
+        with pytest.raises(torch.OutOfMemoryError):
+            ours.experts(x, index, weights, far, torch.empty_like(x), module=module)
+        found = ours.experts(*others, far, torch.full_like(others[0], torch.nan), module=module)
+        assert torch.equal(found, wanted), number
 
 
 def test_torch_is_captured_too():

@@ -39,8 +39,8 @@ def in_order(value: Any, order: Order) -> Any:
 @dataclass(frozen=True)
 class Mapped:
     """A tensor under the model's name. rows, columns: the order of its rows or columns. change: "minus_one", "log_negate",
-    "unsqueeze", "patches", "scalar" or "frames", which undoes a change of the converter, or "whole"; only small tensors have one.
-    second: the other part of a tensor of two ("frames")."""
+    "unsqueeze", "row", "patches", "scalar" or "frames", which undoes a change of the converter, or "whole"; only small tensors have
+    one. second: the other part of a tensor of two ("frames")."""
 
     tensor_name: str
     source: GgufTensor
@@ -195,8 +195,9 @@ def _dense(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
 
 
-def _qwen3moe(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
-    """Every layer has experts: llama.cpp has no other kind of this architecture, and always norms the weights of the chosen."""
+def _experts_config(keys: Keys, header: GgufHeader, config: dict[str, Any], **known: float) -> None:
+    """Every layer has experts: llama.cpp has no other kind of these architectures, and always norms the weights of the chosen.
+    known: the only values of keys that are read."""
     file, layers = header.files[0], config["num_hidden_layers"]
     count, chosen, width = (keys.take(f"expert_{name}") for name in ("count", "used_count", "feed_forward_length"))
     if not 0 < chosen <= count or not 0 < count * layers <= MOST_EXPERTS or not 0 < width <= MOST_SIDE:
@@ -204,18 +205,17 @@ def _qwen3moe(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
             file, f"has {count} experts in each of {layers} layers, {chosen} chosen, {width} wide; at most {MOST_EXPERTS} in all "
             "are read", hint=HINT,
         )  # fmt: skip
-    for name, known in (
-        ("weights_norm", True),
-        ("weights_scale", 1.0),
-        ("gating_func", 1),
-        ("shared_count", 0),
-        ("shared_feed_forward_length", 0),
-    ):
-        keys.expect(f"expert_{name}", known)
+    for name, value in ({"weights_norm": True, "weights_scale": 1.0, "gating_func": 1} | known).items():
+        keys.expect(f"expert_{name}", value)
     config |= {
-        "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": keys.take("feed_forward_length", int, width),
+        "num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width,
+        "intermediate_size": keys.take("feed_forward_length", int, width),
     }  # fmt: skip
+
+
+def _qwen3moe(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+    _experts_config(keys, header, config, shared_count=0, shared_feed_forward_length=0)
+    config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     _dense(keys, header, config)
     del config["mlp_bias"]
 
@@ -304,6 +304,12 @@ def _qwen35(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
+def _qwen35moe(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
+    _qwen35(keys, header, config)
+    _experts_config(keys, header, config, shared_count=1)
+    config["shared_expert_intermediate_size"] = keys.take("expert_shared_feed_forward_length")
+
+
 def _halves(heads: str) -> Callable[[Mapping[str, Any]], tuple[str, Order]]:
     """The two halves that rope turns lie next to each other in the file."""
     return lambda config: ("rows", (0, config[heads], config["head_dim"] // 2, 2, 1))
@@ -321,6 +327,24 @@ def _tiled(side: str, *, width: bool = True, keys: bool = False) -> Callable[[Ma
 
 
 _NORMS = ("output_norm", "attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
+_MOE_FIELDS = _FIELDS | {"attention.head_count_kv": "num_key_value_heads"}
+_EXPERTS = {f"ffn_{name}_exps": f"{{}}.mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
+_QWEN35 = Architecture(
+    ("qwen3_5_text", "qwen3_5"), "Qwen3_5ForCausalLM",
+    _NAMES | _QK_NORMS | {
+        "post_attention_norm": "{}.post_attention_layernorm", "attn_qkv": "{}.linear_attn.in_proj_qkv",
+        "attn_gate": "{}.linear_attn.in_proj_z", "ssm_alpha": "{}.linear_attn.in_proj_a",
+        "ssm_beta": "{}.linear_attn.in_proj_b", "ssm_conv1d": "{}.linear_attn.conv1d", "ssm_norm": "{}.linear_attn.norm",
+        "ssm_out": "{}.linear_attn.out_proj", "ssm_a": "{}.linear_attn.A_log", "ssm_dt": "{}.linear_attn.dt_bias",
+    },
+    _qwen35, _DENSE_FIELDS,
+    changes=dict.fromkeys(_NORMS, "minus_one") | {"ssm_a": "log_negate", "ssm_conv1d": "unsqueeze"},
+    orders={
+        "attn_qkv": _tiled("rows", keys=True), "ssm_conv1d": _tiled("rows", keys=True), "attn_gate": _tiled("rows"),
+        "ssm_alpha": _tiled("rows", width=False), "ssm_beta": _tiled("rows", width=False), "ssm_a": _tiled("rows", width=False),
+        "ssm_dt": _tiled("rows", width=False), "ssm_out": _tiled("columns"),
+    },
+)  # fmt: skip
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         ("llama", "mistral"), "LlamaForCausalLM", _LLAMA_NAMES, _llama, _DENSE_FIELDS,
@@ -333,8 +357,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ("qwen3_moe",), "Qwen3MoeForCausalLM",
         {stem: path for stem, path in _LLAMA_NAMES.items() if ".mlp." not in path}
         | _QK_NORMS | {"ffn_gate_inp": "{}.mlp.gate"},
-        _qwen3moe, _FIELDS | {"attention.head_count_kv": "num_key_value_heads"},
-        experts={f"ffn_{name}_exps": f"{{}}.mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+        _qwen3moe, _MOE_FIELDS, experts=_EXPERTS,
     ),
     "gemma4": Architecture(
         ("gemma4_text", "gemma4"), "Gemma4ForCausalLM",
@@ -347,21 +370,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         _gemma4, _FIELDS,
     ),
-    "qwen35": Architecture(
-        ("qwen3_5_text", "qwen3_5"), "Qwen3_5ForCausalLM",
-        _NAMES | _QK_NORMS | {
-            "post_attention_norm": "{}.post_attention_layernorm", "attn_qkv": "{}.linear_attn.in_proj_qkv",
-            "attn_gate": "{}.linear_attn.in_proj_z", "ssm_alpha": "{}.linear_attn.in_proj_a",
-            "ssm_beta": "{}.linear_attn.in_proj_b", "ssm_conv1d": "{}.linear_attn.conv1d", "ssm_norm": "{}.linear_attn.norm",
-            "ssm_out": "{}.linear_attn.out_proj", "ssm_a": "{}.linear_attn.A_log", "ssm_dt": "{}.linear_attn.dt_bias",
-        },
-        _qwen35, _DENSE_FIELDS,
-        changes=dict.fromkeys(_NORMS, "minus_one") | {"ssm_a": "log_negate", "ssm_conv1d": "unsqueeze"},
-        orders={
-            "attn_qkv": _tiled("rows", keys=True), "ssm_conv1d": _tiled("rows", keys=True), "attn_gate": _tiled("rows"),
-            "ssm_alpha": _tiled("rows", width=False), "ssm_beta": _tiled("rows", width=False), "ssm_a": _tiled("rows", width=False),
-            "ssm_dt": _tiled("rows", width=False), "ssm_out": _tiled("columns"),
-        },
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(
+        _QWEN35, model_types=("qwen3_5_moe_text", "qwen3_5_moe"), class_name="Qwen3_5MoeForCausalLM",
+        names={stem: path for stem, path in _QWEN35.names.items() if ".mlp." not in path}
+        | {"ffn_gate_inp": "{}.mlp.gate", "ffn_gate_inp_shexp": "{}.mlp.shared_expert_gate"}
+        | {f"ffn_{name}_shexp": f"{{}}.mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+        config=_qwen35moe, fields=_MOE_FIELDS, changes={**_QWEN35.changes, "ffn_gate_inp_shexp": "row"}, experts=_EXPERTS,
     ),
 }  # fmt: skip
 # Tensors whose whole name is the parameter's in the model.

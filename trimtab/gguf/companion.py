@@ -224,7 +224,8 @@ def _write_small(header: GgufHeader, small: list[Mapped], target: Path) -> None:
     changes: dict[str, Callable[[Any], Any]] = {
         "": lambda value: value, "minus_one": lambda value: value.float() - 1, "unsqueeze": lambda value: value.unsqueeze(1),
         "log_negate": lambda value: torch.log(-value.float()), "whole": lambda value: value, "frames": lambda value: value,
-        "scalar": lambda value: value.reshape(()), "patches": lambda value: value.permute(0, 2, 3, 1).flatten(1),
+        "scalar": lambda value: value.reshape(()), "row": lambda value: value.reshape(1, -1),
+        "patches": lambda value: value.permute(0, 2, 3, 1).flatten(1),
     }  # fmt: skip
     tensors = {}
     for one in small:

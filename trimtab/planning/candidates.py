@@ -197,9 +197,13 @@ class Candidates:
                 plans.append(self._in_slots(way, *limits))
             except DoesNotFitError as exc:
                 errors.append(exc)
-        if plans:
-            return min(plans, key=lambda plan: plan.expected_s)
-        raise _nearest(errors)
+        if not plans:
+            raise _nearest(errors)
+        made = min(plans, key=lambda plan: plan.expected_s)
+        if not is_free or is_read or machine.on_cpu or made.is_whole or limits_of(way.anatomy) is None:
+            return made
+        why = f"{made.execution.step.reason}; no slots of experts: the driver lets no kernel read host memory at its own address"
+        return replace(made, execution=replace(made.execution, step=replace(made.execution.step, reason=why)))
 
     def _in_slots(self, way: Way, least: int, most: int) -> Plan:
         """Return the fastest placement with as many slots of experts as fit. Errors: of the least."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -222,29 +225,51 @@ def test_answers_with_experts_in_host_memory_are_the_resident_ones(family, kind,
     assert torch.equal(*scores)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@contextmanager
+def failing(after: int) -> Iterator[None]:
+    """Let memory end at this launch of an expert's kernels."""
+    real, left = experts._launch, [after]
+
+    def launch(*given: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("planted")
+        real(*given)
+
+    with patch.object(experts, "_launch", launch):
+        yield
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_rows_that_come_and_go_at_random_answer_as_with_resident_experts(seed, on_cpu, replayed, tmp_path):  # noqa: F811
-    """Joins of prompts of any length, steps and departures in one random order, with few slots: every score has its bits."""
+    """Joins of prompts of any length, some of which end within a fetch, steps and departures in one random order, with few slots:
+    every score has its bits."""
     chance = random.Random(seed)
     family, slots = ("qwen3_moe", "gemma4_moe")[seed % 2], 1 + seed % 3
     asked: list[Any] = [("join", chance.choice((3, 20, 66, 80)), chance.choice((None, "a", "b"))) for _ in range(3)]
-    asked += [chance.choice((("step",), ("step",), ("leave", chance.random()), asked[0], asked[1])) for _ in range(40)]
-    scores = []
+    ends = [("fail", tokens, "b", launch) for tokens in (20, 80) for launch in range(1, 8)]
+    asked += [chance.choice((("step",), ("step",), ("leave", chance.random()), *asked[:2], chance.choice(ends))) for _ in range(50)]
+    scores, failed = [], 0
     for number in (0, slots):
         with loaded(family, tmp_path / str(number), "nf4", slots=number) as model:
             with_kernels(on_cpu, model)
-            batch, seen = joined(model, "fused", ASKED[:1], rows=4), []
+            batch, seen = Batch(model, rows=4, decode="fused"), []
+            batch.prompts = PrefillRunner(batch, "static", (32, 128))
             for what, *given in asked:
                 if what == "join" and len(batch.active) < 4:
                     batch.join(through(batch, model.prepare(list(range(5, 5 + given[0]))), adapter=given[1]))
+                elif what == "fail" and number:
+                    with failing(given[2]), suppress(torch.OutOfMemoryError):
+                        through(batch, model.prepare(list(range(5, 5 + given[0]))), adapter=given[1])
+                        pytest.fail("the planted end of memory was not met")
+                    failed += 1
                 elif what == "leave" and len(batch.active) > 1:
                     batch.leave(batch.active[int(given[0] * len(batch.active))])
-                elif batch.active:
+                elif what == "step" and batch.active:
                     batch.step()
                     seen.append(batch.logits().clone())
             scores.append(torch.cat(seen))
-    assert len(scores[0]) > 20 and torch.equal(*scores)
+    assert failed > 3 and len(scores[0]) > 20 and torch.equal(*scores)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16bit"])

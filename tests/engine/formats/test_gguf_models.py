@@ -40,7 +40,8 @@ def files(family: str, form: str, root: Path) -> tuple[Path, Path]:
 @cache
 def adapter(family: str, variant: str, root: Path) -> Path:
     # A saved norm inside a recurrent layer is refused: the last one alone.
-    options = VARIANTS[variant] if (family, variant) != ("qwen3_5", "saved") else {"modules_to_save": ["model.norm"]}
+    is_recurrent = family.startswith("qwen3_5")
+    options = {"modules_to_save": ["model.norm"]} if is_recurrent and variant == "saved" else VARIANTS[variant]
     return pico.adapter(files(family, "q4_k", root)[1], root / f"gguf-{family}-{variant}", **options)
 
 

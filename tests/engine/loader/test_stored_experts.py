@@ -33,6 +33,7 @@ from trimtab.engine.loader import pieces
 from trimtab.engine.tiers import streaming
 from trimtab.engine.tiers.reader import HostMemory
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.formats.record import stored_format
 from trimtab.gguf.header import read_gguf
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.stock.unsplit import load_unsplit
@@ -249,6 +250,22 @@ def test_experts_that_cannot_stay_packed_are_dequantized_and_the_plan_says_why(
     assert plan.experts is not None and plan.experts.bits_per_value == 16 and words in plan.experts.reason
     assert [row.reason for row in plan.unquantized if row.module_path.endswith("experts")] == [plan.experts.reason]
     assert f"experts of the files, dequantized: {words}" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize("form", quantized_files.FORMS)
+def test_experts_of_every_format_run_packed_or_as_the_plan_says(form: str, tmp_path: Path) -> None:
+    """What the records say of a format, of two matrices of rows and of one; answers are stock's either way."""
+    load(quantized_files.base_of("qwen3_moe", form), dtype="float32").save_pretrained(tmp_path / "base")
+    small, dense = quantized_files.write(tmp_path / "base", tmp_path, form)
+    kind = quantized_files.FORMS[form][2]
+    with loaded(small, {}, quant="auto") as model:
+        found, taken = stacks_in(model), model.plan.experts
+        row = next(row for row in model.anatomy.rows if row.stacks)
+        whys = [stored_format(kind).why_not_stacked([one.shape[1] // one.halves] * one.halves) for one in row.stacks]
+        assert {one.kind for one in found.values()} == (set() if any(whys) else {kind})
+        assert taken is not None and all(why in taken.reason for why in whys if why) and bool(taken.reason) is any(map(bool, whys))
+        # Values of NVFP4 are written in bfloat16.
+        assert gap(answered(model, None), of_model(load(dense, dtype="float32"))) < (2e-2 if form.startswith("nvfp4") else NEAR)
 
 
 def test_an_expert_that_the_files_lack_is_an_error(tmp_path: Path) -> None:

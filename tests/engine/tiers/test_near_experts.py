@@ -189,3 +189,45 @@ def test_the_check_at_load_finds_slots_that_hold_something_else(module):
         assert right in ours.source()
         broken = kernels(ours.source().replace(right, wrong))
         assert "relative error" in str(ours.check(broken, apart(mixture, 3), 2, torch.bfloat16)), right
+
+
+@on_cpu
+@pytest.mark.parametrize("tokens, used", [(2, 2), (70, 3)])
+def test_a_fetch_that_fails_leaves_no_slot_with_the_bytes_of_another_expert(module, tokens, used, monkeypatch):
+    """Memory ends at every launch and every tensor of a step or prompt in turn; then others answer, with the bits of before."""
+    torch.manual_seed(2)
+    mixture = mixture_of(9, 128, 64, torch.bfloat16, "nf4-dq")
+    x, index, weights, tables = case(mixture, tokens, used, torch.bfloat16, slots=(0, -1))
+    tables = replace(tables, row_slots=tables.row_slots[:2].contiguous())
+    others = case(mixture, 1, 9, torch.bfloat16)[:3]
+    wanted = ours.experts(*others, mixture, torch.empty_like(others[0]), module=module).clone()
+    launch, empty, left, failed = ours._launch, torch.empty, [0], 0
+
+    def counted(real):
+        def call(*given, **named):
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("planted")
+            return real(*given, **named)
+
+        return call
+
+    monkeypatch.setattr(ours, "_launch", counted(launch))
+    monkeypatch.setattr(torch, "empty", counted(empty))
+    out = torch.zeros_like(x)
+    for number in range(1, 60):
+        far = apart(mixture, 4)
+        left[0] = -1
+        ours.experts(x[:2], (index[:2] + 4) % 9, weights[:2].contiguous(), far, out[:2], module=module)
+        left[0] = number
+        try:
+            ours.experts(x, index, weights, far, out, lora=tables, module=module)
+        except torch.OutOfMemoryError:
+            failed += 1
+        is_last, left[0] = left[0] > 0, -1
+        check_slots(far, mixture)
+        found = ours.experts(*others, far, torch.full_like(others[0], math.nan), module=module)
+        assert torch.equal(found, wanted), number
+        if is_last:
+            break
+    assert is_last and failed == number - 1 > 5

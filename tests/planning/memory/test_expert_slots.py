@@ -8,7 +8,7 @@ import pytest
 
 from tests.anatomies import gemma_26b
 from tests.planning.values.test_execution import GIB, H200, card, plan
-from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.errors import RequestError
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import fetched_bytes, limits_of, slots_bytes, stacks_bytes
 from trimtab.planning.values.blocks import blocks_of
@@ -104,11 +104,6 @@ def test_placements_and_modes_that_are_asked_for_have_no_slots(asked):
     assert plan(24 if "place" in asked else 8, anatomy=anatomy, **asked).execution.expert_slots == 0
 
 
-def test_a_card_that_does_not_read_host_memory_streams_layers():
-    made = plan(8, anatomy=MIXTURE, machine=replace(card(8), reads_host=False), is_advised=False)
-    assert made.execution.expert_slots == 0 and made.blocks_off_device
-
-
 def test_what_is_asked_to_stay_leaves_slots_to_the_rest():
     assert plan(8, anatomy=MIXTURE, place={"*layers.3": "resident"}, is_advised=False).execution.expert_slots
 
@@ -117,14 +112,6 @@ def test_experts_that_the_config_does_not_count_have_no_slots():
     rows = tuple(replace(row, chosen=0) if row.stacks else row for row in MIXTURE.rows)
     assert limits_of(replace(MIXTURE, rows=rows)) is None and limits_of(MIXTURE) == (8, 128)
     assert limits_of(gemma_26b(None)) is None
-
-
-def test_short_host_memory_is_refused_or_put_on_disk():
-    short = replace(card(8), host_available_bytes=6 * GIB)
-    made = plan(8, anatomy=MIXTURE, machine=short, is_advised=False)
-    assert made.execution.expert_slots == 0 and made.disk_bytes
-    with pytest.raises(DoesNotFitError):
-        plan(3, anatomy=MIXTURE, machine=replace(short, gpu_free_bytes=GIB), is_advised=False)
 
 
 def test_the_table_says_where_experts_are(eight):

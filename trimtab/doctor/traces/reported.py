@@ -161,5 +161,6 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "I20": (r"gguf\w* peft|lora|adapter gguflinear|target.?modules? not.support|unsupport|error", "gguflinear"),
     "I21": (f"gemma|mobile embedding.?scale|per.?layer|scales {_FAILED}|mismatch|ignore_mismatched",),
     "I22": (f"fp8|float8 promotion|promote {_MERGED}|{_LORA}|dora|add", "promotion for float8"),
+    "I24": (f"shared.?experts? {_LORA} glm|glm4_moe|glm.?4.5|routed|target_parameters",),
     "I23": (r"nvfp4\w* peft|lora|adapter|target.?modules? not.support|unsupport|error", "nvfp4linear"),
 }

@@ -196,23 +196,33 @@ def experts(
     module: nvrtc.Module | None = None, dependent: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the mixture's output for x [n, D] in `out` [n, D]. index [n, K] int64, weights [n, K] in x's type or float32."""
-    n, chosen = index.shape
+    n = len(x)
     if module is None or x.device != module.device:
         return _experts_torch(x, index, weights, mixture, out, lora)
     assert x.stride(1) == out.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and out.dtype == x.dtype
     assert index.is_contiguous() and index.dtype == torch.int64 and weights.is_contiguous() and weights.shape == index.shape
     assert weights.dtype in (x.dtype, torch.float32) and (lora is None or lora.dtype in (x.dtype, torch.float32))
-    count, _, width = mixture.gate_up.shape
-    inner, pairs, dtype = mixture.down.shape[2], n * chosen, x.dtype
-    launch = partial(_launch, module, dtype, dependent)
     assert lora is None or n % len(lora.row_slots) == 0
-    if n > MOST_ROWS:
-        # Scales are read as constants: not by a product that may begin while slots are written.
-        own = launch if mixture.near is None else partial(_launch, module, dtype, False)
-        return _many(x, index, weights, mixture, out, own, lora)
+    near, is_many = mixture.near, n > MOST_ROWS
+    # Scales are read as constants: not by a product that may begin while slots are written.
+    launch = partial(_launch, module, x.dtype, False if is_many and near is not None else dependent)
+    try:
+        return (_many if is_many else _few)(x, index, weights, mixture, out, launch, lora)
+    except BaseException:
+        if near is not None:
+            near.forget()
+        raise
+
+
+def _few(
+    x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, launch: Callable[..., None], lora: ExpertLora | None
+) -> Tensor:  # fmt: skip
+    """Do what `experts` does for the rows of a step."""
+    (n, chosen), (count, _, width), inner = index.shape, mixture.gate_up.shape, mixture.down.shape[2]
+    pairs = n * chosen
     if mixture.near is not None:
         _fetch(index, mixture, mixture.near, launch)
-    h = torch.empty(pairs, inner, dtype=dtype, device=x.device)
+    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     low, changes = _low(lora, pairs, x.device)
     if lora is not None and low is not None:
         launch(

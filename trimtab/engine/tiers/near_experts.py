@@ -51,6 +51,12 @@ class NearExperts:
         """Launches of a prompt: of experts that are near, then of the others."""
         return 1 + -(-max(len(self.where) - self.slots, 0) // self.turning)
 
+    def forget(self) -> None:
+        """Empty the slots: a launch failed behind the one that says what they hold. What is captured has not run."""
+        if not (self.where.is_cuda and torch.cuda.is_current_stream_capturing()):
+            for table in (self.where, self.owner, self.used):
+                table.fill_(-1)
+
 
 @dataclass(eq=False)
 class NearWriter:

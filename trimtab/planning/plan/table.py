@@ -174,7 +174,10 @@ def _slots(plan: Plan, taken: ExpertWeights) -> str:
     """Return where experts are that do not all stay on the device."""
     slots = plan.execution.expert_slots
     if not slots:
-        return ""
+        is_moved = plan.blocks_off_device and taken.format_name is not None and plan.execution_device != "cpu"
+        is_short = plan.host_budget_bytes < plan.host.get("process", 0) + taken.bytes
+        why = f": in host memory, with slots on the device, they need {gib(taken.bytes)} there" if is_short else ""
+        return f"; layers off the device bring all of their experts{why}" if is_moved else ""
     return (
         f"; {slots} of {taken.count} of each layer on the device at a time ({gib(plan.gpu['expert_slots'])}), all in host memory: "
         f"{slots / taken.count:.0%} of the chosen ones are there if every expert is as likely, others are copied in the step"
