@@ -53,8 +53,8 @@ engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<com
     dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec
     selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns table<slots
-engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill media_embeddings<hf_prompt_media
-    packed_forward<packed_prefill prompt_job
+engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill chunk_forward<packed_prefill
+    media_embeddings<hf_prompt_media prompt_job
 engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
 engine/decode (runtime): batch_invariant<company decode_step decode_step<batch_state graph_uses<form_uses step_capture step_choice
 engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops
