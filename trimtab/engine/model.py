@@ -21,7 +21,7 @@ from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.engine import float16_check, planned_adapters
+from trimtab.engine import float16_check
 from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.kept_batch import Turns
 from trimtab.engine.chat.media import several
@@ -42,14 +42,14 @@ from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.rates import bound_stacks, bound_workspaces
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool, room_of
-from trimtab.engine.model_calls import Asking
+from trimtab.engine.model_calls import Asking, match_planned, read_held, read_planned
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change
 from trimtab.planning.plan.plan import FilesRead
-from trimtab.planning.request.dtypes import was_chosen
+from trimtab.planning.values.byte_sizes import was_chosen
 from trimtab.planning.values.execution import CAPTURED
 from trimtab.planning.values.kv_bytes import check_kv
 from trimtab.process import phases
@@ -130,7 +130,7 @@ class LoadedModel(Asking):
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 phases.begin("attaching adapters")
-                for name, adapter in planned_adapters.read_planned(self, files, held):
+                for name, adapter in read_planned(self, files, held):
                     self._attach_planned(name, adapter)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # memory of packing becomes available to others
@@ -286,7 +286,7 @@ class LoadedModel(Asking):
 
         Errors: AdapterError, CheckpointError.
         """
-        held = planned_adapters.read(self, planned_adapters.match(self, path, log_name=str(path) if name is None else name))
+        held = read_held(self, match_planned(self, path, log_name=str(path) if name is None else name))
         self.fitting(held)  # now, not while rows wait
         return held
 

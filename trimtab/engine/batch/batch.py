@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.batch import sampling as hf_generate
 from trimtab.engine.batch.queued_step import QueuedStep
-from trimtab.engine.batch.request import Constraint, PendingToken, Prompt, Row, SampledToken
+from trimtab.engine.batch.request import Constraint, Draw, PendingToken, Prompt, Row, SampledToken, Sampler, no_numbers, queue_draws
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.decode import batch_invariant as company
@@ -50,7 +49,7 @@ from trimtab.engine.prefill.warm_up import CaptureAhead
 from trimtab.errors import DeviceError, RequestError
 from trimtab.planning.memory.activations import row_cache_bytes
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES
-from trimtab.planning.values.kv_pool import pool_tokens
+from trimtab.planning.values.kv_bytes import pool_tokens
 from trimtab.request import GenerateRequest
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ class Batch:
                 allowed=self.model.adapters,
                 near=near_names(str(adapter), self.model.adapters),
             )
-        sampler = hf_generate.Sampler(request, self.model.device)
+        sampler = Sampler(request, self.model.device)
         row = Row(
             adapter, request, list(inputs.token_ids), inputs.prompt_tokens, client=client, group=group, sampler=sampler,
             constraint=constraint,
@@ -435,8 +434,8 @@ class Batch:
         if not drawing:
             return greedy, {}
         chosen = greedy.clone()
-        draws = [hf_generate.Draw(row.sampler, row.token_ids, at) for at, row in drawing.items()]
-        failed = {drawing[at]: why for at, why in hf_generate.queue_draws(draws, logits, chosen).items()}
+        draws = [Draw(row.sampler, row.token_ids, at) for at, row in drawing.items()]
+        failed = {drawing[at]: why for at, why in queue_draws(draws, logits, chosen).items()}
         if write:
             self.tokens[: chosen.shape[0], 0].copy_(chosen.clamp_min(0))
         return chosen, failed
@@ -562,7 +561,7 @@ class Batch:
     def _draw(self, row: Row, logits: Tensor, token: int) -> SampledToken:
         if token < 0:
             # A GPU that samples from such a row is lost for all of them.
-            raise hf_generate.no_numbers(self.model.device, adapter=row.adapter)
+            raise no_numbers(self.model.device, adapter=row.adapter)
         if row.constraint is not None:
             token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
         top_count = self._top[row]

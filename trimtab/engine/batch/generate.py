@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
-from trimtab.engine.batch import sampling as hf_generate
 from trimtab.engine.batch.batch import Batch, BatchModel
+from trimtab.engine.batch.request import decodes_plainly
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.prompt import check_fits, fitted
 from trimtab.engine.chat.turn_end import end_token_ids
@@ -219,7 +219,7 @@ def _decoder(tokenizer: Tokenizer, *, hides_all: bool) -> Callable[[list[int]], 
 
     `decode` of a fast tokenizer is that of its `tokenizers` object behind checks of its arguments, which take ten times as long.
     """
-    if hf_generate.decodes_plainly(tokenizer):
+    if decodes_plainly(tokenizer):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=hides_all)
 
     def decode(ids: list[int]) -> str:
