@@ -330,6 +330,11 @@ class Buffers:
         target[:, source.shape[1] :].zero_()
 
 
+# Number of a layer, and its mask or the pass's buffers -> the replacement of its forward.
+FirstLayers = Callable[[int, "Tensor | None"], Callable[..., Tensor]]
+LastLayers = Callable[[int, Buffers], Callable[..., Tensor]]
+
+
 # The pass ------------------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +344,9 @@ class ChunkForward:
     All tensors that a pass reads and writes have fixed addresses: it may be captured after an uncaptured pass of its form.
     """
 
-    def __init__(self, hf_model: HFModel, cache: BatchedKVCache, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hf_model: HFModel, cache: BatchedKVCache, dtype: torch.dtype, least_places: int = SMALLEST_PLACES
+    ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.device, self.dtype = hf_model, cache, cache.device, dtype
         self.config = hf_model.config.get_text_config()
         self.decoder = hf_model.get_decoder()
@@ -351,7 +358,7 @@ class ChunkForward:
         self.adds_masks = getattr(self.config, "_attn_implementation", None) == "eager"
         self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
         self._buffers: dict[tuple[int, int], Buffers] = {}
-        self.least_places = SMALLEST_PLACES
+        self.least_places = least_places
         self._places = torch.arange(cache.context_tokens, device=self.device)
         self._kinds = self._kinds_of_layers()
         self.first_shared = self._first_shared()
@@ -359,9 +366,7 @@ class ChunkForward:
         self.form = Form(0, 0, is_last=False)
         self._ring_sources: dict[int, Tensor] = {}
         self._paged_places: Tensor | None = None
-        # The replacement of the layers from `first_shared` on (last_layers.py) and of those in front (chunk.py), if any.
-        self.lasts: Callable[[int, Buffers], Callable[..., Tensor]] | None = None
-        self.firsts: Callable[[int, Tensor | None], Callable[..., Tensor]] | None = None
+        self.use(None, None)
         # transformers uses any mask of four dimensions as it is: each layer gets its own instead.
         self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
@@ -383,6 +388,10 @@ class ChunkForward:
         while first and shared[first - 1]:
             first -= 1
         return first
+
+    def use(self, firsts: FirstLayers | None, lasts: LastLayers | None) -> None:
+        """Replace the layers in front (chunk.py), and those from `first_shared` on (last_layers.py); None: modules compute."""
+        self.firsts, self.lasts = firsts, lasts
 
     @property
     def buffers(self) -> Buffers:

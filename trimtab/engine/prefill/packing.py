@@ -261,7 +261,7 @@ class PackedPrefill:
             key = table.shape_key
         else:
             model.adapter_store.set_rows(padded)
-        forward.firsts, forward.lasts = layers_of(prompts, forward), None
+        forward.use(layers_of(prompts, forward), None)
         form = forward.form_of(pieces, size, rows=rows, by_table=table is not None)
         forward.load(form, pieces)
         self.passes += 1

@@ -43,7 +43,7 @@ from trimtab.engine.memory.rates import outside_torch
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.engine.passes import chunk_forward as hf_prefill
 from trimtab.engine.passes.chunk_forward import Chunk, Form, Piece
-from trimtab.engine.passes.prompt_job import PromptJob
+from trimtab.engine.passes.prompt_job import PromptJob, Stage
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.layouts import Layouts, values_of
 from trimtab.engine.prefill.packing import PackedPrefill
@@ -211,9 +211,9 @@ class PrefillRunner:
     def chunk_forward(self) -> hf_prefill.ChunkForward:
         """Return the forward of chunks, made at first use."""
         if self._forward is None:
-            self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
-            if not self.may_be_cut:  # every number of places is a graph: with few graphs all later chunks read the whole context
-                self._forward.least_places = self.batch.cache.context_tokens
+            # Every number of places is a graph: with few graphs all later chunks read the whole context.
+            least = hf_prefill.SMALLEST_PLACES if self.may_be_cut else self.batch.cache.context_tokens
+            self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype, least)
         return self._forward
 
     def forget(self, key: Hashable) -> None:
@@ -270,8 +270,8 @@ class PrefillRunner:
         assert forward is not None
         if job.serial != self.serial_of(prompt.row.adapter):
             raise unloaded_error(prompt, self.model.adapters)
-        if job.media is not None and not job.has_begun:  # its towers have run just now: a piece by itself
-            job.has_begun = True
+        if job.stage is Stage.TOWERS:
+            job.enter(Stage.CHUNKS)
             prompt.begin_chunk(0)
             return False
         if not job.chunks:  # the same prompt was computed before, or all of it but its last token
@@ -281,19 +281,16 @@ class PrefillRunner:
         chunk = job.chunks[job.done]
         if most_tokens is not None and chunk.size > most_tokens and job.media is None:
             sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
-            job.chunks[job.done :] = open_prompts.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk]
+            job.cut(open_prompts.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk])
             chunk = job.chunks[job.done]
         prompt.begin_chunk(chunk.size)
         piece = Piece(prompt.row.token_ids[: chunk.end], chunk.start, self.batch.cache.prompt_row)
         form = forward.form_of([piece], chunk.size, is_last=chunk.is_last, media=job.media)
         forward.load(form, [piece], job.media)
         logits = self._run(form, piece, prompt.row.adapter)
-        job.done += 1
-        is_through = chunk.is_last or (prompt.ends_in_step and job.done == len(job.chunks))
+        is_through = job.end_chunk(ends_in_step=prompt.ends_in_step)
         kept = logits[0].clone() if chunk.is_last else None
         prompt.end_chunk(chunk.end, logits=kept, offset=job.offset if is_through else None)
-        if is_through:
-            job.media = None
         return is_through
 
     def holds(self, prompt: PrefillState) -> bool:
