@@ -30,14 +30,13 @@ from torch import Tensor
 
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch.queued_step import QueuedStep
-from trimtab.engine.batch.request import Constraint, Draw, PendingToken, Prompt, Row, SampledToken, Sampler, no_numbers, queue_draws
+from trimtab.engine.batch.request import Constraint, Draw, PendingToken, Prompt, Row, SampledToken, Sampler, queue_draws
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
 from trimtab.engine.decode.decode_step import BatchState, StepBuffers
 from trimtab.engine.decode.step_choice import Fallback
-from trimtab.engine.kernels.embed_and_logits import with_argmax
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.pages import RowPages
 from trimtab.engine.kv.sequence import Inputs
@@ -270,22 +269,7 @@ class Batch:
         assert prompt.logits is not None
         if prompt.row.group:
             prompt.row.keep_logits(prompt.logits)
-        prompt.draw(self._first(prompt.row, prompt.logits))
-
-    def _first(self, row: Row, logits: Tensor) -> PendingToken:
-        token, why = with_argmax(logits)[1], None
-        if row.constraint is None and not row.sampler.is_greedy:
-            try:
-                token = torch.where(token < 0, token, row.sampler.queue(row.token_ids, logits))
-            except Exception as exc:  # raised where the row's token is read
-                why = exc
-        on_gpu = self.model.device.type == "cuda"
-        host = torch.empty((), dtype=torch.long, pin_memory=on_gpu)
-        host.copy_(token, non_blocking=True)
-        event = torch.cuda.Event() if on_gpu else None
-        if event is not None:
-            event.record()
-        return PendingToken(host, event, why)
+        prompt.draw(PendingToken.of(prompt.row, prompt.logits))
 
     def _close_up(self) -> None:
         """Move placed prompts down, in their order, to where rows have left."""
@@ -311,7 +295,7 @@ class Batch:
                 first.event.synchronize()
             if first.why is not None:
                 raise first.why
-            token = self._draw(row, logits, int(first.token))
+            token = SampledToken.of(row, logits, int(first.token), self._top[row])
             self._commit(token)
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
@@ -409,7 +393,7 @@ class Batch:
             try:
                 if row in failed:
                     raise failed[row]
-                sampled.append(self._draw(row, logits[places[row]], tokens[places[row]]))
+                sampled.append(SampledToken.of(row, logits[places[row]], tokens[places[row]], self._top[row]))
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as exc:  # a panic of llguidance, which masks tokens, is no Exception
@@ -557,20 +541,6 @@ class Batch:
         for row in rows:
             if row.written == row.prompt_tokens:
                 self.prefixes.first_logits(row, logits[places[row]])
-
-    def _draw(self, row: Row, logits: Tensor, token: int) -> SampledToken:
-        if token < 0:
-            # A GPU that samples from such a row is lost for all of them.
-            raise no_numbers(self.model.device, adapter=row.adapter)
-        if row.constraint is not None:
-            token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
-        top_count = self._top[row]
-        if top_count is None:
-            return SampledToken(row, token)
-        logprobs = torch.log_softmax(logits, dim=-1)
-        values, ids = logprobs.topk(top_count) if top_count else (logprobs[:0], logprobs[:0])
-        top = tuple((int(place), float(value)) for place, value in zip(ids.tolist(), values.tolist(), strict=True))
-        return SampledToken(row, token, float(logprobs[token]), top)
 
     def _commit(self, sampled: SampledToken) -> None:
         row, token = sampled.row, sampled.token_id

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from trimtab.engine.kernels.embed_and_logits import with_argmax
 from trimtab.engine.kv.sequence import PrefillState, TokenSequence
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
@@ -253,6 +254,22 @@ class SampledToken:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
+    @classmethod
+    def of(cls, row: Row, logits: Tensor, token: int, top_count: int | None) -> SampledToken:
+        """Return a row's token: the drawn one, or one that its constraint allows. logits: [V]. token: -1 if there is none.
+        top_count: as `top_logprobs` of `Batch.begin`. Errors: DeviceError if there is none."""
+        if token < 0:
+            # A GPU that samples from such a row is lost for all of them.
+            raise no_numbers(logits.device, adapter=row.adapter)
+        if row.constraint is not None:
+            token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
+        if top_count is None:
+            return cls(row, token)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        values, ids = logprobs.topk(top_count) if top_count else (logprobs[:0], logprobs[:0])
+        top = tuple((int(place), float(value)) for place, value in zip(ids.tolist(), values.tolist(), strict=True))
+        return cls(row, token, float(logprobs[token]), top)
+
 
 @dataclass(frozen=True)
 class PendingToken:
@@ -261,6 +278,23 @@ class PendingToken:
     token: Tensor
     event: torch.cuda.Event | None
     why: Exception | None = None
+
+    @classmethod
+    def of(cls, row: Row, logits: Tensor) -> PendingToken:
+        """Queue the sampling of a row's first token. logits: of its prompt's last one [V]."""
+        token, why = with_argmax(logits)[1], None
+        if row.constraint is None and not row.sampler.is_greedy:
+            try:
+                token = torch.where(token < 0, token, row.sampler.queue(row.token_ids, logits))
+            except Exception as exc:  # raised where the row's token is read
+                why = exc
+        on_gpu = token.device.type == "cuda"
+        host = torch.empty((), dtype=torch.long, pin_memory=on_gpu)
+        host.copy_(token, non_blocking=True)
+        event = torch.cuda.Event() if on_gpu else None
+        if event is not None:
+            event.record()
+        return cls(host, event, why)
 
 
 @dataclass(eq=False)
