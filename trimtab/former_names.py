@@ -23,7 +23,7 @@ process (.): child<inside exit_codes files interrupts json_file packages redact 
 report (report): __init__ charts
 . (.): adapter_names adapter_names<demo_names request
 checkpoint (checkpoint): __init__ anatomy config_limits end_tokens folder headers hub</download names patterns
-    names<renames headers<unreadable writer<write
+    names<renames unreadable writer<write
 formats (checkpoint): packed
 adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match
     patch<adapter_patch rules<adapter_rules stack_layout file<adapter_values file<vocabulary
@@ -34,8 +34,8 @@ planning/values (plan): blocks budget byte_sizes<cost byte_sizes<dtypes cards co
 planning/request (plan): card_machine max_memory overrides<placing
 planning/plan (plan): chart<picture plan<module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory
-    prompts<prompt_memory towers<tower_memory unpacked
-planning (plan): __init__ candidates<head_cost options planner reasons search step_work
+    prompts<prompt_memory towers<tower_memory
+planning (plan): __init__ candidates<head_cost options planner planner<unpacked reasons search step_work
 machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
     environment_child</environment_inside gpus gpus<gpu_process machine_cache<known memory preload
     machine_cache<rates_file

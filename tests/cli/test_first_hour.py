@@ -20,8 +20,8 @@ from trimtab import api
 from trimtab.adapters.file import read_adapter
 from trimtab.adapters.match import match_adapter
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.headers import address_hint
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.unreadable import address_hint
 from trimtab.cli import main as cli
 from trimtab.cli.commands.prompts_file import Doubts, read_prompts
 from trimtab.cli.main import ELSEWHERE

@@ -28,7 +28,8 @@ from typing import Any, BinaryIO
 from trimtab.adapter_names import MODEL, NAMED, is_lora_file, without_demo_name
 from trimtab.adapters.config import config_problems
 from trimtab.checkpoint.folder import CONFIG, Stamp, stamp_of
-from trimtab.checkpoint.headers import TensorEntry, adapter_refusal, address_hint, check_reachable, read_header, reading
+from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, reading
 from trimtab.errors import AdapterError, CheckpointError
 from trimtab.gguf.adapter import adapter_folder, made_for
 from trimtab.printable import printable

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 
 from trimtab.adapter_names import MODEL, without_demo_name
 from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
-from trimtab.checkpoint.headers import TensorEntry, address_hint, check_reachable, checkpoint_refusal, read_header, reading
+from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
 from trimtab.errors import CheckpointError
 from trimtab.gguf import companion, folders
 from trimtab.gguf.architectures import Order

@@ -21,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from trimtab.adapter_names import MODEL
 from trimtab.checkpoint.folder import CONFIG, INDEX, SINGLE, check_not_foreign, hub_cache
-from trimtab.checkpoint.headers import address_hint
+from trimtab.checkpoint.unreadable import address_hint
 from trimtab.errors import CheckpointError, RequestError, gib
 from trimtab.gguf.companion import is_model_file
 from trimtab.gguf.header import SPLIT

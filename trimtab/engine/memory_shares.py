@@ -21,7 +21,7 @@ from trimtab.engine.layers.linear import ResidentLeaf
 from trimtab.engine.memory.rates import peak_host_bytes, process_on_gpu
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.errors import gib
-from trimtab.planning.memory.unpacked import ITEM
+from trimtab.planning.planner import ITEM
 from trimtab.report.document import Document, Table
 
 if TYPE_CHECKING:

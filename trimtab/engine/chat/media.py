@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from trimtab.checkpoint.headers import address_hint
+from trimtab.checkpoint.unreadable import address_hint
 from trimtab.engine.chat.media_headers import flac_header, image_header, ogg_rate, wav_header
 from trimtab.errors import RequestError
 from trimtab.planning.memory.media import MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES
