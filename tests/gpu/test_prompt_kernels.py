@@ -17,6 +17,7 @@ from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.planning import planner
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 # In bfloat16 a product of padded rows rounds its sums elsewhere, so do norms of one operation: steps of 2^-8 of the largest.
