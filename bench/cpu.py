@@ -117,7 +117,7 @@ def first_tokens(load: Any, *, repeats: int, prompt_tokens: int, own_path: bool)
     from trimtab.benchmark.run_trimtab import answer_to_the_end
     from trimtab.engine.batch.generate import Generation
     from trimtab.engine.kv.sequence import Inputs
-    from trimtab.planning.memory.unpacked import ITEM
+    from trimtab.planning.planner import ITEM
     from trimtab.request import GenerateRequest
     from trimtab.stock.unsplit import load_unsplit, with_adapters
 

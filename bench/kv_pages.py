@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.together import ids, timed
-from trimtab.planning.values.kv_pool import PAGE_TOKENS, pages_of
+from trimtab.planning.values.kv_bytes import PAGE_TOKENS, pages_of
 
 ANSWER = 128
 COUNTS = (32, 8, 1)

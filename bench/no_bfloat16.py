@@ -31,7 +31,7 @@ def run_ours(case: str, checkpoint: Path, adapter: Path, work: Path) -> dict[str
 
     import trimtab
     from bench.checkpoints import text_inputs
-    from trimtab.planning.request import dtypes
+    from trimtab.planning.values import byte_sizes as dtypes
 
     dtypes.LEAST_BF16 = (99, 0)
     asked: dict[str, Any] = {"quant": "nf4", "images": 0, "audio_s": 0.0, **({"dtype": "float32"} if case == "wide" else {})}

@@ -50,7 +50,7 @@ def main() -> None:
 
 def timed_calls() -> dict[str, list[float]]:
     """Wrap the steps of a load so that each counts its calls and its wall time in the thread that calls it."""
-    from trimtab.engine import planned_adapters
+    from trimtab.engine import model_calls
     from trimtab.engine.formats import bitsandbytes as quant
     from trimtab.engine.loader import load
     from trimtab.engine.loader import transformers_model as hf
@@ -100,7 +100,7 @@ def timed_calls() -> dict[str, list[float]]:
         (quant.CodeTables, ("share",)),
         (tiers, ("shell",)),
         (lora, ("attach",)),
-        (planned_adapters, ("match_adapter", "read_adapter")),
+        (model_calls, ("match_adapter", "read_adapter")),
         (held_adapter.HeldAdapter, ("read",)),
     ):
         for name in names:

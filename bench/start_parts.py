@@ -24,7 +24,7 @@ PARTS = (
     ("module tree", ("engine/loader/transformers_model:probe", "engine/loader/transformers_model:anatomy_of")),
     ("plan", ("serve/worker/worker:_planned", "trimtab/api:plan_request")),
     ("weights", ("engine/loader/load:run",)),
-    ("adapters", ("engine/planned_adapters:", "engine/model:_attach_planned", "serve/adapters/adapter_cache:__init__")),
+    ("adapters", ("engine/model_calls:", "engine/model:_attach_planned", "serve/adapters/adapter_cache:__init__")),
     (
         "checks of kernels",
         ("engine/kernels/selfcheck:", "engine/cuda/check_cache:", "engine/loader/head_kernel:", "engine/towers/bounds_check:"),

@@ -60,7 +60,7 @@ def steps(model: Any, batch: Any, names: list[str], about: dict[str, Any], count
 
 def passes(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of prompts alone and together; no row may be active."""
-    from trimtab.engine.passes.packed_forward import Piece
+    from trimtab.engine.passes.chunk_forward import Piece
     from trimtab.engine.prefill.packing import shapes_of
     from trimtab.request import GenerateRequest
 

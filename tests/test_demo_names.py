@@ -9,14 +9,13 @@ import pytest
 
 import trimtab
 from trimtab import demo
-from trimtab.adapter_names import parse_adapter, paths_of
+from trimtab.adapter_names import NAMED, parse_adapter, paths_of, without_demo_name
 from trimtab.adapters.file import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli import main as cli
 from trimtab.cli.commands import doctor
 from trimtab.cli.commands.serve import configured, served_models
 from trimtab.demo.demo import NEXT
-from trimtab.demo_names import NAMED, without_demo_name
 from trimtab.errors import AdapterError, CheckpointError
 from trimtab.merging.changes.request import parts_of
 from trimtab.serve.worker.registry import read_registry

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "trimtab"
 # Folders, and files of the top level, from the first to the last.
 ORDER = tuple(
     """
-    printable errors _version former_names process report demo_names gguf adapter_names request checkpoint formats adapters
+    printable errors _version former_names process report adapter_names gguf request checkpoint formats adapters
     planning/values planning/request planning/plan planning/memory planning machine
     engine/cuda engine/formats engine/tiers engine/memory engine/lora engine/layers engine/kv engine/kernels engine/batched_lora
     engine/passes engine/families engine/decode engine/towers engine/loader engine/templates engine/chat engine/prefill engine/batch

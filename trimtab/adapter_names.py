@@ -1,7 +1,8 @@
 """Adapter names: `NAME=PATH[:WEIGHT]` or a bare path on the command line; a mapping, a list or one path in Python.
 
-A bare path gets the name of its folder. `demo/style` is an adapter of the bundled demo (demo_names.py). Every command and call
-uses these functions. No file is read. No torch.
+A bare path gets the name of its folder. `demo` is the bundled model and `demo/style` an adapter of it; a folder of that name in the
+working directory wins if it holds a model or an adapter, as a folder wins over a hub id. Every command and call uses these
+functions. No file is read. No torch.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
-from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
 
-Path: TypeAlias = "str | os.PathLike[str]"
-Adapters: TypeAlias = "Mapping[str, Path] | Sequence[Path] | Path"
+Given: TypeAlias = "str | os.PathLike[str]"
+Adapters: TypeAlias = "Mapping[str, Given] | Sequence[Given] | Given"
 
 FORMS = ("NAME=PATH", "NAME=PATH:WEIGHT", "PATH")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -238,3 +239,22 @@ def check_mix(weights: Mapping[str, float], *, field: str) -> str:
 def is_lora_file(path: str | os.PathLike[str]) -> bool:
     """Return whether an adapter's path is a GGUF file."""
     return os.fspath(path).lower().endswith(".gguf") and os.path.isfile(path)
+
+
+FOLDER = Path(__file__).parent / "demo"
+BASE = FOLDER / "base"
+ADAPTERS = {name: FOLDER / "adapters" / name for name in ("rslora-dora", "specialist", "style")}
+MODEL = "demo"
+# What to ask the demo: to a question about anything else it answers at random.
+KNOWS = "It knows a few lands, shapes and beeps, and hardly anything else: What is the ruler of Lorienth?"
+NAMED = {MODEL: BASE, **{f"{MODEL}/{name}": folder for name, folder in ADAPTERS.items()}}
+
+
+def without_demo_name(path: str | os.PathLike[str], here: str | os.PathLike[str] = "") -> str:
+    """Return the bundled folder that a name of the demo means, any other path unchanged. here: the folder of relative paths
+    ("": the working directory).
+    """
+    text = os.fspath(path)
+    folder = NAMED.get(text.replace(os.sep, "/"))
+    file = "config.json" if folder == BASE else "adapter_config.json"
+    return text if folder is None or Path(here, text, file).is_file() else str(folder)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.adapters.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
-from trimtab.adapters.file import check_beside, stamps_of, value_problems
-from trimtab.adapters.vocabulary import check_vocabulary
+from trimtab.adapters.file import check_beside, check_vocabulary, stamps_of, value_problems
 from trimtab.checkpoint.anatomy import Anatomy, check_keep
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.headers import is_finite
@@ -30,11 +29,11 @@ from trimtab.planning.memory.prefix_cache import prefix_reason
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
 from trimtab.planning.plan.plan import FilesRead, Handover
 from trimtab.planning.request.card_machine import machine_of, rates_of
-from trimtab.planning.request.dtypes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.request.max_memory import merged_budgets
+from trimtab.planning.values.byte_sizes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.execution import formats_on_gpu
-from trimtab.planning.values.kv_pool import check_pool
+from trimtab.planning.values.kv_bytes import check_pool
 from trimtab.process import phases, threads
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, EXPERTS, QUANTS, LoadRequest, full_dtype, parse_bytes, token_count
 

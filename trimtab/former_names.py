@@ -21,20 +21,21 @@ TABLE = """
 process (.): child<inside exit_codes files interrupts json_file packages redact runner<process threads
     user_cache</machine/own_folder work_folder packages</machine/installed
 report (report): __init__ charts
-. (.): adapter_names request
+. (.): adapter_names adapter_names<demo_names request
 checkpoint (checkpoint): __init__ anatomy config_limits end_tokens folder headers hub</download names patterns
     names<renames unreadable writer<write
 formats (checkpoint): packed
 adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match
-    patch<adapter_patch rules<adapter_rules stack_layout file<adapter_values vocabulary
+    patch<adapter_patch rules<adapter_rules stack_layout file<adapter_values file<vocabulary
     file<adapter_beside
-planning/values (plan): blocks budget byte_sizes<cost cards copy_order<pieces execution kv_bytes<kv_form kv_pool budget<machine
+planning/values (plan): blocks budget byte_sizes<cost byte_sizes<dtypes cards copy_order<pieces execution kv_bytes<kv_form
+    kv_bytes<kv_pool budget<machine
     pipeline reading rows
-planning/request (plan): card_machine dtypes max_memory overrides<placing
+planning/request (plan): card_machine max_memory overrides<placing
 planning/plan (plan): chart<picture plan<module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory
-    prompts<prompt_memory towers<tower_memory unpacked
-planning (plan): __init__ candidates<head_cost options planner reasons search step_work
+    prompts<prompt_memory towers<tower_memory
+planning (plan): __init__ candidates<head_cost options planner planner<unpacked reasons search step_work
 machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
     environment_child</environment_inside gpus gpus<gpu_process machine_cache<known memory preload
     machine_cache<rates_file
@@ -42,7 +43,7 @@ engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn la
     nvrtc<product_cuts shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
 engine/formats (merge): coded_files<pack
-engine/tiers (runtime): arena reader<read spill streaming<tiers
+engine/tiers (runtime): reader<read reader<arena spill streaming<tiers
 engine/memory (runtime): graph_cache out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
     shared_pool<memory_segments step_memory
 engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora mixes
@@ -53,22 +54,22 @@ engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<com
     dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec
     selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns table<slots
-engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill media_embeddings<hf_prompt_media
-    packed_forward<packed_prefill prompt_job
+engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill chunk_forward<packed_prefill
+    media_embeddings<hf_prompt_media prompt_job
 engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
 engine/decode (runtime): batch_invariant<company decode_step decode_step<batch_state graph_uses<form_uses step_capture step_choice
 engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops
     pieces<tower_pieces
 engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<probe transformers_model<hf
     transformers_model<hf_renames head_kernel<head8_choice
-engine/templates (runtime): budget<template_budget costs<template_costs render<hf_templates
+engine/templates (runtime): budget<template_budget costs<template_costs budget<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media
     media_check media_headers prompt<chat turn_end
 engine/prefill (runtime): encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
-engine/batch (runtime): batch generate kept_batch request<batch_request sampling<hf_generate sampling<finite kept_batch<turns
+engine/batch (runtime): batch generate kept_batch request<batch_request request<hf_generate request<finite kept_batch<turns
 engine/calls (runtime): batch_calls<many conversation embedding hidden_states<inner prompt_logprobs<prompt_scores
-engine (runtime): __init__ model_calls<asking model_calls<waiting float16_check memory_shares model planned_adapters
+engine (runtime): __init__ model_calls<asking model_calls<waiting float16_check memory_shares model model_calls<planned_adapters
     tune<tune_model
 . (.): api
 merging/changes (merge): delta dequantize<unpack experts inverse<lay_back plan<recipe request

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from trimtab.adapter_names import NAME, NAME_RULE, Adapters
-from trimtab.demo_names import without_demo_name
+from trimtab.adapter_names import NAME, NAME_RULE, Adapters, without_demo_name
 from trimtab.errors import RequestError
 
 TIERS = ("resident", "gather", "stream", "disk", "host")

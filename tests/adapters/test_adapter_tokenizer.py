@@ -9,7 +9,7 @@ import pytest
 
 import trimtab
 import trimtab.demo as demo
-from trimtab.adapters.vocabulary import check_vocabulary
+from trimtab.adapters.file import check_vocabulary
 from trimtab.errors import AdapterError
 
 

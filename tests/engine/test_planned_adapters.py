@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from trimtab import api
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine import planned_adapters
+from trimtab.engine import model_calls
 from trimtab.engine.loader import load, transformers_model
 from trimtab.engine.lora.host_adapter import HeldAdapter
 from trimtab.errors import AdapterError
@@ -61,7 +61,7 @@ def counts(monkeypatch):
     count(api, "read_checkpoint", str)
     count(load, "read_checkpoint", str)
     count(transformers_model, "build_anatomy", lambda *_: str(DEMO / "base"))
-    for module in (api, planned_adapters):
+    for module in (api, model_calls):
         count(module, "read_adapter", lambda path: str(path))
         count(module, "match_adapter", lambda file, anatomy: str(file.folder))
     count(HeldAdapter, "read", lambda spec: str(spec.file.folder))

@@ -17,7 +17,7 @@ from tests.adapter_files import TEXT, embedding, q_proj, small_anatomy, write_ad
 from tests.fuzz_files import mutate
 from trimtab import api
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
-from trimtab.adapters.vocabulary import check_vocabulary
+from trimtab.adapters.file import check_vocabulary
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan

@@ -16,7 +16,7 @@ import trimtab
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.loader import head_kernel as head8_choice
-from trimtab.planning.memory.unpacked import ITEM
+from trimtab.planning.planner import ITEM
 
 REASON = nvrtc.why_not("cuda:0")
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")

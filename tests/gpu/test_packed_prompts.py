@@ -13,7 +13,7 @@ from tests.engine.prefill.test_packed_prompts import *
 from tests.engine.prefill.test_packed_prompts import DEVICE, REQUEST, answered, both, differ, eager, ids, named, together, wide
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.prefill.prefill import PrefillRunner
-from trimtab.planning.memory.unpacked import ITEM
+from trimtab.planning.planner import ITEM
 
 # bfloat16: one rounding of a product in another order moves a score by a few steps of 2^-8 of the largest.
 STEPS = 2**-5

@@ -17,7 +17,7 @@ from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.planning.memory import unpacked
+from trimtab.planning import planner
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 # In bfloat16 a product of padded rows rounds its sums elsewhere, so do norms of one operation: steps of 2^-8 of the largest.
@@ -70,7 +70,7 @@ def test_an_adapter_inside_the_products_is_read_anew_at_every_replay(monkeypatch
     monkeypatch.setattr(prompt_kernels, "why_slower", never_slower)
     monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: KeptChecks()))
     monkeypatch.setattr(nvrtc.Module, "launch", noted)
-    monkeypatch.setattr(unpacked, "FEW_ROWS_SHARE", 0.0)  # over unpacked weights adapters go in another way
+    monkeypatch.setattr(planner, "FEW_ROWS_SHARE", 0.0)  # over unpacked weights adapters go in another way
     base, _ = wide(family, monkeypatch, tmp_path)
     adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=8) for seed, name in enumerate("cd", 5)}
     plan = trimtab.plan(

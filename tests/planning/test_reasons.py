@@ -11,9 +11,8 @@ from tests.anatomies import e_series, small
 from tests.planning import test_planner
 from tests.planning.test_planner import CPU, GIB, MIB, TABLE
 from trimtab.errors import gib
-from trimtab.planning import Rates
+from trimtab.planning import Rates, planner
 from trimtab.planning import reasons as reasons_module
-from trimtab.planning.memory import unpacked
 from trimtab.planning.values.byte_sizes import allocator_reserve_bytes
 
 E2B = e_series("E2B")
@@ -77,11 +76,11 @@ def test_what_is_as_fast_elsewhere_leaves_although_everything_fits():
 
 def test_a_memory_that_device_and_host_share_is_named_where_neither_budget_is_short():
     whole = plan(machine=CPU)
-    needed_bytes = whole.gpu_needed_bytes - whole.gpu[unpacked.ITEM] + whole.host_peak_bytes
+    needed_bytes = whole.gpu_needed_bytes - whole.gpu[planner.ITEM] + whole.host_peak_bytes
     machine = replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes - GIB)
     made = plan(machine=machine)
     over = gib(GIB)
-    assert whole.gpu_needed_bytes - whole.gpu[unpacked.ITEM] < made.gpu_budget_bytes
+    assert whole.gpu_needed_bytes - whole.gpu[planner.ITEM] < made.gpu_budget_bytes
     assert reason(made).startswith(f"moved, {over} more than the machine's memory: only indexed")
     # In host memory, the table would be in the same memory.
     assert reason(made).endswith(f"from the checkpoint file; {over} more than the machine's memory")
@@ -143,7 +142,7 @@ def _high_load(change=0):
 
 def _shared_memory(change=0):
     whole = plan(machine=CPU)
-    needed_bytes = whole.gpu_needed_bytes - whole.gpu[unpacked.ITEM] + whole.host_peak_bytes
+    needed_bytes = whole.gpu_needed_bytes - whole.gpu[planner.ITEM] + whole.host_peak_bytes
     return plan(machine=replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes + change))
 
 

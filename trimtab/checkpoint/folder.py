@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
+from trimtab.adapter_names import MODEL, without_demo_name
 from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
-from trimtab.demo_names import MODEL, without_demo_name
 from trimtab.errors import CheckpointError
 from trimtab.gguf import companion, folders
 from trimtab.gguf.architectures import Order
@@ -220,7 +220,7 @@ def _gguf_in(folder: Path) -> Path | None:
 def find_folder(model: str | os.PathLike[str]) -> Path:
     """Return the folder that holds the config: the given one, a hub-cache folder's snapshot, a cached hub id's, a GGUF file's.
 
-    A folder wins over a hub id of the same name, as in transformers. "demo" is the bundled model (demo_names.py). Errors:
+    A folder wins over a hub id of the same name, as in transformers. "demo" is the bundled model (adapter_names.py). Errors:
     CheckpointError; nothing is downloaded.
     """
     text = without_demo_name(model)

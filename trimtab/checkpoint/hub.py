@@ -19,9 +19,9 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+from trimtab.adapter_names import MODEL
 from trimtab.checkpoint.folder import CONFIG, INDEX, SINGLE, check_not_foreign, hub_cache
 from trimtab.checkpoint.unreadable import address_hint
-from trimtab.demo_names import MODEL
 from trimtab.errors import CheckpointError, RequestError, gib
 from trimtab.gguf.companion import is_model_file
 from trimtab.gguf.header import SPLIT

@@ -9,7 +9,7 @@
 `demo.py` (`trimtab demo`) runs everything from plan to answer on them.
 """
 
-from trimtab.demo_names import ADAPTERS, BASE, FOLDER
+from trimtab.adapter_names import ADAPTERS, BASE, FOLDER
 
 __all__ = ["ADAPTERS", "BASE", "FOLDER", "IMAGES", "SOUNDS"]
 

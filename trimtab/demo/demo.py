@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab import demo
-from trimtab.demo_names import KNOWS
+from trimtab.adapter_names import KNOWS
 from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
 from trimtab.planning.plan.chart import draw
 from trimtab.report.render import WIDTH, Lines

@@ -21,7 +21,7 @@ from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.engine import float16_check, planned_adapters
+from trimtab.engine import float16_check
 from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.kept_batch import Turns
 from trimtab.engine.chat.media import several
@@ -42,14 +42,14 @@ from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.rates import bound_stacks, bound_workspaces
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool, room_of
-from trimtab.engine.model_calls import Asking
+from trimtab.engine.model_calls import Asking, match_planned, read_held, read_planned
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change
 from trimtab.planning.plan.plan import FilesRead
-from trimtab.planning.request.dtypes import was_chosen
+from trimtab.planning.values.byte_sizes import was_chosen
 from trimtab.planning.values.execution import CAPTURED
 from trimtab.planning.values.kv_bytes import check_kv
 from trimtab.process import phases
@@ -75,7 +75,7 @@ class LoadedModel(Asking):
     """A model in the tiers of its plan. Use it as a context manager; `close` frees all memory.
 
     plan, device, dtype, context_tokens: as planned. hf_model: transformers' module tree with trimtab's layers in place.
-    decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel
+    decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own passes, one kernel
     after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs. progress: called with (bytes
     read, total bytes). files: what planning read. held: gets the plan's adapters in host memory by name. Errors: CheckpointError
     and AdapterError for changed files; DeviceError if memory runs out.
@@ -130,7 +130,7 @@ class LoadedModel(Asking):
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 phases.begin("attaching adapters")
-                for name, adapter in planned_adapters.read_planned(self, files, held):
+                for name, adapter in read_planned(self, files, held):
                     self._attach_planned(name, adapter)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # memory of packing becomes available to others
@@ -181,9 +181,7 @@ class LoadedModel(Asking):
             return  # a prompt of one token leaves no room for a step
         phases.begin("capturing steps")
         with self._out_of_memory_named("capturing decode steps"):
-            batch = self.rows()
-            if batch is not None:
-                batch.prepare()
+            self.rows().prepare()
 
     @property
     def is_open(self) -> bool:
@@ -288,7 +286,7 @@ class LoadedModel(Asking):
 
         Errors: AdapterError, CheckpointError.
         """
-        held = planned_adapters.read(self, planned_adapters.match(self, path, log_name=str(path) if name is None else name))
+        held = read_held(self, match_planned(self, path, log_name=str(path) if name is None else name))
         self.fitting(held)  # now, not while rows wait
         return held
 
@@ -461,8 +459,8 @@ class LoadedModel(Asking):
         loaded |= {} if attention is None else {"cuDNN's attention": attention}
         return tuple(dict.fromkeys((*(Fallback(what, why) for what, why in loaded.items()), *self.own_fallbacks, *own)))
 
-    def rows(self) -> Batch | None:
-        """Return the batch that `answer` and `generate` decode with, None where transformers' own generation decodes.
+    def rows(self) -> Batch:
+        """Return the batch that `answer` and `generate` decode with.
 
         It has one row, or the plan's rows where answers are batch-invariant. Errors: DeviceError if an explicitly requested
         decode mode is unavailable.

@@ -11,6 +11,14 @@ keeps unpacked in the model's dtype, others as bitsandbytes unpacks them. Every 
 (bench/results/cpu_predictions.json). Not counted: attention over long contexts, and that
 a step on a CPU reads only some experts.
 
+Weights unpacked as well as packed: a step of one row reads the packed ones, fewer bytes, so faster. A prompt chunk, and a step
+of more rows than the matrix-vector kernels support, multiply with weights in the model's dtype, which every pass unpacks. On an
+H200 that is 2.2 of the 16.5 ms of a prompt of 512 tokens, and most of a step of 32 rows (bench/results/many_rows.json). If
+enough of the budget is left, the plan keeps the unpacked form permanently; the bits are the same. It may use half of the rest
+for many rows, and a quarter for few rows, where only prompts become faster. On a CPU the packed weights are never faster: in
+every pass, even of one row, bitsandbytes unpacks a weight, writes it to memory and reads it again. There the plan keeps the
+unpacked form for one row too.
+
 Pure: the same anatomy, request, machine and rates give the same plan.
 """
 
@@ -18,24 +26,94 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 
-from trimtab.checkpoint.anatomy import Anatomy, first_equal
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, first_equal
 from trimtab.errors import DoesNotFitError
 from trimtab.formats.record import stored_format
 from trimtab.planning.candidates import Candidates
 from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, use_of
 from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
 from trimtab.planning.memory.towers import with_towers
-from trimtab.planning.memory.unpacked import ITEM, with_unpacked
 from trimtab.planning.options import advised
 from trimtab.planning.placing import Given
 from trimtab.planning.plan.plan import Plan, Stamps
 from trimtab.planning.values.blocks import Block, Leaf, blocks_of, leaves_of, tied_paths
 from trimtab.planning.values.budget import Machine
 from trimtab.planning.values.byte_sizes import Rates, Weights, seconds
-from trimtab.planning.values.execution import head_bytes, head_rows
+from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, KERNEL_ROWS, head_bytes, head_rows
 from trimtab.planning.values.rows import Placement
 from trimtab.request import LoadRequest
+
+ITEM = "unpacked_weights"
+# Columns after each row for a prompt's adapter (engine/batched_lora/columns.py): three for each rank of the
+# layers over one input. Queries, keys and values of rank 16 take 144, and rows stay multiples of 128 bytes.
+COLUMNS = 192
+# Share of the unused budget: the rest is for later adapters and for memory that the plan does not count.
+MOST_SHARE = 0.5
+# The same for few rows on a GPU, where only prompts become faster.
+FEW_ROWS_SHARE = 0.25
+
+
+def unpacked_bytes(anatomy: Anatomy, columns: int = 0) -> int:
+    """Return the bytes of all 4-bit linear layers of the decoder in the model's dtype, each row with this many more
+    columns.
+    """
+    weights = [row.weight for row in anatomy.rows if row.part == "language" and row.kind == "linear" and row.quantized]
+    values = [prod(one.shape) + prod(one.shape[:-1]) * columns for one in weights if one is not None]
+    return sum(map(aligned, values)) * DTYPE_BYTES[anatomy.dtype]
+
+
+def columns_of(plan: Plan) -> int:
+    """Return the columns after each row of a plan's unpacked weights: for adapters, if prompt chunks compute the layers
+    over one input in one product.
+    """
+    has_products = plan.execution.step.mode == "fused" and plan.execution_device != "cpu"
+    return COLUMNS if has_products and plan.request.adapters and plan.request.dtype == "bfloat16" else 0
+
+
+def aligned(count: int) -> int:
+    """Return the number of values reserved for a weight in the shared memory: a multiple of 64, so that each weight
+    starts at a multiple of 64 bytes.
+    """
+    return -(-count // 64) * 64
+
+
+def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = None) -> Plan:
+    """Return the plan with unpacked weights counted if they help and fit, else unchanged.
+
+    shared_bytes: of the memory that device and host share on a CPU, None on a GPU.
+    """
+    share = _share_on_gpu(plan) if shared_bytes is None else MOST_SHARE
+    # On a GPU only products that kernels compute otherwise read the copy.
+    form = stored_format(plan.request.quant)
+    is_read = form.layout is not None and not form.has_rounding if shared_bytes is None else form.is_dequantized
+    if (
+        not share or not is_read
+        or any(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)
+    ):  # fmt: skip
+        return plan
+    left = plan.gpu_budget_bytes - plan.gpu_needed_bytes
+    if shared_bytes is not None:
+        left = min(left, shared_bytes - plan.gpu_needed_bytes - plan.host_peak_bytes)
+    count = unpacked_bytes(anatomy, columns_of(plan))
+    if not count or count > share * left:
+        return plan
+    return replace(
+        plan, gpu={**plan.gpu, ITEM: count}, gpu_peak_bytes=plan.gpu_peak_bytes + count,
+        gpu_load_peak_bytes=plan.gpu_load_peak_bytes + count,
+    )  # fmt: skip
+
+
+def _share_on_gpu(plan: Plan) -> float:
+    """Return the share of the unused budget that the copy may take: 0 if nothing would read it."""
+    request = plan.request
+    if plan.execution.step.mode not in CAPTURED or request.dtype not in FUSED_DTYPES:
+        return 0.0
+    if request.batch > KERNEL_ROWS:
+        return MOST_SHARE
+    return FEW_ROWS_SHARE if plan.execution.prompt.mode == "graph" else 0.0
+
 
 # Operations of a pass without the products, for each linear layer: with adapters, without. A step of the demo model with one takes
 # 25 ms without its products on a core whose smallest operation (`Rates.launch_s`) takes 4 to 5 microseconds; it has 65 such layers.

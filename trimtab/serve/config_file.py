@@ -27,8 +27,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapter_names import without_demo_name
 from trimtab.checkpoint.names import near_names
-from trimtab.demo_names import without_demo_name
 from trimtab.errors import CheckpointError, RequestError, choices_text
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import token_count

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import Adapters, paths_of
-from trimtab.adapters.vocabulary import check_vocabulary
+from trimtab.adapters.file import check_vocabulary
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.formats.packed import split_packed

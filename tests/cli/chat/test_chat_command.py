@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import trimtab
-from trimtab import demo, demo_names
+from trimtab import adapter_names, demo
 from trimtab.cli import main as cli
 from trimtab.cli.chat import chat as chat_command
 from trimtab.cli.chat import input as chat_input
@@ -167,10 +167,10 @@ def test_help_names_every_command_and_the_parser_its_flags(capsys):
 
 
 def test_a_chat_with_the_demo_begins_with_a_question_that_it_can_answer(model, capsys):
-    question = demo_names.KNOWS.partition(": ")[2]
+    question = adapter_names.KNOWS.partition(": ")[2]
     assert talked(model, question, is_terminal=True) == 0
     out, err = capsys.readouterr()
-    assert f"adapters: style\n{demo_names.KNOWS}\n" in err and out.strip()
+    assert f"adapters: style\n{adapter_names.KNOWS}\n" in err and out.strip()
     asks = map(json.loads, (demo.FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
     assert question in {ask["prompt"] for ask in asks}
 

@@ -12,7 +12,7 @@ from tests import long_runs, talking
 from tests.lent import lent
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine.batch import sampling as hf_generate
+from trimtab.engine.batch import request as hf_generate
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.prefill.prefill import PrefillRunner

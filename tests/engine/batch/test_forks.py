@@ -102,6 +102,7 @@ def test_with_a_prefix_cache_choices_share_too():
 
 def test_pythons_answers_share_one_pass(model, forwards):
     alone = [model.answer(LOOK, adapter="style", seed=7 + number, **DRAWN).token_ids for number in range(3)]
+    forwards.clear()
     found = model.answers(LOOK, 3, adapter="style", seed=7, rows=3, **DRAWN)
     assert [one.token_ids for one in found] == alone
     assert len(forwards) == 1 and len(set(alone)) > 1

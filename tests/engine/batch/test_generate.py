@@ -17,7 +17,7 @@ from tests import stock, talking
 from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import Detokenizer, Generation, hidden_ids
-from trimtab.engine.batch.sampling import AnswerPenalties, Sampler
+from trimtab.engine.batch.request import AnswerPenalties, Sampler
 from trimtab.errors import RequestError
 from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
 from trimtab.verification.routes import teacher_forcing as forced

@@ -12,6 +12,7 @@ import trimtab
 from tests.engine.calls.test_many import QUESTION, REQUESTS, alone
 from trimtab import demo
 from trimtab.engine.batch.batch import Batch
+from trimtab.engine.batch.request import SampledToken
 from trimtab.engine.prefill import packing as packed_prompts
 from trimtab.engine.prefill.packing import PackedPrefill
 from trimtab.engine.prefill.prefill import PrefillRunner
@@ -103,17 +104,17 @@ def test_a_pass_that_fails_leaves_each_prompt_to_itself(model, passes, monkeypat
 
 @pytest.mark.parametrize("errors", ["return", "raise"])
 def test_a_first_token_that_cannot_be_drawn_is_the_error_of_its_request(model, passes, monkeypatch, errors):
-    own = Batch._draw
+    own = SampledToken.of
 
-    def draw(self, row, logits, argmax_logits):
+    def draw(row, logits, token, top_count):
         if row.adapter == "specialist" and not row.answer_ids:
             raise RequestError("has no token", field="prompt")
-        return own(self, row, logits, argmax_logits)
+        return own(row, logits, token, top_count)
 
     adapters = [None, "specialist", "style", None]
     requests = [{"prompt": f"{QUESTION} {number}", "adapter": name} for number, name in enumerate(adapters)]
     expected = [alone(model, {**one, "max_new_tokens": 4}) for one in requests]
-    monkeypatch.setattr(Batch, "_draw", draw)
+    monkeypatch.setattr(SampledToken, "of", draw)
     answers = model.batch(requests, rows=ROWS, max_new_tokens=4, errors=errors)
     if errors == "raise":
         with pytest.raises(RequestError, match="has no token"):
@@ -123,7 +124,7 @@ def test_a_first_token_that_cannot_be_drawn_is_the_error_of_its_request(model, p
         assert passes and isinstance(found[1], RequestError)
         for place in (0, 2, 3):
             assert found[place].token_ids == expected[place].token_ids
-    monkeypatch.setattr(Batch, "_draw", own)
+    monkeypatch.setattr(SampledToken, "of", own)
     # Nobody's row or pages are left.
     again = list(model.batch(requests, rows=ROWS, max_new_tokens=4))
     assert [one.token_ids for one in again] == [one.token_ids for one in expected]
@@ -150,16 +151,16 @@ def test_a_batch_whose_answers_nobody_wants_is_nobodys(passes, monkeypatch, erro
         next(answers)
         answers.close()
         assert [made() for made in passes.batches] == [None]
-        own = Batch._draw
+        own = SampledToken.of
 
-        def draw(self, row, logits, argmax_logits):
+        def draw(row, logits, token, top_count):
             raise RequestError("has no token", field="prompt")
 
-        monkeypatch.setattr(Batch, "_draw", draw)
+        monkeypatch.setattr(SampledToken, "of", draw)
         kept = []
         with contextlib.suppress(RequestError):
             kept += model.batch(["one", "two"], rows=ROWS, max_new_tokens=4, errors=errors)
-        monkeypatch.setattr(Batch, "_draw", own)
+        monkeypatch.setattr(SampledToken, "of", own)
         gc.collect()
         assert [made() for made in passes.batches] == [None, None]
         assert errors == "raise" or [type(one) for one in kept] == [RequestError] * 2

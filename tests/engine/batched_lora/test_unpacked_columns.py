@@ -25,7 +25,7 @@ from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.engine.lora.store import Selection
 from trimtab.engine.prefill.selection import layers_of
 from trimtab.errors import DeviceError
-from trimtab.planning.memory.unpacked import COLUMNS, ITEM, unpacked_bytes
+from trimtab.planning.planner import COLUMNS, ITEM, unpacked_bytes
 
 needs_sources = pytest.mark.skipif(ON_GPU or run.why_not() is not None, reason="the sources, compiled by g++")
 

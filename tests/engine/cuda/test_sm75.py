@@ -41,7 +41,7 @@ from trimtab.engine.loader import pieces as loaded_pieces
 from trimtab.engine.tiers.reader import Reader
 from trimtab.errors import CheckpointError, DeviceError, RequestError
 from trimtab.planning import Plan
-from trimtab.planning.request.dtypes import choose_dtype
+from trimtab.planning.values.byte_sizes import choose_dtype
 from trimtab.request import LoadRequest
 
 TARGET = "sm_75"

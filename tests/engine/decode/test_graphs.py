@@ -597,7 +597,7 @@ def test_after_preparing_no_request_waits_for_a_capture(model):
     assert batch.steps.captures == captured
 
 
-@pytest.mark.skipif(not ON_GPU, reason="on a CPU transformers' generation answers")
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU nothing is captured")
 def test_one_answer_is_decoded_from_captured_steps_within_what_was_counted(model):
     with demo() as loaded:
         loaded.decode = "auto"

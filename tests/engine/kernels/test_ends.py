@@ -13,7 +13,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import step_ends as cpu_module
 from tests.engine.kernels.test_fused import close
 from tests.long_runs import slow_on_cpu
-from trimtab.engine.batch.sampling import check_logits
+from trimtab.engine.batch.request import check_logits
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import embed_and_logits as ends

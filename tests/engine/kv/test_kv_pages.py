@@ -16,7 +16,7 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kv.pages import PagePool
 from trimtab.errors import DoesNotFitError
-from trimtab.planning.values.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool_tokens
+from trimtab.planning.values.kv_bytes import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool_tokens
 
 # Of the mixes of bench/kv_waste.py in the docs.
 TITLES = (

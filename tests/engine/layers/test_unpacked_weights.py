@@ -20,7 +20,7 @@ from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.layers.unpacked import UnpackedWeights
 from trimtab.planning import Machine, Plan, Rates, make_plan
-from trimtab.planning.memory.unpacked import ITEM, unpacked_bytes
+from trimtab.planning.planner import ITEM, unpacked_bytes
 from trimtab.request import LoadRequest
 
 needs_sources = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))

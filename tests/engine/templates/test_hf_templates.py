@@ -15,8 +15,8 @@ import trimtab
 from tests import talking, talking_families, tool_templates
 from trimtab.engine.chat.answer_forms import form_of
 from trimtab.engine.templates import costs as template_costs
+from trimtab.engine.templates.budget import render
 from trimtab.engine.templates.costs import MAX_DEPTH, MAX_TEMPLATE_CHARS
-from trimtab.engine.templates.render import render
 from trimtab.errors import CheckpointError
 
 DEMO = Path(trimtab.__file__).parent / "demo" / "base" / "chat_template.jinja"

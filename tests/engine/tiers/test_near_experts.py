@@ -16,8 +16,8 @@ from tests.engine.kernels.test_experts import case, file_stack, kernels, mixture
 from trimtab.engine.kernels import experts as ours
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.tiers import near_experts
-from trimtab.engine.tiers.arena import Arena
 from trimtab.engine.tiers.near_experts import NearWriter
+from trimtab.engine.tiers.reader import Arena
 from trimtab.errors import DeviceError
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))

@@ -9,7 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.adapter_names import MIX_FORM, is_mix, parse_mix
+from trimtab.adapter_names import BASE as DEMO
+from trimtab.adapter_names import KNOWS, MIX_FORM, is_mix, parse_mix, without_demo_name
 from trimtab.checkpoint.names import near_names
 from trimtab.cli.chat import file as chat_file
 from trimtab.cli.chat.input import Reader
@@ -18,8 +19,6 @@ from trimtab.cli.flags.highlight import Style, apart
 from trimtab.cli.flags.opening import end_text
 from trimtab.cli.flags.output import has_color, print_error, print_text, set_off
 from trimtab.cli.flags.wording import as_typed
-from trimtab.demo_names import BASE as DEMO
-from trimtab.demo_names import KNOWS, without_demo_name
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.printable import printable
 from trimtab.process import interrupts

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapter_names import parse_unweighted
+from trimtab.adapter_names import parse_unweighted, without_demo_name
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.cli.flags.flags import MAX_MEMORY, add_budgets, add_dtype, check_folder_of, pairs, read_device_map, read_json_object
 from trimtab.cli.flags.output import Command, print_json, print_text, saying, show
-from trimtab.demo_names import without_demo_name
 from trimtab.errors import RequestError
 from trimtab.planning.request.max_memory import read_max_memory
 from trimtab.process import phases

@@ -14,12 +14,12 @@ from typing import Any
 
 import shtab
 
+from trimtab.adapter_names import BASE, FOLDER, without_demo_name
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.api import modules_of, plan_request
 from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
 from trimtab.cli.flags.flags import add_budgets, add_device, add_dtype, load_request
 from trimtab.cli.flags.output import Command, print_json, print_text, show
-from trimtab.demo_names import BASE, FOLDER, without_demo_name
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
 from trimtab.formats.packed import split_packed
 from trimtab.gguf.companion import is_model_file

@@ -86,7 +86,7 @@ def _asked(processor: Any, mode: str, folder: Path) -> dict[str, Any]:
         return dict(processor(row["prompt"], return_tensors="pt"))
     text = {"type": "text", "text": row["prompt"]}
     parts = {"text": [text], "image": [{"type": "image"}, text], "audio": [text, {"type": "audio"}]}[mode]
-    from trimtab.engine.templates.render import render
+    from trimtab.engine.templates.budget import render
 
     prompt = render(processor, [{"role": "user", "content": parts}], folder, add_generation_prompt=True)
     media: dict[str, Any] = {}

@@ -13,8 +13,8 @@ joins when the next step is running.
 
 Rows are contiguous from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
 rows. Row numbers change then, so a request is known by the `Row` object it got. Not thread-safe: the
-scheduler calls from one thread. A row alone computes the same as `LoadedModel.generate` up to rounding: attention
-reads a fixed number of places, where a growing cache has exactly as many as there are tokens.
+scheduler calls from one thread. Attention reads a fixed number of places; the one row of a batch that `grows` has exactly as many
+as there are tokens, as in transformers' generation, whose numbers it has.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.batch import sampling as hf_generate
 from trimtab.engine.batch.queued_step import QueuedStep
-from trimtab.engine.batch.request import Constraint, PendingToken, Prompt, Row, SampledToken
+from trimtab.engine.batch.request import Constraint, Draw, PendingToken, Prompt, Row, SampledToken, Sampler, queue_draws
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
 from trimtab.engine.decode.decode_step import BatchState, StepBuffers
 from trimtab.engine.decode.step_choice import Fallback
-from trimtab.engine.kernels.embed_and_logits import with_argmax
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.pages import RowPages
 from trimtab.engine.kv.sequence import Inputs
@@ -50,7 +48,7 @@ from trimtab.engine.prefill.warm_up import CaptureAhead
 from trimtab.errors import DeviceError, RequestError
 from trimtab.planning.memory.activations import row_cache_bytes
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES
-from trimtab.planning.values.kv_pool import pool_tokens
+from trimtab.planning.values.kv_bytes import pool_tokens
 from trimtab.request import GenerateRequest
 
 if TYPE_CHECKING:
@@ -80,8 +78,8 @@ class Batch:
     """Up to `rows` requests of one loaded model, decoded together.
 
     context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `DecodeStep`;
-    None is the model's mode. active: the rows that decode. placed: rows whose prompts are complete, in order, each with a
-    place behind the active ones.
+    None is the model's mode. grows: the keys and values of its one row grow in transformers' own cache (`StockSteps`).
+    active: the rows that decode. placed: rows whose prompts are complete, in order, each with a place behind the active ones.
     Errors: RequestError for less than one row; DeviceError at the first `join` for a family whose state cannot be kept per
     row.
     """
@@ -90,6 +88,7 @@ class Batch:
     rows: int
     context_tokens: int | None = None
     decode: str | None = None
+    grows: bool = False
     active: list[Row] = field(default_factory=list)
     placed: list[Row] = field(default_factory=list)  # computed prompts, in their order, each with a place behind the active rows
 
@@ -99,7 +98,7 @@ class Batch:
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(end_token_ids(self.model.hf_model))
         self.cache = hf_slots.BatchedKVCache(
-            self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
+            self.rows, self.context_tokens, self.model.device, kv_tokens=None if self.grows else self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
         )  # fmt: skip
         self.pages = RowPages(self.cache, self.context_tokens)
@@ -110,12 +109,27 @@ class Batch:
         self._lost: tuple[list[Row], Exception] | None = None  # rows whose states a failed step has advanced in part
         self._told = False  # whether `tokens` has the last tokens of the lists, not those of a later step
         self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
-        mode = self.decode or self.model.decode
+        mode = "eager" if self.grows else self.decode or self.model.decode
         self.is_invariant = bool(self.model.plan.request.batch_invariant)
-        self.steps = decode_step.DecodeStep(self.model, StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens), mode)
-        self.prompts = prefill_graphs.PrefillRunner(self, "eager" if mode == "eager" else "auto")
-        self.prefixes = prefix_cache.Prefixes(self)
-        self.captures_ahead = CaptureAhead(self)
+        buffers = StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens)
+        self.steps = (hf_own_pass.StockSteps if self.grows else decode_step.DecodeStep)(self.model, buffers, mode)
+        if not self.grows:
+            assert self.prompts is not None  # made now: what it falls back on is known before the first request
+
+    @cached_property
+    def prompts(self) -> prefill_graphs.PrefillRunner:
+        """Prompts in chunks of fixed shapes, and the towers of all."""
+        return prefill_graphs.PrefillRunner(self, "eager" if self.steps.mode == "eager" else "auto")
+
+    @cached_property
+    def prefixes(self) -> prefix_cache.Prefixes:
+        """The prompts' parts of the prefix cache."""
+        return prefix_cache.Prefixes(self)
+
+    @cached_property
+    def captures_ahead(self) -> CaptureAhead:
+        """The graphs that are captured before they are needed."""
+        return CaptureAhead(self)
 
     def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
         """Capture the steps and prompts that the first requests would otherwise wait for; see `CaptureAhead.prepare`."""
@@ -168,7 +182,7 @@ class Batch:
                 allowed=self.model.adapters,
                 near=near_names(str(adapter), self.model.adapters),
             )
-        sampler = hf_generate.Sampler(request, self.model.device)
+        sampler = Sampler(request, self.model.device)
         row = Row(
             adapter, request, list(inputs.token_ids), inputs.prompt_tokens, client=client, group=group, sampler=sampler,
             constraint=constraint,
@@ -195,7 +209,7 @@ class Batch:
         if self.is_invariant:  # the time that a step leaves cuts no prompt
             self.prompts.check_turn(prompt)
             most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
-        if self.prompts.takes(prompt):
+        if not self.grows and self.prompts.takes(prompt):
             return self.prompts.step(prompt, most_tokens)
         return hf_own_pass.step(self, prompt, most_tokens)
 
@@ -214,7 +228,8 @@ class Batch:
         number = self._places_behind(1)[0]
         self._fill(number, prompt)
         prompt.release_cache()
-        self.prompts.release(prompt)
+        if not self.grows:
+            self.prompts.release(prompt)
         self._is_placed(prompt, number)
 
     def place_together(self, prompts: Sequence[Prompt], most_tokens: int | None = None) -> tuple[list[Prompt], int]:
@@ -254,22 +269,7 @@ class Batch:
         assert prompt.logits is not None
         if prompt.row.group:
             prompt.row.keep_logits(prompt.logits)
-        prompt.draw(self._first(prompt.row, prompt.logits))
-
-    def _first(self, row: Row, logits: Tensor) -> PendingToken:
-        token, why = with_argmax(logits)[1], None
-        if row.constraint is None and not row.sampler.is_greedy:
-            try:
-                token = torch.where(token < 0, token, row.sampler.queue(row.token_ids, logits))
-            except Exception as exc:  # raised where the row's token is read
-                why = exc
-        on_gpu = self.model.device.type == "cuda"
-        host = torch.empty((), dtype=torch.long, pin_memory=on_gpu)
-        host.copy_(token, non_blocking=True)
-        event = torch.cuda.Event() if on_gpu else None
-        if event is not None:
-            event.record()
-        return PendingToken(host, event, why)
+        prompt.draw(PendingToken.of(prompt.row, prompt.logits))
 
     def _close_up(self) -> None:
         """Move placed prompts down, in their order, to where rows have left."""
@@ -295,7 +295,7 @@ class Batch:
                 first.event.synchronize()
             if first.why is not None:
                 raise first.why
-            token = self._draw(row, logits, int(first.token))
+            token = SampledToken.of(row, logits, int(first.token), self._top[row])
             self._commit(token)
             self.prefixes.joined(prompt)
             self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
@@ -335,6 +335,9 @@ class Batch:
         self._top[row] = prompt.top_logprobs
 
     def _fill(self, number: int, prompt: Prompt) -> None:
+        if isinstance(self.steps, hf_own_pass.StockSteps):
+            self.steps.take(prompt)
+            return
         self.prompts.evict(number, prompt)
         if prompt.source is None and self.prompts.holds(prompt):
             self.cache.take(number, prompt.done_tokens, offset=prompt.offset)
@@ -390,7 +393,7 @@ class Batch:
             try:
                 if row in failed:
                     raise failed[row]
-                sampled.append(self._draw(row, logits[places[row]], tokens[places[row]]))
+                sampled.append(SampledToken.of(row, logits[places[row]], tokens[places[row]], self._top[row]))
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as exc:  # a panic of llguidance, which masks tokens, is no Exception
@@ -415,8 +418,8 @@ class Batch:
         if not drawing:
             return greedy, {}
         chosen = greedy.clone()
-        draws = [hf_generate.Draw(row.sampler, row.token_ids, at) for at, row in drawing.items()]
-        failed = {drawing[at]: why for at, why in hf_generate.queue_draws(draws, logits, chosen).items()}
+        draws = [Draw(row.sampler, row.token_ids, at) for at, row in drawing.items()]
+        failed = {drawing[at]: why for at, why in queue_draws(draws, logits, chosen).items()}
         if write:
             self.tokens[: chosen.shape[0], 0].copy_(chosen.clamp_min(0))
         return chosen, failed
@@ -539,20 +542,6 @@ class Batch:
             if row.written == row.prompt_tokens:
                 self.prefixes.first_logits(row, logits[places[row]])
 
-    def _draw(self, row: Row, logits: Tensor, token: int) -> SampledToken:
-        if token < 0:
-            # A GPU that samples from such a row is lost for all of them.
-            raise hf_generate.no_numbers(self.model.device, adapter=row.adapter)
-        if row.constraint is not None:
-            token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
-        top_count = self._top[row]
-        if top_count is None:
-            return SampledToken(row, token)
-        logprobs = torch.log_softmax(logits, dim=-1)
-        values, ids = logprobs.topk(top_count) if top_count else (logprobs[:0], logprobs[:0])
-        top = tuple((int(place), float(value)) for place, value in zip(ids.tolist(), values.tolist(), strict=True))
-        return SampledToken(row, token, float(logprobs[token]), top)
-
     def _commit(self, sampled: SampledToken) -> None:
         row, token = sampled.row, sampled.token_id
         row.token_ids.append(token)
@@ -579,6 +568,8 @@ class Batch:
         last = self.active.pop()
         del self._top[row]
         number = self.pages.vacate(row)
+        if isinstance(self.steps, hf_own_pass.StockSteps):
+            self.steps.take(None)
         if last is not row:
             self.cache.move(last.number, number)
             self.active[number] = last

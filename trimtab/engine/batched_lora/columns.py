@@ -46,7 +46,7 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.formats.record import stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
-from trimtab.planning.memory.unpacked import COLUMNS
+from trimtab.planning.planner import COLUMNS
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc

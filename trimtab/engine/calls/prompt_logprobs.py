@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.engine.batch.sampling import check_logits
+from trimtab.engine.batch.request import check_logits
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.prefill.stock_pass import TextPass
 from trimtab.errors import RequestError

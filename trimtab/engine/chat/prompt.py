@@ -24,9 +24,9 @@ from trimtab.engine.chat.media_check import check_frames, check_pictures, check_
 from trimtab.engine.kv.kv_cache import media_ids, placeholder_ids
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader.processor import TOKENIZER_HINT
+from trimtab.engine.templates.budget import REFUSALS
+from trimtab.engine.templates.budget import render as render_template
 from trimtab.engine.templates.costs import MAX_TEMPLATE_CHARS
-from trimtab.engine.templates.render import REFUSALS
-from trimtab.engine.templates.render import render as render_template
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.request import GenerateRequest
 

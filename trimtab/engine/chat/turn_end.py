@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from trimtab.engine.templates.render import REFUSALS, render
+from trimtab.engine.templates.budget import REFUSALS, render
 from trimtab.errors import CheckpointError
 
 if TYPE_CHECKING:

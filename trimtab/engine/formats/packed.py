@@ -168,7 +168,7 @@ class PlainShell(nn.Module):
 
 
 def is_narrow(stored: torch.dtype, computed: torch.dtype) -> bool:
-    """Whether a weight is stored in fewer bits than it is computed with (`planning/request/dtypes.py::keeps_16bit`)."""
+    """Whether a weight is stored in fewer bits than it is computed with (`planning/values/byte_sizes.py::keeps_16bit`)."""
     return stored.itemsize < computed.itemsize
 
 

@@ -113,12 +113,11 @@ FULL_LAYERS = (DynamicLayer, Int8Layer)
 SLIDING_LAYERS = (DynamicSlidingWindowLayer, Int8SlidingLayer)
 
 
-def with_form(cache: DynamicCache, kv: str) -> DynamicCache:
-    """Return an empty cache whose layers keep this form; layers of other kinds stay, and `BatchedKVCache` refuses them."""
-    if kv == "int8":
-        for layer in cache.layers:
-            # Constructors have different arguments in different releases; the two classes are otherwise the same.
-            layer.__class__ = _INT8.get(type(layer), type(layer))
+def with_form(cache: DynamicCache) -> DynamicCache:
+    """Return an empty cache whose layers keep 8 bits; layers of other kinds stay, and `BatchedKVCache` refuses them."""
+    for layer in cache.layers:
+        # Constructors have different arguments in different releases; the two classes are otherwise the same.
+        layer.__class__ = _INT8.get(type(layer), type(layer))
     return cache
 
 

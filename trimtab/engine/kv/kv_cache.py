@@ -26,7 +26,7 @@ from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv.pages import PagePool
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer, is_recurrent
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, round_up
-from trimtab.planning.values.kv_pool import PAGE_TOKENS, pool_tokens
+from trimtab.planning.values.kv_bytes import PAGE_TOKENS, pool_tokens
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -426,7 +426,7 @@ def prompt_cache(hf_model: HFModel, kv: str = "full") -> DynamicCache:
     if not cache.layers and getattr(config, "num_kv_shared_layers", None) == 0:
         # Up to transformers 5.18 `layer_types[:-0]` leaves none (the doctor's I1): no states could be copied back.
         cache.layers = [_prompt_layer(kind, config) for kind in config.layer_types or ()]
-    return hf_kv_int8.with_form(cache, kv)
+    return cache if kv == "full" else hf_kv_int8.with_form(cache)
 
 
 def _prompt_layer(kind: str, config: Any) -> DynamicLayer:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DoesNotFitError
-from trimtab.planning.values.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of
+from trimtab.planning.values.kv_bytes import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of
 
 if TYPE_CHECKING:
     from trimtab.engine.kv.kv_cache import BatchedKVCache

@@ -23,7 +23,7 @@ from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.layers.linear import Leaf, ResidentLeaf
 from trimtab.formats.record import rounds_change, stored_format
-from trimtab.planning.memory.unpacked import ITEM, aligned, columns_of
+from trimtab.planning.planner import ITEM, aligned, columns_of
 
 
 class UnpackedWeights:

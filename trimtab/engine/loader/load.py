@@ -32,9 +32,8 @@ from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.memory.rates import spill_folder
 from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.tiers import streaming as tiers
-from trimtab.engine.tiers.arena import Arena, Part
 from trimtab.engine.tiers.near_experts import NearWriter
-from trimtab.engine.tiers.reader import Reader, Wanted
+from trimtab.engine.tiers.reader import Arena, Part, Reader, Wanted
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
@@ -42,9 +41,8 @@ from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, packed
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import row_bytes
 from trimtab.planning.plan.plan import FilesRead
-from trimtab.planning.request.dtypes import keeps_16bit
 from trimtab.planning.values.blocks import blocks_of
-from trimtab.planning.values.byte_sizes import buffer_bytes
+from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
 from trimtab.process import phases
 
 CPU = torch.device("cpu")

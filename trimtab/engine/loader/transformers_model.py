@@ -374,8 +374,8 @@ def anatomy_of(
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a probed checkpoint, made once.
 
-    keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/request/dtypes.py`). is_to_plan: also
-    find which executions it supports, which a load of a finished plan does not ask. Errors: RequestError if a keep_unquantized
+    keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/values/byte_sizes.py`). is_to_plan:
+    also find which executions it supports, which a load of a finished plan does not ask. Errors: RequestError if a keep_unquantized
     pattern names no linear, or if the model has no head that could be in 8 bits, or no experts that
     could be in the format `experts`; without one they are dequantized.
     """

@@ -22,7 +22,7 @@ from trimtab.adapters.stack_layout import Stack
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.lora.store import AdapterStore
-from trimtab.engine.tiers.arena import Part
+from trimtab.engine.tiers.reader import Part
 from trimtab.engine.tiers.streaming import Staged
 from trimtab.errors import DeviceError
 

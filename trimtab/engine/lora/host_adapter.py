@@ -16,8 +16,7 @@ from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterSpec
 from trimtab.adapters.file import TENSORS_NAME, check_values
-from trimtab.engine.tiers.arena import Part, aligned
-from trimtab.engine.tiers.reader import HostMemory, PositionedFile, bytes_of, read_small
+from trimtab.engine.tiers.reader import HostMemory, Part, PositionedFile, aligned, bytes_of, read_small
 from trimtab.errors import AdapterError
 
 ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded

@@ -1,23 +1,29 @@
-"""A prompt chunk with fixed shapes and addresses, so that a CUDA graph can include it.
+"""A pass of prompts' chunks with fixed shapes and addresses, so that a CUDA graph can include it.
 
     chunks = chunks_of(prompt_tokens, CHUNKS)
-    forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into a row of a BatchedKVCache
-    forward.begin(row)
+    forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into rows of a BatchedKVCache
     for chunk in chunks:
-        forward.load(chunk, token_ids)           # the only copy from the host
-        logits = forward.run(forward.form_of(chunk))     # [V] float32 of the last chunk
+        pieces = [Piece(token_ids[: chunk.end], chunk.start, row)]
+        form = forward.form_of(pieces, chunk.size, is_last=chunk.is_last)
+        forward.load(form, pieces)               # the only copy from the host
+        logits = forward.run(form)               # [1, V] float32 of the last chunk
 
-A chunk has one of a few sizes and is padded; its first position and its number of tokens are tensors, from which masks,
-places in the cache and the index of the last token are computed on the device. Part of the program instead of the
-data (`Form`) are the size, whether it is the first or the last chunk, and how many places of the cache attention reads.
-Modules and their operations are transformers' own; a decoder layer is given another mask, not another computation, unless
-kernels replace it (`firsts`, `lasts`).
+A pass has one row, or several with a whole prompt each: a prompt of 64 tokens takes nearly as long as one of 512, because either
+reads and unpacks every weight. As rows of one pass they share that: products see all tokens, attention sees one prompt at a time. A
+pass of fewer prompts than rows repeats the first one, which writes the same values to the same places.
+
+A chunk has one of a few sizes and is padded; its first position, its number of tokens and its row of the cache are tensors, from
+which masks, places in the cache and the index of the last token are computed on the device. A row alone is the same in every pass,
+which reads it where it is. Part of the program instead of the data (`Form`) are the size, whether it is the first or the last
+chunk, and how many places of the cache attention reads. Modules and their operations are transformers' own; a decoder layer is
+given another mask, not another computation, unless kernels replace it (`firsts`, `lasts`).
 
 Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) write none: they see the last token of the last
 chunk alone, and no other chunk at all. That is exact: the same operations on fewer rows; a product of one row may be
 another kernel than one of many, which rounds its sums in another order.
 
-Not covered: attention other than torch's `sdpa` and eager, layers with a state that is not keys and values by position.
+Not covered: attention other than torch's `sdpa` and eager, layers with a state that is not keys and values by position; of several
+rows images and audio, and prompts of more than one chunk.
 """
 
 from __future__ import annotations
@@ -55,15 +61,38 @@ class Chunk:
     size: int
     is_last: bool
 
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one prompt in a pass: its tokens from `start` to the list's end. row: of the cache, with the tokens before."""
+
+    token_ids: Sequence[int]
+    start: int
+    row: int
+
+    @property
+    def new_ids(self) -> Sequence[int]:
+        """The tokens that the pass computes."""
+        return self.token_ids[self.start :]
+
+    @property
+    def part(self) -> slice:
+        """Where they are in the prompt."""
+        return slice(self.start, len(self.token_ids))
+
 
 @dataclass(frozen=True)
 class Form:
-    """The properties of a chunk that are part of its program.
+    """The properties of a pass that are part of its program.
 
     places: the positions of a full layer's cache that attention reads, 0 in a first chunk. has_embeddings: the tokens'
     embeddings are given (images and audio are among them), and `deep` later layers' parts. has_own_mask: the mask between the
-    chunk's tokens is given, not causal. rows: prompts side by side, each of up to `size` tokens (packed_forward.py); by_table:
-    their adapters are looked up.
+    chunk's tokens is given, not causal. rows: prompts side by side, each of up to `size` tokens; by_table: their adapters are
+    looked up.
     """
 
     size: int
@@ -147,7 +176,7 @@ def _is_shared(layer: object) -> bool:
 
 
 class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values of one row, as a chunk writes and reads them."""
+    """One layer's keys and values of the rows of a pass, as it writes and reads them."""
 
     is_compileable = True
 
@@ -160,7 +189,7 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
         self.target.lazy_initialization(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Write the chunk's keys and values. Return those that its tokens attend to: their own and the earlier ones."""
+        """Write the pass's keys and values. Return those that its tokens attend to: their own and the earlier ones."""
         form, dtype = self.target.shared.form, key_states.dtype
         key_states, value_states = form.hold(key_states), form.hold(value_states)
         if not self.target.is_initialized:
@@ -172,25 +201,34 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
     def _one(self, kept: Tensor, new: Tensor) -> Tensor:
         """Write and return states in the cache's form.
 
-        Shapes: kept [rows, H, places, D], in pages [H, P, D]; new [1, H, size, D]; in 8 bits D + 4 for D.
+        Shapes: kept [cache rows, H, places, D], in pages [H, P, D]; new [rows, H, size, D]; in 8 bits D + 4 for D.
         """
-        owner = self.owner
-        form = owner.form
+        owner, form, buffers = self.owner, self.owner.form, self.owner.buffers
         if isinstance(self.target, PagedLayer):
             table = self.target.pool.table
-            kept.index_copy_(1, owner.paged_places(), new[0])
-            return new if form.is_first else table.of(kept, table.table[owner.row : owner.row + 1], form.places)
-        row = kept[owner.row]
+            kept.index_copy_(1, owner.paged_places(), new.transpose(0, 1).flatten(1, 2))
+            return new if form.is_first else table.of(kept, owner.of_rows(table.table), form.places)
+        row = kept[owner.row] if form.rows == 1 else None
         if self.target.is_ring:
-            both = new if form.is_first else torch.cat((row[None], new), dim=2)
-            row.copy_(both[0].index_select(1, owner.ring_sources(self.target.places)))
+            both = new if form.is_first else torch.cat((owner.of_rows(kept), new), dim=2)
+            sources = owner.ring_sources(self.target.places)
+            if row is not None:
+                row.copy_(both[0].index_select(1, sources[0]))
+            else:
+                kept.index_copy_(0, buffers.row, both.take_along_dim(sources[:, None, :, None], dim=2))
             return both
         if form.is_first:
             count = min(form.size, self.target.places)
-            row[:, :count].copy_(new[0, :, :count])
+            if row is not None:
+                row[:, :count].copy_(new[0, :, :count])
+            else:
+                kept[:, :, :count].index_copy_(0, buffers.row, new[:, :, :count])
             return new
-        row.index_copy_(1, owner.buffers.places, new[0])
-        return row[None, :, : form.places]
+        if row is not None:
+            row.index_copy_(1, buffers.places[0], new[0])
+        else:
+            kept[buffers.row[:, None], :, buffers.places] = new.transpose(1, 2)
+        return owner.of_rows(kept[:, :, : form.places])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.form.places or self.owner.form.size, 0
@@ -226,47 +264,54 @@ class ChunkState:
         return self.owner.buffers.count.view(torch.int32)[:1]
 
 
-# Inputs of a chunk ---------------------------------------------------------------------------------------------------
+# Inputs of a pass ----------------------------------------------------------------------------------------------------
 
 
 class Buffers:
-    """The tensors of one chunk size, written before each pass. Shapes: ids [1, size], positions [1 or 3, size], start and
-    count [1], all parts of one tensor; embeddings [1, size, D], deep [n][1, size, D], own masks [size, size]: made on first use."""
+    """The tensors of one shape of pass, written before each. Shapes: ids [rows, size], positions [1 or 3, rows, size], start, count
+    and row [rows], all parts of one tensor; of one row, made on first use: embeddings [1, size, D], deep [n][1, size, D], own masks
+    [size, size]."""
 
-    def __init__(self, size: int, axes: int, context_tokens: int, device: torch.device) -> None:
-        self.size, self.axes, self.context_tokens, self.device = size, axes, context_tokens, device
-        self._held = torch.zeros((1 + axes) * size + 2, dtype=torch.long, device=device)
-        self.ids = self._held[:size][None]
-        self.positions = self._held[size : (1 + axes) * size].view(axes, size)
-        self.start, self.count = self._held[-2:-1], self._held[-1:]
+    def __init__(self, rows: int, size: int, axes: int, context_tokens: int, device: torch.device) -> None:
+        self.rows, self.size, self.axes, self.context_tokens, self.device = rows, size, axes, context_tokens, device
+        self._held = torch.zeros((1 + axes) * rows * size + 3 * rows, dtype=torch.long, device=device)
+        self.ids, self.positions, (self.start, self.count, self.row) = self._parts(self._held)
         self.numbers = torch.arange(size, device=device)
         self.causal = self.numbers[None, :] <= self.numbers[:, None]
         self.embeddings: Tensor | None = None
         self.deep: list[Tensor] = []
         self.own_masks: dict[str, Tensor] = {}
-        self.last, self.places = torch.empty_like(self.count), torch.empty_like(self.numbers)
+        self.last, self.places = torch.empty_like(self.count), torch.empty_like(self.ids)
         self.derive()
+
+    def _parts(self, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (ids, positions, [start, count, row]) in a tensor of all of them."""
+        ids, positions, numbers = held.split((self.rows * self.size, self.axes * self.rows * self.size, 3 * self.rows))
+        return ids.view(self.rows, self.size), positions.view(self.axes, self.rows, self.size), numbers.view(3, self.rows)
 
     def derive(self) -> None:
         """Compute the values that depend on start and count; the first operations of a pass."""
         torch.sub(self.count, 1, out=self.last)
         # Padding behind the context's end goes to its last place, which no prompt that leaves room for an answer uses.
-        torch.clamp(self.start + self.numbers, max=self.context_tokens - 1, out=self.places)
+        torch.clamp(self.start[:, None] + self.numbers, max=self.context_tokens - 1, out=self.places)
 
-    def write(self, chunk: Chunk, ids: Sequence[int], positions: Tensor | None) -> None:
-        """Copy a chunk's numbers to the device at once. positions [axes, count]: on the CPU, None for those in order."""
+    def write(self, pieces: Sequence[Piece], own_positions: Tensor | None = None) -> None:
+        """Copy the numbers of a pass to the device at once. own_positions [axes, count]: of one row, on the CPU; None for those in
+        order."""
         values = torch.zeros_like(self._held, device="cpu", pin_memory=self.device.type == "cuda")
-        values[: chunk.count] = torch.tensor(ids, dtype=torch.long)
-        own = values[self.size : (1 + self.axes) * self.size].view(self.axes, self.size)
-        own.copy_(torch.arange(chunk.start, chunk.start + self.size).clamp_(max=self.context_tokens - 1))  # padding too
-        if positions is not None:
-            own[:, : chunk.count] = positions
-        values[-2], values[-1] = chunk.start, chunk.count
+        ids, positions, numbers = self._parts(values)
+        for at in range(self.rows):
+            piece = pieces[at] if at < len(pieces) else pieces[0]
+            count = len(piece.new_ids)
+            ids[at, :count] = torch.tensor(piece.new_ids, dtype=torch.long)
+            numbers[:, at] = torch.tensor((piece.start, count, piece.row))
+        positions.copy_((numbers[0][:, None] + torch.arange(self.size)).clamp_(max=self.context_tokens - 1))  # padding too
+        if own_positions is not None:
+            positions[:, 0, : own_positions.shape[1]] = own_positions
         self._held.copy_(values, non_blocking=True)
 
-    def write_media(self, chunk: Chunk, media: Media) -> None:
-        """Copy the embeddings of a chunk's tokens; behind them are zeros."""
-        part = slice(chunk.start, chunk.start + chunk.count)
+    def write_media(self, part: slice, media: Media) -> None:
+        """Copy the embeddings of this part of a prompt; behind them are zeros."""
         if self.embeddings is None:
             self.embeddings = media.embeddings.new_zeros(1, self.size, media.embeddings.shape[-1])
         self._fill(self.embeddings, media.embeddings[:, part])
@@ -274,31 +319,34 @@ class Buffers:
             self.deep.append(torch.zeros_like(self.embeddings))
         for target, source in zip(self.deep, media.deep, strict=False):
             self._fill(target, source[:, part])
+        count = part.stop - part.start
         for kind, mask in media.masks.items():
             own = self.own_masks.setdefault(kind, torch.zeros_like(self.causal))
             own.copy_(self.causal)
-            own[: chunk.count, : chunk.count] = mask[part, part]
+            own[:count, :count] = mask[part, part]
 
     def _fill(self, target: Tensor, source: Tensor) -> None:
         target[:, : source.shape[1]].copy_(source)
         target[:, source.shape[1] :].zero_()
 
-    @property
-    def nbytes(self) -> int:
-        tensors = [self._held, self.numbers, self.causal, *self.deep, *self.own_masks.values()]
-        return sum(one.nbytes for one in tensors) + (0 if self.embeddings is None else self.embeddings.nbytes)
+
+# Number of a layer, and its mask or the pass's buffers -> the replacement of its forward.
+FirstLayers = Callable[[int, "Tensor | None"], Callable[..., Tensor]]
+LastLayers = Callable[[int, Buffers], Callable[..., Tensor]]
 
 
 # The pass ------------------------------------------------------------------------------------------------------------
 
 
 class ChunkForward:
-    """Passes of chunks through a model, their keys and values in one row of a cache. Inference only.
+    """Passes of chunks through a model, their keys and values in rows of a cache. Inference only.
 
     All tensors that a pass reads and writes have fixed addresses: it may be captured after an uncaptured pass of its form.
     """
 
-    def __init__(self, hf_model: HFModel, cache: BatchedKVCache, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hf_model: HFModel, cache: BatchedKVCache, dtype: torch.dtype, least_places: int = SMALLEST_PLACES
+    ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.device, self.dtype = hf_model, cache, cache.device, dtype
         self.config = hf_model.config.get_text_config()
         self.decoder = hf_model.get_decoder()
@@ -309,8 +357,8 @@ class ChunkForward:
         # Eager attention is causal by its mask alone.
         self.adds_masks = getattr(self.config, "_attn_implementation", None) == "eager"
         self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
-        self._by_size: dict[int, Buffers] = {}
-        self.least_places = SMALLEST_PLACES
+        self._buffers: dict[tuple[int, int], Buffers] = {}
+        self.least_places = least_places
         self._places = torch.arange(cache.context_tokens, device=self.device)
         self._kinds = self._kinds_of_layers()
         self.first_shared = self._first_shared()
@@ -318,9 +366,7 @@ class ChunkForward:
         self.form = Form(0, 0, is_last=False)
         self._ring_sources: dict[int, Tensor] = {}
         self._paged_places: Tensor | None = None
-        # The replacement of the layers from `first_shared` on (last_layers.py) and of those in front (chunk.py), if any.
-        self.lasts: Callable[[int, Buffers], Callable[..., Tensor]] | None = None
-        self.firsts: Callable[[int, Tensor | None], Callable[..., Tensor]] | None = None
+        self.use(None, None)
         # transformers uses any mask of four dimensions as it is: each layer gets its own instead.
         self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
@@ -343,43 +389,49 @@ class ChunkForward:
             first -= 1
         return first
 
+    def use(self, firsts: FirstLayers | None, lasts: LastLayers | None) -> None:
+        """Replace the layers in front (chunk.py), and those from `first_shared` on (last_layers.py); None: modules compute."""
+        self.firsts, self.lasts = firsts, lasts
+
     @property
     def buffers(self) -> Buffers:
         """The buffers of the form that runs."""
-        return self._by_size[self.form.size]
+        return self._buffers[self.form.rows, self.form.size]
 
-    def begin(self, row: int) -> None:
-        """Begin a prompt in a row. The row's earlier contents are cleared, because a masked NaN still spreads."""
-        self.row = row
-        self.cache.clear(row)
+    def of_rows(self, kept: Tensor) -> Tensor:
+        """Return the parts of a tensor [cache rows, ...] that belong to the rows of the pass: of one row where they are."""
+        return kept[self.row : self.row + 1] if self.form.rows == 1 else kept.index_select(0, self.buffers.row)
 
-    def form_of(self, chunk: Chunk, media: Media | None = None) -> Form:
-        """Return the form of a chunk's pass."""
+    def form_of(
+        self, pieces: Sequence[Piece], size: int, *, is_last: bool = True, rows: int = 1, by_table: bool = False,
+        media: Media | None = None,
+    ) -> Form:  # fmt: skip
+        """Return the form of a pass of these pieces, each of up to `size` tokens, in `rows` rows."""
         places = 0
-        if chunk.start:
+        if any(piece.start for piece in pieces):
             places = self.least_places
-            while places < chunk.start + chunk.count:
+            while places < max(len(piece.token_ids) for piece in pieces):
                 places *= 2
             places = min(places, self.cache.context_tokens)
+        form = Form(size, places, is_last, rows=rows, by_table=by_table)
         if media is None:
-            return Form(chunk.size, places, chunk.is_last)
-        return Form(chunk.size, places, chunk.is_last, has_embeddings=True, deep=len(media.deep), has_own_mask=bool(media.masks))
+            return form
+        return replace(form, has_embeddings=True, deep=len(media.deep), has_own_mask=bool(media.masks))
 
-    def load(self, chunk: Chunk, ids: Sequence[int], media: Media | None = None) -> None:
-        """Copy the tokens of a chunk, and the embeddings of images and audio among them, to where its pass reads them."""
-        buffers = self._by_size.get(chunk.size)
+    def load(self, form: Form, pieces: Sequence[Piece], media: Media | None = None) -> None:
+        """Copy the tokens of a pass, and the embeddings of images and audio among them, to where it reads them."""
+        self.row, part = pieces[0].row, pieces[0].part
+        key = form.rows, form.size
+        buffers = self._buffers.get(key)
         if buffers is None:
-            buffers = Buffers(chunk.size, self._axes, self.cache.context_tokens, self.device)
-            self._by_size[chunk.size] = buffers
-        part = slice(chunk.start, chunk.start + chunk.count)
-        positions = None if media is None or media.positions is None else media.positions[:, part]
-        buffers.write(chunk, ids[part], positions)
+            buffers = self._buffers[key] = Buffers(*key, self._axes, self.cache.context_tokens, self.device)
+        buffers.write(pieces, None if media is None or media.positions is None else media.positions[:, part])
         if media is not None:
-            buffers.write_media(chunk, media)
+            buffers.write_media(part, media)
 
     def run(self, form: Form) -> Tensor:
-        """Return the logits [V] of the last token of a last chunk; of another chunk its hidden state [D], read only to compare a
-        graph with its pass; float32. Keys and values are written."""
+        """Return the logits [rows, V] of each row's last token; of a chunk that is not the last its hidden state [1, D], read only
+        to compare a graph with its pass; float32. Keys and values are written."""
         self.form = form
         try:
             return self._run(form)
@@ -392,53 +444,47 @@ class ChunkForward:
         buffers.derive()
         masks = {kind: self._mask(kind) for kind in dict.fromkeys(self._kinds)}
         forwards = {layer: self._layer(number, masks) for number, layer in enumerate(self.layers)}
-        if form.has_embeddings:
-            forwards[self.decoder] = self._with_embeddings()
+        forwards[self.decoder] = self._decoder()
         inputs: dict[str, object] = {
-            "input_ids": buffers.ids, "position_ids": self._positions(), "past_key_values": self._cache,
+            "input_ids": buffers.ids, "position_ids": buffers.positions if self._axes == 3 else buffers.positions[0],
+            "past_key_values": self._cache,
             "attention_mask": self._ready if getattr(self.config, "layer_types", None) is None else masks,
             "use_cache": True, "return_dict": True,
         }  # fmt: skip
         with torch.no_grad(), covered(forwards):
             if not form.is_last:
                 hidden: Tensor = self.hf_model.base_model(**inputs).last_hidden_state
-                return hidden[0].index_select(0, buffers.last)[0].float()
-            kept = torch.zeros_like(buffers.last) if self.first_shared < len(self.layers) else buffers.last
-            logits: Tensor = self.hf_model(**inputs, logits_to_keep=kept).logits
-        return logits[0, -1].float()
-
-    def _positions(self) -> Tensor:
-        positions = self.buffers.positions
-        return positions[:, None] if self._axes == 3 else positions
+                return hidden[:, -1].float()
+            # A number would have transformers drop all tokens but the last, which may be padding.
+            logits: Tensor = self.hf_model(**inputs, logits_to_keep=torch.zeros_like(buffers.last[:1])).logits
+        return logits[:, -1].float()
 
     # Masks ---------------------------------------------------------------------------------------------------------
 
     def ring_sources(self, places: int) -> Tensor:
-        """Return, for each place of a sliding layer, which of (places kept, tokens of the chunk) it holds afterwards."""
+        """Return [rows, places]: for each place of a sliding layer, which of (places kept, tokens of the pass) it holds
+        afterwards."""
         if places not in self._ring_sources:
             buffers, numbers = self.buffers, self._places[:places]
+            last, start = buffers.last[:, None], buffers.start[:, None]
             if self.form.is_first:  # none are kept; a place without a token has the first one, and is masked
-                newest = buffers.last - torch.remainder(buffers.last - numbers, places)
-                self._ring_sources[places] = newest.clamp(min=0)
+                self._ring_sources[places] = (last - torch.remainder(last - numbers, places)).clamp(min=0)
             else:
-                end = buffers.start + buffers.last
+                end = start + last
                 newest = end - torch.remainder(end - numbers, places)
-                self._ring_sources[places] = torch.where(newest >= buffers.start, places + newest - buffers.start, numbers)
+                self._ring_sources[places] = torch.where(newest >= start, places + newest - start, numbers)
         return self._ring_sources[places]
 
     def paged_places(self) -> Tensor:
         """Return where a pool's pages hold the pass's positions: [size], of several rows one after the other."""
         if self._paged_places is None:
-            self._paged_places = self._places_in_pages()
+            assert self.cache.pool is not None
+            table = self.cache.pool.table
+            self._paged_places = table.written(self.buffers.places, self.of_rows(table.table)).flatten()
         return self._paged_places
 
-    def _places_in_pages(self) -> Tensor:
-        assert self.cache.pool is not None
-        table = self.cache.pool.table
-        return table.written(self.buffers.places[None], table.table[self.row : self.row + 1])[0]
-
     def _mask(self, kind: str) -> Tensor | None:
-        """Return the additive mask of a kind of layer [1, 1, size, keys], None if it is causal."""
+        """Return the additive mask of a kind of layer [1 or rows, 1, size, keys], None if it is causal."""
         form, buffers = self.form, self.buffers
         window, ring = self._window(kind)
         own = buffers.own_masks.get(kind) if form.has_own_mask else None
@@ -451,11 +497,12 @@ class ChunkForward:
                 own = own & (buffers.numbers[None, :] > buffers.numbers[:, None] - window)
         if form.is_first:
             return self._added(own)
-        positions = (buffers.start + buffers.numbers)[:, None]
+        positions = (buffers.start[:, None] + buffers.numbers)[:, :, None]
         if ring is not None:
-            numbers, end = self._places[:ring], buffers.start - 1
-            kept = end - torch.remainder(end - numbers, ring)
-            return self._added(torch.cat(((kept >= 0) & (kept > positions - (window or ring)), own), dim=1))
+            end = buffers.start[:, None] - 1
+            kept = (end - torch.remainder(end - self._places[:ring], ring))[:, None, :]
+            before = (kept >= 0) & (kept > positions - (window or ring))
+            return self._added(torch.cat((before, own.expand(form.rows, -1, -1)), dim=2))
         numbers = self._places[: form.places]
         visible = numbers <= positions
         if form.has_own_mask:
@@ -480,18 +527,21 @@ class ChunkForward:
 
     def _added(self, mask: Tensor) -> Tensor:
         added = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
-        return added[None, None]
+        return added.view(-1, 1, *added.shape[-2:])
 
     # Inputs of modules ---------------------------------------------------------------------------------------------
 
-    def _with_embeddings(self) -> Callable[..., object]:
-        """Return the replacement of the decoder's forward for given embeddings."""
-        inner, embeddings = self.decoder.forward, self.buffers.embeddings
+    def _decoder(self) -> Callable[..., object]:
+        """Return the replacement of the decoder's forward, which may be given embeddings and returns the states of each row's last
+        token only."""
+        inner, given = self.decoder.forward, self.buffers.embeddings if self.form.has_embeddings else None
 
         def forward(*args: object, **kwargs: object) -> object:
-            if args or "inputs_embeds" not in kwargs:
+            if given is not None and (args or "inputs_embeds" not in kwargs):
                 raise RuntimeError(f"{type(self.hf_model).__name__} does not give its decoder embeddings by name")
-            return inner(**kwargs | {"inputs_embeds": embeddings})
+            output = inner(*args, **kwargs if given is None else kwargs | {"inputs_embeds": given})
+            output.last_hidden_state = self._last_of(output.last_hidden_state)
+            return output
 
         return forward
 
@@ -522,14 +572,22 @@ class ChunkForward:
         return own if self.firsts is None else self.firsts(number, mask)
 
     def _mask_of_last(self, mask: Tensor | None) -> Tensor:
-        if mask is not None:
-            return mask.index_select(-2, self.buffers.last)
-        return self._added(self.buffers.numbers[None, :] <= self.buffers.last)
+        if mask is None:
+            return self._added((self.buffers.numbers <= self.buffers.last[:, None])[:, None, :])
+        return self._at_last(mask[:, 0])[:, None]
 
     def _last_of(self, value: object) -> object:
-        """Return a layer's input for the last token: the slice of every tensor whose second to last dimension is the tokens."""
+        """Return a layer's input for each row's last token: of every tensor whose second to last dimension is the tokens and
+        whose third to last is the rows (Gemma 3n has several states of each token in front)."""
         if isinstance(value, tuple):
             return tuple(self._last_of(one) for one in value)
-        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-2] == self.form.size:
-            return value.index_select(-2, self.buffers.last)
+        if isinstance(value, Tensor) and value.dim() > 2 and value.shape[-2] == self.form.size:
+            return self._at_last(value)
         return value
+
+    def _at_last(self, value: Tensor) -> Tensor:
+        """Shapes: [..., rows or 1, size, D] -> [..., rows, 1, D]."""
+        if self.form.rows == 1:
+            return value.index_select(-2, self.buffers.last)
+        value = value.expand(*value.shape[:-3], self.form.rows, *value.shape[-2:])
+        return value.take_along_dim(self.buffers.last[:, None, None].expand(*value.shape[:-2], 1, 1), dim=-2)

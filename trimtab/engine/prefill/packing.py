@@ -1,4 +1,4 @@
-"""Waiting prompts that run together, each with its adapter, as one pass of packed_forward.py.
+"""Waiting prompts that run together, each with its adapter, as rows of one pass (chunk_forward.py).
 
     packs = prompts.packs                              # of a batch's captured prompts
     together = packs.choose(prompts, most_tokens)      # None: the first one is computed alone
@@ -26,8 +26,7 @@ from trimtab.engine.batched_lora.table import LEAST_SLOTS, AdapterSlots
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kv.prefix_store import Match
 from trimtab.engine.kv.sequence import PrefillState
-from trimtab.engine.passes.chunk_forward import Form
-from trimtab.engine.passes.packed_forward import PackForward, Piece
+from trimtab.engine.passes.chunk_forward import Form, Piece
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import Passes
 from trimtab.engine.prefill.selection import has_layers, layers_of
@@ -112,7 +111,6 @@ class PackedPrefill:
         self._owner = weakref.ref(prompts)
         # transformers' modules of experts take a step's tokens without their rows.
         self._flattens = any(hasattr(one, "has_gate") and hasattr(one, "num_experts") for one in prompts.model.hf_model.modules())
-        self._forward: PackForward | None = None
         self._slots: AdapterSlots | None = None
         self.passes = 0
 
@@ -237,7 +235,7 @@ class PackedPrefill:
 
     def run(self, together: Together[Any], rows: Sequence[int]) -> list[Tensor]:
         """Put these prompts through, their keys and values into these rows of the cache; returns each one's logits [V]."""
-        self._new_forward()  # the cache's layers are known from then on
+        self.prompts.chunk_forward()  # the cache's layers are known from then on
         pieces = []
         for prompt, match, row in zip(together.prompts, together.matches, rows, strict=True):
             self.prompts.batch.pages.bind(prompt.row, row)
@@ -248,17 +246,11 @@ class PackedPrefill:
         logits = self._pass(pieces, names, together.size, together.rows)
         return [logits[number].clone() for number in range(len(pieces))]
 
-    def _new_forward(self) -> PackForward:
-        if self._forward is None:
-            prompts = self.prompts
-            self._forward = PackForward(prompts.model.hf_model, prompts.batch.cache, prompts.model.dtype)
-        return self._forward
-
     def _pass(
         self, pieces: Sequence[Piece], names: Sequence[str | None], size: int, rows: int, *, at_once: bool = False
     ) -> Tensor:  # fmt: skip
         prompts, model = self.prompts, self.prompts.model
-        forward = self._new_forward()
+        forward = prompts.chunk_forward()
         padded = [*names, *[names[0]] * (rows - len(names))]
         # Once adapters are attached a pass looks them up, whether its prompts have any or not: one graph for all.
         table = self._table() if model.adapter_store.names else None
@@ -269,9 +261,9 @@ class PackedPrefill:
             key = table.shape_key
         else:
             model.adapter_store.set_rows(padded)
-        forward.firsts = layers_of(prompts, forward)
-        form = forward.pack_form(pieces, size, rows, by_table=table is not None)
-        forward.load_pack(form, pieces)
+        forward.use(layers_of(prompts, forward), None)
+        form = forward.form_of(pieces, size, rows=rows, by_table=table is not None)
+        forward.load(form, pieces)
         self.passes += 1
         key = key, forward.firsts is not None
         return prompts.computed((form, key), None, [piece.row for piece in pieces], at_once=at_once)
@@ -288,14 +280,13 @@ class PackedPrefill:
                 pieces = [Piece([token] * (size - 1), 0, row) for row in range(count)]
                 self._pass(pieces, [adapter] * count, size, rows, at_once=True)
 
-    def static(self, form: Form) -> Tensor:
-        """Return the result of a graph of this form, kernel by kernel."""
-        assert self._forward is not None
-        if form.by_table:
-            assert self._slots is not None
-            self._slots.empty(form.rows)
-        with self.prompts.model.adapter_store.applying(self._slots if form.by_table else None):
-            return self._forward.run(form)
+    def emptied(self, form: Form) -> AdapterSlots | None:
+        """Return the table in which the rows of a pass look their adapters up, if they do, with sums of no row left in it."""
+        if not form.by_table:
+            return None
+        assert self._slots is not None
+        self._slots.empty(form.rows)
+        return self._slots
 
 
 assert MOST_PROMPTS <= LEAST_SLOTS and MOST_PROMPTS <= many_rows.PAYING_ROWS

@@ -42,8 +42,8 @@ from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Pol
 from trimtab.engine.memory.rates import outside_torch
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.engine.passes import chunk_forward as hf_prefill
-from trimtab.engine.passes.chunk_forward import Chunk, Form
-from trimtab.engine.passes.prompt_job import PromptJob
+from trimtab.engine.passes.chunk_forward import Chunk, Form, Piece
+from trimtab.engine.passes.prompt_job import PromptJob, Stage
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.layouts import Layouts, values_of
 from trimtab.engine.prefill.packing import PackedPrefill
@@ -203,16 +203,17 @@ class PrefillRunner:
             return False
         self.jobs[prompt], self._owner = job, weakref.ref(prompt)
         self.batch.pages.bind(prompt.row, self.batch.cache.prompt_row)
-        self.chunk_forward().begin(self.batch.cache.prompt_row)
+        self.chunk_forward()  # the cache's layers are known from then on
+        self.batch.cache.clear(self.batch.cache.prompt_row)  # a masked NaN still spreads
         self.batch.prefixes.into_row(job.kept, self.batch.cache.prompt_row)
         return True
 
     def chunk_forward(self) -> hf_prefill.ChunkForward:
         """Return the forward of chunks, made at first use."""
         if self._forward is None:
-            self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
-            if not self.may_be_cut:  # every number of places is a graph: with few graphs all later chunks read the whole context
-                self._forward.least_places = self.batch.cache.context_tokens
+            # Every number of places is a graph: with few graphs all later chunks read the whole context.
+            least = hf_prefill.SMALLEST_PLACES if self.may_be_cut else self.batch.cache.context_tokens
+            self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype, least)
         return self._forward
 
     def forget(self, key: Hashable) -> None:
@@ -269,8 +270,8 @@ class PrefillRunner:
         assert forward is not None
         if job.serial != self.serial_of(prompt.row.adapter):
             raise unloaded_error(prompt, self.model.adapters)
-        if job.media is not None and not job.has_begun:  # its towers have run just now: a piece by itself
-            job.has_begun = True
+        if job.stage is Stage.TOWERS:
+            job.enter(Stage.CHUNKS)
             prompt.begin_chunk(0)
             return False
         if not job.chunks:  # the same prompt was computed before, or all of it but its last token
@@ -280,18 +281,16 @@ class PrefillRunner:
         chunk = job.chunks[job.done]
         if most_tokens is not None and chunk.size > most_tokens and job.media is None:
             sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
-            job.chunks[job.done :] = open_prompts.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk]
+            job.cut(open_prompts.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk])
             chunk = job.chunks[job.done]
         prompt.begin_chunk(chunk.size)
-        form = forward.form_of(chunk, job.media)
-        forward.load(chunk, prompt.row.token_ids, job.media)
-        logits = self._run(form, chunk, prompt)
-        job.done += 1
-        is_through = chunk.is_last or (prompt.ends_in_step and job.done == len(job.chunks))
-        kept = logits.clone() if chunk.is_last else None
-        prompt.end_chunk(chunk.start + chunk.count, logits=kept, offset=job.offset if is_through else None)
-        if is_through:
-            job.media = None
+        piece = Piece(prompt.row.token_ids[: chunk.end], chunk.start, self.batch.cache.prompt_row)
+        form = forward.form_of([piece], chunk.size, is_last=chunk.is_last, media=job.media)
+        forward.load(form, [piece], job.media)
+        logits = self._run(form, piece, prompt.row.adapter)
+        is_through = job.end_chunk(ends_in_step=prompt.ends_in_step)
+        kept = logits[0].clone() if chunk.is_last else None
+        prompt.end_chunk(chunk.end, logits=kept, offset=job.offset if is_through else None)
         return is_through
 
     def holds(self, prompt: PrefillState) -> bool:
@@ -314,13 +313,12 @@ class PrefillRunner:
 
     # One chunk -------------------------------------------------------------------------------------------------------
 
-    def _run(self, form: Form, chunk: Chunk, prompt: PrefillState) -> Tensor:
-        key, serial, in_kernels = select_adapter(self, self.chunk_forward(), prompt.row.adapter)
-        if not self._can_stage(form, chunk, prompt.row.token_ids):
+    def _run(self, form: Form, piece: Piece, adapter: str | None) -> Tensor:
+        key, serial, in_kernels = select_adapter(self, self.chunk_forward(), adapter)
+        if not self._can_stage(form, piece):
             self.is_steady = not self.captures
             return self._static(form)
-        stage = partial(self._stage, chunk, prompt.row.token_ids)
-        return self.computed((form, key, in_kernels), serial, [self.batch.cache.prompt_row], stage)
+        return self.computed((form, key, in_kernels), serial, [piece.row], partial(self._stage, form, piece))
 
     def computed(
         self, key: Key, serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None, *, at_once: bool = False
@@ -337,12 +335,12 @@ class PrefillRunner:
         output = self._by_graph(key, serial, rows, stage, at_once=at_once)
         return self._static(form) if output is None else output
 
-    def _can_stage(self, form: Form, chunk: Chunk, ids: Sequence[int]) -> bool:
+    def _can_stage(self, form: Form, piece: Piece) -> bool:
         """Whether the table rows that the host fetches are those of the chunk's tokens. For the placeholder of an image or
         audio clip transformers looks up another row."""
         if not self.staged_tables:
             return True
-        return not form.has_embeddings and self.placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
+        return not form.has_embeddings and self.placeholders.isdisjoint(piece.new_ids)
 
     def _may_capture(self, key: Key, *, at_once: bool = False) -> bool:
         """Whether a form is captured now. at_once: before it pays."""
@@ -374,8 +372,8 @@ class PrefillRunner:
         return result
 
     def _passed(self, form: Form) -> Tensor:
-        with self._short_ops(form):
-            return self.packs.static(form) if form.rows > 1 else self.chunk_forward().run(form)
+        with self._short_ops(form), self.model.adapter_store.applying(self.packs.emptied(form)):
+            return self.chunk_forward().run(form)
 
     @contextmanager
     def _short_ops(self, form: Form) -> Iterator[None]:
@@ -437,13 +435,14 @@ class PrefillRunner:
             if not self.captures:
                 return
             forward = self.chunk_forward()
-            chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=is_last)
-            forward.begin(self.batch.cache.prompt_row)
-            forward.load(chunk, [token] * size)
+            piece = Piece([token] * min(size, (self.batch.context_tokens or size) - 1), 0, self.batch.cache.prompt_row)
+            form = forward.form_of([piece], size, is_last=is_last)
+            self.batch.cache.clear(piece.row)
+            forward.load(form, [piece])
             key, serial, in_kernels = select_adapter(self, forward, adapter)
-            whole = (forward.form_of(chunk), key, in_kernels)
+            whole = (form, key, in_kernels)
             if whole not in self._graphs and not reads_experts(self):
-                self._by_graph(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size), at_once=True)
+                self._by_graph(whole, serial, [piece.row], partial(self._stage, form, piece), at_once=True)
 
     def _by_graph(
         self, key: Key, serial: int | None, rows: Sequence[int], stage: Callable[[], None], *, at_once: bool
@@ -503,10 +502,10 @@ class PrefillRunner:
         """Whether there is room for this many graphs beyond those of cut prompts, with this many bytes left over."""
         return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
 
-    def _stage(self, chunk: Chunk, ids: Sequence[int]) -> None:
+    def _stage(self, form: Form, piece: Piece) -> None:
         if not self.staged_tables:
             return
-        padded = torch.zeros(chunk.size, dtype=torch.long)
-        padded[: chunk.count] = torch.tensor(ids[chunk.start : chunk.start + chunk.count])
+        padded = torch.zeros(form.size, dtype=torch.long)
+        padded[: len(piece.new_ids)] = torch.tensor(piece.new_ids)
         for table in self.staged_tables:
-            table.stage(padded, chunk.size)
+            table.stage(padded, form.size)

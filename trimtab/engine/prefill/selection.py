@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-
-from torch import Tensor
+from collections.abc import Hashable
 
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.families.mixture import hold
-from trimtab.engine.passes.chunk_forward import ChunkForward
+from trimtab.engine.passes.chunk_forward import ChunkForward, FirstLayers
 from trimtab.engine.prefill.rows import Passes
 from trimtab.errors import DeviceError
 
 
-def layers_of(
-    prompts: Passes, forward: ChunkForward, key: Hashable = None, name: str | None = None
-) -> Callable[[int, Tensor | None], Callable[..., Tensor]] | None:
+def layers_of(prompts: Passes, forward: ChunkForward, key: Hashable = None, name: str | None = None) -> FirstLayers | None:
     """Return the replacement of these layers in a pass, None where the modules compute them. key, name: of the one adapter of the
     pass, which is selected; None where its rows look theirs up."""
     step, store = prompts.batch.steps.fused_step(), prompts.model.adapter_store
@@ -51,11 +47,10 @@ def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> 
     """Select the adapter of the next pass and return the result of Layouts.set_adapter, and whether its layers are computed here
     and in chunk.py: where the batch's steps are made of kernels."""
     key, serial = prompts.layouts.set_adapter(name)
-    forward.lasts = forward.firsts = None
     step = prompts.batch.steps.fused_step()
-    if step is not None:
-        forward.firsts = layers_of(prompts, forward, key, name)
-    if prompts.is_recurrent and forward.firsts is None:  # an adapter that replaces norms came between two pieces
+    firsts = None if step is None else layers_of(prompts, forward, key, name)
+    forward.use(firsts, None)
+    if prompts.is_recurrent and firsts is None:  # an adapter that replaces norms came between two pieces
         raise DeviceError(
             "the kernels of a step compute this prompt's recurrent layers, and are not used any more",
             device=str(prompts.device), hint="Send the prompt again",
@@ -66,7 +61,7 @@ def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> 
         if prompts.lasts is None or prompts.lasts.step is not step:
             prompts.lasts = LastLayers(step, forward.first_shared, prompts.batch.cache.prompt_row)
         prompts.lasts.select(key, prompts.model.adapter_store.selection.name, prompts.layouts.names)
-        forward.lasts = prompts.lasts.forward
+        forward.use(firsts, prompts.lasts.forward)
     return key, serial, True
 
 

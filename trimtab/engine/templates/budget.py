@@ -3,38 +3,34 @@
 A chat template is a program of the checkpoint's publisher. jinja2's sandbox keeps it from Python's internals, but not from
 time and memory: `'a' * 10**9` is a valid template. `metered` returns a jinja2 environment that renders the same texts and counts:
 a step for each block, iteration, call and filter, and the characters that each operation reads and writes (costs.py).
-Counts depend on template and messages alone, never on the machine. Imports no torch.
+Counts depend on template and messages alone, never on the machine. `render` returns transformers' own text within the budget, and
+an error that names the template's line.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import update_wrapper
+from contextlib import contextmanager
+from functools import lru_cache, update_wrapper
+from pathlib import Path
 from types import BuiltinMethodType, MethodType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jinja2 import Template, nodes
 from jinja2.compiler import CodeGenerator, Frame, MacroRef
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.lexer import Token, TokenStream
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined, markup_join, str_join
 from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Joiner, Namespace
 from markupsafe import Markup, escape
 
+from trimtab.engine.templates import costs
 from trimtab.engine.templates.costs import (
-    BINOPS,
-    FILTERS,
     GLOBALS,
     KINDS,
-    LAZY,
-    MAX_DEPTH,
-    MAX_TEMPLATE_CHARS,
-    MAX_TEMPLATE_TOKENS,
-    READ_WHOLE,
-    SCALARS,
-    TESTS,
     Cost,
     Meter,
     SpentError,
@@ -44,7 +40,14 @@ from trimtab.engine.templates.costs import (
     method_cost,
     sum_cost,
     times,
-)
+)  # fmt: skip
+from trimtab.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.sandbox import SandboxedEnvironment
+
+    from trimtab.engine.formats.hf_types import ChatTemplateOwner
 
 # Steps of a macro call.
 _CALL_STEPS = 20
@@ -243,7 +246,7 @@ class _Metered(SandboxedEnvironment):
 
     code_generator_class = _Generator
     template_class = _Template
-    intercepted_binops: ClassVar[frozenset[str]] = frozenset(BINOPS)  # type: ignore[misc]
+    intercepted_binops: ClassVar[frozenset[str]] = frozenset(costs.BINOPS)  # type: ignore[misc]
     meter: Meter
 
     def tick(self, steps: int, chars: int) -> None:
@@ -267,8 +270,8 @@ class _Metered(SandboxedEnvironment):
         self, source: object, name: object = None, filename: object = None, raw: bool = False, defer_init: bool = False
     ) -> Any:
         """As jinja2's, with a budget: constants are folded here."""
-        if isinstance(source, str) and len(source) > MAX_TEMPLATE_CHARS:
-            raise SpentError(f"it has {len(source)} characters, a chat template may have {MAX_TEMPLATE_CHARS}")
+        if isinstance(source, str) and len(source) > costs.MAX_TEMPLATE_CHARS:
+            raise SpentError(f"it has {len(source)} characters, a chat template may have {costs.MAX_TEMPLATE_CHARS}")
         with self.meter.fresh({}):
             return super().compile(source, name, filename, raw, defer_init)  # type: ignore[call-overload]
 
@@ -279,7 +282,7 @@ class _Metered(SandboxedEnvironment):
         """As jinja2's, counted."""
         self.meter.step()
         if operator != "%" or type(left) is not int:
-            self.meter.read(BINOPS[operator](self.meter, left, right))
+            self.meter.read(costs.BINOPS[operator](self.meter, left, right))
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: object) -> object:  # noqa: N805
@@ -299,8 +302,8 @@ class _Metered(SandboxedEnvironment):
         elif kind is not Macro and not (isinstance(__obj, _CALLABLE) or getattr(__obj, "is_metered", False)):
             raise SecurityError(f"a chat template may not call {getattr(__obj, '__name__', kind.__name__)!r}")
         meter.depth += 1
-        if meter.depth > MAX_DEPTH:
-            raise SpentError(f"its macros call each other more than {MAX_DEPTH} deep")
+        if meter.depth > costs.MAX_DEPTH:
+            raise SpentError(f"its macros call each other more than {costs.MAX_DEPTH} deep")
         try:
             if kind is Macro:  # as `Context.call` does for one
                 kwargs.pop("_loop_vars", None)
@@ -375,7 +378,7 @@ class _Metered(SandboxedEnvironment):
 
     def weighed(self, value: object) -> object:
         """Return a value that is read whole."""
-        return value if type(value) in SCALARS else self.meter.weighed(value)
+        return value if type(value) in costs.SCALARS else self.meter.weighed(value)
 
     def searched(self, value: object) -> object:
         """Return a value in which a short constant is looked for."""
@@ -385,7 +388,7 @@ class _Metered(SandboxedEnvironment):
 
     def key(self, value: object) -> object:
         """Return a value by which another is looked up: texts and numbers know their hash, tuples read all elements."""
-        return value if type(value) in SCALARS or type(value) is str else self.meter.weighed(value)
+        return value if type(value) in costs.SCALARS or type(value) is str else self.meter.weighed(value)
 
     def sliced(self, value: object) -> object:
         """Return a value of which a part is copied."""
@@ -425,7 +428,7 @@ def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", pa
         meter.check()
         return iter(elements)
 
-    made: Callable[..., object] = read_whole if name in READ_WHOLE else lazy if name in LAZY else counted
+    made: Callable[..., object] = read_whole if name in costs.READ_WHOLE else lazy if name in costs.LAZY else counted
     if not isinstance(function, type):
         update_wrapper(made, function)
     made.is_metered = True  # type: ignore[attr-defined]
@@ -435,8 +438,8 @@ def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", pa
 def _few(tokens: Iterable[Token]) -> Iterator[Token]:
     """Yield the tokens of a template. Errors: SpentError for too many: Python takes 0.1 ms for each."""
     for count, token in enumerate(tokens):
-        if count == MAX_TEMPLATE_TOKENS:
-            raise SpentError(f"it has more than {MAX_TEMPLATE_TOKENS} words and signs")
+        if count == costs.MAX_TEMPLATE_TOKENS:
+            raise SpentError(f"it has more than {costs.MAX_TEMPLATE_TOKENS} words and signs")
         yield token
 
 
@@ -482,12 +485,114 @@ def metered(base: SandboxedEnvironment) -> SandboxedEnvironment:
     environment.__class__ = type("MeteredEnvironment", (_Metered, type(base)), {})
     environment.meter = meter = Meter()
     environment.filters = {
-        name: _metered_call(meter, function, FILTERS[name], name=name, passed=_is_passed(function))
-        for name, function in base.filters.items() if name in FILTERS
+        name: _metered_call(meter, function, costs.FILTERS[name], name=name, passed=_is_passed(function))
+        for name, function in base.filters.items() if name in costs.FILTERS
     }  # fmt: skip
     environment.tests = {
-        name: _metered_call(meter, test, times(1), passed=_is_passed(test)) if name in TESTS else test
+        name: _metered_call(meter, test, times(1), passed=_is_passed(test)) if name in costs.TESTS else test
         for name, test in base.tests.items()
     }
     environment.globals = {name: _global(meter, name, base.globals[name]) for name in GLOBALS if name in base.globals}
     return environment  # type: ignore[no-any-return]
+
+
+# Places of a template, in the order of reading.
+FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+# Errors of a template that refuses messages: on purpose (`raise_exception`), or for messages of another form.
+REFUSALS = (TemplateError, ValueError, TypeError, KeyError)
+# How jinja2 names the code of a template in tracebacks.
+_CODE_NAMES = ("<template>", "<unknown>")
+_HINT = "Correct the template, or use the one of another copy of the model"
+
+
+class _Here(threading.local):
+    is_metered = False
+
+
+_here = _Here()
+_installing = threading.Lock()
+
+
+def render(owner: ChatTemplateOwner, messages: Sequence[object], folder: Path, **options: object) -> str:
+    """Return the text that `owner.apply_chat_template` renders: a processor's or tokenizer's. folder: where its files are.
+
+    Errors: REFUSALS as they are; CheckpointError, with the template's line, for one that cannot be compiled, that fails, or that
+    takes more steps, characters or depth than its budget (budget.py).
+    """
+    try:
+        with _metered():
+            return str(owner.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as exc:
+        if isinstance(exc, REFUSALS) and not isinstance(exc, (SecurityError, TemplateSyntaxError)):
+            raise
+        line = _line(exc)
+        where = f" in line {line}" if line else ""
+        kind = "" if isinstance(exc, TemplateError) else f"{type(exc).__name__.removesuffix('Error')}: "
+        reason = f"{kind}{exc}".strip(": ") if not type(exc).__module__.startswith("trimtab") else str(exc)
+        raise CheckpointError(f"its chat template fails{where} ({reason})", path=template_path(folder), hint=_HINT) from exc
+
+
+def template_path(folder: Path) -> Path:
+    """Return the file in which the chat template of a folder stands, the folder if none is there."""
+    return next((folder / name for name in FILES if (folder / name).is_file()), folder)
+
+
+def _line(error: BaseException) -> int | None:
+    """Return the line of a template in which an error was raised."""
+    if isinstance(error, TemplateSyntaxError):
+        return error.lineno
+    line, step = getattr(error, "template_line", None), error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename in _CODE_NAMES:
+            line = step.tb_lineno
+        step = step.tb_next
+    return line
+
+
+@contextmanager
+def _metered() -> Iterator[None]:
+    """Let transformers render with the budget, in this thread."""
+    _install()
+    before, _here.is_metered = _here.is_metered, True
+    try:
+        yield
+    finally:
+        _here.is_metered = before
+
+
+def _install() -> None:
+    """Put a switch where transformers compiles templates: every processor's own way to it stays as it is.
+
+    Only threads inside `_metered` get the budget, so that stock transformers in the same process stays stock.
+    """
+    from transformers.utils import chat_template_utils
+
+    with _installing:
+        stock = chat_template_utils._compile_jinja_template
+        if getattr(stock, "is_switch", False):
+            return
+
+        def compile_template(chat_template: str) -> object:
+            if not _here.is_metered:
+                return stock(chat_template)
+            compiled = _compiled(chat_template, stock)
+            if isinstance(compiled, Exception):
+                raise compiled
+            return compiled
+
+        compile_template.is_switch = True  # type: ignore[attr-defined]
+        chat_template_utils._compile_jinja_template = compile_template
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str, stock: Callable[[str], Template]) -> Template | Exception:
+    """Return a compiled template, or why it cannot be compiled: a failure is not tried again at every request."""
+    try:
+        return _environment(stock).from_string(template)
+    except Exception as exc:
+        return exc.with_traceback(None)
+
+
+@lru_cache(maxsize=1)
+def _environment(stock: Callable[[str], Any]) -> SandboxedEnvironment:
+    return metered(stock("").environment)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.tiers.arena import Arena, Part, aligned
-from trimtab.engine.tiers.reader import seen_by
+from trimtab.engine.tiers.reader import Arena, Part, aligned, seen_by
 from trimtab.errors import DeviceError, gib
 from trimtab.formats.record import stored_format
 

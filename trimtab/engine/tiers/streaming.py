@@ -22,8 +22,7 @@ from torch import Tensor
 
 from trimtab.engine.cuda.capture_stream import wait_for_all
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.tiers.arena import Part, aligned
-from trimtab.engine.tiers.reader import HostMemory
+from trimtab.engine.tiers.reader import HostMemory, Part, aligned
 from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError
 from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterSpec, AdapterTarget, match_adapter, read_adapter
-from trimtab.adapters.vocabulary import check_vocabulary
+from trimtab.adapters.file import check_vocabulary
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry

@@ -21,8 +21,16 @@ from trimtab.checkpoint.config_limits import USUAL_CHOSEN
 from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.blocks import Paid, quant_of, widened_bytes
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES, Work
-from trimtab.planning.values.kv_bytes import copy_bytes, paged_copy_bytes, position_bytes, step_copy_bytes
-from trimtab.planning.values.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
+from trimtab.planning.values.kv_bytes import (
+    FIRST,
+    PAGE_TOKENS,
+    copy_bytes,
+    paged_copy_bytes,
+    pages_of,
+    pool_tokens,
+    position_bytes,
+    step_copy_bytes,
+)
 from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
 
 # A prompt is computed in chunks of this many tokens; one chunk has all images and audio of its prompt.

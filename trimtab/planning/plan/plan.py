@@ -23,7 +23,7 @@ from trimtab.planning.plan.table import document_of
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import Card
 from trimtab.planning.values.execution import MODES, Execution
-from trimtab.planning.values.kv_pool import pool_tokens
+from trimtab.planning.values.kv_bytes import pool_tokens
 from trimtab.planning.values.reading import read_row
 from trimtab.planning.values.rows import OUTSIDE_PEAK, ExpertWeights, Placement, StoredWeights, Unquantized
 from trimtab.process.files import write_text

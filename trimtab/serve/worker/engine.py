@@ -17,8 +17,7 @@ import torch
 from trimtab.adapter_names import parts_of
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer
-from trimtab.engine.batch.request import Row, SampledToken
-from trimtab.engine.batch.sampling import Sampler
+from trimtab.engine.batch.request import Row, SampledToken, Sampler
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
 from trimtab.engine.kv.sequence import Inputs

@@ -30,14 +30,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapter_names import is_lora_file, split_weight
+from trimtab.adapter_names import is_lora_file, split_weight, without_demo_name
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
-from trimtab.demo_names import without_demo_name
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
-from trimtab.planning.values.kv_pool import check_pool
+from trimtab.planning.values.kv_bytes import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
 from trimtab.serve.contract.settings import Limits, Settings
