@@ -170,8 +170,8 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return anatomy.capture_unsupported
     if mode == "graph" and anatomy.packs_experts:
         return "the packed experts of a token are chosen on the host"
+    is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
     if mode == "graph":
-        is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
         return "states of recurrent layers need the kernels of a step" if is_recurrent else None
     if anatomy.fused_unsupported is not None:
         return anatomy.fused_unsupported
@@ -180,7 +180,7 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"compute capability {capability[0]}.{capability[1]}; trimtab's kernels need {need} and more shared memory"
     if anatomy.dtype not in FUSED_DTYPES:
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
-    if stored_format(quant).layout is None:
+    if stored_format(quant).layout is None and not is_recurrent:  # whose captured steps only kernels compute; products stay cuBLAS'
         return f"trimtab's kernels do not read weights in {quant}"
     return next((why for row in anatomy.rows if (why := _unread_experts(row)) is not None), None)
 
