@@ -78,7 +78,7 @@ FUSED_LAYER_S = (39e-6, 36e-6)
 GRAPH_LINEAR_S = (24e-6, 21e-6)
 # Each row beyond the first in a fused layer, and for each value of its attention's output, which is what families differ in. Rows
 # beyond WIDE_ROWS cost a share of that (bench/results/many_rows.json). A recurrent layer beyond another: of a step, of a row. From
-# one row and eight of five families, each row with an adapter of its own (bench/results/families.json).
+# one row and eight of five families, each row with a separate adapter (bench/results/families.json).
 ROW_LAYER_S, ROW_VALUE_S = 1.3e-6, 1.3e-9
 WIDE_ROWS, WIDE_ROW_SHARE = 32, 1 / 3
 STATE_LAYER_S, STATE_ROW_S = 28e-6, 6e-6
