@@ -35,7 +35,8 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest
 
-NEW = ["gemma", "gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4", "granite", "gpt_oss", "llava", "internvl", "seed_oss"]
+TEXTS = ["gemma", "gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4", "granite", "gpt_oss"]
+NEW = [*TEXTS, "llava", "internvl", "seed_oss"]
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "gemma4_moe", "qwen3_5_moe", "glm4_moe"]
 DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5", *NEW, *MIXTURES]
 ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]

@@ -284,7 +284,7 @@ DESCRIBE: Mapping[str, Callable[[Module], Decoder]] = {
     "Olmo3Model": partial(_olmo, by_kind=True), "Glm4Model": partial(_llama, names=_GLM, attention={"turn": "pairs"}),
     "GlmModel": partial(_llama, attention={"turn": "pairs"}),
     "GraniteModel": _granite, "GptOssModel": partial(_llama, form="inside"), "MixtralModel": _llama,
-    "SeedOssModel": _llama, "GemmaModel": partial(_llama, form="plus_one"), "Qwen2MoeModel": _llama, "Qwen3MoeModel": partial(_llama, qk_norms=True),
+    "GemmaModel": partial(_llama, form="plus_one"), "Qwen2MoeModel": _llama, "Qwen3MoeModel": partial(_llama, qk_norms=True),
     "Qwen3VLMoeTextModel": partial(_llama, qk_norms=True),
-    "Qwen3_5MoeTextModel": _qwen3_5, "Glm4MoeModel": _glm4_moe,
+    "Qwen3_5MoeTextModel": _qwen3_5, "Glm4MoeModel": _glm4_moe, "SeedOssModel": _llama,
 }  # fmt: skip
