@@ -424,7 +424,7 @@ def _choose(
         SMALL, lambda: fused.load(device), lambda module, times: _wrong_small(module, first, attention, norm, dtype, times),
         forms, list(attention), norm,
     )  # fmt: skip
-    if all(stored_format(leaf.quant_kind).layout is None for group in first for leaf in group):  # adapters by table all the same
+    if all(stored_format(leaf.quant_kind).layout is None for group in first for leaf in group):  # but adapters by table
         tables = DeviceKernels.for_adapters(device, dtype)
         products, left_out = tables.matvec, left_out | tables.left_out
     else:

@@ -174,7 +174,7 @@ def blocks_of(anatomy: Anatomy, quant: str, *, are_apart: bool = False) -> tuple
     return tuple(_block(path, rows, anatomy, quant, tied, are_apart) for path, rows in grouped.items())
 
 
-# The linears of described families that attention's output, or a recurrent layer's, goes through.
+# The linears of described families that read attention's output, or a recurrent layer's.
 _ATTENDED = (".o_proj", ".out_proj")
 
 
