@@ -285,6 +285,7 @@ _OTHERS = {
     "olmo3": ("Olmo3ForCausalLM", partial(_text, "Olmo3", layer_types=[_SLIDING, _FULL], sliding_window=8)),
     "glm": ("GlmForCausalLM", partial(_text, "Glm", attention_bias=True)),
     "glm4": ("Glm4ForCausalLM", partial(_text, "Glm4", attention_bias=True)),
+    "seed_oss": ("SeedOssForCausalLM", partial(_text, "SeedOss", attention_bias=True, attention_out_bias=False)),
     "granite": (
         "GraniteForCausalLM",
         partial(

@@ -32,6 +32,7 @@ from trimtab.planning.values.execution import (
     MODES,
     UNCAPTURED_CHUNKS,
     head_rows,
+    reads_packed,
     unsupported_reason,
 )
 from trimtab.planning.values.kv_bytes import check_invariant, check_kv
@@ -104,7 +105,8 @@ class Candidates:
                 continue  # the same bytes as the steps planned already, and slower
             if why is None:
                 try:
-                    reason = _mode_reason(mode, requested, refused, plans, machine)
+                    is_read = reads_packed(mode, anatomy, quant)
+                    reason = _mode_reason(mode, requested, refused, plans, machine, reads_packed=is_read)
                     plan = self.in_chunks(Way(anatomy=anatomy, head=head, mode=mode, reason=reason))
                     is_priced = head == "int8" and not machine.on_cpu
                     plans.append(with_head_cost(plan, anatomy, capability=machine.capability) if is_priced else plan)
@@ -227,7 +229,9 @@ def _nearest(errors: Sequence[DoesNotFitError]) -> DoesNotFitError:
     return min(errors, key=lambda error: (error.needs_both, error.needed_bytes - error.budget_bytes))
 
 
-def _mode_reason(mode: str, requested: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any) -> str:
+def _mode_reason(
+    mode: str, requested: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any, *, reads_packed: bool
+) -> str:  # fmt: skip
     if requested is not None:
         return "asked for"
     if machine.on_cpu:
@@ -236,7 +240,8 @@ def _mode_reason(mode: str, requested: str | None, refused: Mapping[str, str], b
         return f"faster here than {before[-1].execution.step.mode} steps, which compute every layer on the GPU"
     why = "; ".join(f"no {name} steps: {reason}" for name, reason in refused.items())
     if mode == "fused":
-        return "its decoder is described: trimtab's kernels, the fastest way that this model and card support"
+        products = "" if reads_packed else " around the stack's own products"
+        return f"its decoder is described: trimtab's kernels{products}, the fastest way that this model and card support"
     return why or "the fastest way that this model and card support"
 
 

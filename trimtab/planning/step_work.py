@@ -10,7 +10,19 @@ from trimtab.planning.memory.activations import Use
 from trimtab.planning.memory.towers import PARTS
 from trimtab.planning.values.blocks import Block, widened_bytes
 from trimtab.planning.values.budget import STAGING_SLOTS, Choice
-from trimtab.planning.values.execution import EXPERT_LAYER_S, EXPERT_RATE_SHARE, BlockWork, StepWork, head_bytes, head_rows
+from trimtab.planning.values.execution import (
+    EXPERT_LAYER_S,
+    EXPERT_RATE_SHARE,
+    ROW_LAYER_S,
+    ROW_VALUE_S,
+    STATE_LAYER_S,
+    STATE_ROW_S,
+    BlockWork,
+    StepWork,
+    head_bytes,
+    head_rows,
+    rows_beyond_first,
+)
 
 
 def step_work(
@@ -21,7 +33,8 @@ def step_work(
     slots: staging buffers. reads_packed: as `execution.reads_packed`.
     """
     device = link = linears = layers = 0
-    other_s = 0.0
+    other_s = row_s = 0.0
+    states = {str(layer.layer) for layer in anatomy.kv_layers if layer.state_values}
     first: list[BlockWork] = []  # modules outside the layers come before them
     after: list[BlockWork] = []
     for block, choice in zip(blocks, chosen, strict=True):
@@ -41,7 +54,10 @@ def step_work(
             others = block.movable_bytes - (0 if block.are_apart else block.expert_bytes)
             own = others + int(rows * block.expert_bytes * block.expert_share / EXPERT_RATE_SHARE)
             other_s += EXPERT_LAYER_S[block.has_mlp]
-        other_s += block.layer_s if reads_packed and is_layer else 0.0
+        if reads_packed and is_layer:
+            is_state = block.block_path.rpartition(".")[2] in states
+            other_s += block.layer_s + is_state * STATE_LAYER_S
+            row_s += ROW_LAYER_S + ROW_VALUE_S * block.attended + is_state * STATE_ROW_S
         device, link = device + own + (0 if reads_packed else block.widened_bytes), link + copied
         other_s += choice.step_s if choice.tier == "disk" else 0.0
         one = BlockWork(own, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())
@@ -52,8 +68,8 @@ def step_work(
     head += sum(widened_bytes(row, anatomy.dtype) for row in head_rows(anatomy) if row.stored not in read)
     device += head if tied else 0  # a weight that the head shares with a table is no separate block
     return StepWork(
-        device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears, rows=rows,
-        blocks=(*first, *after), slots=max(slots, 1),
+        device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears,
+        rows_s=row_s * rows_beyond_first(rows), blocks=(*first, *after), slots=max(slots, 1),
     )  # fmt: skip
 
 

@@ -35,7 +35,8 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest
 
-NEW = ["gemma", "gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4", "granite", "gpt_oss", "llava", "internvl"]
+TEXTS = ["gemma", "gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4", "granite", "gpt_oss"]
+NEW = [*TEXTS, "llava", "internvl", "seed_oss"]
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "gemma4_moe", "qwen3_5_moe", "glm4_moe"]
 DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5", *NEW, *MIXTURES]
 ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]
@@ -102,14 +103,26 @@ def test_a_step_of_mixed_rows_is_the_modules(family, kv, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(one, marks=pytest.mark.slow) for one in DESCRIBED if one != "qwen3")])
 def test_a_step_from_the_kernels_is_the_modules(family, on_cpu, replayed, tmp_path):  # noqa: F811
     """The CUDA sources themselves, adapters by table."""
-    with loaded(family, tmp_path) as model:
+    from_the_kernels(family, on_cpu, tmp_path)
+
+
+def test_recurrent_layers_in_16_bits_are_kernels_around_the_stacks_products(on_cpu, replayed, tmp_path):  # noqa: F811
+    before = len(on_cpu.matvec.launches)
+    from_the_kernels("qwen3_5", on_cpu, tmp_path, quant="none")
+    launched = {name.partition("_")[0] for name in on_cpu.matvec.launches[before:]}
+    assert "lora" in launched and not any(name.startswith("matvec") for name in launched)
+
+
+def from_the_kernels(family, chosen, folder, **options):
+    """Compare steps of these kernels with the modules'."""
+    with loaded(family, folder, **options) as model:
         for shape in {one.shape for one in families.describe(model.hf_model).deltas.values()}:
             given = delta_rule.options(shape, torch.bfloat16)
-            on_cpu.delta = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=given)
+            chosen.delta = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=given)
         expected, batch = (joined(model, way, ASKED, rows=4) for way in ("eager", "fused"))
         compare(expected, batch, 2, 2 * TOLERANCE)
         assert batch.steps.captures == 1 and not batch.steps.fallbacks
-        assert {name.partition("_")[0] for name in on_cpu.small.launches} & {"turns", "rope"}  # OLMo turns by its module's own
+        assert {name.partition("_")[0] for name in chosen.small.launches} & {"turns", "rope"}  # OLMo turns by its module's own
 
 
 def test_a_step_of_recurrent_layers_is_not_tried_twice(tmp_path):

@@ -325,7 +325,7 @@ def test_eight_bits_without_their_kernel_are_the_last_resort_of_a_head_left_to_t
     ],
 )  # fmt: skip
 def test_predicted_seconds_are_near_measured_ones(mode, work, adapters, measured):
-    whole = {"link_bytes": 0, "other_s": 0.0, "tail_bytes": 0, "rows": 1} | work
+    whole = {"link_bytes": 0, "other_s": 0.0, "tail_bytes": 0} | work
     whole = {name: int(value) if name.endswith("bytes") else value for name, value in whole.items()}
     predicted = 1 / step_s(mode, StepWork(**whole), H200, link_Bps=H200.pinned_h2d_Bps, has_adapters=adapters)
     assert abs(predicted / measured - 1) < 0.1

@@ -286,5 +286,5 @@ DESCRIBE: Mapping[str, Callable[[Module], Decoder]] = {
     "GraniteModel": _granite, "GptOssModel": partial(_llama, form="inside"), "MixtralModel": _llama,
     "GemmaModel": partial(_llama, form="plus_one"), "Qwen2MoeModel": _llama, "Qwen3MoeModel": partial(_llama, qk_norms=True),
     "Qwen3VLMoeTextModel": partial(_llama, qk_norms=True),
-    "Qwen3_5MoeTextModel": _qwen3_5, "Glm4MoeModel": _glm4_moe,
+    "Qwen3_5MoeTextModel": _qwen3_5, "Glm4MoeModel": _glm4_moe, "SeedOssModel": _llama,
 }  # fmt: skip

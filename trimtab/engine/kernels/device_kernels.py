@@ -424,9 +424,14 @@ def _choose(
         SMALL, lambda: fused.load(device), lambda module, times: _wrong_small(module, first, attention, norm, dtype, times),
         forms, list(attention), norm,
     )  # fmt: skip
-    products = tried(
-        PRODUCTS, lambda: matvec.load(device, norm), lambda module, times: _wrong_products(module, first, dtype, times), forms, norm
-    )
+    if all(stored_format(leaf.quant_kind).layout is None for group in first for leaf in group):  # but adapters by table
+        tables = DeviceKernels.for_adapters(device, dtype)
+        products, left_out = tables.matvec, left_out | tables.left_out
+    else:
+        products = tried(
+            PRODUCTS, lambda: matvec.load(device, norm), lambda module, times: _wrong_products(module, first, dtype, times),
+            forms, norm,
+        )  # fmt: skip
     chosen = DeviceKernels(small, products, left_out, measured, checks=checks)
     if len(deltas) == 1:  # of one shape in all families
         chosen.delta = tried(

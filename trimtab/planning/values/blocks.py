@@ -77,7 +77,8 @@ class Block:
     leaves of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
     a pass writes and reads again for weights that are stored in 16 bits and used in float32. expert_bytes: of stacked experts,
     expert_count of each stack, of which a token uses expert_share; are_apart: they do not move with it (memory/expert_slots.py);
-    has_mlp: an MLP of linears stands next to them. layer_s: `StoredFormat.layer_s` of its weights, the most.
+    has_mlp: an MLP of linears stands next to them. layer_s: `StoredFormat.layer_s` of its weights, the most. attended: values that
+    its attention, or the layer in its place, gives of a token.
     """
 
     block_path: str
@@ -106,6 +107,7 @@ class Block:
     are_apart: bool = False
     has_mlp: bool = False
     layer_s: float = 0.0
+    attended: int = 0
 
     def read_bytes(self, rows: int) -> int:
         """Return the bytes that a step of `rows` rows reads, where each token's experts are any of them as likely."""
@@ -172,6 +174,10 @@ def blocks_of(anatomy: Anatomy, quant: str, *, are_apart: bool = False) -> tuple
     return tuple(_block(path, rows, anatomy, quant, tied, are_apart) for path, rows in grouped.items())
 
 
+# The linears of described families that read attention's output, or a recurrent layer's.
+_ATTENDED = (".o_proj", ".out_proj")
+
+
 def _block(
     path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied: Mapping[str, str], are_apart: bool
 ) -> Block:  # fmt: skip
@@ -219,6 +225,7 @@ def _block(
         expert_share=min(share, 1.0), are_apart=are_apart and bool(stacked),
         has_mlp=any(row.kind == "linear" and row.module_path.endswith("mlp.down_proj") for row in rows),
         layer_s=max((stored_format(leaf.kind).layer_s for leaf in leaves if len(leaf.shape) == 2), default=0.0),
+        attended=max((one.shape[1] for one in every if one.module_path.endswith(_ATTENDED) and len(one.shape) == 2), default=0),
     )  # fmt: skip
 
 

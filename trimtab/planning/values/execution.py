@@ -75,13 +75,18 @@ CHECK_PIECE_VALUES = 2**20
 # Seconds of a step beyond reading its bytes: per decoder layer of a fused step, per linear of captured modules, per
 # kernel of an eager step. With adapters, then without.
 FUSED_LAYER_S = (39e-6, 36e-6)
-FUSED_ROW_SHARE = 0.055
 GRAPH_LINEAR_S = (24e-6, 21e-6)
+# Each row beyond the first in a fused layer, and for each value of its attention's output, which is what families differ in. Rows
+# beyond WIDE_ROWS cost a share of that (bench/results/many_rows.json). A recurrent layer beyond another: of a step, of a row. From
+# one row and eight of five families, each row with a separate adapter (bench/results/families.json).
+ROW_LAYER_S, ROW_VALUE_S = 1.3e-6, 1.3e-9
+WIDE_ROWS, WIDE_ROW_SHARE = 32, 1 / 3
+STATE_LAYER_S, STATE_ROW_S = 28e-6, 6e-6
 # A fused layer with packed experts beyond another: in an MLP's place, and next to one. Kernels decode the experts of each row by
 # themselves, at this share of the rate at which memory is read. All three from Gemma 4 26B-A4B and Qwen3-30B-A3B, one row and eight
 # on an H200 (bench/results/experts.json).
-EXPERT_LAYER_S = (3e-6, 33e-6)
-EXPERT_RATE_SHARE = 0.27
+EXPERT_LAYER_S = (0.0, 38e-6)
+EXPERT_RATE_SHARE = 0.31
 # bitsandbytes' one-row product reads memory at this share of the rate.
 GRAPH_RATE_SHARE = 0.75
 EAGER_KERNELS = (19, 14)
@@ -165,8 +170,8 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return anatomy.capture_unsupported
     if mode == "graph" and anatomy.packs_experts:
         return "the packed experts of a token are chosen on the host"
+    is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
     if mode == "graph":
-        is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
         return "states of recurrent layers need the kernels of a step" if is_recurrent else None
     if anatomy.fused_unsupported is not None:
         return anatomy.fused_unsupported
@@ -175,7 +180,7 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"compute capability {capability[0]}.{capability[1]}; trimtab's kernels need {need} and more shared memory"
     if anatomy.dtype not in FUSED_DTYPES:
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
-    if stored_format(quant).layout is None:
+    if stored_format(quant).layout is None and not is_recurrent:  # whose captured steps only kernels compute; products stay cuBLAS'
         return f"trimtab's kernels do not read weights in {quant}"
     return next((why for row in anatomy.rows if (why := _unread_experts(row)) is not None), None)
 
@@ -320,7 +325,8 @@ class BlockWork:
 class StepWork:
     """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are
     copied to it first; other_s: seconds of the CPU or a disk; tail_bytes: weights read after the last copied ones (the
-    head). blocks: in the order of computing, () if unknown. slots: staging buffers.
+    head). rows_s: of kernels, for the rows beyond the first. blocks: in the order of computing, () if unknown. slots: staging
+    buffers.
     """
 
     device_bytes: int
@@ -329,7 +335,7 @@ class StepWork:
     tail_bytes: int
     layers: int
     linears: int
-    rows: int
+    rows_s: float = 0.0
     blocks: tuple[BlockWork, ...] = ()
     slots: int = STAGING_SLOTS
 
@@ -342,7 +348,7 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
     """
     which = 0 if has_adapters else 1
     read_s = work.device_bytes / rates.device_Bps
-    per_layer = FUSED_LAYER_S[which] * (1 + FUSED_ROW_SHARE * (work.rows - 1))
+    per_layer = FUSED_LAYER_S[which] + work.rows_s / max(work.layers, 1)
     if mode == "fused":
         overhead_s = work.layers * per_layer
         tail_s = 2 * per_layer
@@ -370,6 +376,11 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
     link_s = work.link_bytes / (link_Bps * LINK_SHARE)
     tail_s += work.tail_bytes / rates.device_Bps
     return max(read_s + overhead_s, link_s + tail_s if work.link_bytes else 0.0) + work.other_s
+
+
+def rows_beyond_first(rows: int) -> float:
+    """Return how many times a step's kernels take `ROW_LAYER_S` and the like for this many rows."""
+    return min(rows, WIDE_ROWS) - 1 + WIDE_ROW_SHARE * max(rows - WIDE_ROWS, 0)
 
 
 def prompt_launch_s(

@@ -1,0 +1,33 @@
+"""Recurrent layers on the GPU: captured steps and chunks, packed, and in 16 bits around the stack's own products."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+import trimtab
+from tests import pico
+from tests.engine.decode.test_graphs import joined
+from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
+from tests.engine.prefill.test_prefill import DEVICE, answered, differ, eager, ids
+from trimtab.engine.batch.batch import Batch
+
+
+@pytest.mark.parametrize("quant", ["none", "nf4-dq"])
+def test_steps_of_mixed_rows_and_prompts_are_captured_and_those_of_the_modules(quant, tmp_path):
+    base = pico.build("qwen3_5", tmp_path / "base")
+    adapters = {name: pico.adapter(base, tmp_path / name, rank=rank, seed=rank) for name, rank in (("a", 4), ("b", 20))}
+    plan = trimtab.plan(base, adapters=adapters, quant=quant, context=128, device=DEVICE, batch=4)
+    assert plan.execution.step.mode == "fused" and ("own products" in plan.execution.step.reason) == (quant == "none")
+    with trimtab.load(plan, decode="auto") as model:
+        expected, batch = (joined(model, way, ASKED, rows=4) for way in ("eager", "auto"))
+        compare(expected, batch, 4, 2 * TOLERANCE)
+        assert batch.steps.captures and not [one for one in batch.steps.fallbacks if one.what in ("graph", "fused step")]
+        alone, whole = Batch(model, rows=1), eager(model)
+        for name in (None, "a", "b"):
+            for tokens in (9, 40):
+                for _ in range(3):  # as it is, captured, replayed
+                    found = answered(alone, model.prepare(ids(tokens)), adapter=name)
+                assert differ(found, answered(whole, model.prepare(ids(tokens)), adapter=name)) < 2 * TOLERANCE
+        assert alone.prompts.captures, alone.steps.fallbacks
