@@ -339,8 +339,8 @@ def loads(name: str, given: argparse.Namespace) -> dict[str, Any]:
         found[side].append(json.loads(lines[-1][4:]))
     if not given.keep:
         shutil.rmtree(folder, ignore_errors=True)
-    first, *found["trimtab"] = found["trimtab"] or [None]
-    row["first_s"] = None if first is None else first["load_s"]
+    if found["trimtab"]:
+        row["first_s"] = found["trimtab"].pop(0)["load_s"]
     for side, times in found.items():
         row[side] = (
             {key: [one[key] for one in times] for key in ("load_s", "answer_s")} | {"layer": times[-1]["layer"]} if times else None
