@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.unreadable import request_refusal
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import CheckpointError, RequestError, choices_text
 from trimtab.process.json_file import JsonError, read_bytes
@@ -55,7 +56,7 @@ def read_toml(path: Path, field: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
     except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field=field, value=str(path)) from exc
+        raise request_refusal(field, path, exc) from exc
     except JsonError as exc:
         raise CheckpointError(str(exc), path=path) from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:

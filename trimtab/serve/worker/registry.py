@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import is_lora_file, split_weight
-from trimtab.adapters.adapter import read_adapter
+from trimtab.adapters.file import check_is_adapter, read_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.unreadable import address_hint
+from trimtab.checkpoint.unreadable import request_refusal
 from trimtab.demo_names import without_demo_name
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
 from trimtab.planning.values.kv_pool import check_pool
@@ -167,7 +167,7 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
     try:
         document = tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
     except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field="registry", value=str(path)) from exc
+        raise request_refusal("registry", path, exc) from exc
     except JsonError as exc:
         raise CheckpointError(str(exc), path=path) from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -202,11 +202,12 @@ def check_present(models: Sequence[ServedModel]) -> None:
             read_loadable(model.request.model)
         except CheckpointError as exc:
             problems.append(f"model {model.name}: {exc}")
-        problems += [
-            f"adapter {name} of {model.name}: {path}: {'is a file, not a folder' if os.path.exists(path) else 'no such folder'}"
-            + (f". {hint}" if (hint := address_hint(path)) else "")
-            for name, path in model.adapters.items() if not _is_adapter_path(path)
-        ]  # fmt: skip
+        for name, path in model.adapters.items():
+            try:
+                if not _is_adapter_path(path):
+                    check_is_adapter(path, model=model.request.model)
+            except AdapterError as exc:
+                problems.append(f"adapter {name} of {model.name}: {path}: {exc.problems[0]}{exc.hint and f'. {exc.hint}'}")
     if problems:
         raise CheckpointError("nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve")
     first_uses = {path: (name, model.name) for model in reversed(models) for name, path in model.adapters.items()}
