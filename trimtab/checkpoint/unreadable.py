@@ -84,7 +84,9 @@ def path_hint(
     for one in (*found, *also):
         name = os.path.basename(one)
         by_name.setdefault(os.path.splitext(name)[0] if holds is None else name, []).append(one)
-    alike = near_names(os.path.splitext(last)[0] if holds is None else last, by_name) or near_names(text, also)
+    alike = near_names(os.path.splitext(last)[0] if holds is None else last, by_name) or (
+        near_names(text, also) if takes_hub_id else ()
+    )
     near = list(dict.fromkeys(one for name in alike for one in by_name.get(name, [name])))[:MOST_NAMED]
     if near:
         return f"Did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"

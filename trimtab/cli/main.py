@@ -449,8 +449,8 @@ def _stray(word: str, command: str, options: Sequence[str], positional: Sequence
 
 def _commands_with(flag: str) -> list[str]:
     """Return the commands that have a flag of this name."""
-    commands = next(one.choices for one in parser()._actions if one.dest == "name") or {}
-    return [name for name, each in commands.items() if flag in each._option_string_actions]
+    commands = [one for one in parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    return [name for one in commands for name, each in one.choices.items() if flag in each._option_string_actions]
 
 
 def _near(flag: str, options: Sequence[str], positional: Sequence[str]) -> list[str]:
