@@ -92,15 +92,14 @@ def _only_gguf(folder: Path) -> str | None:
 
 @reading(adapter_refusal)
 def check_is_adapter(path: str | Path, *, model: str | Path = "") -> None:
-    """Raise AdapterError for what is no folder that PEFT wrote. Nothing in it is read. model: beside which adapters may be."""
+    """Raise AdapterError for what is no folder that PEFT wrote. Nothing in it is read. model: adapters near it are proposed."""
     folder = peft_folder(path)
     if not folder.is_dir():
         check_reachable(folder)
-        if hint := address_hint(str(path)):
-            raise AdapterError(str(path), ["is an address, not a folder"], hint=hint)
         if folder.is_file():
             raise AdapterError(folder, ["is a file; name the folder that holds it"])
-        raise AdapterError(folder, ["no such folder"], hint=_meant(str(path), model))
+        problem = "is an address, not a folder" if address_hint(str(path)) else "no such folder"
+        raise AdapterError(str(path), [problem], hint=address_hint(str(path)) or _meant(str(path), model))
     if gguf := _only_gguf(folder):
         raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
     problems = _missing_files(folder)
@@ -109,7 +108,7 @@ def check_is_adapter(path: str | Path, *, model: str | Path = "") -> None:
 
 
 def _meant(path: str, model: str | Path) -> str:
-    """Return which adapters beside a missing one, or beside the model, may be meant, else how to find one."""
+    """Return which adapters near a missing one, or near the model, may be meant, else how to find one."""
     of_demo = list(NAMED)[1:]
     hint = path_hint(path, holds=CONFIG_NAME, deeper=2, also=of_demo, lists=True)
     if "?" not in hint and (path.startswith(f"{MODEL}/") or without_demo_name(model) == str(BASE)):
@@ -134,8 +133,8 @@ def read_adapter(path: str | Path, *, values: bool = True, log_name: str | None 
     """Return configuration and header of the adapter in a folder.
 
     path: the folder, or a name of the demo's. values: also search its values for NaN and infinity; none is kept in memory.
-    log_name: the name in the log of an adapter with unused weights in its folder (None: the caller logs `notes`). model: beside
-    which adapters may be, for a message. Errors: AdapterError with every reason: missing or foreign files, other weights in the
+    log_name: the name in the log of an adapter with unused weights in its folder (None: the caller logs `notes`). model: of
+    the plan; adapters near it are proposed. Errors: AdapterError with every reason: missing or foreign files, other weights in the
     folder that change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
     supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
     """

@@ -245,26 +245,26 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if not os.path.isdir(cached) and path.suffix.lower() == ".gguf":
         raise _missing(text)
     if not os.path.isdir(cached):
+        meant = path_hint(text, holds=CONFIG, deeper=1, also=(MODEL, *_cached_ids(cached.parent)), takes_hub_id=True)
         raise CheckpointError(
             f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is downloaded automatically",
-            path=text, hint=f"{_meant(text, cached.parent)} Fetch it first with `trimtab pull {text}`, or give a folder".lstrip(),
+            path=text, hint=f"{meant} Fetch it first with `trimtab pull {text}`, or give a folder".lstrip(),
         )  # fmt: skip
     return _of_folder(_snapshot(cached))
 
 
 def _missing(text: str) -> CheckpointError:
     """Return the error of a path where nothing is."""
-    is_packed = text.lower().endswith(".gguf")
-    hint = path_hint(text) if is_packed else path_hint(text, holds=CONFIG, deeper=1)
-    return CheckpointError("no such file" if is_packed else "no such folder", path=text, hint=hint)
+    what, holds = ("file", None) if text.lower().endswith(".gguf") else ("folder", CONFIG)
+    return CheckpointError(f"no such {what}", path=text, hint=path_hint(text, holds=holds, deeper=1 if holds else 0))
 
 
-def _meant(model: str, cache: Path) -> str:
-    """Return a question for the folders, the demo and the cached hub ids that a mistyped name may have meant, or nothing."""
-    names: list[str] = []
+def _cached_ids(cache: Path) -> list[str]:
+    """Return the hub ids in a cache; none where it cannot be read."""
     with suppress(OSError):
-        names = [name.removeprefix("models--").replace("--", "/", 1) for name in os.listdir(cache) if name.startswith("models--")]
-    return path_hint(model, holds=CONFIG, deeper=1, also=(MODEL, *sorted(names)), takes_hub_id=True)
+        names = sorted(name for name in os.listdir(cache) if name.startswith("models--"))
+        return [name.removeprefix("models--").replace("--", "/", 1) for name in names]
+    return []
 
 
 def _cached_gguf(text: str, parts: list[str]) -> Path:
@@ -443,7 +443,7 @@ def _refuse_without_config(folder: Path) -> NoReturn:
             "is an adapter, not a model", path=folder, hint="Give its base model as the model, this folder as an adapter"
         )
     inside = path_hint(folder / CONFIG, holds=CONFIG, deeper=1, lists=True)
-    hint = f"A checkpoint is a folder with {CONFIG} and safetensors files{inside and f'. {inside}'}"
+    hint = f"A checkpoint is a folder with {CONFIG} and safetensors files" + (inside and f". {inside}")
     raise CheckpointError(f"has no {CONFIG}", path=folder, hint=hint)
 
 

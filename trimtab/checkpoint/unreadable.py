@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -27,10 +27,11 @@ def adapter_refusal(path: str | os.PathLike[str], exc: OSError) -> TrimtabError:
     return AdapterError(path, [f"{os.path.basename(exc.filename or '') or 'it'} cannot be read ({exc.strerror or exc})"])
 
 
-def request_refusal(field: str, path: str | os.PathLike[str], exc: OSError) -> RequestError:
-    """Return the error of a file that a request names and nobody can read, with the files that it may mean."""
+def request_refusal(field: str, path: str | os.PathLike[str], exc: Exception, *, allowed: Sequence[str] = ()) -> RequestError:
+    """Return the error of a request's file that cannot be read, with the files that it may mean, or that is not what it must be."""
+    reason = f"cannot be read ({exc.strerror or exc})" if isinstance(exc, OSError) else str(exc)
     hint = path_hint(path) if isinstance(exc, FileNotFoundError) else ""
-    return RequestError(f"cannot be read ({exc.strerror or exc})", field=field, value=os.fspath(path), hint=hint)
+    return RequestError(reason, field=field, value=os.fspath(path), allowed=allowed, hint=hint)
 
 
 def check_reachable(path: str | os.PathLike[str]) -> None:
@@ -70,10 +71,10 @@ def path_hint(
     path: str | os.PathLike[str], *, holds: str | None = None, deeper: int = 0, also: Iterable[str] = (), lists: bool = False,
     takes_hub_id: bool = False,
 ) -> str:  # fmt: skip
-    """Return what to do where nothing is: the hint of an address, or which paths beside it may be meant; "" without any.
+    """Return what to do where nothing is: the hint of an address, or which paths in the same folder may be meant; "" without any.
 
     holds: None, files are meant; "", folders; a name or pattern, folders with such a file. deeper: how many levels of folders
-    are looked at below those beside it. also: other names that may be meant. lists: whether the paths are named where none is near.
+    are searched below it. also: other names that may be meant. lists: whether the paths are named where none is near.
     """
     text = os.fspath(path)
     if hint := address_hint(text, takes_hub_id=takes_hub_id):
@@ -84,9 +85,8 @@ def path_hint(
     for one in (*found, *also):
         name = os.path.basename(one)
         by_name.setdefault(os.path.splitext(name)[0] if holds is None else name, []).append(one)
-    alike = near_names(os.path.splitext(last)[0] if holds is None else last, by_name) or (
-        near_names(text, also) if takes_hub_id else ()
-    )
+    alike = near_names(os.path.splitext(last)[0] if holds is None else last, by_name)
+    alike = alike or near_names(text, also if takes_hub_id else ())
     near = list(dict.fromkeys(one for name in alike for one in by_name.get(name, [name])))[:MOST_NAMED]
     if near:
         return f"Did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"
@@ -98,17 +98,15 @@ def path_hint(
 
 def _beside(folder: Path, holds: str | None, deeper: int) -> Iterator[Path]:
     """Yield the entries of a folder, and of those `deeper` levels below it, that `holds` describes."""
-    level, looked_at = [folder], 0
-    for depth in range(deeper + 1):
+    level, left = [folder], MOST_LOOKED_AT
+    for _ in range(deeper + 1):
         entries: list[Path] = []
         for one in level:
             with suppress(OSError, ValueError):  # a path may be too long, or a folder another user's
                 entries += sorted(entry for entry in one.iterdir() if not entry.name.startswith("."))
-        entries = entries[: MOST_LOOKED_AT - looked_at]
-        looked_at += len(entries)
-        level = [entry for entry in entries if entry.is_dir()]
-        files = [entry for entry in entries if depth == 0 and not entry.is_dir()]
-        yield from files if holds is None else (entry for entry in level if not holds or any(entry.glob(holds)))
+        level = [entry for entry in entries[:left] if entry.is_dir() == (holds is not None)]
+        left -= len(level)
+        yield from (entry for entry in level if not holds or any(entry.glob(holds)))
 
 
 def reading(refusal: Callable[[Any, OSError], TrimtabError]) -> Callable[[Reader], Reader]:

@@ -1,23 +1,6 @@
 """The command line: flags become a request, the request becomes one library call, and the result is printed.
 
-Only the files of `cli/` print; only this one exits and inspects the user's terminal. Exit codes:
-
-    0  success
-    1  answers differ (verify, merge --check); a server's adapter is ignored or wrong
-    2  the request is invalid (usage, RequestError)
-    3  a model or adapter is missing, or a file is not what it claims to be (CheckpointError)
-    4  no placement fits the budgets (DoesNotFitError)
-    5  adapter and model do not match (AdapterError)
-    6  the device failed while running (DeviceError)
-    7  a check of trimtab's own result failed (ParityError)
-    8  a known bug of another package prevents the run (UpstreamError)
-    9  a server's answers do not show whether its adapter is alive (verify --against a server)
-    10  a step is done, and its result stands, but a later step could not be done (merge --check, verify --lanes)
-    129  stopped because its terminal was closed (SIGHUP)
-    130  stopped by Ctrl-C
-    143  stopped by SIGTERM
-    141  the reader of the output closed it
-
+Only the files of `cli/` print; only this one exits and inspects the user's terminal. Exit codes: process/exit_codes.py.
 Anything else is a bug of trimtab and shows its traceback. Errors go to stderr; with --json to stdout, as one object.
 """
 
@@ -29,6 +12,7 @@ import gc
 import importlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -68,8 +52,9 @@ REFUSED = tuple(
 )  # fmt: skip
 JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
 NO_WORDS = Words()
+_FLAG = re.compile("-+[^-.0-9]")
 HELP = {"-h", "--help"}
-# What stands behind the message that positional arguments are missing.
+# The end of the message that positional arguments are missing.
 _MODELS = "; demo is the bundled model, and `trimtab models` lists those of the local cache"
 REQUIRED = {
     "PROMPT": "; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat MODEL` holds a conversation",
@@ -418,8 +403,8 @@ def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser) -> s
     positional = [str(action.metavar) for action in command._actions if not action.option_strings]
     texts = []
     for before, word in zip(("", *unknown), unknown, strict=False):
-        if not _is_flag(word):
-            texts += [] if _is_flag(before) else [_stray(word, command.prog, options, positional)]
+        if not _FLAG.match(word):
+            texts += [] if _FLAG.match(before) else [_stray(word, command.prog, options, positional)]
             continue
         flag = word.partition("=")[0]
         near = _near(flag, options, positional)
@@ -432,10 +417,6 @@ def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser) -> s
         else:
             texts.append(f"{flag} (`{command.prog} --help` lists the flags)")
     return "; ".join(dict.fromkeys(texts))
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and not word.strip("-").replace(".", "").isdigit()
 
 
 def _stray(word: str, command: str, options: Sequence[str], positional: Sequence[str]) -> str:

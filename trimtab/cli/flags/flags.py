@@ -362,11 +362,8 @@ def read_json_object(source: str, flag: str, example: str, *, kind: str = "optio
     try:
         raw = text.encode("utf-8", "surrogateescape") if text.startswith("{") else read_bytes(source, kind)
         value = parse(raw, kind, object_pairs_hook=once)
-    except OSError as exc:
-        error = request_refusal(flag, source, exc)
-        raise RequestError(error.reason, field=flag, value=source, allowed=(example,), hint=error.hint) from exc
-    except JsonError as exc:
-        raise RequestError(str(exc), field=flag, value=source, allowed=(example,)) from exc
+    except (OSError, JsonError) as exc:
+        raise request_refusal(flag, source, exc, allowed=(example,)) from exc
     if not isinstance(value, dict):
         raise RequestError("must be a JSON object", field=flag, value=source, allowed=(example,))
     return value

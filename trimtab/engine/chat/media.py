@@ -85,8 +85,8 @@ def read_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
             "is not an image in a supported format", field="image", value=_named(source), allowed=IMAGE_FORMATS
         ) from exc
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
-        why = getattr(exc, "strerror", None)  # of the system, which read nothing
-        reason = f"cannot be read ({why})" if why else f"cannot be decoded ({exc})"
+        why = getattr(exc, "strerror", None)  # the system's
+        reason = f"cannot be {'read' if why else 'decoded'} ({why or exc})"
         raise RequestError(reason, field="image", value=_named(source)) from exc
 
 

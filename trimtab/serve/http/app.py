@@ -53,15 +53,7 @@ from trimtab.serve.api.routes import (
     WITH_MEDIA,
 )
 from trimtab.serve.contract import log as journal
-from trimtab.serve.contract.errors import (
-    NEAR_CHARACTERS,
-    error_from_worker,
-    error_json,
-    error_response,
-    http_error,
-    note_refusal,
-    plain_error,
-)
+from trimtab.serve.contract.errors import error_from_worker, error_json, error_response, http_error, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas
@@ -146,7 +138,7 @@ def _as_asked(request: Request, status: int, body: Mapping[str, Any]) -> Respons
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    near = choices_text((), near_names(request.url.path[:NEAR_CHARACTERS], ROUTES))
+    near = choices_text((), near_names(request.url.path[:64], ROUTES))
     words = {
         404: f"There is no such route{near}; GET /openapi.json lists the routes",
         405: f"This route does not take {request.method:.20}",

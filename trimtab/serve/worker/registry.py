@@ -154,24 +154,28 @@ _WORDS: Mapping[type, str] = {
 }  # fmt: skip
 
 
+def read_toml(path: Path, field: str) -> dict[str, Any]:
+    """Return a TOML file. Errors: RequestError if it cannot be read, CheckpointError if it is no TOML."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
+    except OSError as exc:
+        raise request_refusal(field, path, exc) from exc
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
+
+
 def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedModel, ...]:
     """Return the models of a registry file. is_config: its other keys are those of `config_file`, which has read them.
 
     Errors: RequestError if it cannot be read, CheckpointError with every problem.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    path = Path(path)
-    try:
-        document = tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
-    except OSError as exc:
-        raise request_refusal("registry", path, exc) from exc
-    except JsonError as exc:
-        raise CheckpointError(str(exc), path=path) from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
+    document = read_toml(path := Path(path), "registry")
     problems = [f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config]
     tables = document.get("models")
     models = []

@@ -68,10 +68,8 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     file = Path(path)
     try:
         lines = read_bytes(file, "prompts").decode("utf-8").splitlines()
-    except OSError as exc:
+    except (OSError, JsonError) as exc:
         raise request_refusal("prompts", path, exc) from exc
-    except JsonError as exc:
-        raise RequestError(str(exc), field="prompts", value=str(path)) from exc
     except UnicodeDecodeError as exc:
         raise RequestError("is not UTF-8 text", field="prompts", value=str(path)) from exc
     problems: list[str] = []
