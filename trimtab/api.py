@@ -165,11 +165,11 @@ class PlanInputs:
             known = self.checkpoints[model] = read_checkpoint(model)
         return known
 
-    def adapter(self, path: str) -> AdapterFile:
-        """Return an adapter's files. They are read once, and again after a change. Errors: as `read_adapter`."""
+    def adapter(self, path: str, model: str = "") -> AdapterFile:
+        """Return an adapter's files. They are read once, and again after a change. model, errors: as of `read_adapter`."""
         known = self.adapters.get(path)
         if known is None or known.stamps != stamps_of(path):
-            known = self.adapters[path] = read_adapter(path, values=self.sees_values)
+            known = self.adapters[path] = read_adapter(path, values=self.sees_values, model=model)
         return known
 
     def spec(self, path: str, file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
@@ -220,7 +220,7 @@ def _planned(
     if inputs.is_to_load:
         check_has_weights(checkpoint)
     every = {**(later or {}), **request.adapters}
-    files = {name: inputs.adapter(path) for name, path in every.items()}  # before any slow work
+    files = {name: inputs.adapter(path, request.model) for name, path in every.items()}  # before any slow work
     for path in every.values():
         check_vocabulary(path, checkpoint.folder)
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))

@@ -94,6 +94,60 @@ def test_case_is_no_difference(name):
     assert near_names(name, ["specialist", "style"]) == ["style"]
 
 
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Work in a folder with models/base, models/adapters/{style,sober}, media/cat.png and prompts.jsonl, all empty."""
+    for name in ("models/base/config.json", "models/adapters/style/adapter_config.json",
+                 "models/adapters/sober/adapter_config.json", "media/cat.png", "prompts.jsonl"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("run BASE hi --adapter styel", "Did you mean models/adapters/style or demo/style?"),
+        ("run BASE hi --adapter models/adapters/sobr", "Did you mean models/adapters/sober?"),
+        ("inspect zzz", "There are models/adapters/sober, models/adapters/style"),
+        ("run demo hi --adapter zzz", "The demo has demo/rslora-dora, demo/specialist, demo/style"),
+        ("plan demo --adapter demo", "The demo has demo/rslora-dora, demo/specialist, demo/style"),
+        ("merge BASE out --adapter a=models/stile", "Did you mean models/adapters/style or demo/style?"),
+        ("serve BASE --adapter demo/styel", "styel: no such folder. Did you mean demo/style?"),
+        ("run BASE hi --adapter demo/style,demo/specialist", "Adapters are given one by one. "),
+        ("run models/bsae hi", "downloaded automatically. Did you mean models/base? Fetch"),
+        ("plan ./models/bsae", "./models/bsae: no such folder. Did you mean models/base?"),
+        ("plan models", " is a folder with config.json and safetensors files. There is models/base"),
+        ("chat dmeo", "Did you mean demo? Fetch"), ("plan a/b/c", "There is no folder a/b"),
+        ("run BASE hi --image media/cta.png", "no such file. Did you mean media/cat.png?"),
+        ("run BASE hi --image medai/cat.png", "no such file. There is no folder medai. Did you mean media?"),
+        ("run BASE hi --image media", "--image media: cannot be read (Is a directory)"),
+        ("run BASE --prompts promtps.jsonl --out o", "cannot be read (No such file or directory). Did you mean prompts.jsonl?"),
+        ("verify BASE --prompts promtps.jsonl", "Did you mean prompts.jsonl?"),
+        ("run BASE --prompt-file promtps.jsonl", "Did you mean prompts.jsonl?"),
+        ("run --plan promtps.jsonl hi", "Did you mean prompts.jsonl? `trimtab plan MODEL --save FILE` writes one"),
+        ("serve --config promtps.jsonl", "Did you mean prompts.jsonl?"),
+        ("doctor --trace promtps.jsonl", "Did you mean prompts.jsonl?"),
+        ("plan BASE --device-map promtps.jsonl", "Did you mean prompts.jsonl?"),
+        ("plan BASE --device-map {}", "--device-map: has no device for "),
+        ("adapters modles", "Did you mean models?"), ("plan BASE --save medai/p.json", "no such folder. Did you mean media?"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_path_is_asked_for_or_what_is_there_is_listed(ask, folders, typed, said):
+    code, _, err = ask(*typed.replace("BASE", str(BASE)).split())
+    assert code in (2, 3) and said in err
+
+
+def test_an_adapter_is_looked_for_beside_its_model_too(folders, monkeypatch):
+    shutil.copytree(BASE, folders / "models" / "base", dirs_exist_ok=True)
+    (folders / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    with pytest.raises(AdapterError) as caught:
+        trimtab.plan(folders / "models" / "base", adapters="sobr")
+    assert caught.value.hint == f"Did you mean {folders}/models/adapters/sober?"
+
+
 # A model's own file as MODEL ------------------------------------------------------------------------------------------
 
 
@@ -249,7 +303,13 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
         (("run", "base", "--prompts", "a.jsonl", "--output", "b"), "--output (did you mean --out?)"),
         (("merge", "base", "-o", "merged"), "-o; OUT has no flag: trimtab merge MODEL OUT"),
         (("inspect", "a", "--zzz"), "--zzz (`trimtab inspect --help` lists the flags)"),
-        (("run", "base", "hi", "there", "-1.5"), "unrecognized arguments: there -1.5\n"),
+        (("run", "base", "hi", "there", "-1.5"), 'unrecognized arguments: there -1.5; the words of a prompt stand between q'),
+        (("plan", "base", "more"), "; trimtab plan takes MODEL\n"), (("demo", "x"), "usage: trimtab demo [options]\n"),
+        (("run", "base", "hi", "--adapter", "a", "demo/style"), "; each adapter has its own flag: --adapter demo/style\n"),
+        (("inspect", "--adapter", "a"), "; ADAPTER has no flag: trimtab inspect ADAPTER\n"),
+        (("plan", "base", "--threads", "2"), "; --threads is a flag of trimtab run, demo, chat, merge, "),
+        (("run", "base", "hi", "--kv-cache", "int8"), "(did you mean --kv?)"),
+        (("plan",), "required: MODEL; demo is the bundled model, and `trimtab models` lists those of the local cache\n"),
         (("rn", "base", "hi"), "there is no command 'rn' (did you mean run"),
         (("qqq",), "there is no command 'qqq' (choices: plan, inspect, run, demo, chat, "),
         (("run", "base"), "required: PROMPT; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat M"),

@@ -25,11 +25,11 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, BinaryIO
 
-from trimtab.adapter_names import MODEL, NAMED, is_lora_file, without_demo_name
+from trimtab.adapter_names import BASE, MODEL, NAMED, is_lora_file, without_demo_name
 from trimtab.adapters.config import config_problems
 from trimtab.checkpoint.folder import CONFIG, Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
-from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, reading
+from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, path_hint, reading
 from trimtab.errors import AdapterError, CheckpointError
 from trimtab.gguf.adapter import adapter_folder, made_for
 from trimtab.printable import printable
@@ -94,21 +94,32 @@ def _only_gguf(folder: Path) -> str | None:
 
 
 @reading(adapter_refusal)
-def check_is_adapter(path: str | Path) -> None:
-    """Raise AdapterError for what is no folder that PEFT wrote. Nothing in it is read."""
+def check_is_adapter(path: str | Path, *, model: str | Path = "") -> None:
+    """Raise AdapterError for what is no folder that PEFT wrote. Nothing in it is read. model: adapters near it are proposed."""
     folder = peft_folder(path)
     if not folder.is_dir():
         check_reachable(folder)
-        if hint := address_hint(str(path)):
-            raise AdapterError(str(path), ["is an address, not a folder"], hint=hint)
-        is_file = folder.is_file()
-        hint = f"The demo has {', '.join(list(NAMED)[1:])}" if str(path).startswith(f"{MODEL}/") else ""
-        raise AdapterError(folder, ["is a file; name the folder that holds it" if is_file else "no such folder"], hint=hint)
+        if folder.is_file():
+            raise AdapterError(folder, ["is a file; name the folder that holds it"])
+        problem = "is an address, not a folder" if address_hint(str(path)) else "no such folder"
+        raise AdapterError(str(path), [problem], hint=address_hint(str(path)) or _meant(str(path), model))
     if gguf := _only_gguf(folder):
         raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
     problems = _missing_files(folder)
     if problems:
-        raise AdapterError(folder, problems)
+        raise AdapterError(folder, problems, hint=f"The demo has {', '.join(list(NAMED)[1:])}" if folder == BASE else "")
+
+
+def _meant(path: str, model: str | Path) -> str:
+    """Return which adapters near a missing one, or near the model, may be meant, else how to find one."""
+    of_demo = list(NAMED)[1:]
+    hint = path_hint(path, holds=CONFIG_NAME, deeper=2, also=of_demo, lists=True)
+    if "?" not in hint and (path.startswith(f"{MODEL}/") or without_demo_name(model) == str(BASE)):
+        hint = f"The demo has {', '.join(of_demo)}"
+    elif "?" not in hint and os.path.isdir(model):
+        hint = path_hint(Path(model).parent / Path(path).name, holds=CONFIG_NAME, deeper=2, lists=True) or hint
+    hint = hint or f"An adapter is a folder with {CONFIG_NAME}; `trimtab adapters DIR` lists those below a folder"
+    return f"Adapters are given one by one. {hint}" if "," in path else hint
 
 
 def for_peft(path: str | Path, config: Mapping[str, Any]) -> Path:
@@ -121,19 +132,19 @@ def for_peft(path: str | Path, config: Mapping[str, Any]) -> Path:
 
 
 @reading(adapter_refusal)
-def read_adapter(path: str | Path, *, values: bool = True, log_name: str | None = None) -> AdapterFile:
+def read_adapter(path: str | Path, *, values: bool = True, log_name: str | None = None, model: str | Path = "") -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
     path: the folder, or a name of the demo's. values: also search its values for NaN and infinity; none is kept in memory.
-    log_name: the name in the log of an adapter with unused weights in its folder (None: the caller logs `notes`). Errors:
-    AdapterError with every reason: missing or foreign files, other weights in the folder that change the output, bad JSON, another
-    method than LoRA, configuration fields that change the output in a way not supported, tensors with values that are not finite.
-    CheckpointError if the safetensors header is invalid.
+    log_name: the name in the log of an adapter with unused weights in its folder (None: the caller logs `notes`). model: of
+    the plan; adapters near it are proposed. Errors: AdapterError with every reason: missing or foreign files, other weights in the
+    folder that change the output, bad JSON, another method than LoRA, configuration fields that change the output in a way not
+    supported, tensors with values that are not finite. CheckpointError if the safetensors header is invalid.
     """
     given = Path(without_demo_name(path))
     stamps = stamps_of(given)
     folder = peft_folder(given)
-    check_is_adapter(folder)
+    check_is_adapter(folder, model=model)
     config = _read_config(folder / CONFIG_NAME)
     beside, notes = _beside(folder)
     problems = config_problems(config) + beside

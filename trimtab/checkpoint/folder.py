@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 from trimtab.adapter_names import MODEL, without_demo_name
 from trimtab.checkpoint.config_limits import check_config, check_layers, most_tensors
 from trimtab.checkpoint.headers import TensorEntry, read_header
-from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, reading
+from trimtab.checkpoint.unreadable import address_hint, check_reachable, checkpoint_refusal, path_hint, reading
 from trimtab.errors import CheckpointError
 from trimtab.gguf import companion, folders
 from trimtab.gguf.architectures import Order
@@ -241,25 +240,31 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     if len(parts) > 2 and parts[-1].lower().endswith(".gguf") and all(_HUB_NAME.fullmatch(part) for part in parts):
         return companion.folder_of(_cached_gguf(text, parts))
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
-        raise CheckpointError("no such file" if path.suffix.lower() == ".gguf" else "no such folder", path=path)
+        raise _missing(text)
     cached = hub_cache() / "--".join(("models", *parts))
     if not os.path.isdir(cached) and path.suffix.lower() == ".gguf":
-        raise CheckpointError("no such file", path=path)
+        raise _missing(text)
     if not os.path.isdir(cached):
+        meant = path_hint(text, holds=CONFIG, deeper=1, also=(MODEL, *_cached_ids(cached.parent)), takes_hub_id=True)
         raise CheckpointError(
             f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is downloaded automatically",
-            path=text, hint=f"{_nearly(text, cached.parent)}Fetch it first with `trimtab pull {text}`, or give a folder",
+            path=text, hint=f"{meant} Fetch it first with `trimtab pull {text}`, or give a folder".lstrip(),
         )  # fmt: skip
     return _of_folder(_snapshot(cached))
 
 
-def _nearly(model: str, cache: Path) -> str:
-    """Return a question for the demo's name and the cached hub ids that a mistyped one may have meant, or nothing."""
-    names: list[str] = []
+def _missing(text: str) -> CheckpointError:
+    """Return the error of a path where nothing is."""
+    what, holds = ("file", None) if text.lower().endswith(".gguf") else ("folder", CONFIG)
+    return CheckpointError(f"no such {what}", path=text, hint=path_hint(text, holds=holds, deeper=1 if holds else 0))
+
+
+def _cached_ids(cache: Path) -> list[str]:
+    """Return the hub ids in a cache; none where it cannot be read."""
     with suppress(OSError):
-        names = [name.removeprefix("models--").replace("--", "/", 1) for name in os.listdir(cache) if name.startswith("models--")]
-    near = near_names(model, [MODEL, *sorted(names)])
-    return f"Did you mean {' or '.join(near)}? " if near else ""
+        names = sorted(name for name in os.listdir(cache) if name.startswith("models--"))
+        return [name.removeprefix("models--").replace("--", "/", 1) for name in names]
+    return []
 
 
 def _cached_gguf(text: str, parts: list[str]) -> Path:
@@ -437,7 +442,9 @@ def _refuse_without_config(folder: Path) -> NoReturn:
         raise CheckpointError(
             "is an adapter, not a model", path=folder, hint="Give its base model as the model, this folder as an adapter"
         )
-    raise CheckpointError(f"has no {CONFIG}", path=folder, hint=f"A checkpoint is a folder with {CONFIG} and safetensors files")
+    inside = path_hint(folder / CONFIG, holds=CONFIG, deeper=1, lists=True)
+    hint = f"A checkpoint is a folder with {CONFIG} and safetensors files" + (inside and f". {inside}")
+    raise CheckpointError(f"has no {CONFIG}", path=folder, hint=hint)
 
 
 def _refuse_other_weights(folder: Path) -> None:

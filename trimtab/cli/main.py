@@ -1,23 +1,6 @@
 """The command line: flags become a request, the request becomes one library call, and the result is printed.
 
-Only the files of `cli/` print; only this one exits and inspects the user's terminal. Exit codes:
-
-    0  success
-    1  answers differ (verify, merge --check); a server's adapter is ignored or wrong
-    2  the request is invalid (usage, RequestError)
-    3  a model or adapter is missing, or a file is not what it claims to be (CheckpointError)
-    4  no placement fits the budgets (DoesNotFitError)
-    5  adapter and model do not match (AdapterError)
-    6  the device failed while running (DeviceError)
-    7  a check of trimtab's own result failed (ParityError)
-    8  a known bug of another package prevents the run (UpstreamError)
-    9  a server's answers do not show whether its adapter is alive (verify --against a server)
-    10  a step is done, and its result stands, but a later step could not be done (merge --check, verify --lanes)
-    129  stopped because its terminal was closed (SIGHUP)
-    130  stopped by Ctrl-C
-    143  stopped by SIGTERM
-    141  the reader of the output closed it
-
+Only the files of `cli/` print; only this one exits and inspects the user's terminal. Exit codes: process/exit_codes.py.
 Anything else is a bug of trimtab and shows its traceback. Errors go to stderr; with --json to stdout, as one object.
 """
 
@@ -29,12 +12,14 @@ import gc
 import importlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
 import trimtab
+from trimtab.adapter_names import without_demo_name
 from trimtab.checkpoint.names import near_names
 from trimtab.cli.flags import phase_line
 from trimtab.cli.flags.flags import give_model, group_of
@@ -67,7 +52,14 @@ REFUSED = tuple(
 )  # fmt: skip
 JSON_HELP = {"": "print one JSON object and nothing else", "chat": "print each answer as one line of JSON"}
 NO_WORDS = Words()
+_FLAG = re.compile("-+[^-.0-9]")
 HELP = {"-h", "--help"}
+# The end of the message that positional arguments are missing.
+_MODELS = "; demo is the bundled model, and `trimtab models` lists those of the local cache"
+REQUIRED = {
+    "PROMPT": "; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat MODEL` holds a conversation",
+    "MODEL": _MODELS, "MODEL, PROMPT": f"{_MODELS}; `trimtab chat MODEL` holds a conversation",
+}  # fmt: skip
 # The code of a command line that asks nothing, as of one that cannot be read.
 USAGE = 2
 STOPPED, READER_GONE = interrupts.STOPPED, 141
@@ -119,15 +111,13 @@ class _Parser(argparse.ArgumentParser):
             flag = message.removeprefix("argument ").partition(":")[0]
             choices = next((one.choices for one in self._actions if flag in one.option_strings and one.choices), ())
             message += f" of {', '.join(map(str, choices))}" if choices else ""
-        if message.endswith(" PROMPT"):
-            message += "; - reads standard input, --prompt-file and --prompts read files"
-            message += ", and `trimtab chat MODEL` holds a conversation"
+        message += next((text for end, text in REQUIRED.items() if message.endswith(f"required: {end}")), "")
         raise UsageError(message, usage=self._form())
 
     def _form(self) -> str:
         """Return the form of the command in one line: 20 lines of flags would hide the message."""
         words = [str(action.metavar or action.dest) for action in self._actions if not action.option_strings]
-        return f"usage: {self.prog} {' '.join(words)} [options]"
+        return " ".join(["usage:", self.prog, *words, "[options]"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -394,15 +384,16 @@ def examples_text(command: str) -> str:
 # Flags of other programs -> what says the same here, the first that a command has: flags, or a positional argument.
 # Source: --help of llama.cpp (llama-cli), vLLM (serve), mlx-lm (generate), and arguments of transformers.
 ELSEWHERE = {
-    **dict.fromkeys(("-p", "--prompt", "--message"), "PROMPT"),
-    **dict.fromkeys(("-m", "--model", "--model-path", "--base-model"), "MODEL"),
+    **dict.fromkeys(("-p", "--message"), "PROMPT"), **dict.fromkeys(("-m", "--model-path", "--base-model"), "MODEL"),
     **dict.fromkeys(("-c", "--ctx-size", "--n-ctx", "--max-model-len", "--max-seq-len"), "--context"),
     **dict.fromkeys(("-n", "--n-predict", "--max-tokens", "--max-length"), "--max-new-tokens --new-tokens"),
     **dict.fromkeys(("--adapters", "--lora", "--lora-modules", "--lora-path", "--adapter-path", "--enable-lora"), "--adapter"),
     **dict.fromkeys(("--gpu-memory-utilization", "--vram", "--n-gpu-layers", "-ngl", "--cpu-offload-gb"), "--gpu-memory"),
     **dict.fromkeys(("--quantization", "--load-in-4bit", "--load-in-8bit"), "--quant"),
     **dict.fromkeys(("-o", "--output", "--output-dir", "--out-dir"), "--out OUT --save"), "--html": "--save",
-    "--torch-dtype": "--dtype", "--temp": "--temperature", "-t": "--threads", "-s": "--seed",
+    **dict.fromkeys(("--kv-cache", "--kv-cache-dtype", "--cache-type-k", "-ctk"), "--kv"),
+    **dict.fromkeys(("--server", "--url", "--base-url", "--api-base"), "--against"), "--torch-dtype": "--dtype",
+    "--temp": "--temperature", "-t": "--threads", "-s": "--seed",
 }  # fmt: skip
 
 
@@ -411,13 +402,16 @@ def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser) -> s
     options = [text for action in command._actions for text in action.option_strings]
     positional = [str(action.metavar) for action in command._actions if not action.option_strings]
     texts = []
-    for word in unknown:
-        if not word.startswith("-") or word.strip("-").replace(".", "").isdigit():
+    for before, word in zip(("", *unknown), unknown, strict=False):
+        if not _FLAG.match(word):
+            texts += [] if _FLAG.match(before) else [_stray(word, command.prog, options, positional)]
             continue
         flag = word.partition("=")[0]
         near = _near(flag, options, positional)
         if near and near[0] in positional:
             texts.append(f"{near[0]} has no flag: {command.prog} {' '.join(positional)}")
+        elif flag not in ELSEWHERE and (others := _commands_with(flag)):
+            texts.append(f"{flag} is a flag of trimtab {', '.join(others)}, not of {command.prog}")
         elif near:
             texts.append(flag + choices_text((), near))
         else:
@@ -425,9 +419,24 @@ def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser) -> s
     return "; ".join(dict.fromkeys(texts))
 
 
+def _stray(word: str, command: str, options: Sequence[str], positional: Sequence[str]) -> str:
+    """Return what to do with a word that no argument takes."""
+    if "--adapter" in options and ("=" in word or os.path.isfile(os.path.join(without_demo_name(word), "adapter_config.json"))):
+        return f"each adapter has its own flag: --adapter {word}"
+    if "PROMPT" in positional:
+        return 'the words of a prompt stand between quotes: "..."'
+    return f"{command} takes {' '.join(positional) or 'flags alone'}"
+
+
+def _commands_with(flag: str) -> list[str]:
+    """Return the commands that have a flag of this name."""
+    commands = [one for one in parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    return [name for one in commands for name, each in one.choices.items() if flag in each._option_string_actions]
+
+
 def _near(flag: str, options: Sequence[str], positional: Sequence[str]) -> list[str]:
     spelled = flag.lower().replace("_", "-")
-    for one in (spelled, *ELSEWHERE.get(spelled, "").split()):
+    for one in (spelled, spelled.lstrip("-").upper(), *ELSEWHERE.get(spelled, "").split()):
         if one in options or one in positional:
             return [one]
     by_name = {option.lstrip("-").replace("-", "_"): option for option in options}

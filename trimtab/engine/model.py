@@ -243,7 +243,7 @@ class LoadedModel(Asking):
         if one is None or one.spec is None:
             raise RequestError(
                 "no adapter of this name is loaded", field="adapter", value=name,
-                allowed=self.adapters, near=near_names(name, self.adapters),
+                allowed=self.adapters, near=near_names(str(name), self.adapters),
             )  # fmt: skip
         return one.spec
 

@@ -96,7 +96,7 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
             hint="Give an adapter with adapters=, or set the format of the new checkpoint with dtype= or requantize=",
         )  # fmt: skip
     for folder in folders.values():
-        check_is_adapter(folder)  # before anything that takes long
+        check_is_adapter(folder, model=request.model)  # before anything that takes long
     phases.begin_imports()
     import_libraries(checkpoint, check=request.check)
     phases.begin("planning")

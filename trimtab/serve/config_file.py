@@ -21,7 +21,6 @@ the file.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -30,10 +29,10 @@ from typing import Any
 from trimtab.adapter_names import without_demo_name
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, choices_text
-from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import token_count
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Limits
+from trimtab.serve.worker.registry import read_toml
 
 # Keys of a file that are no flags.
 TABLES = ("models", "limits", "keys", "adapters")
@@ -44,22 +43,6 @@ KEY_FIELDS = ("key", "key_file", "concurrent", "requests_per_minute", "tokens_pe
 PATHS = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map", "plan")
 # Values that may be a path; else a hub id, or budgets as JSON.
 NAMES = ("model", "max_memory")
-
-
-def read_toml(path: Path, field: str) -> dict[str, Any]:
-    """Return a TOML file. Errors: RequestError if it cannot be read, CheckpointError if it is no TOML."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        return tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
-    except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field=field, value=str(path)) from exc
-    except JsonError as exc:
-        raise CheckpointError(str(exc), path=path) from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
 
 
 def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -80,7 +80,7 @@ def _adapter(request: LoadRequest, adapter: str | None) -> str | None:
     if adapter is not None and adapter not in names:
         raise RequestError(
             "no adapter of this name is loaded", field="adapter", value=adapter,
-            allowed=names, near=near_names(adapter, names),
+            allowed=names, near=near_names(str(adapter), names),
         )  # fmt: skip
     return adapter or (names[0] if names else None)
 

@@ -81,6 +81,8 @@ def test_a_request_is_one_line_of_text(lines):
     assert values["request_id"] == found.headers["x-request-id"]
     assert values["status"] == "404"
     assert (values["field"], values["reason"]) == ("model", "is not served here")
+    client(MockPool()).post("/v1/chat/completions", content="{}")  # what curl sends without a type
+    assert " status=415 " in written[1] and ' reason="Send JSON: Content-Type: application/json' in written[1]
 
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 65, "a\tb", "é", "1;2"])

@@ -695,6 +695,8 @@ def test_unknown_ways_and_methods_are_errors_in_the_same_shape():
     found = client()
     nothing = error_of(found.get("/v1/nothing"), 404)
     assert nothing["code"] == "not_found" and "GET /openapi.json" in nothing["message"]
+    for typed, meant in (("/v1/modles", "/v1/models"), ("/chat/completions", "/v1/chat/completions")):
+        assert f"There is no such route (did you mean {meant}" in error_of(found.get(typed), 404)["message"]
     response = found.get("/v1/chat/completions")
     assert error_of(response, 405)["code"] == "method_not_allowed" and "POST" in response.headers["allow"]
     for method in ("PUT", "DELETE", "PATCH", "TRACE", "OPTIONS"):

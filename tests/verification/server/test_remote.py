@@ -14,7 +14,6 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.doctor.servers.known import FAULTS
 from trimtab.errors import RequestError
 from trimtab.report.render import FORMS
-from trimtab.verification.server import choosing
 from trimtab.verification.server import verify as verify_remote
 from trimtab.verification.server.channels import Channel
 from trimtab.verification.server.faults import other_values, write_adapter, write_faults
@@ -46,12 +45,6 @@ def served(tmp_path_factory):
     plan = trimtab.plan(BASE, adapters={"style": STYLE, "scaled": scaled}, quant="none", context=256)
     with trimtab.load(plan, decode="eager") as model:
         yield model
-
-
-@pytest.fixture
-def few_questions(monkeypatch):
-    monkeypatch.setattr(choosing, "TEXTS", 12)
-    monkeypatch.setattr(choosing, "GENERATED", 8)
 
 
 def ask(planted, **options):

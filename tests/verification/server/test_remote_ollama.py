@@ -10,7 +10,6 @@ import trimtab
 from bench.planted import Planted
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
-from trimtab.verification.server import choosing
 from trimtab.verification.server import verify as verify_remote
 
 BASE, STYLE = DEMO / "base", DEMO / "adapters" / "style"
@@ -62,18 +61,13 @@ def served():
         yield model
 
 
-@pytest.fixture(autouse=True)
-def few_questions(monkeypatch):
-    monkeypatch.setattr(choosing, "TEXTS", 12)
-    monkeypatch.setattr(choosing, "GENERATED", 4)
-
-
 def ask(server, against="ollama:mine", **options):
     return verify_remote.verify_remote(
         BASE, adapters={"style": STYLE}, against=against, transport=server.transport(), quant="none", new_tokens=4, **options,
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("few_questions")
 def test_an_adapter_in_ollama_is_alive_by_raw_generation_with_logprobs(served):
     server = Ollama(served, {"mine": "style", "gemma": None})
     report = ask(server, remote_base="gemma")
@@ -85,12 +79,14 @@ def test_an_adapter_in_ollama_is_alive_by_raw_generation_with_logprobs(served):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_questions")
 def test_an_adapter_that_ollama_ignores_shows_in_releases_without_logprobs_too(served):
     server = Ollama(served, {"mine": None, "gemma": None}, top=0)
     report = ask(server, remote_base="gemma")
     assert (report.verdict.word, report.channels["text"].top) == ("ignored", 0)
 
 
+@pytest.mark.usefixtures("few_questions")
 def test_a_model_that_ollama_does_not_have_is_named(served):
     with pytest.raises(RequestError, match="model 'other' not found"):
         ask(Ollama(served, {"mine": "style"}), against="ollama:other")

@@ -18,6 +18,7 @@ from trimtab.adapter_names import BASE, FOLDER, without_demo_name
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.api import modules_of, plan_request
 from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
+from trimtab.checkpoint.unreadable import path_hint
 from trimtab.cli.flags.flags import add_budgets, add_device, add_dtype, load_request
 from trimtab.cli.flags.output import Command, print_json, print_text, show
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
@@ -213,7 +214,7 @@ def _listed(text: str) -> Path:
     """Return the folder to list: that of the whole demo for its name. Errors: RequestError for none."""
     folder = FOLDER if without_demo_name(text) == str(BASE) else Path(text)
     if not folder.is_dir():
-        raise RequestError("no such folder", field="DIR", value=text)
+        raise RequestError("no such folder", field="DIR", value=text, hint=path_hint(text, holds=""))
     return folder
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import trimtab
 from trimtab.adapter_names import is_mix
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.unreadable import path_hint, request_refusal
 from trimtab.errors import RequestError
 from trimtab.process.files import write_whole
 from trimtab.process.json_file import JsonError, parse
@@ -71,7 +72,7 @@ def read_prompts(path: str) -> Iterator[PromptLine]:
                 if line.strip():
                     yield _read_line(number, line.strip(), folder)
     except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field="--prompts", value=path) from exc
+        raise request_refusal("--prompts", path, exc) from exc
 
 
 def _read_line(number: int, line: bytes, folder: Path) -> PromptLine:
@@ -150,7 +151,8 @@ def _missing_file(line: PromptLine) -> RequestError | None:
     for kind in ("image", "audio"):
         for path in line.request.get(kind, ()):
             if not os.path.isfile(path):
-                return RequestError(f"there is no {kind} file {path}", field=f"line {line.number}")
+                reason, hint = f"there is no {kind} file {path}", path_hint(path)
+                return RequestError(reason, field=f"line {line.number}", hint=hint)
     return None
 
 

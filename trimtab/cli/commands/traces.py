@@ -7,6 +7,7 @@ import codecs
 import sys
 from pathlib import Path
 
+from trimtab.checkpoint.unreadable import request_refusal
 from trimtab.cli.flags.flags import read_device_map
 from trimtab.cli.flags.output import print_json, print_text, show
 from trimtab.errors import RequestError
@@ -95,6 +96,6 @@ def _read(name: str) -> str:
             with Path(name).open("rb") as file:
                 data = file.read(2 * MOST_BYTES + 1)
     except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field="--trace", value=name) from exc
+        raise request_refusal("--trace", name, exc) from exc
     encoding = next((encoding for mark, encoding in _MARKS if data.startswith(mark)), "utf-8")
     return data.decode(encoding, "replace")

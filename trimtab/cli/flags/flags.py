@@ -9,10 +9,11 @@ from typing import Any
 
 from trimtab.adapter_names import is_mix, parse_adapters, parse_mix, parse_unweighted
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.unreadable import path_hint, request_refusal
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
 from trimtab.planning.request.max_memory import merged_budgets
-from trimtab.process.json_file import JsonError, parse, read_bytes, read_json
+from trimtab.process.json_file import JsonError, parse, read_bytes
 from trimtab.request import (
     DECODE_MODES,
     DEFAULT_NEW_TOKENS,
@@ -28,6 +29,7 @@ from trimtab.request import (
 )
 
 MAX_MEMORY = '{"0": "4GiB", "cpu": "16GiB"}'
+DEVICE_MAP = '{"": 0, "model.vision_tower": "cpu"}'
 
 
 def add_placement(
@@ -69,7 +71,7 @@ def add_placement(
         "--place", action="append", metavar="PATTERN=TIER",
         help=f"place blocks, modules or a modality in a tier ({', '.join(TIERS)}); repeatable, the last match wins",
     )  # fmt: skip
-    group.add_argument("--device-map", metavar="FILE", help="a JSON device map in transformers' form")
+    group.add_argument("--device-map", metavar="FILE|JSON", help="a device map in transformers' form")
     group.add_argument("--keep-unquantized", action="append", metavar="PATTERN", help="do not quantize these modules; repeatable")
     group.add_argument(
         "--prefix-cache", metavar="SIZE",
@@ -213,7 +215,8 @@ def give_model(options: argparse.Namespace) -> None:
     if len(values) < len(free):
         options.parser.error(f"the following arguments are required: {free[len(values)].metavar}")
     if not Path(path).is_file():
-        raise CheckpointError("there is no such plan", path=path, hint="`trimtab plan MODEL --save FILE` writes one")
+        hint = f"{path_hint(path)} `trimtab plan MODEL --save FILE` writes one".lstrip()
+        raise CheckpointError("there is no such plan", path=path, hint=hint)
     for action in positional:
         setattr(options, action.dest, None)
     options.model = path
@@ -303,7 +306,8 @@ def adapter_to_use(use: str | None, names: Sequence[str], *, also: Sequence[str]
 def check_folder_of(path: str | None, flag: str) -> None:
     """Raise RequestError if the folder of an output file does not exist, before the work begins."""
     if path and not Path(path).absolute().parent.is_dir():
-        raise RequestError("there is no such folder", field=flag, value=str(Path(path).parent))
+        parent = str(Path(path).parent)
+        raise RequestError("there is no such folder", field=flag, value=parent, hint=path_hint(parent, holds=""))
 
 
 def check_media(images: Sequence[str], audios: Sequence[str]) -> float:
@@ -334,27 +338,19 @@ def pairs(texts: Sequence[str], flag: str, form: str, *, first: bool) -> dict[st
     return values
 
 
-def read_device_map(path: str) -> dict[str, int | str]:
-    try:
-        device_map = read_json(path, "device map")
-    except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field="--device-map", value=path) from exc
-    except JsonError as exc:
-        raise RequestError(str(exc), field="--device-map", value=path) from exc
-    is_map = isinstance(device_map, dict) and all(
-        isinstance(v, (int, str)) and not isinstance(v, bool) for v in device_map.values()
-    )
-    if not is_map:
-        raise RequestError(
-            'must be an object of module paths and devices, such as {"": 0, "model.vision_tower": "cpu"}',
-            field="--device-map", value=path,
-        )  # fmt: skip
-    return dict(device_map)
+def read_device_map(source: str) -> dict[str, int | str]:
+    """Return the device map in a flag's value or in the file that it names. Errors: RequestError."""
+    device_map = read_json_object(source, "--device-map", DEVICE_MAP, kind="device map")
+    if not all(isinstance(v, (int, str)) and not isinstance(v, bool) for v in device_map.values()):
+        reason = "must be an object of module paths and devices"
+        raise RequestError(reason, field="--device-map", value=source, allowed=(DEVICE_MAP,))
+    return device_map
 
 
-def read_json_object(source: str, flag: str, example: str) -> dict[str, Any]:
-    """Return the JSON object in a flag's value or in the file that it names. Errors: RequestError, also for a repeated
-    key.
+def read_json_object(source: str, flag: str, example: str, *, kind: str = "option") -> dict[str, Any]:
+    """Return the JSON object in a flag's value or in the file that it names. kind: whose limits it has, as of `json_file`.
+
+    Errors: RequestError, also for a repeated key.
     """
     text = source.strip()
 
@@ -364,12 +360,10 @@ def read_json_object(source: str, flag: str, example: str) -> dict[str, Any]:
         return dict(items)
 
     try:
-        raw = text.encode("utf-8", "surrogateescape") if text.startswith("{") else read_bytes(source, "option")
-        value = parse(raw, "option", object_pairs_hook=once)
-    except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field=flag, value=source, allowed=(example,)) from exc
-    except JsonError as exc:
-        raise RequestError(str(exc), field=flag, value=source, allowed=(example,)) from exc
+        raw = text.encode("utf-8", "surrogateescape") if text.startswith("{") else read_bytes(source, kind)
+        value = parse(raw, kind, object_pairs_hook=once)
+    except (OSError, JsonError) as exc:
+        raise request_refusal(flag, source, exc, allowed=(example,)) from exc
     if not isinstance(value, dict):
         raise RequestError("must be a JSON object", field=flag, value=source, allowed=(example,))
     return value
@@ -386,7 +380,7 @@ def read_text(path: str, flag: str) -> str:
         with Path(path).open("rb") as file:
             raw = file.read(TEXT_FILE_BYTES + 1)
     except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field=flag, value=path) from exc
+        raise request_refusal(flag, path, exc) from exc
     return as_text(raw, flag, path)
 
 

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from trimtab.checkpoint.unreadable import request_refusal
 from trimtab.doctor.issues.markdown import render
-from trimtab.errors import CheckpointError, RequestError
+from trimtab.errors import CheckpointError
 from trimtab.process.json_file import JsonError, read_json
 from trimtab.process.redact import check_clean, clean, clean_all
 
@@ -32,7 +33,7 @@ def read_lanes(path: str) -> dict[str, Any]:
     try:
         values = read_json(path, "report")
     except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field="--lanes", value=path) from exc
+        raise request_refusal("--lanes", path, exc) from exc
     except JsonError as exc:
         raise CheckpointError(str(exc), path=path) from exc
     kept = values.get("lanes") if isinstance(values, dict) else None

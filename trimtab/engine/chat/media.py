@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from trimtab.checkpoint.unreadable import address_hint
+from trimtab.checkpoint.unreadable import path_hint
 from trimtab.engine.chat.media_headers import flac_header, image_header, ogg_rate, wav_header
 from trimtab.errors import RequestError
 from trimtab.planning.memory.media import MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES
@@ -79,13 +79,15 @@ def read_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         with Image.open(stream, formats=IMAGE_FORMATS) as image:
             return _upright(image, max_pixels, _named(source))
     except FileNotFoundError as exc:
-        raise RequestError("no such file", field="image", value=_named(source), hint=address_hint(_named(source))) from exc
+        raise RequestError("no such file", field="image", value=_named(source), hint=path_hint(_named(source))) from exc
     except UnidentifiedImageError as exc:
         raise RequestError(
             "is not an image in a supported format", field="image", value=_named(source), allowed=IMAGE_FORMATS
         ) from exc
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
-        raise RequestError(f"cannot be decoded ({exc})", field="image", value=_named(source)) from exc
+        why = getattr(exc, "strerror", None)  # the system's
+        reason = f"cannot be {'read' if why else 'decoded'} ({why or exc})"
+        raise RequestError(reason, field="image", value=_named(source)) from exc
 
 
 def picture_bytes(data: bytes) -> tuple[int, int]:
@@ -235,7 +237,7 @@ def _decoded(source: object, max_s: float) -> tuple[np.ndarray, int]:
     if not isinstance(stream, (io.BytesIO, str, Path)):
         raise RequestError("is not a path, bytes or samples", field="audio", value=_named(source))
     if isinstance(stream, (str, Path)) and not Path(stream).is_file():
-        raise RequestError("no such file", field="audio", value=_named(source), hint=address_hint(_named(source)))
+        raise RequestError("no such file", field="audio", value=_named(source), hint=path_hint(_named(source)))
     try:
         with soundfile.SoundFile(stream) as file:
             if file.format not in AUDIO_FORMATS:

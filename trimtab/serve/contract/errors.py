@@ -144,6 +144,7 @@ def http_error(
     status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:  # fmt: skip
-    """Return an HTTP error in the same form."""
+    """Return an HTTP error in the same form. The request's line gets its message, which has no value of a client."""
+    note(reason=message)
     body = _object(message, kind, code or HTTP_CODES.get(status, "http"))
     return JSONResponse(body, status, headers=headers)

@@ -25,7 +25,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from trimtab.errors import TrimtabError
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import TrimtabError, choices_text
 from trimtab.process.redact import without_paths
 from trimtab.serve.api import messages_api, responses_api
 from trimtab.serve.api import other_routes as beside
@@ -46,6 +47,7 @@ from trimtab.serve.api.routes import (
     EMBEDDINGS,
     MESSAGES,
     RESPONSES,
+    ROUTES,
     TOKENIZE,
     WITH_IDS,
     WITH_MEDIA,
@@ -136,8 +138,9 @@ def _as_asked(request: Request, status: int, body: Mapping[str, Any]) -> Respons
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
+    near = choices_text((), near_names(request.url.path[:64], ROUTES))
     words = {
-        404: "There is no such route; GET /openapi.json lists the routes",
+        404: f"There is no such route{near}; GET /openapi.json lists the routes",
         405: f"This route does not take {request.method:.20}",
     }
     return http_error(exc.status_code, words.get(exc.status_code, str(exc.detail)), headers=exc.headers)

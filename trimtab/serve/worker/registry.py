@@ -32,9 +32,10 @@ from typing import Any
 
 from trimtab.adapter_names import is_lora_file, split_weight, without_demo_name
 from trimtab.adapters.adapter import read_adapter
+from trimtab.adapters.file import check_is_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.unreadable import address_hint
+from trimtab.checkpoint.unreadable import request_refusal
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
 from trimtab.planning.values.kv_bytes import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
@@ -153,24 +154,28 @@ _WORDS: Mapping[type, str] = {
 }  # fmt: skip
 
 
+def read_toml(path: Path, field: str) -> dict[str, Any]:
+    """Return a TOML file. Errors: RequestError if it cannot be read, CheckpointError if it is no TOML."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
+    except OSError as exc:
+        raise request_refusal(field, path, exc) from exc
+    except JsonError as exc:
+        raise CheckpointError(str(exc), path=path) from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
+
+
 def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedModel, ...]:
     """Return the models of a registry file. is_config: its other keys are those of `config_file`, which has read them.
 
     Errors: RequestError if it cannot be read, CheckpointError with every problem.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    path = Path(path)
-    try:
-        document = tomllib.loads(read_bytes(path, "toml").decode("utf-8"))
-    except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field="registry", value=str(path)) from exc
-    except JsonError as exc:
-        raise CheckpointError(str(exc), path=path) from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
+    document = read_toml(path := Path(path), "registry")
     problems = [f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config]
     tables = document.get("models")
     models = []
@@ -201,11 +206,12 @@ def check_present(models: Sequence[ServedModel]) -> None:
             read_loadable(model.request.model)
         except CheckpointError as exc:
             problems.append(f"model {model.name}: {exc}")
-        problems += [
-            f"adapter {name} of {model.name}: {path}: {'is a file, not a folder' if os.path.exists(path) else 'no such folder'}"
-            + (f". {hint}" if (hint := address_hint(path)) else "")
-            for name, path in model.adapters.items() if not _is_adapter_path(path)
-        ]  # fmt: skip
+        for name, path in model.adapters.items():
+            try:
+                if not _is_adapter_path(path):
+                    check_is_adapter(path, model=model.request.model)
+            except AdapterError as exc:
+                problems.append(f"adapter {name} of {model.name}: {path}: {exc.problems[0]}{exc.hint and f'. {exc.hint}'}")
     if problems:
         raise CheckpointError("nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve")
     first_uses = {path: (name, model.name) for model in reversed(models) for name, path in model.adapters.items()}

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.unreadable import request_refusal
 from trimtab.errors import RequestError
 from trimtab.process.json_file import JsonError, parse, read_bytes
 
@@ -67,10 +68,8 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     file = Path(path)
     try:
         lines = read_bytes(file, "prompts").decode("utf-8").splitlines()
-    except OSError as exc:
-        raise RequestError(f"cannot be read ({exc.strerror})", field="prompts", value=str(path)) from exc
-    except JsonError as exc:
-        raise RequestError(str(exc), field="prompts", value=str(path)) from exc
+    except (OSError, JsonError) as exc:
+        raise request_refusal("prompts", path, exc) from exc
     except UnicodeDecodeError as exc:
         raise RequestError("is not UTF-8 text", field="prompts", value=str(path)) from exc
     problems: list[str] = []
