@@ -10,6 +10,7 @@ from typing import Any
 
 PACKAGES = ("torch", "transformers", "bitsandbytes", "peft")
 TITLES = {"e4b": "E4B", "e2b": "E2B", "qwen3-8b": "Qwen3-8B", "qwen3-vl-4b": "Qwen3-VL-4B"}
+MIXTURES = {"26b-a4b": "Gemma 4 26B-A4B", "qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3.5-35b-a3b": "Qwen3.5-35B-A3B"}
 WAYS = ("stock", "eager", "captured")
 TOKENS = (64, 512, 2048)
 # Model, engine, mode, rank, adapters, rows: what a reader of docs/how-fast.md compares.
@@ -184,12 +185,13 @@ def experts(results: Mapping[str, Any]) -> str:
     for row in results["rows"]:
         if "error" in row:
             continue
-        size, _, card, *_ = [*row["case"].split(":"), "", ""]
+        size, _, card, _, copies, *_ = [*row["case"].split(":"), "", "", "", ""]
         near = f"{row['slots']} of 128" if row["slots"] else "all"
         hits = f"{row['hits']:.0%}" if "hits" in row else "-"
         names = ("predicted_tok_s", "tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")
         cells = [f"{row[name]:,.0f}" if name in row and (card or name != names[0]) else "-" for name in names]
-        rows.append([size.upper(), f"{card} GiB" if card else "whole", near, hits, *cells, f"{row['process_gib']:.2f} GiB"])
+        where = f"{card} GiB, 1/{copies} of the link" if copies else f"{card} GiB" if card else "whole"
+        rows.append([MIXTURES[size], where, near, hits, *cells, f"{row['process_gib']:.2f} GiB"])
     heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "planned", "tokens/s",
              "adapter on experts", "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
     table = _table(heads, 7, rows)

@@ -376,7 +376,7 @@ class _Float4(_Own):
 class _Ggml(_Own):
     """ggml's blocks, as GGUF files hold them."""
 
-    family, shares_tables, has_file_rows, is_mixed, layer_s = "ggml", True, True, True, 33e-6
+    family, shares_tables, has_file_rows, is_mixed, layer_s = "ggml", True, True, True, 18e-6
     header, number, arguments = "ggml.cuh", 3, ("weight", "scale", "outer", "")
 
     @property
