@@ -282,7 +282,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
 def captured_of(model: Any) -> dict[str, Any]:
     """Return how many graphs a model's own batch holds, and the MiB that the driver took while they were captured beforehand."""
     batch = model.rows()
-    if not batch.steps.is_captured:
+    if batch is None:
         return {}
     steps, prompts = batch.steps, batch.prompts
     return {

@@ -33,7 +33,7 @@ class Turns:
         from trimtab.engine.batch.batch import Batch
 
         self.model, self.adapter = model, adapter
-        self.batch = batch if (batch := model.rows()).steps.is_captured else Batch(model, rows=1)
+        self.batch = model.rows() or Batch(model, rows=1)
         self.batch.ends = frozenset()  # random weights end their answers anywhere
         self.vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
 

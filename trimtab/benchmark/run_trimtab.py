@@ -43,7 +43,9 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             load_s = time.perf_counter() - started
             answer_to_the_end(model.hf_model)
             started = time.perf_counter()
-            model.rows().prepare()
+            rows = model.rows()
+            if rows is not None:
+                rows.prepare()
             for item in request["items"]:
                 _answer(model, item, request["adapter"], request["warm_tokens"])
             warm_s = time.perf_counter() - started
@@ -76,7 +78,10 @@ def answer_to_the_end(hf_model: Any) -> None:
 
 def steps_of(model: Any) -> dict[str, Any]:
     """Return how steps were computed: captured or not, and the cost of capturing."""
-    steps = model.rows().steps
+    rows = model.rows()
+    if rows is None:
+        return {"computed": "eager"}
+    steps = rows.steps
     computed = "captured" if steps.is_captured else steps.mode
     return {"computed": computed, "captures": steps.captures, "capture_s": steps.capture_s}
 

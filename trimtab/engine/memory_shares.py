@@ -117,7 +117,7 @@ def _not_measured(name: str, planned_bytes: int) -> Share:
 def measured(model: LoadedModel, batch: Batch | None, *, since_bytes: int) -> dict[str, int]:
     """Return the figures of `LoadedModel.memory`. batch: of its answers, None before the first. since_bytes: of torch's
     tensors on the device before the model was loaded."""
-    extra = 0 if batch is None or not batch.steps.is_captured else extra_bytes(model, rows=1)
+    extra = 0 if batch is None or model.device.type != "cuda" else extra_bytes(model, rows=1)
     now = peak = process = is_estimate = 0
     if model.device.type == "cuda":
         now = torch.cuda.memory_allocated(model.device) - since_bytes

@@ -75,7 +75,7 @@ class LoadedModel(Asking):
     """A model in the tiers of its plan. Use it as a context manager; `close` frees all memory.
 
     plan, device, dtype, context_tokens: as planned. hf_model: transformers' module tree with trimtab's layers in place.
-    decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own passes, one kernel
+    decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel
     after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs. progress: called with (bytes
     read, total bytes). files: what planning read. held: gets the plan's adapters in host memory by name. Errors: CheckpointError
     and AdapterError for changed files; DeviceError if memory runs out.
@@ -181,7 +181,9 @@ class LoadedModel(Asking):
             return  # a prompt of one token leaves no room for a step
         phases.begin("capturing steps")
         with self._out_of_memory_named("capturing decode steps"):
-            self.rows().prepare()
+            batch = self.rows()
+            if batch is not None:
+                batch.prepare()
 
     @property
     def is_open(self) -> bool:
@@ -459,8 +461,8 @@ class LoadedModel(Asking):
         loaded |= {} if attention is None else {"cuDNN's attention": attention}
         return tuple(dict.fromkeys((*(Fallback(what, why) for what, why in loaded.items()), *self.own_fallbacks, *own)))
 
-    def rows(self) -> Batch:
-        """Return the batch that `answer` and `generate` decode with.
+    def rows(self) -> Batch | None:
+        """Return the batch that `answer` and `generate` decode with, None where transformers' own generation decodes.
 
         It has one row, or the plan's rows where answers are batch-invariant. Errors: DeviceError if an explicitly requested
         decode mode is unavailable.

@@ -13,8 +13,8 @@ joins when the next step is running.
 
 Rows are contiguous from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
 rows. Row numbers change then, so a request is known by the `Row` object it got. Not thread-safe: the
-scheduler calls from one thread. Attention reads a fixed number of places; the one row of a batch that `grows` has exactly as many
-as there are tokens, as in transformers' generation, whose numbers it has.
+scheduler calls from one thread. A row alone computes the same as `LoadedModel.generate` up to rounding: attention
+reads a fixed number of places, where a growing cache has exactly as many as there are tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -78,8 +78,8 @@ class Batch:
     """Up to `rows` requests of one loaded model, decoded together.
 
     context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `DecodeStep`;
-    None is the model's mode. grows: the keys and values of its one row grow in transformers' own cache (`StockSteps`).
-    active: the rows that decode. placed: rows whose prompts are complete, in order, each with a place behind the active ones.
+    None is the model's mode. active: the rows that decode. placed: rows whose prompts are complete, in order, each with a
+    place behind the active ones.
     Errors: RequestError for less than one row; DeviceError at the first `join` for a family whose state cannot be kept per
     row.
     """
@@ -88,7 +88,6 @@ class Batch:
     rows: int
     context_tokens: int | None = None
     decode: str | None = None
-    grows: bool = False
     active: list[Row] = field(default_factory=list)
     placed: list[Row] = field(default_factory=list)  # computed prompts, in their order, each with a place behind the active rows
 
@@ -98,7 +97,7 @@ class Batch:
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(end_token_ids(self.model.hf_model))
         self.cache = hf_slots.BatchedKVCache(
-            self.rows, self.context_tokens, self.model.device, kv_tokens=None if self.grows else self.model.plan.request.kv_tokens,
+            self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
         )  # fmt: skip
         self.pages = RowPages(self.cache, self.context_tokens)
@@ -109,27 +108,12 @@ class Batch:
         self._lost: tuple[list[Row], Exception] | None = None  # rows whose states a failed step has advanced in part
         self._told = False  # whether `tokens` has the last tokens of the lists, not those of a later step
         self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
-        mode = "eager" if self.grows else self.decode or self.model.decode
+        mode = self.decode or self.model.decode
         self.is_invariant = bool(self.model.plan.request.batch_invariant)
-        buffers = StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens)
-        self.steps = (hf_own_pass.StockSteps if self.grows else decode_step.DecodeStep)(self.model, buffers, mode)
-        if not self.grows:
-            assert self.prompts is not None  # made now: what it falls back on is known before the first request
-
-    @cached_property
-    def prompts(self) -> prefill_graphs.PrefillRunner:
-        """Prompts in chunks of fixed shapes, and the towers of all."""
-        return prefill_graphs.PrefillRunner(self, "eager" if self.steps.mode == "eager" else "auto")
-
-    @cached_property
-    def prefixes(self) -> prefix_cache.Prefixes:
-        """The prompts' parts of the prefix cache."""
-        return prefix_cache.Prefixes(self)
-
-    @cached_property
-    def captures_ahead(self) -> CaptureAhead:
-        """The graphs that are captured before they are needed."""
-        return CaptureAhead(self)
+        self.steps = decode_step.DecodeStep(self.model, StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens), mode)
+        self.prompts = prefill_graphs.PrefillRunner(self, "eager" if mode == "eager" else "auto")
+        self.prefixes = prefix_cache.Prefixes(self)
+        self.captures_ahead = CaptureAhead(self)
 
     def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
         """Capture the steps and prompts that the first requests would otherwise wait for; see `CaptureAhead.prepare`."""
@@ -209,7 +193,7 @@ class Batch:
         if self.is_invariant:  # the time that a step leaves cuts no prompt
             self.prompts.check_turn(prompt)
             most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
-        if not self.grows and self.prompts.takes(prompt):
+        if self.prompts.takes(prompt):
             return self.prompts.step(prompt, most_tokens)
         return hf_own_pass.step(self, prompt, most_tokens)
 
@@ -228,8 +212,7 @@ class Batch:
         number = self._places_behind(1)[0]
         self._fill(number, prompt)
         prompt.release_cache()
-        if not self.grows:
-            self.prompts.release(prompt)
+        self.prompts.release(prompt)
         self._is_placed(prompt, number)
 
     def place_together(self, prompts: Sequence[Prompt], most_tokens: int | None = None) -> tuple[list[Prompt], int]:
@@ -335,9 +318,6 @@ class Batch:
         self._top[row] = prompt.top_logprobs
 
     def _fill(self, number: int, prompt: Prompt) -> None:
-        if isinstance(self.steps, hf_own_pass.StockSteps):
-            self.steps.take(prompt)
-            return
         self.prompts.evict(number, prompt)
         if prompt.source is None and self.prompts.holds(prompt):
             self.cache.take(number, prompt.done_tokens, offset=prompt.offset)
@@ -568,8 +548,6 @@ class Batch:
         last = self.active.pop()
         del self._top[row]
         number = self.pages.vacate(row)
-        if isinstance(self.steps, hf_own_pass.StockSteps):
-            self.steps.take(None)
         if last is not row:
             self.cache.move(last.number, number)
             self.active[number] = last

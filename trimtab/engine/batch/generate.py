@@ -1,7 +1,6 @@
 """Generation: model inputs become text in one worker thread, delivered as it arrives.
 
-It is the one row of a batch. On a GPU steps are captured (`engine/decode/decode_step.py`); where they cannot be, and on a CPU,
-transformers' own passes run (`engine/prefill/stock_pass.py`).
+On a GPU steps are captured (`engine/decode/decode_step.py`); where they cannot be, and on a CPU, transformers' own generation runs.
 
 Pieces are whole characters and never part of a stop text. Closing the iterator, or Ctrl-C while waiting, ends the worker
 within one step; its errors are raised here.
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
-from trimtab.engine.batch.batch import Batch, BatchModel
+from trimtab.engine.batch import stock_generation
 from trimtab.engine.batch.request import decodes_plainly
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.prompt import check_fits, fitted
@@ -32,6 +31,7 @@ from trimtab.errors import CheckpointError
 from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
 
 if TYPE_CHECKING:
+    from trimtab.engine.batch.batch import Batch, BatchModel
     from trimtab.engine.batch.request import SampledToken
     from trimtab.engine.formats.hf_types import Tokenizer
 
@@ -235,6 +235,18 @@ class _Stream:
     text: AnswerText
     stop: threading.Event
     queue: SimpleQueue[Piece | BaseException | None] = field(default_factory=SimpleQueue)
+    prompt_seen: bool = False
+    logprobs: stock_generation.Logprobs | None = None
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt_seen:  # transformers puts the prompt first
+            self.prompt_seen = True
+            return
+        for token in value.reshape(-1).tolist():
+            if self.text.is_over:  # transformers 5.23 has the next step under way before it hands a token out
+                return
+            logprobs = () if self.logprobs is None else (TokenLogprob(token, *self.logprobs.take(token)),)
+            self.take(token, logprobs)
 
     def take(self, token: int, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         """Hand out one decided token."""
@@ -248,10 +260,8 @@ class _Stream:
         return self.stop.is_set() or self.text.is_over
 
 
-class AnsweringModel(BatchModel, ChatModel, HasContext, Protocol):
-    """A model that answers."""
-
-    def rows(self) -> Batch: ...
+class AnsweringModel(ChatModel, HasContext, Protocol):
+    """A model that answers: a loaded one, or one that has neither adapters, plan nor rows."""
 
 
 class Generation:
@@ -296,16 +306,27 @@ class Generation:
 
     def _run(self) -> None:
         try:
-            self._answer(self._model.rows())
+            rows = self._model.rows() if hasattr(self._model, "rows") else None
+            if rows is not None:
+                self._run_rows(rows)
+                return
+            hf_slots.reset_offset(self._model.hf_model)
+            if self.request.logprobs is not None:
+                self._stream.logprobs = stock_generation.Logprobs(self.request.logprobs)
+            stock_generation.generate(
+                self._model.hf_model, dict(self._inputs.tensors), self.request, streamer=self._stream,
+                is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
+                adapter=_adapter_of(self._model), logprobs=self._stream.logprobs,
+                kv=_kv_of(self._model),
+            )  # fmt: skip
         except BaseException as exc:  # raised in the consumer's thread
             self._stream.queue.put(exc)
         finally:
             self._stream.queue.put(None)
 
-    def _answer(self, batch: Batch) -> None:
-        """Answer as the only row of a batch, with the adapter that all rows use."""
-        adapter = self._model.adapter_store.selection.name
-        prompt = batch.begin(self._inputs, self.request, adapter=adapter, top_logprobs=self.request.logprobs)
+    def _run_rows(self, batch: Batch) -> None:
+        """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
+        prompt = batch.begin(self._inputs, self.request, adapter=_adapter_of(self._model), top_logprobs=self.request.logprobs)
         while not prompt.step():
             if self._stream.is_over():
                 return
@@ -321,6 +342,23 @@ class Generation:
             self._stream.end()
         finally:
             batch.leave(first.row)
+
+    def _chunk(self) -> int | None:
+        """Return the prompt's piece size, None for one piece: an image or audio clip has to be in one with its tokens."""
+        chunk = getattr(self._model, "prefill_tokens", None)
+        return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
+
+
+def _adapter_of(model: object) -> str | None:
+    """Return the adapter that all rows use, None for the base and for other models than ours."""
+    store = getattr(model, "adapter_store", None)
+    return None if store is None else store.selection.name
+
+
+def _kv_of(model: object) -> str:
+    """Return the form of a model's keys and values; the bridge's models have no plan."""
+    plan = getattr(model, "plan", None)
+    return "full" if plan is None else str(plan.request.kv)
 
 
 def logprobs_of(sampled: SampledToken) -> tuple[TokenLogprob, ...]:

@@ -32,22 +32,22 @@ def compared(model: BatchModel) -> dict[str, str]:
     return {} if why is None else {"fused step": why}
 
 
-def single(model: BatchModel) -> Batch:
+def single(model: BatchModel) -> Batch | None:
     """Return the result of `LoadedModel.rows`, see there."""
-    # A cache that grows is not copied to the prefix cache.
+    # transformers' generation would not use the prefix cache.
     keeps = model.prefix_cache is not None and model.prefix_cache.why_not is None
     is_eager = model.decode == "eager" or (model.decode == "auto" and model.device.type != "cuda")
     is_invariant = model.plan.request.batch_invariant
     keeps |= is_invariant  # an answer alone is a row of as many as a batch has
-    grows = not keeps and (is_eager or bool(model.own_fallbacks))
+    if is_eager and not keeps:
+        return None
     rows = model.plan.request.batch if is_invariant else 1
-    if model.batch_kept is not None and (model.batch_kept.rows, model.batch_kept.grows) != (rows, grows):
+    if model.batch_kept is not None and model.batch_kept.rows != rows:
         forget(model)
-    if model.batch_kept is None and not grows:
+    if model.batch_kept is None and not model.own_fallbacks:
         model.batch_kept = Batch(model, rows=rows)
         if model.decode == "auto" and not model.batch_kept.steps.is_captured and not keeps:
             model.own_fallbacks, model.batch_kept = tuple(model.batch_kept.steps.fallbacks), None
-    model.batch_kept = model.batch_kept or Batch(model, rows=1, grows=True)
     return model.batch_kept
 
 

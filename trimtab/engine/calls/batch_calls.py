@@ -3,7 +3,8 @@
     for answer in model.batch([{"prompt": "One?", "adapter": "medical"}, {"prompt": "Two?"}], max_new_tokens=64): ...
 
 A row that has ended takes the next prompt at once. Short prompts with rows are computed in one pass where that is faster
-(packing.py). A family with other states than keys and values by position cannot be decoded in rows: it has one.
+(packing.py). A family with other states than keys and values by position cannot be decoded in rows: its prompts are
+answered one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch import kept_batch
-from trimtab.engine.batch.generate import Answer, AnswerSoFar, AnswerText, Finish, Piece, detokenizer_of, logprobs_of
+from trimtab.engine.batch.generate import Answer, AnswerSoFar, AnswerText, Finish, Piece, detokenizer_of, generate_text, logprobs_of
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
@@ -72,8 +73,8 @@ def answers(
     if isinstance(requests, (str, Mapping)):
         raise RequestError("is one request; give a list of requests", field="requests", value=type(requests).__name__)
     prepared = (_prepared(model, index, one, options) for index, one in enumerate(requests))
-    rows = 1 if hf_slots.why_not(model.hf_model) is not None else rows
-    return _together(model, prepared, rows, _raised if errors == "raise" else _returned, group)
+    run = _one_by_one if hf_slots.why_not(model.hf_model) is not None else _together
+    return run(model, prepared, rows, _raised if errors == "raise" else _returned, group)
 
 
 def _raised(error: TrimtabError) -> TrimtabError:
@@ -103,6 +104,19 @@ def _prepared(model: AskedModel, index: int, request: object, options: Mapping[s
         return inputs, answering, adapter
 
     return index, question
+
+
+def _one_by_one(
+    model: AskedModel, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
+) -> Iterator[tuple[int, Any]]:
+    for index, question in prepared:
+        try:
+            inputs, request, adapter = question()
+            with model.answering(adapter):
+                answer: Answer | TrimtabError = generate_text(model, inputs, request)
+        except RequestError as exc:
+            answer = on_error(exc)
+        yield index, answer
 
 
 def _together(

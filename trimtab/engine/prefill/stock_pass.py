@@ -1,24 +1,18 @@
-"""Transformers' own passes, with its own cache: pieces of a text where a batch's captured chunks do not compute it, and steps."""
+"""Pieces of a text in transformers' own pass, with its own cache: where a batch's captured chunks do not compute a prompt."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.decode.decode_step import BatchState, DecodeStep
-from trimtab.engine.decode.step_choice import Fallback
-from trimtab.engine.kernels.embed_and_logits import with_argmax
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs, PrefillState
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import PrefillContext, Rows
 from trimtab.engine.towers.pieces import PausedError
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
 
 
 class TextPass:
@@ -41,7 +35,7 @@ class TextPass:
     def _next(self, module: nn.Module, most_tokens: int) -> Any:
         """Return what a module of the model makes of the next tokens, which count as computed from then on."""
         start, end = self._done, min(self.prompt_tokens, self._done + most_tokens)
-        tensors = _tensors(self._model, self._inputs.tensors["input_ids"][:, start:end], start)
+        tensors = _tensors(self._model, self._inputs, start, end)
         _begin(self._model, self.adapter)
         with torch.no_grad():
             output = module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
@@ -55,47 +49,10 @@ def _begin(model: PrefillContext, adapter: str | None) -> None:
     hf_slots.reset_offset(model.hf_model)
 
 
-class StockSteps(DecodeStep):
-    """The steps of one row, each a pass over the prompt's own cache, which grows: the numbers of transformers' generation.
-
-    No kernels are chosen, and nothing is captured.
-    """
-
-    model: PrefillContext
-    is_captured = may_fuse = False
-
-    def __post_init__(self) -> None:
-        self.device, self.tokens, self.is_invariant = self.model.device, self.buffers.tokens, False
-        self._states: tuple[Cache, int] | None = None  # of the row, and the offset of its positions
-        self._slower: list[Fallback] = []
-
-    @property
-    def fallbacks(self) -> list[Fallback]:
-        return self._slower
-
-    def has_placeholder(self, state: BatchState) -> bool:
-        return False  # no step is queued
-
-    def take(self, prompt: PrefillState | None) -> None:
-        """Go on behind a complete prompt; None drops its states."""
-        self._states = None if prompt is None or prompt.cache is None else (prompt.cache, prompt.offset)
-
-    def run(self, state: BatchState) -> tuple[Tensor, Tensor]:
-        assert self._states is not None
-        cache, offset = self._states
-        _begin(self.model, state.adapters[0])
-        tensors = _tensors(self.model, self.tokens, state.longest - 1, offset)
-
-        with torch.no_grad():
-            output = self.model.hf_model(**tensors, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True)
-            return with_argmax(output.logits[:, -1].float())
-
-
-def _tensors(model: PrefillContext, ids: Tensor, start: int, offset: int = 0) -> dict[str, Tensor]:
-    """Return the model's inputs for tokens [1, n] from a place on. offset: as for `hf_slots.prompt_positions`."""
-    end = start + ids.shape[1]
+def _tensors(model: PrefillContext, inputs: Inputs, start: int, end: int, offset: int = 0) -> dict[str, Tensor]:
+    """Return the model's inputs for a piece of text. offset: as for `hf_slots.prompt_positions`."""
     return {
-        "input_ids": ids.to(model.device),
+        "input_ids": inputs.tensors["input_ids"][:, start:end].to(model.device),
         "attention_mask": torch.ones(1, end, dtype=torch.long, device=model.device),
         **hf_slots.prompt_positions(model.hf_model, start, end, model.device, offset),
     }
@@ -125,7 +82,7 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     end = count if is_whole else min(last, start + min(chunk, most_tokens or chunk), batch.prefixes.border(prompt))
     prompt.begin_chunk(end - start, cache=cache)
     inputs = prompt.inputs
-    tensors = dict(inputs.tensors) if is_whole else _tensors(model, inputs.tensors["input_ids"][:, start:end], start, prompt.offset)
+    tensors = dict(inputs.tensors) if is_whole else _tensors(model, inputs, start, end, prompt.offset)
     _begin(model, prompt.row.adapter)
 
     def compute() -> Any:
