@@ -53,7 +53,7 @@ def step_work(
         if reads_packed and block.expert_bytes:
             others = block.movable_bytes - (0 if block.are_apart else block.expert_bytes)
             own = others + int(rows * block.expert_bytes * block.expert_share / EXPERT_RATE_SHARE)
-            other_s += EXPERT_LAYER_S[block.has_mlp]
+            other_s += EXPERT_LAYER_S[block.beside]
         if reads_packed and is_layer:
             is_state = block.block_path.rpartition(".")[2] in states
             other_s += block.layer_s + is_state * STATE_LAYER_S

@@ -77,7 +77,7 @@ class Block:
     leaves of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
     a pass writes and reads again for weights that are stored in 16 bits and used in float32. expert_bytes: of stacked experts,
     expert_count of each stack, of which a token uses expert_share; are_apart: they do not move with it (memory/expert_slots.py);
-    has_mlp: an MLP of linears stands next to them. layer_s: `StoredFormat.layer_s` of its weights, the most. attended: values that
+    beside: what of linears stands next to them, as in `EXPERT_LAYER_S`. layer_s: `StoredFormat.layer_s` of its weights, the most. attended: values that
     its attention, or the layer in its place, gives of a token.
     """
 
@@ -105,7 +105,7 @@ class Block:
     expert_count: int = 0
     expert_share: float = 1.0
     are_apart: bool = False
-    has_mlp: bool = False
+    beside: str = ""
     layer_s: float = 0.0
     attended: int = 0
 
@@ -176,6 +176,8 @@ def blocks_of(anatomy: Anatomy, quant: str, *, are_apart: bool = False) -> tuple
 
 # The linears of described families that read attention's output, or a recurrent layer's.
 _ATTENDED = (".o_proj", ".out_proj")
+# What stands next to experts, and its last linear.
+_BESIDE = {"mlp": "mlp.down_proj", "shared": "shared_expert"}
 
 
 def _block(
@@ -223,7 +225,7 @@ def _block(
         pieces=pieces, piece_bytes=tuple(piece_bytes), widened_bytes=sum(widened_bytes(row, anatomy.dtype) for row in rows),
         expert_bytes=sum(leaf.nbytes for leaf in stacked), expert_count=min((leaf.shape[0] for leaf in stacked), default=0),
         expert_share=min(share, 1.0), are_apart=are_apart and bool(stacked),
-        has_mlp=any(row.kind == "linear" and row.module_path.endswith("mlp.down_proj") for row in rows),
+        beside=next((name for name, part in _BESIDE.items() if any(part in row.module_path for row in rows)), ""),
         layer_s=max((stored_format(leaf.kind).layer_s for leaf in leaves if len(leaf.shape) == 2), default=0.0),
         attended=max((one.shape[1] for one in every if one.module_path.endswith(_ATTENDED) and len(one.shape) == 2), default=0),
     )  # fmt: skip
