@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 
 from tests.engine.decode.test_graphs import DEMO, demo, replayed  # noqa: F401 - a fixture
 from trimtab.engine.batch.batch import Batch
-from trimtab.errors import RequestError
+from trimtab.engine.batch.request import PendingToken
+from trimtab.errors import RequestError, TrimtabError
 
 PROMPTS = ["Hello", {"prompt": "What is this?", "adapter": "style"}, "Hello again"]
 
@@ -107,3 +109,17 @@ def test_a_closed_model_keeps_none(replayed):  # noqa: F811 - the fixture
 def test_one_whose_steps_are_not_captured_is_not_kept(planned):
     answers(planned)
     assert planned.batch_kept is None and not batches(planned)
+
+
+def test_an_answer_whose_first_token_has_no_memory_leaves_its_row_to_the_next(planned, replayed, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(planned, "decode", "graph")
+    expected = planned.answer(PROMPTS[0], max_new_tokens=6).token_ids
+
+    def full(row, logits):
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as while_full:
+        while_full.setattr(PendingToken, "of", full)
+        with pytest.raises((torch.OutOfMemoryError, TrimtabError)):
+            planned.answer(PROMPTS[0], max_new_tokens=6)
+    assert planned.answer(PROMPTS[0], max_new_tokens=6).token_ids == expected

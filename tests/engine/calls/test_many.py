@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import trimtab
 from tests import pico, stock
@@ -105,6 +106,34 @@ def test_a_family_without_rows_is_answered_one_by_one(model, monkeypatch):
     expected = [alone(model, request).token_ids for request in REQUESTS[:2]]
     monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a state")
     assert [answer.token_ids for answer in model.batch(REQUESTS[:2], max_new_tokens=10)] == expected
+
+
+OWN_CACHES = {
+    "Mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1, "hidden_size": 64, "num_hidden_layers": 2},
+    "Bamba": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
+    },
+    "OpenAIGPT": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_CACHES)
+def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(name, tmp_path):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(vocab_size=320, **OWN_CACHES[name])
+    kind = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    plain = kind(config).eval()
+    for value in plain.parameters():
+        value.data.mul_(3 if value.dim() > 1 else 1)
+    plain.save_pretrained(tmp_path)
+    ids = [5, 6, 7, 8, 9]
+    wanted = plain.generate(
+        torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(ids) :].tolist()
+    with trimtab.load(trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=64)) as one:
+        assert list(one.answer(ids, max_new_tokens=16).token_ids) == wanted
+        assert [list(answer.token_ids) for answer in one.batch([ids, ids], max_new_tokens=16)] == [wanted, wanted]
 
 
 def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):

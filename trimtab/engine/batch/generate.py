@@ -330,9 +330,9 @@ class Generation:
         while not prompt.step():
             if self._stream.is_over():
                 return
-        first = batch.join(prompt)
-        self.cached_tokens = first.row.cached_tokens
         try:
+            first = batch.join(prompt)
+            self.cached_tokens = first.row.cached_tokens
             self._stream.take(first.token_id, logprobs_of(first))
             while first.row.finish is None and not self._stream.is_over():
                 for sampled in batch.step():
@@ -340,8 +340,9 @@ class Generation:
                 if first.row.error is not None:
                     raise first.row.error
             self._stream.end()
-        finally:
-            batch.leave(first.row)
+        finally:  # a row that was placed and has no first token, for want of memory, too
+            for row in [*batch.active, *batch.placed]:
+                batch.leave(row)
 
     def _chunk(self) -> int | None:
         """Return the prompt's piece size, None for one piece: an image or audio clip has to be in one with its tokens."""

@@ -13,6 +13,7 @@ smaller than all their contexts, full layers are in pages (pages.py): a row has 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -435,6 +436,8 @@ def _prompt_layer(kind: str, config: Any) -> DynamicLayer:
 
 def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's state cannot be kept by rows, None if it can."""
+    if "past_key_values" not in inspect.signature(type(hf_model).forward).parameters:
+        return f"{type(hf_model).__name__} takes no keys and values of earlier tokens"
     model_type = hf_model.config.get_text_config().model_type
     for number, layer in enumerate(prompt_cache(hf_model).layers):
         if is_recurrent(layer) and model_type in MODEL_TYPES:
