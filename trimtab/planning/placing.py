@@ -192,7 +192,7 @@ class _Planner:
         self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
         self.reads_packed = self.is_captured and reads_packed(mode, anatomy, request.quant)
-        # A step of kernels around the stack's products takes at most what captured modules take.
+        # A step of kernels around the stack's products takes the libraries, the scratch and the seconds of captured modules.
         self.counted_as = "graph" if mode == "fused" and not self.reads_packed else mode
         most = min(self.use.prefill_tokens, self.use.context_tokens)
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
@@ -297,10 +297,14 @@ class _Planner:
         """Return the bytes of prompts and steps without weights and caches, by item."""
         if self.machine.on_cpu:
             return {}
-        counted = step_bytes(
-            self.counted_as, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
-            has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
+        counted, wider = (
+            step_bytes(
+                mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
+                has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
+            )
+            for mode in (self.mode, self.counted_as)
         )  # fmt: skip
+        counted |= {item: max(counted[item], wider[item]) for item in ("kernels", "scratch") if item in counted}
         if self.has_room:
             counted |= {"fragments": ROOM_SLACK_BYTES + BESIDE_ROOM_BYTES}
         elif self.is_captured and not self.captures_prompts:
