@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import ntpath
 import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,12 @@ import pytest
 import trimtab
 from tests import talking
 from tests.adapter_files import write_adapter
+from trimtab.checkpoint import unreadable
+from trimtab.checkpoint.unreadable import first_missing, path_hint
 from trimtab.cli.main import main
+from trimtab.engine.chat.media import read_image
 from trimtab.engine.tiers.spill import Spill
-from trimtab.errors import AdapterError, CheckpointError, DeviceError
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, RequestError
 
 PAIR = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight": shape for side, shape in
         (("A", (4, 8)), ("B", (8, 4)))}  # fmt: skip
@@ -122,3 +127,33 @@ def test_a_home_in_which_nothing_can_be_written(llama, monkeypatch, capsys, tmp_
     assert main(run) in (4, 6)  # no room for the tier, or no file for it
     assert "offload" in capsys.readouterr().err
     assert main([*run, "--offload-dir", str(tmp_path / "off")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "missing"), [("Z:\\models\\gemma", "Z:\\"), (r"\\server\share\models", "\\\\server\\share\\"), (r"a\b\c", "a")]
+)
+def test_the_first_missing_folder_is_found_where_a_drive_or_share_is_missing(folder, missing):
+    assert first_missing(folder, ntpath) == missing
+
+
+def test_a_hint_never_raises(tmp_path):
+    (tmp_path / "cut.png").symlink_to(300 * "n")
+    (tmp_path / "cat.png").touch()
+    with pytest.raises(RequestError, match="no such file") as caught:
+        read_image(tmp_path / "cta.png")
+    assert caught.value.hint == f"Did you mean {tmp_path}/cat.png?"
+
+
+def test_a_hint_looks_at_few_entries_of_all_levels_together(tmp_path, monkeypatch):
+    real, looked_at = os.scandir, []
+
+    def entries(folder):
+        with real(folder) as found:
+            yield from (looked_at.append(one) or one for one in found)
+
+    for name in "abcd":
+        for below in "efgh":
+            (tmp_path / name / below).mkdir(parents=True)
+    monkeypatch.setattr(unreadable, "MOST_LOOKED_AT", 10)
+    monkeypatch.setattr(os, "scandir", lambda folder: closing(entries(folder)))
+    assert not path_hint(tmp_path / "zzz", holds="config.json", deeper=2, lists=True) and len(looked_at) == 10

@@ -112,8 +112,11 @@ def test_paths_are_relative_to_the_file(tmp_path):
     (tmp_path / "budgets.json").write_text('{"cpu": "1GiB"}')
     options = options_of(tmp_path, f'model = "{DEMO / "base"}"\nmax_memory = "budgets.json"')
     assert served_models(options)[0].request.host_memory_bytes == 2**30
-    options = options_of(tmp_path, f"model = '{DEMO / 'base'}'\nmax_memory = '{{\"cpu\": \"2GiB\"}}'")
+    options = options_of(
+        tmp_path, f'model = \'{DEMO / "base"}\'\nmax_memory = \'{{"cpu": "2GiB"}}\'\ndevice_map = \'{{"": "cpu"}}\''
+    )
     assert served_models(options)[0].request.host_memory_bytes == 2**31
+    assert served_models(options)[0].request.device_map == {"": "cpu"}
 
 
 def test_a_saved_plan_stands_for_a_model(tmp_path):

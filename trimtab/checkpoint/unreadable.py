@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
+from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from trimtab.checkpoint.names import near_names
@@ -73,40 +75,66 @@ def path_hint(
 ) -> str:  # fmt: skip
     """Return what to do where nothing is: the hint of an address, or which paths in the same folder may be meant; "" without any.
 
-    holds: None, files are meant; "", folders; a name or pattern, folders with such a file. deeper: how many levels of folders
+    holds: None, files are meant; "", folders; a name, folders with such a file. deeper: how many levels of folders
     are searched below it. also: other names that may be meant. lists: whether the paths are named where none is near.
     """
     text = os.fspath(path)
     if hint := address_hint(text, takes_hub_id=takes_hub_id):
         return hint
     parent, last = os.path.split(text.rstrip("/\\"))
-    found, also = [str(one) for one in _beside(Path(parent), holds, deeper)], tuple(also)
+    found, also = _beside(parent, holds, deeper), tuple(also)
     by_name: dict[str, list[str]] = {}
     for one in (*found, *also):
         name = os.path.basename(one)
         by_name.setdefault(os.path.splitext(name)[0] if holds is None else name, []).append(one)
-    alike = near_names(os.path.splitext(last)[0] if holds is None else last, by_name)
+    alike = near_names(os.path.splitext(last)[0] if holds is None else last, by_name, MOST_LOOKED_AT)
     alike = alike or near_names(text, also if takes_hub_id else ())
-    near = list(dict.fromkeys(one for name in alike for one in by_name.get(name, [name])))[:MOST_NAMED]
+    of_name = dict.fromkeys(one for name in alike for one in by_name.get(name, [name]))
+    near = list(islice((one for one in of_name if one in also or _is_meant(one, holds)), MOST_NAMED))
     if near:
         return f"Did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"
     if parent and not takes_hub_id and not os.path.isdir(parent):
-        return f"There is no folder {parent}. {path_hint(parent, holds='')}".rstrip(". ")
+        missing = first_missing(parent)
+        is_beside = os.path.isdir(os.path.dirname(missing) or os.curdir)
+        return f"There is no folder {missing}. {path_hint(missing, holds='') if is_beside else ''}".rstrip(". ")
+    found = [one for one in found if _is_meant(one, holds)] if lists else []
     more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return f"There {'are' if found[1:] else 'is'} {', '.join(found[:MOST_NAMED])}{more}" if lists and found else ""
+    return f"There {'are' if found[1:] else 'is'} {', '.join(found[:MOST_NAMED])}{more}" if found else ""
 
 
-def _beside(folder: Path, holds: str | None, deeper: int) -> Iterator[Path]:
-    """Yield the entries of a folder, and of those `deeper` levels below it, that `holds` describes."""
-    level, left = [folder], MOST_LOOKED_AT
+def first_missing(folder: str, paths: ModuleType = os.path) -> str:
+    """Return the highest folder of a path that is missing: what is above it exists, or nothing is above it (a drive)."""
+    while (above := paths.dirname(folder)) not in ("", folder) and not paths.isdir(above):
+        folder = above
+    return str(folder)
+
+
+def _beside(folder: str, holds: str | None, deeper: int) -> list[str]:
+    """Return the entries of a folder and of those `deeper` levels below it, MOST_LOOKED_AT in all: folders unless holds is None."""
+    level, left = [Path(folder)], MOST_LOOKED_AT
+    found: list[str] = []
     for _ in range(deeper + 1):
-        entries: list[Path] = []
+        below: list[Path] = []
         for one in level:
-            with suppress(OSError, ValueError):  # a path may be too long, or a folder another user's
-                entries += sorted(entry for entry in one.iterdir() if not entry.name.startswith("."))
-        level = [entry for entry in entries[:left] if entry.is_dir() == (holds is not None)]
-        left -= len(level)
-        yield from (entry for entry in level if not holds or any(entry.glob(holds)))
+            if not left:
+                break
+            with suppress(OSError, ValueError), os.scandir(one) as entries:  # a path may be too long, or another user's
+                looked_at = list(islice(entries, left))
+                left -= len(looked_at)
+                below += sorted(Path(entry.path) for entry in looked_at if _may_be_meant(entry, holds))
+        found, level = [*found, *map(str, below)], below
+    return found
+
+
+def _may_be_meant(entry: os.DirEntry[str], holds: str | None) -> bool:
+    """Whether a visible entry is a folder, or no folder if holds is None. A link's file system may not answer."""
+    with suppress(OSError, ValueError):
+        return not entry.name.startswith(".") and entry.is_dir() == (holds is not None)
+    return False
+
+
+def _is_meant(path: str, holds: str | None) -> bool:
+    return not holds or os.path.isfile(os.path.join(path, holds))
 
 
 def reading(refusal: Callable[[Any, OSError], TrimtabError]) -> Callable[[Reader], Reader]:

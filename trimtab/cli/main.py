@@ -60,6 +60,7 @@ REQUIRED = {
     "PROMPT": "; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat MODEL` holds a conversation",
     "MODEL": _MODELS, "MODEL, PROMPT": f"{_MODELS}; `trimtab chat MODEL` holds a conversation",
 }  # fmt: skip
+_TO_PULL = "; it is a hub id, such as google/gemma-4-E4B-it"
 # The code of a command line that asks nothing, as of one that cannot be read.
 USAGE = 2
 STOPPED, READER_GONE = interrupts.STOPPED, 141
@@ -91,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = getattr(options, "parser", self)
-            meant = unknown_flags(unknown, command)
+            meant = unknown_flags(unknown, command, sys.argv[1:] if args is None else args)
             command.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {meant}" if meant else ""))
         return options
 
@@ -111,7 +112,8 @@ class _Parser(argparse.ArgumentParser):
             flag = message.removeprefix("argument ").partition(":")[0]
             choices = next((one.choices for one in self._actions if flag in one.option_strings and one.choices), ())
             message += f" of {', '.join(map(str, choices))}" if choices else ""
-        message += next((text for end, text in REQUIRED.items() if message.endswith(f"required: {end}")), "")
+        missing = next((text for end, text in REQUIRED.items() if message.endswith(f"required: {end}")), "")
+        message += _TO_PULL if missing and self.prog.endswith(" pull") else missing
         raise UsageError(message, usage=self._form())
 
     def _form(self) -> str:
@@ -397,21 +399,22 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser) -> str:
-    """Return the message for words that a command does not take: for each flag, the probable intended one."""
+def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser, given: Sequence[str]) -> str:
+    """Return the message for words that a command does not take: for each flag, the probable intended one. given: all words."""
     options = [text for action in command._actions for text in action.option_strings]
     positional = [str(action.metavar) for action in command._actions if not action.option_strings]
     texts = []
     for before, word in zip(("", *unknown), unknown, strict=False):
         if not _FLAG.match(word):
-            texts += [] if _FLAG.match(before) else [_stray(word, command.prog, options, positional)]
+            texts += [] if _FLAG.match(before) else [_stray(word, command, given, positional)]
             continue
         flag = word.partition("=")[0]
-        near = _near(flag, options, positional)
+        near, ours = _near(flag, options, positional), ELSEWHERE.get(flag.lower().replace("_", "-"), "").split()
         if near and near[0] in positional:
             texts.append(f"{near[0]} has no flag: {command.prog} {' '.join(positional)}")
-        elif flag not in ELSEWHERE and (others := _commands_with(flag)):
-            texts.append(f"{flag} is a flag of trimtab {', '.join(others)}, not of {command.prog}")
+        elif not {*near[:1]} & {*ours} and (others := _commands_with(meant := ours[0] if ours else flag)):
+            is_called = f" is {meant} here," if ours else " is"
+            texts.append(f"{flag}{is_called} a flag of trimtab {', '.join(others)}, not of {command.prog}")
         elif near:
             texts.append(flag + choices_text((), near))
         else:
@@ -419,13 +422,19 @@ def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser) -> s
     return "; ".join(dict.fromkeys(texts))
 
 
-def _stray(word: str, command: str, options: Sequence[str], positional: Sequence[str]) -> str:
+def _stray(word: str, command: argparse.ArgumentParser, given: Sequence[str], positional: Sequence[str]) -> str:
     """Return what to do with a word that no argument takes."""
-    if "--adapter" in options and ("=" in word or os.path.isfile(os.path.join(without_demo_name(word), "adapter_config.json"))):
+    ours, at = command._option_string_actions, max((at for at, one in enumerate(given) if one == word), default=0)
+    before = next((one.partition("=")[0] for one in reversed(given[:at]) if _FLAG.match(one)), "")
+    folder = without_demo_name(word.partition("=")[2] or word)
+    is_adapter = ("=" in word and before == "--adapter") or os.path.isfile(os.path.join(folder, "adapter_config.json"))
+    if is_adapter and "--adapter" in ours:
         return f"each adapter has its own flag: --adapter {word}"
+    if "=" in word and isinstance(ours.get(before), argparse._AppendAction):
+        return f"{before} is given once for each: {before} {word}"
     if "PROMPT" in positional:
         return 'the words of a prompt stand between quotes: "..."'
-    return f"{command} takes {' '.join(positional) or 'flags alone'}"
+    return f"{command.prog} takes {' '.join(positional) or 'flags alone'}"
 
 
 def _commands_with(flag: str) -> list[str]:

@@ -40,9 +40,7 @@ TABLES = ("models", "limits", "keys", "adapters")
 NOT_HERE = ("help", "config", "json", "limit", "adapter", "print_config")
 KEY_FIELDS = ("key", "key_file", "concurrent", "requests_per_minute", "tokens_per_day")
 # Values that are paths.
-PATHS = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map", "plan")
-# Values that may be a path; else a hub id, or budgets as JSON.
-NAMES = ("model", "max_memory")
+PATHS = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map", "max_memory", "plan")
 
 
 def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -139,8 +137,10 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
     text = str(value)
     if action.choices is not None and text not in action.choices:
         return _Wrong(f"must be {', '.join(action.choices)}")
-    is_path = action.dest in NAMES and without_demo_name(text, folder) == text and (folder / text).exists()
-    return str(folder / text) if action.dest in PATHS or is_path else text
+    if action.dest == "model":  # may be a hub id
+        return str(folder / text) if without_demo_name(text, folder) == text and (folder / text).exists() else text
+    is_json = action.dest in ("device_map", "max_memory") and text.strip().startswith("{")
+    return str(folder / text) if action.dest in PATHS and not is_json else text
 
 
 def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -> list[str]:

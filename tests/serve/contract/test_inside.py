@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.adapters.test_watching import touch
+from trimtab.adapters.adapter import read_adapter
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import AdapterError, RequestError
@@ -207,6 +208,14 @@ def test_a_worker_that_comes_back_follows_no_link_out_of_the_root_of_a_client(ro
     adapters = {"mine": str(root / "team" / "mine"), "operators": str(root / "team" / "mine")}
     lost = _lost_adapters({"adapters": adapters, "roots": {"mine": str(root)}})
     assert list(lost) == ["mine"] and "below the server's adapter folder" in lost["mine"]
+
+
+def test_what_clients_read_of_a_lost_adapter_has_no_names_of_its_neighbours(root):
+    shutil.copytree(STYLE, root / "team" / "mime")
+    shutil.rmtree(root / "team" / "mine")
+    with pytest.raises(AdapterError, match="team/mime"):
+        read_adapter(root / "team" / "mine")
+    assert _lost_adapters({"adapters": {"mine": str(root / "team" / "mine")}}) == {"mine": "no such folder"}
 
 
 class Worker:

@@ -168,6 +168,7 @@ def test_no_client_makes_a_long_line(lines, form):
     mixed = MockPool(adapters=("style", "+".join(f"{name}:1" for name in names)))
     client(mixed).post("/v1/chat/completions", json={**CHAT, "adapter": names, "user": "u" * 500})
     assert len(written) == 4 and max(map(len, written)) < 1000 and "A" * 300 not in "".join(written)
+    assert "Method Not Allowed" in written[0] and "does not take" not in written[0]
 
 
 @pytest.mark.parametrize("form", journal.FORMATS)

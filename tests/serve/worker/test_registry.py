@@ -113,6 +113,7 @@ def test_all_problems_are_told_at_once(write):
         supports_image = 1
         [models.a.adapters]
         medical = "adapters/nothing"
+        style = "demo/styel:0.7"
         legal = 5
         [models.b]
         [models.c]
@@ -134,7 +135,9 @@ def test_all_problems_are_told_at_once(write):
         "models.a.rows: must be an integer",
         "models.a.keep: must be a list of texts",
         "models.a.supports_image: must be true or false",
-        "models.a.adapters.medical: no such folder (adapters/nothing)",
+        "models.a.adapters.medical: no such folder (adapters/nothing). An adapter is a folder with adapter_config.json; "
+        "`trimtab adapters DIR` lists those below a folder",
+        "models.a.adapters.style: no such folder (demo/styel:0.7). Did you mean demo/style?",
         "models.a.adapters.legal: must be a folder's path",
         "models.b.path: give either path or plan",
         "models.c.path: give either path or plan",

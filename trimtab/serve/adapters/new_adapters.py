@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import is_lora_file
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
-from trimtab.errors import RequestError, TrimtabError
+from trimtab.errors import AdapterError, RequestError, TrimtabError
 from trimtab.serve.contract.inside_root import read_inside
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.scheduling.scheduler import StoppingError
@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 
 log = logging.getLogger("trimtab.serve")
+
+
+def lost_reason(exc: TrimtabError | OSError) -> str:
+    """Return why an adapter is lost, for clients: without the hint, which may name other folders."""
+    if isinstance(exc, AdapterError):
+        return "; ".join(exc.problems)
+    return str(exc).removesuffix(exc.hint).strip() if isinstance(exc, TrimtabError) else exc.strerror or type(exc).__name__
 
 
 @dataclass(eq=False)
@@ -248,7 +255,7 @@ class NewAdapters:
         except TrimtabError as exc:
             if is_first:
                 raise
-            self._shelf.lost[name] = str(exc)
+            self._shelf.lost[name] = lost_reason(exc)
             return  # one client's adapter must not prevent the model's restart
         self.watcher.watch(name, path, stamp, root)
 

@@ -142,9 +142,9 @@ def error_response(status: int, body: Mapping[str, Any]) -> Response:
 
 def http_error(
     status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None,
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None, logged: str = "",
 ) -> Response:  # fmt: skip
-    """Return an HTTP error in the same form. The request's line gets its message, which has no value of a client."""
-    note(reason=message)
+    """Return an HTTP error in the same form. logged: for the request's line, where the message has a value of the client."""
+    note(reason=logged or message)
     body = _object(message, kind, code or HTTP_CODES.get(status, "http"))
     return JSONResponse(body, status, headers=headers)

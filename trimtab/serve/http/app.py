@@ -143,7 +143,8 @@ async def _on_http_error(request: Request, exc: Exception) -> Response:
         404: f"There is no such route{near}; GET /openapi.json lists the routes",
         405: f"This route does not take {request.method:.20}",
     }
-    return http_error(exc.status_code, words.get(exc.status_code, str(exc.detail)), headers=exc.headers)
+    detail = str(exc.detail)
+    return http_error(exc.status_code, words.get(exc.status_code, detail), headers=exc.headers, logged=detail)
 
 
 async def _on_left(request: Request, exc: Exception) -> Response:

@@ -35,7 +35,7 @@ from trimtab.adapters.adapter import read_adapter
 from trimtab.adapters.file import check_is_adapter
 from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.unreadable import request_refusal
+from trimtab.checkpoint.unreadable import address_hint, request_refusal
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
 from trimtab.planning.values.kv_bytes import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
@@ -264,9 +264,14 @@ def _folder_problem(path: Any, folder: Path) -> str | None:
     if not isinstance(path, str):
         return "must be a folder's path"
     try:
-        return None if _is_adapter_path(_weighted(path, folder)[0]) else f"no such folder ({path})"
+        found = _weighted(path, folder)[0]
+        if not _is_adapter_path(found):
+            check_is_adapter(found if address_hint(found) else folder / found)
     except RequestError as exc:
         return str(exc)
+    except AdapterError as exc:
+        return f"{exc.problems[0]} ({path}){exc.hint and f'. {exc.hint}'}"
+    return None
 
 
 def _is_adapter_path(path: str) -> bool:

@@ -30,7 +30,7 @@ from trimtab.process import phases
 from trimtab.process.child import end_after
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
-from trimtab.serve.adapters.new_adapters import AdapterQueue, NewAdapters, files_stamp, throw
+from trimtab.serve.adapters.new_adapters import AdapterQueue, NewAdapters, files_stamp, lost_reason, throw
 from trimtab.serve.contract.inside_root import look
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.log import keep_streams, set_up_as_parent, write_traceback
@@ -385,7 +385,7 @@ def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:
                 look(Path(path), Path(root))
             read_adapter(path)
         except (TrimtabError, OSError) as exc:
-            lost[name] = str(exc)
+            lost[name] = lost_reason(exc)
     return lost
 
 
