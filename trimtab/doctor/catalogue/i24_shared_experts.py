@@ -9,7 +9,7 @@ BUG = Bug(
     title="LoRA on the shared experts of GLM-4.5 is put on its routed experts, silently",
     symptom="silent: no parameter with lora_ in its name is below shared_experts, target_modules is emptied and "
     "target_parameters filled",
-    trigger="target_modules, as names or as a pattern, with shared_experts.down_proj, or with shared_experts.gate_proj and up_proj, "
+    trigger="target_modules, as names or a pattern, with shared_experts.down_proj, or with shared_experts.gate_proj and up_proj, "
     "on GLM-4.5 (glm4_moe) in transformers 5; gate_proj without up_proj is refused with an error",
     cause="PEFT utils/transformers_weight_conversion.py finds the names of the experts' former layers anywhere in a target",
     affected=(Affected("peft"),),
