@@ -8,14 +8,15 @@ process, and one that has a row in the file is not run again (`--again`: what fa
 of 512 tokens, `first_ms` of its first token, `weights_gib`, `mode` of the planned step. A short table is printed last.
 
 `--loads`: how long loading takes, transformers' `from_pretrained` of the same files beside it (GGUF by its packed integration, with
-the package gguf; compressed-tensors with its own). Each load is a fresh process that has imported its packages and opened the GPU;
-the files were read once before, and the two take turns. `load_s`: of the plan and the load, or of `from_pretrained`. `answer_s`: of
-one token behind it. `first_s`: of trimtab's load before, which may compile kernels.
+the package gguf; compressed-tensors with its own). Each load is a fresh process that has imported the packages of both sides and
+opened the GPU; the files were read once before, and the two take turns. `load_s`: of the plan and the load, or of
+`from_pretrained`. `answer_s`: of one token behind it. `first_s`: of a side's first load, which may compile kernels: in no median.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import re
@@ -278,6 +279,15 @@ def _tuned(model: Any) -> str:
 # Loading --------------------------------------------------------------------------------------------------------------
 
 
+def _import_all(form: str) -> None:
+    """Import what either side imports as it loads, so that the seconds of neither have it."""
+    names = ["trimtab.api", "trimtab.engine.model", "trimtab.engine.loader.load", "bitsandbytes", "accelerate"]
+    names += ["trimtab.machine.anatomy_cache", "transformers.integrations.bitsandbytes", "transformers.integrations.gguf"]
+    for name in [*names, "transformers.modeling_gguf_pytorch_utils", "gguf" if form == "q4_k_m" else "compressed_tensors"]:
+        if importlib.util.find_spec(name):  # the row of a side that lacks its package says so
+            importlib.import_module(name)
+
+
 def load_once(size: str, form: str, work: Path, layers: int | None, side: str) -> dict[str, Any]:
     """Return the seconds of one load and of one token behind it. side: "trimtab" or "stock"."""
     import torch
@@ -289,6 +299,7 @@ def load_once(size: str, form: str, work: Path, layers: int | None, side: str) -
     folder, is_gguf = folder_of(size, form, work, layers), form == "q4_k_m"
     config = config_of(size, layers)
     inputs = text_inputs(config, 16, device=DEVICE)
+    _import_all(form)
     kind = getattr(transformers, CLASSES[size])
     synchronize()
     start = time.perf_counter()
@@ -312,8 +323,8 @@ def load_once(size: str, form: str, work: Path, layers: int | None, side: str) -
     return {"load_s": round(loaded - start, 2), "answer_s": round(time.perf_counter() - loaded, 2), "layer": layer}
 
 
-def loads(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Return the row of loads of a case, each side in turn."""
+def loads(name: str, given: argparse.Namespace, end: float) -> dict[str, Any] | None:
+    """Return the row of loads of a case, each side in turn, None where the time that is left cut it. end: of `time.monotonic`."""
     size, form = name.split(":")
     folder = write(size, form, folder_of(size, form, given.work, given.layers), given.layers)
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
@@ -330,22 +341,26 @@ def loads(name: str, given: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.formats", "--work", str(given.work), "--one", name]
     command += [] if given.layers is None else ["--layers", str(given.layers)]
     found: dict[str, list[dict[str, Any]]] = {"trimtab": [], "stock": []}
-    for side in ("trimtab", *("trimtab", "stock") * REPEATS_LOAD):
-        done = subprocess.run([*command, "--side", side], capture_output=True, text=True, timeout=given.timeout_s)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-        if not lines:
-            row["error"] = f"{side}: {(done.stderr.strip().splitlines() or ['?'])[-1][:300]}"
-            break
-        found[side].append(json.loads(lines[-1][4:]))
-    if not given.keep:
-        shutil.rmtree(folder, ignore_errors=True)
-    if found["trimtab"]:
-        row["first_s"] = found["trimtab"].pop(0)["load_s"]
-    for side, times in found.items():
-        row[side] = (
-            {key: [one[key] for one in times] for key in ("load_s", "answer_s")} | {"layer": times[-1]["layer"]} if times else None
-        )
-    if found["trimtab"] and found["stock"]:
+    try:
+        for side in ("trimtab", "stock") * (1 + REPEATS_LOAD):
+            timeout_s = min(given.timeout_s, end - time.monotonic())
+            done = subprocess.run([*command, "--side", side], capture_output=True, text=True, timeout=timeout_s)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+            if not lines:
+                row["error"] = f"{side}: {(done.stderr.strip().splitlines() or ['?'])[-1][:300]}"
+                break
+            found[side].append(json.loads(lines[-1][4:]))
+    except subprocess.TimeoutExpired:
+        if timeout_s != given.timeout_s:
+            return None
+        row["error"] = f"{side}: longer than {timeout_s:.0f} s"
+    finally:
+        if not given.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    for side, (first, *times) in ((side, times) for side, times in found.items() if times):
+        row[side] = {"first_s": first["load_s"], "layer": first["layer"]}
+        row[side] |= {key: [one[key] for one in times] for key in ("load_s", "answer_s")}
+    if "error" not in row:
         ours, stock = (statistics.median(row[side]["load_s"]) for side in ("trimtab", "stock"))
         row["of_stock"] = round(ours / stock, 2)
     print(json.dumps(row), flush=True)
@@ -385,31 +400,31 @@ def main() -> None:
     end = time.monotonic() + given.total_s
     whole: dict[str, Any] = json.loads(given.save.read_text(encoding="utf-8")) if given.save and given.save.exists() else {}
 
-    def save(key: str, rows: list[dict[str, Any]]) -> None:
+    # Loads are of another call than rates, maybe of another machine: each has its environment.
+    part = whole.setdefault("loads", {}) if given.loads else whole
+
+    def save(rows: list[dict[str, Any]]) -> None:
         if given.save:
             given.save.parent.mkdir(parents=True, exist_ok=True)
-            whole.update({"environment": environment(), key: rows})
+            part.update({"environment": environment(), "rows": rows})
             given.save.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
-    if given.loads:
-        save("loads", [loads(name, given) for name in (given.cases.split(",") if given.cases else LOADS)])
-        return
-    rows = [row for row in whole.get("rows", []) if not (given.again and "error" in row)]
-    wanted = (
-        given.cases.split(",") if given.cases else [f"{size}:{form}" for size in given.models.split(",") for form in CASES[size]]
-    )
+    rows = [row for row in part.get("rows", []) if not (given.again and "error" in row)]
+    every = LOADS if given.loads else [f"{size}:{form}" for size in given.models.split(",") for form in CASES[size]]
+    wanted = given.cases.split(",") if given.cases else every
     left_out: list[str] = []
     for name in wanted:
         if any((f"{row['model']}:{row['form']}", row["layers"]) == (name, given.layers) for row in rows):
             continue
         left_s = end - time.monotonic()
-        row = None if left_s < 60 else _case(name, given, left_s - 10)
+        row = None if left_s < 60 else (loads(name, given, end - 10) if given.loads else _case(name, given, left_s - 10))
         if row is None:
             left_out.append(name)
             continue
         rows.append(row)
-        save("rows", rows)
-    print(table(rows))
+        save(rows)
+    if not given.loads:
+        print(table(rows))
     if left_out:
         raise SystemExit(f"no time left for {', '.join(left_out)}")
     if failed := [name for name in wanted if any("error" in row and f"{row['model']}:{row['form']}" == name for row in rows)]:

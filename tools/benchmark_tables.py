@@ -189,7 +189,7 @@ def experts(results: Mapping[str, Any]) -> str:
         near = f"{row['slots']} of 128" if row["slots"] else "all"
         hits = f"{row['hits']:.0%}" if "hits" in row else "-"
         names = ("predicted_tok_s", "tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")
-        cells = [f"{row[name]:,.0f}" if name in row and (card or name != names[0]) else "-" for name in names]
+        cells = [f"{row[name]:,.0f}" if name in row else "-" for name in names]
         where = f"{card} GiB, 1/{copies} of the link" if copies else f"{card} GiB" if card else "whole"
         rows.append([MIXTURES[size], where, near, hits, *cells, f"{row['process_gib']:.2f} GiB"])
     heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "planned", "tokens/s",

@@ -1,5 +1,6 @@
 """Which modules had other names before 0.2.0? The old names can be imported until 0.3.0, with a warning.
 
+Kept are names of releases; a name that a module had only between two releases is not.
 A former module whose name is a room now has no alias: trimtab.process, trimtab.cli, trimtab.serve.media, trimtab.serve.worker, and
 trimtab.doctor.bisect, cases, preflight and probes.
 """

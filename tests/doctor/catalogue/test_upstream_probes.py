@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import ROOT
+from tests.upstream.expected import SETS, set_of
 from trimtab.doctor.catalogue import FILES, read_entry
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Seen
 from trimtab.doctor.facts.probe_kit import Kit, quiet
@@ -243,6 +244,14 @@ def test_the_limits_of_another_quantizer_are_named_with_their_place(folder, monk
     seen = probe("F3", Kit(folder))
     assert seen.state == PRESENT
     assert "hqq checks maps for cpu and disk (transformers/quantizers/quantizer_hqq.py:" in seen.evidence
+
+
+def test_lora_on_shared_experts_is_seen_on_the_routed_ones(folder):
+    kit = Kit(folder)
+    if set_of({name: kit.version(name) for name in SETS["newest"]}) != "newest":
+        pytest.skip("the entry is of the newest releases")
+    seen = probe("I24", kit)
+    assert (seen.state, ".mlp.experts.lora_A." in seen.evidence) == (PRESENT, True)
 
 
 def test_windows_is_read_in_the_installed_source(folder, monkeypatch):

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests.golden.formats.make import FOLDER
 from tests.quantized_files import words
 from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.formats import ggml, grouped, weights
 from trimtab.engine.formats import packed as packing
-from trimtab.engine.formats import weights
 from trimtab.engine.tiers.reader import PositionedFile, read_small
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats import record
@@ -302,3 +302,30 @@ def test_rows_of_a_stored_weight_may_be_overwritten():
     assert torch.equal(found, values[1:4])
     found.zero_()
     assert torch.equal(rows(1, 4), values[1:4])
+
+
+@pytest.mark.parametrize("offset", (0, 1, 2))
+@pytest.mark.parametrize("rows, blocks", ((1, 1), (1, 2), (3, 1)))
+@pytest.mark.parametrize("kind", (*second_reading.GGML_NUMBERS, *second_reading.GGML_PLAIN))
+def test_rows_of_one_block_and_bytes_at_an_odd_place_are_read(kind, rows, blocks, offset):
+    generator = torch.Generator().manual_seed(7)
+    if kind in second_reading.GGML_PLAIN:
+        wanted = torch.randn(rows, 32 * blocks, generator=generator).to(second_reading.GGML_PLAIN[kind])
+        whole = wanted.view(torch.uint8)
+    else:
+        dequant = pytest.importorskip("transformers.integrations.gguf.dequant", reason="transformers 5.23.0 has it")
+        whole = torch.randint(0, 256, (rows * blocks, record.GGML_BLOCKS[kind][1]), dtype=torch.uint8, generator=generator)
+        for start in ggml.SCALES[kind]:
+            whole[:, start + 1] = 0x2C  # finite
+        wanted = dequant.dequantize(whole.flatten(), second_reading.GGML_NUMBERS[kind], torch.float32).view(rows, -1)
+    held = torch.cat((torch.zeros(offset, dtype=torch.uint8), whole.flatten()))[offset:].view(rows, -1)
+    assert torch.equal(ggml.values(kind, ggml.arranged(kind, held)), wanted.float())
+
+
+def test_zero_points_of_eight_outputs_are_read():
+    zero = torch.tensor([[0x76543210, 0x0F1E2D3C]], dtype=torch.int32)  # [D_out / 8, groups]
+    parts = {"weight": torch.zeros(8, 8, dtype=torch.int32), "weight_scale": torch.ones(8, 2), "weight_zero_point": zero}
+    entry = record.PackedEntry("m.x.weight", "int4-g32-zp", (8, 64), {}, {}, {"layout": "packed"})
+    found = grouped.read(entry, parts, torch.bfloat16).parts["zero"]
+    wanted = [[int(zero[0, group]) >> 4 * row & 15 for group in range(2)] for row in range(8)]
+    assert found.tolist() == wanted

@@ -24,7 +24,7 @@ MOST_STAGES = 32
 MOST_PARTS = 2**21
 # As the kernel lays out its shared memory: barriers, LoRA entries; at the end sums of A x.
 _FIXED_BYTES = 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
-# 22 warps: as many as there are pairs of blocks in 2,816 columns. How much more a ring takes than this model says, beside a held
+# 22 warps: as many as there are pairs of blocks in 2,816 columns. How much more a ring takes than this model says, next to a held
 # one: 1.3 in steps of two mixtures (H200); of the 90 shapes that were timed a ring is the fastest in none.
 _HELD_WARPS, _RING = 22, 1.3
 # A batch is four blocks of 64; a row of sums has four places more than it needs.

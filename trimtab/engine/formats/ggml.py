@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import Draw, Packed, check_finite, high_first
+from trimtab.engine.formats.packed import Draw, Packed, check_finite, high_first, viewed
 from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_PARTS, INDEXED, PackedEntry, StoredFormat
 from trimtab.gguf.architectures import in_order
 
@@ -70,7 +70,7 @@ def quantize(weight: Tensor) -> Packed:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    return blocks[:, start : start + 2].view(torch.float16).float()
+    return viewed(blocks[:, start : start + 2], torch.float16).float()
 
 
 # Kind -> (bits above the lowest four, which 16 or 32 values of a row have them in a word; where they are in a block).
@@ -84,7 +84,7 @@ def _low(kind: str, blocks: Tensor) -> Tensor:
     values / 2]. Two bytes are computed at a time."""
     start, run = _LOW[kind]
     count = GGML_BLOCKS[kind][0] // 2
-    pairs = blocks[:, start : start + count].contiguous().view(torch.int16).view(-1, count // run, 1, run // 2)
+    pairs = viewed(blocks[:, start : start + count], torch.int16).view(-1, count // run, 1, run // 2)
     low, high = pairs << 4 & 0xF0 | pairs >> 8 & 15, pairs & 0xF0 | pairs >> 12 & 15
     return torch.cat((low, high), dim=2).to(torch.uint8).view(-1, count)
 
@@ -93,7 +93,7 @@ def _above(kind: str, blocks: Tensor) -> Tensor:
     """Return the bits of a file's blocks above the lowest four, in the order of the parts: uint8 [128 values, 16 bits]. Four bytes,
     which have those of four neighbours, are computed at a time."""
     bits, start = _ABOVE[kind]
-    words = blocks[:, start : start + 32 * bits].contiguous().view(torch.int32).view(-1, bits, 1, 8)
+    words = viewed(blocks[:, start : start + 32 * bits], torch.int32).view(-1, bits, 1, 8)
     shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=blocks.device).view(1, 1, -1, 1)
     each = words >> shifts & 0x01010101 * ((1 << bits) - 1)
     step = 8 - bits
@@ -127,17 +127,17 @@ def _parts(kind: str, weight: Tensor) -> dict[str, Tensor]:
     if kind == "q8_0":
         return {
             "weight": blocks[:, 2:].reshape(rows, -1).view(torch.int8),
-            "scale": blocks[:, :2].reshape(rows, -1).view(torch.float16),
+            "scale": viewed(blocks[:, :2], torch.float16).view(rows, -1),
         }
     data = _low(kind, blocks)
     if kind in _ABOVE:
         data = torch.cat((data.view(-1, 64), _above(kind, blocks)), dim=1)
     found = {"weight": data.reshape(rows, -1)}
     if kind == "q6_k":
-        outer = blocks[:, 208:210].reshape(rows, -1).view(torch.float16)
+        outer = viewed(blocks[:, 208:210], torch.float16).view(rows, -1)
         return found | {"scale": blocks[:, 192:208].reshape(rows, -1), "outer": outer}
-    head = blocks[:, : GGML_PARTS[kind]["scale"]].reshape(rows, -1)
-    return found | {"scale": head if kind in ("q4_k", "q5_k") else head.view(torch.float16)}
+    head = blocks[:, : GGML_PARTS[kind]["scale"]]
+    return found | {"scale": (head if kind in ("q4_k", "q5_k") else viewed(head, torch.float16)).reshape(rows, -1)}
 
 
 def _scales(data: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def values(kind: str, parts: Mapping[str, Tensor]) -> Tensor:
     """Return the values float32 [n, D_in] of the parts of n rows, in the file's order of columns."""
     data, rows = parts["weight"], parts["weight"].shape[0]
     if kind not in GGML_PARTS:
-        return data.contiguous().view({"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[kind]).float()
+        return viewed(data, {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[kind]).float()
     if kind == "q8_0":
         return (parts["scale"].float()[..., None] * data.view(rows, -1, 32).float()).view(rows, -1)
     if kind in _ABOVE:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import Draw, Packed, check_finite, high_first, low_first, refused
+from trimtab.engine.formats.packed import Draw, Packed, check_finite, high_first, low_first, refused, viewed
 from trimtab.formats.record import PackedEntry, StoredFormat, stored_format
 
 # 1 in each value of a word of GPTQ's first layout (GPTQModel, utils/model.py: convert_gptq_v1_to_v2_format).
@@ -40,7 +40,7 @@ def _packed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFormat)
     groups = form.groups(columns)
     found = {"weight": _in_order(parts["weight"], columns, form), "scale": parts["weight_scale"].reshape(rows, groups).contiguous()}
     if form.has_zero:  # packed along D_out
-        across = parts["weight_zero_point"].t().contiguous().view(torch.uint8)
+        across = viewed(parts["weight_zero_point"].t(), torch.uint8)
         values = low_first(across) if form.bits == 4 else across
         found["zero"] = values[:, :rows].t().contiguous()
     return found
@@ -58,7 +58,7 @@ def _transposed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFor
         data = _in_order(parts["weight"].t(), columns, form)
         # gptq stores one less than each zero point, subtracted from whole words: a zero point of 0 borrows from its neighbour.
         one = int(GPTQ_ONE[form.bits]) if layout == "gptq" else 0
-        stored = (parts["qzeros"] + one).contiguous().view(torch.uint8)
+        stored = viewed(parts["qzeros"] + one, torch.uint8)
         zero = (low_first(stored) if form.bits == 4 else stored).t()[:rows].contiguous()
     found = {"weight": data, "scale": parts["scales"].t().contiguous(), "zero": zero}
     index = parts.get("g_idx")
@@ -77,7 +77,7 @@ def _in_order(words: Tensor, columns: int, form: StoredFormat) -> Tensor:
     """Return the values of int32 words [D_out, m], which lie along a row, the first in the lowest bits, as they are kept."""
     if form.bits == 4:
         words = (words & _LOW).bitwise_left_shift_(4).bitwise_or_((words >> 4).bitwise_and_(_LOW))
-    return words.contiguous().view(torch.uint8)[:, : -(-columns * form.bits // 8)].contiguous()
+    return viewed(words, torch.uint8)[:, : -(-columns * form.bits // 8)].contiguous()
 
 
 def _awq_outputs(low: Tensor, high: Tensor) -> Tensor:

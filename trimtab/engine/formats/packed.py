@@ -103,6 +103,15 @@ def low_first(data: Tensor) -> Tensor:
     return ((wide | wide << 4) & 0x0F0F).view(torch.uint8)
 
 
+def viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bytes of values [n, m] as values of another size, copied where they do not lie one behind the other or aligned.
+    `contiguous` is not enough: it keeps the offset, and the stride of a single row or column."""
+    flat = data.reshape(-1)
+    if flat.storage_offset() * flat.element_size() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(len(data), data.shape[1] * data.element_size() // dtype.itemsize)
+
+
 def refused(entry: PackedEntry, why: str) -> CheckpointError:
     """Return the error of a weight whose values cannot be used."""
     return CheckpointError(why, path=next((part.file for part in entry.parts.values()), ""), tensor_name=entry.tensor_name)
