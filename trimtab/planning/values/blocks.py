@@ -77,7 +77,7 @@ class Block:
     leaves of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
     a pass writes and reads again for weights that are stored in 16 bits and used in float32. expert_bytes: of stacked experts,
     expert_count of each stack, of which a token uses expert_share; are_apart: they do not move with it (memory/expert_slots.py);
-    beside: what of linears stands next to them, as in `EXPERT_LAYER_S`. layer_s: `StoredFormat.layer_s` of its weights, the most. attended: values that
+    beside: which linears are next to them, as in `EXPERT_LAYER_S`. layer_s: `StoredFormat.layer_s` of its weights, the most. attended: values that
     its attention, or the layer in its place, gives of a token.
     """
 
@@ -176,7 +176,7 @@ def blocks_of(anatomy: Anatomy, quant: str, *, are_apart: bool = False) -> tuple
 
 # The linears of described families that read attention's output, or a recurrent layer's.
 _ATTENDED = (".o_proj", ".out_proj")
-# What stands next to experts, and its last linear.
+# A path of the linears next to experts, by their name in `EXPERT_LAYER_S`.
 _BESIDE = {"mlp": "mlp.down_proj", "shared": "shared_expert"}
 
 
