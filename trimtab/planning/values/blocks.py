@@ -77,8 +77,8 @@ class Block:
     leaves of each piece that a captured pass copies separately; piece_bytes: of each, in the buffer. widened_bytes: bytes that
     a pass writes and reads again for weights that are stored in 16 bits and used in float32. expert_bytes: of stacked experts,
     expert_count of each stack, of which a token uses expert_share; are_apart: they do not move with it (memory/expert_slots.py);
-    beside: which linears are next to them, as in `EXPERT_LAYER_S`. layer_s: `StoredFormat.layer_s` of its weights, the most. attended: values that
-    its attention, or the layer in its place, gives of a token.
+    beside: which linears are next to them, as in `EXPERT_LAYER_S`. layer_s: `StoredFormat.layer_s` of its weights, the most.
+    attended: values that its attention, or the layer in its place, gives of a token.
     """
 
     block_path: str
