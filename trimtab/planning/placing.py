@@ -192,8 +192,8 @@ class _Planner:
         self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
         self.reads_packed = self.is_captured and reads_packed(mode, anatomy, request.quant)
-        # A step of kernels around the stack's products takes the libraries, the scratch and the seconds of captured modules.
-        self.counted_as = "graph" if mode == "fused" and not self.reads_packed else mode
+        # A step of kernels around the stack's products takes the seconds of captured modules.
+        self.timed_as = "graph" if mode == "fused" and not self.reads_packed else mode
         most = min(self.use.prefill_tokens, self.use.context_tokens)
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
         in_place = bool(self.chunks) and has_room(request.batch, machine.budget_bytes(request.gpu_memory_bytes))
@@ -297,14 +297,10 @@ class _Planner:
         """Return the bytes of prompts and steps without weights and caches, by item."""
         if self.machine.on_cpu:
             return {}
-        counted, wider = (
-            step_bytes(
-                mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
-                has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
-            )
-            for mode in (self.mode, self.counted_as)
+        counted = step_bytes(
+            self.mode, self.anatomy, quant=self.request.quant, rows=self.use.batch, context_tokens=self.use.context_tokens,
+            has_adapters=bool(self.adapter_sizes), kv=self.use.kv, is_paged=self.use.pool_tokens is not None,
         )  # fmt: skip
-        counted |= {item: max(counted[item], wider[item]) for item in ("kernels", "scratch") if item in counted}
         if self.has_room:
             counted |= {"fragments": ROOM_SLACK_BYTES + BESIDE_ROOM_BYTES}
         elif self.is_captured and not self.captures_prompts:
@@ -456,7 +452,7 @@ class _Planner:
     def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
         link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
         work = step_work(self.anatomy, self.blocks, chosen, rows=self.use.batch, slots=slots, reads_packed=self.reads_packed)
-        return step_s(self.counted_as, work, self.rates, link_Bps=link_Bps, has_adapters=bool(self.adapter_sizes))
+        return step_s(self.timed_as, work, self.rates, link_Bps=link_Bps, has_adapters=bool(self.adapter_sizes))
 
     def _placement(self, block: Block, choice: Choice, reason: str) -> Placement:
         fixed = block.fixed_bytes if self.machine.on_cpu else block.fixed_allocated_bytes

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,15 +125,19 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
     config = getattr(transformers, f"{name}Config")(vocab_size=320, **OWN_CACHES[name])
     kind = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
     plain = kind(config).eval()
-    for value in plain.parameters():
-        value.data.mul_(3 if value.dim() > 1 else 1)
+    for path, value in plain.named_parameters():  # so that the next token depends on those before it
+        if name != "OpenAIGPT":
+            value.data.mul_(3 if value.dim() > 1 else 1)
+        elif value.dim() > 1:
+            torch.nn.init.normal_(value, std=0.02 if "tokens" in path else 0.5 if "embed" in path else 0.2)
     plain.save_pretrained(tmp_path)
     ids = [5, 6, 7, 8, 9]
     wanted = plain.generate(
         torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(ids) :].tolist()
-    with trimtab.load(trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=64)) as one:
-        assert list(one.answer(ids, max_new_tokens=16).token_ids) == wanted
+    plan = trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=64)
+    with trimtab.load(replace(plan, prefill_tokens=4)) as one:  # a longer prompt than one piece
+        assert len(set(wanted)) > 3 and list(one.answer(ids, max_new_tokens=16).token_ids) == wanted
         assert [list(answer.token_ids) for answer in one.batch([ids, ids], max_new_tokens=16)] == [wanted, wanted]
 
 

@@ -327,6 +327,8 @@ class Batch:
             self.cache.copy(prompt.source.number, number, prompt.row.prompt_tokens)
             return
         try:
+            if not hf_slots.takes_states(self.model.hf_model):
+                raise hf_slots.UnsupportedLayersError(hf_slots.why_not(self.model.hf_model))
             self.cache.fill(number, prompt.cache, prompt.done_tokens, offset=prompt.offset)
         except hf_slots.UnsupportedLayersError as exc:
             raise DeviceError(

@@ -346,8 +346,10 @@ class Generation:
 
     def _chunk(self) -> int | None:
         """Return the prompt's piece size, None for one piece: an image or audio clip has to be in one with its tokens."""
-        chunk = getattr(self._model, "prefill_tokens", None)
-        return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
+        chunk: int | None = getattr(self._model, "prefill_tokens", None)
+        if not chunk or self._inputs.has_media or self._inputs.prompt_tokens <= chunk:
+            return None
+        return chunk if hf_slots.takes_states(self._model.hf_model) else None
 
 
 def _adapter_of(model: object) -> str | None:

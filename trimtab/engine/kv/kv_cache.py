@@ -436,15 +436,19 @@ def _prompt_layer(kind: str, config: Any) -> DynamicLayer:
 
 def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's state cannot be kept by rows, None if it can."""
-    if "past_key_values" not in inspect.signature(type(hf_model).forward).parameters:
-        return f"{type(hf_model).__name__} takes no keys and values of earlier tokens"
     model_type = hf_model.config.get_text_config().model_type
     for number, layer in enumerate(prompt_cache(hf_model).layers):
         if is_recurrent(layer) and model_type in MODEL_TYPES:
             continue
         if type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS) and type(layer).__name__ != "DummyLayer":
             return _unsupported(number, layer)
-    return None
+    return None if takes_states(hf_model) else f"{type(hf_model).__name__} takes no keys and values of earlier tokens"
+
+
+def takes_states(hf_model: HFModel) -> bool:
+    """Whether a model, or the one inside it, takes `past_key_values`; others have a cache of another name, or none."""
+    inner = getattr(hf_model, "base_model", hf_model)
+    return any("past_key_values" in inspect.signature(type(one).forward).parameters for one in (hf_model, inner))
 
 
 def keeps_states(hf_model: HFModel) -> bool:

@@ -1,4 +1,4 @@
-"""transformers' view of a checkpoint: its classes, names, configs. `hf_generate` and `hf_processor` import it too.
+"""transformers' view of a checkpoint: its classes, names, configs.
 
 `probe` runs transformers' own loader on tensors without data (`tracing.py`), so that renames, fused experts, ties and
 casts are stock's in every release, with no weight read and accelerate untouched: public arguments of public methods.

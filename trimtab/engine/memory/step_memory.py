@@ -51,8 +51,8 @@ def extra_bytes(model: SteppedModel, rows: int, mode: str | None = None) -> int:
         for count in (rows, plan.request.batch if has_rows else 0)
     ]  # fmt: skip
     wanted = step_bytes(
-        mode, anatomy, rows=rows, context_tokens=context_tokens, has_adapters=bool(plan.request.adapters),
-        kv=plan.request.kv,
+        mode, anatomy, quant=plan.request.quant, rows=rows, context_tokens=context_tokens,
+        has_adapters=bool(plan.request.adapters), kv=plan.request.kv,
         is_paged=pool_tokens(plan.request.kv_tokens, rows=rows, context_tokens=context_tokens) is not None,
     )  # fmt: skip
     return max(sum(wanted.values()) + caches[0] - sum(planned.bytes.values()) - caches[1], 0)

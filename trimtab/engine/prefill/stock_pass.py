@@ -13,12 +13,15 @@ from trimtab.engine.kv.sequence import Inputs, PrefillState
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import PrefillContext, Rows
 from trimtab.engine.towers.pieces import PausedError
+from trimtab.errors import DeviceError
 
 
 class TextPass:
     """A text that is computed piece by piece, next to a batch. inputs: without media. adapter: a name, None for the base."""
 
     def __init__(self, model: PrefillContext, inputs: Inputs, adapter: str | None) -> None:
+        if (why := hf_slots.why_not(model.hf_model)) is not None and not hf_slots.takes_states(model.hf_model):
+            raise DeviceError(f"texts of this family are not computed in pieces: {why}", device=str(model.device))
         self._model, self._inputs, self.adapter = model, inputs, adapter
         self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
         self._done = 0

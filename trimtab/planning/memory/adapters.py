@@ -68,7 +68,7 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
         total = needs.kv_cache_bytes + needs.activation_bytes
         if step.bytes:
             counted = step_bytes(
-                step.mode, anatomy, rows=use.batch, context_tokens=use.context_tokens, has_adapters=has_adapters,
+                step.mode, anatomy, quant=quant, rows=use.batch, context_tokens=use.context_tokens, has_adapters=has_adapters,
                 kv=use.kv, is_paged=use.pool_tokens is not None,
             )  # fmt: skip
             total += sum(counted.values())

@@ -276,16 +276,17 @@ def expert_table_bytes(anatomy: Anatomy, rows: int) -> int:
 
 
 def step_bytes(
-    mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full",
+    mode: str, anatomy: Anatomy, *, quant: str, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full",
     is_paged: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """Return the device bytes of steps by item, without keys and values.
 
     "kernels" and "graphs" are in the driver's memory, the others in torch's. "kv_copies": keys and values that
     attention of captured steps reads instead of 8 bits or pages; the graphs keep them. is_paged: whether rows share a
-    pool of pages.
+    pool of pages. Around the stack's own products (`reads_packed`) kernels and scratch are those of captured modules too.
     """
-    counted = {"kernels": LIBRARY_BYTES + KERNEL_BYTES[mode], "workspaces": WORKSPACE_BYTES}
+    modes = (mode, "graph") if mode == "fused" and not reads_packed(mode, anatomy, quant) else (mode,)
+    counted = {"kernels": LIBRARY_BYTES + max(KERNEL_BYTES[one] for one in modes), "workspaces": WORKSPACE_BYTES}
     if mode == "eager":
         return counted
     graphs = graph_count(mode, rows=rows, context_tokens=context_tokens, has_adapters=has_adapters, kv=kv)
@@ -300,7 +301,8 @@ def step_bytes(
         is_fused=mode == "fused",
     )  # fmt: skip
     return counted | ({"kv_copies": copies} if copies else {}) | {
-        "workspaces": 2 * WORKSPACE_BYTES, "logits": logits, "scratch": SCRATCH_BYTES[mode] + wide * ROW_SCRATCH_BYTES + tables,
+        "workspaces": 2 * WORKSPACE_BYTES, "logits": logits,
+        "scratch": max(SCRATCH_BYTES[one] for one in modes) + wide * ROW_SCRATCH_BYTES + tables,
         "graphs": FIRST_GRAPH_BYTES + graphs * graph_bytes(mode, anatomy, kv=kv),
     }  # fmt: skip
 

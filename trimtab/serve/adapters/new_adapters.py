@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import is_lora_file
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
-from trimtab.errors import AdapterError, RequestError, TrimtabError
+from trimtab.errors import SHOWN_PROBLEMS, AdapterError, RequestError, TrimtabError
+from trimtab.printable import printable
 from trimtab.serve.contract.inside_root import read_inside
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.scheduling.scheduler import StoppingError
@@ -45,8 +46,11 @@ log = logging.getLogger("trimtab.serve")
 def lost_reason(exc: TrimtabError | OSError) -> str:
     """Return why an adapter is lost, for clients: without the hint, which may name other folders."""
     if isinstance(exc, AdapterError):
-        return "; ".join(exc.problems)
-    return str(exc).removesuffix(exc.hint).strip() if isinstance(exc, TrimtabError) else exc.strerror or type(exc).__name__
+        more = len(exc.problems) - SHOWN_PROBLEMS
+        return "; ".join([*exc.problems[:SHOWN_PROBLEMS], *([f"and {more} more"] if more > 0 else [])])
+    if isinstance(exc, TrimtabError):
+        return str(exc).removesuffix(printable(exc.hint)).strip()
+    return exc.strerror or type(exc).__name__
 
 
 @dataclass(eq=False)

@@ -266,7 +266,7 @@ def _folder_problem(path: Any, folder: Path) -> str | None:
     try:
         found = _weighted(path, folder)[0]
         if not _is_adapter_path(found):
-            check_is_adapter(found if address_hint(found) else folder / found)
+            check_is_adapter(found if address_hint(found) else folder.absolute() / found)
     except RequestError as exc:
         return str(exc)
     except AdapterError as exc:
