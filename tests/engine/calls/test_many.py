@@ -19,7 +19,8 @@ from tests.long_runs import crossed
 from trimtab import demo
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.engine.prefill.stock_pass import TextPass
+from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
 
 QUESTION = "Who are you?"
@@ -139,6 +140,11 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
     with trimtab.load(replace(plan, prefill_tokens=4)) as one:  # a longer prompt than one piece
         assert len(set(wanted)) > 3 and list(one.answer(ids, max_new_tokens=16).token_ids) == wanted
         assert [list(answer.token_ids) for answer in one.batch([ids, ids], max_new_tokens=16)] == [wanted, wanted]
+        with pytest.raises(DeviceError, match="this family cannot be batched"):
+            Batch(one, rows=1).begin(one.prepare(ids), GenerateRequest(max_new_tokens=2))
+        if name != "Bamba":
+            with pytest.raises(DeviceError, match="not computed in pieces"):
+                TextPass(one, one.prepare(ids), None)
 
 
 def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):

@@ -80,8 +80,7 @@ class Batch:
     context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `DecodeStep`;
     None is the model's mode. active: the rows that decode. placed: rows whose prompts are complete, in order, each with a
     place behind the active ones.
-    Errors: RequestError for less than one row; DeviceError at the first `join` for a family whose state cannot be kept per
-    row.
+    Errors: RequestError for less than one row.
     """
 
     model: BatchModel
@@ -96,6 +95,7 @@ class Batch:
             raise RequestError("a batch has at least one row", field="rows", value=self.rows)
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(end_token_ids(self.model.hf_model))
+        self._unsupported = hf_slots.why_not(self.model.hf_model)
         self.cache = hf_slots.BatchedKVCache(
             self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
@@ -155,8 +155,11 @@ class Batch:
         applied before sampling. client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache.
         group: requests with the same prompt, media and adapter share the first one's computation. may_end_in_step: of
         `PrefillState`.
-        Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
+        Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded; DeviceError for a family
+        whose states cannot be kept by rows.
         """
+        if self._unsupported is not None:
+            raise self._no_rows(self._unsupported)
         request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.adapter_store.names:
             raise RequestError(
@@ -327,14 +330,13 @@ class Batch:
             self.cache.copy(prompt.source.number, number, prompt.row.prompt_tokens)
             return
         try:
-            if not hf_slots.takes_states(self.model.hf_model):
-                raise hf_slots.UnsupportedLayersError(hf_slots.why_not(self.model.hf_model))
             self.cache.fill(number, prompt.cache, prompt.done_tokens, offset=prompt.offset)
         except hf_slots.UnsupportedLayersError as exc:
-            raise DeviceError(
-                f"this family cannot be batched: {exc}", device=str(self.model.device),
-                hint="Run the requests one at a time",
-            ) from exc  # fmt: skip
+            raise self._no_rows(exc) from exc
+
+    def _no_rows(self, why: object) -> DeviceError:
+        hint = "Run the requests one at a time"
+        return DeviceError(f"this family cannot be batched: {why}", device=str(self.model.device), hint=hint)
 
     def step(self, behind: Callable[[], bool] | None = None) -> list[SampledToken]:
         """Return the next token of every unfinished row, in the order of the rows. A row without a token gets an `error`.

@@ -27,6 +27,7 @@ from trimtab.engine.chat.prompt import check_fits, fitted
 from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.prefill.rows import PrefillContext
 from trimtab.errors import CheckpointError
 from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
 
@@ -260,8 +261,10 @@ class _Stream:
         return self.stop.is_set() or self.text.is_over
 
 
-class AnsweringModel(ChatModel, HasContext, Protocol):
-    """A model that answers: a loaded one, or one that has neither adapters, plan nor rows."""
+class AnsweringModel(PrefillContext, ChatModel, HasContext, Protocol):
+    """A loaded model that answers."""
+
+    def rows(self) -> Batch | None: ...
 
 
 class Generation:
@@ -306,7 +309,7 @@ class Generation:
 
     def _run(self) -> None:
         try:
-            rows = self._model.rows() if hasattr(self._model, "rows") else None
+            rows = self._model.rows()
             if rows is not None:
                 self._run_rows(rows)
                 return
@@ -316,8 +319,8 @@ class Generation:
             stock_generation.generate(
                 self._model.hf_model, dict(self._inputs.tensors), self.request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
-                adapter=_adapter_of(self._model), logprobs=self._stream.logprobs,
-                kv=_kv_of(self._model),
+                adapter=self._model.adapter_store.selection.name, logprobs=self._stream.logprobs,
+                kv=self._model.plan.request.kv,
             )  # fmt: skip
         except BaseException as exc:  # raised in the consumer's thread
             self._stream.queue.put(exc)
@@ -326,7 +329,8 @@ class Generation:
 
     def _run_rows(self, batch: Batch) -> None:
         """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
-        prompt = batch.begin(self._inputs, self.request, adapter=_adapter_of(self._model), top_logprobs=self.request.logprobs)
+        adapter = self._model.adapter_store.selection.name
+        prompt = batch.begin(self._inputs, self.request, adapter=adapter, top_logprobs=self.request.logprobs)
         while not prompt.step():
             if self._stream.is_over():
                 return
@@ -346,22 +350,10 @@ class Generation:
 
     def _chunk(self) -> int | None:
         """Return the prompt's piece size, None for one piece: an image or audio clip has to be in one with its tokens."""
-        chunk: int | None = getattr(self._model, "prefill_tokens", None)
+        chunk = self._model.prefill_tokens
         if not chunk or self._inputs.has_media or self._inputs.prompt_tokens <= chunk:
             return None
         return chunk if hf_slots.takes_states(self._model.hf_model) else None
-
-
-def _adapter_of(model: object) -> str | None:
-    """Return the adapter that all rows use, None for the base and for other models than ours."""
-    store = getattr(model, "adapter_store", None)
-    return None if store is None else store.selection.name
-
-
-def _kv_of(model: object) -> str:
-    """Return the form of a model's keys and values; the bridge's models have no plan."""
-    plan = getattr(model, "plan", None)
-    return "full" if plan is None else str(plan.request.kv)
 
 
 def logprobs_of(sampled: SampledToken) -> tuple[TokenLogprob, ...]:
