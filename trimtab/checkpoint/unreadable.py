@@ -65,8 +65,8 @@ def address_hint(text: str, *, takes_hub_id: bool = False) -> str:
     )
 
 
-# How many entries are looked at for a mistyped path, and how many names a message has.
-MOST_LOOKED_AT, MOST_NAMED = 500, 5
+# How many entries are looked at for a mistyped path, hidden ones too, how many names a message lists, and how many it proposes.
+MOST_LOOKED_AT, MOST_NAMED, MOST_NEAR = 500, 5, 3
 
 
 def path_hint(
@@ -90,7 +90,7 @@ def path_hint(
     alike = near_names(os.path.splitext(last)[0] if holds is None else last, by_name, MOST_LOOKED_AT)
     alike = alike or near_names(text, also if takes_hub_id else ())
     of_name = dict.fromkeys(one for name in alike for one in by_name.get(name, [name]))
-    near = list(islice((one for one in of_name if one in also or _is_meant(one, holds)), 3))
+    near = list(islice((one for one in of_name if one in also or _is_meant(one, holds)), MOST_NEAR))
     if near:
         return f"Did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"
     if parent and not takes_hub_id and not os.path.isdir(parent):
@@ -119,8 +119,7 @@ def _beside(folder: str, holds: str | None, deeper: int) -> list[str]:
             if not left:
                 break
             with suppress(OSError, ValueError), os.scandir(one) as entries:  # a path may be too long, or another user's
-                visible = (one for one in islice(entries, 4 * MOST_LOOKED_AT) if not one.name.startswith("."))
-                looked_at = list(islice(visible, left))
+                looked_at = list(islice(entries, left))
                 left -= len(looked_at)
                 below += sorted(Path(entry.path) for entry in looked_at if _may_be_meant(entry, holds))
         found, level = [*found, *map(str, below)], below
@@ -128,9 +127,9 @@ def _beside(folder: str, holds: str | None, deeper: int) -> list[str]:
 
 
 def _may_be_meant(entry: os.DirEntry[str], holds: str | None) -> bool:
-    """Whether an entry is a folder, or no folder if holds is None. A link's file system may not answer."""
+    """Whether a visible entry is a folder, or no folder if holds is None. A link's file system may not answer."""
     with suppress(OSError, ValueError):
-        return entry.is_dir() == (holds is not None)
+        return not entry.name.startswith(".") and entry.is_dir() == (holds is not None)
     return False
 
 

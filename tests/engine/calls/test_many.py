@@ -19,7 +19,6 @@ from tests.long_runs import crossed
 from trimtab import demo
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.prefill.stock_pass import TextPass
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
 
@@ -116,6 +115,11 @@ OWN_CACHES = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
     },
+    "Jamba": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+    },
     "OpenAIGPT": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
 }  # fmt: skip
 
@@ -132,19 +136,27 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
         elif value.dim() > 1:
             torch.nn.init.normal_(value, std=0.02 if "tokens" in path else 0.5 if "embed" in path else 0.2)
     plain.save_pretrained(tmp_path)
-    ids = [5, 6, 7, 8, 9]
+    ids = list(range(5, 25))
     wanted = plain.generate(
         torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(ids) :].tolist()
     plan = trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=64)
-    with trimtab.load(replace(plan, prefill_tokens=4)) as one:  # a longer prompt than one piece
-        assert len(set(wanted)) > 3 and list(one.answer(ids, max_new_tokens=16).token_ids) == wanted
+    with trimtab.load(plan) as one:
+        whole, states = one.answer(ids, max_new_tokens=16, logprobs=0), one.embed([ids])
+        assert len(set(wanted)) > 3 and list(whole.token_ids) == wanted
         assert [list(answer.token_ids) for answer in one.batch([ids, ids], max_new_tokens=16)] == [wanted, wanted]
         with pytest.raises(DeviceError, match="this family cannot be batched"):
             Batch(one, rows=1).begin(one.prepare(ids), GenerateRequest(max_new_tokens=2))
-        if name != "Bamba":
-            with pytest.raises(DeviceError, match="not computed in pieces"):
-                TextPass(one, one.prepare(ids), None)
+    with trimtab.load(replace(plan, prefill_tokens=8)) as one:  # the prompt has more tokens than a piece
+        cut = one.answer(ids, max_new_tokens=16, logprobs=0)
+        assert [token.logprob for token in cut.logprobs] == pytest.approx(
+            [token.logprob for token in whole.logprobs], abs=TOLERANCE
+        )
+        if name == "Bamba":
+            np.testing.assert_allclose(one.embed([ids]), states, atol=TOLERANCE)
+        else:
+            with pytest.raises(DeviceError, match="computed whole, and 20 tokens are more than the 8"):
+                one.embed([ids])
 
 
 def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):

@@ -353,7 +353,7 @@ class Generation:
         chunk = self._model.prefill_tokens
         if not chunk or self._inputs.has_media or self._inputs.prompt_tokens <= chunk:
             return None
-        return chunk if hf_slots.takes_states(self._model.hf_model) else None
+        return chunk if hf_slots.may_cut(self._model.hf_model) else None
 
 
 def logprobs_of(sampled: SampledToken) -> tuple[TokenLogprob, ...]:

@@ -451,6 +451,15 @@ def takes_states(hf_model: HFModel) -> bool:
     return any("past_key_values" in inspect.signature(type(one).forward).parameters for one in (hf_model, inner))
 
 
+# transformers 5.23: a pass of several tokens behind a cache has other numbers than one pass over all of them.
+WHOLE = {"jamba"}
+
+
+def may_cut(hf_model: HFModel) -> bool:
+    """Whether a text may be computed in pieces, each behind the cache of those before."""
+    return takes_states(hf_model) and hf_model.config.get_text_config().model_type not in WHOLE
+
+
 def keeps_states(hf_model: HFModel) -> bool:
     """Whether layers keep a state of exactly the tokens that were read, which cannot be cut back."""
     return any(is_recurrent(layer) for layer in prompt_cache(hf_model).layers)

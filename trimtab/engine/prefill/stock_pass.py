@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,9 +21,9 @@ class TextPass:
     """A text that is computed piece by piece, next to a batch. inputs: without media. adapter: a name, None for the base."""
 
     def __init__(self, model: PrefillContext, inputs: Inputs, adapter: str | None) -> None:
-        if (why := hf_slots.why_not(model.hf_model)) is not None and not hf_slots.takes_states(model.hf_model):
-            raise DeviceError(f"texts of this family are not computed in pieces: {why}", device=str(model.device))
         self._model, self._inputs, self.adapter = model, inputs, adapter
+        # Bamba counts positions from 0 in each piece if it is given none; others get what they would count themselves.
+        self._has_rows, self._may_cut = hf_slots.why_not(model.hf_model) is None, hf_slots.may_cut(model.hf_model)
         self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
         self._done = 0
 
@@ -38,7 +39,12 @@ class TextPass:
     def _next(self, module: nn.Module, most_tokens: int) -> Any:
         """Return what a module of the model makes of the next tokens, which count as computed from then on."""
         start, end = self._done, min(self.prompt_tokens, self._done + most_tokens)
+        if end - start < self.prompt_tokens and not self._may_cut:
+            why = f"{self.prompt_tokens} tokens are more than the {most_tokens} of a piece"
+            raise DeviceError(f"texts of this family are computed whole, and {why}", device=str(self._model.device))
         tensors = _tensors(self._model, self._inputs, start, end)
+        if not self._has_rows and "position_ids" in inspect.signature(module.forward).parameters:
+            tensors |= {"position_ids": torch.arange(start, end, device=self._model.device)[None]}
         _begin(self._model, self.adapter)
         with torch.no_grad():
             output = module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
