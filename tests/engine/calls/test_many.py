@@ -21,6 +21,7 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
+from trimtab.serve.worker.engine import LoadedEngine
 
 QUESTION = "Who are you?"
 # One float32 step of a tiny model, computed in two orders (tests/engine/batch/test_batch.py says where it comes from).
@@ -147,6 +148,8 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
         assert [list(answer.token_ids) for answer in one.batch([ids, ids], max_new_tokens=16)] == [wanted, wanted]
         with pytest.raises(DeviceError, match="this family cannot be batched"):
             Batch(one, rows=1).begin(one.prepare(ids), GenerateRequest(max_new_tokens=2))
+        with pytest.raises(DeviceError, match="this family cannot be batched"):  # a server does not start
+            LoadedEngine(one, rows=1)
     with trimtab.load(replace(plan, prefill_tokens=8)) as one:  # the prompt has more tokens than a piece
         cut = one.answer(ids, max_new_tokens=16, logprobs=0)
         assert [token.logprob for token in cut.logprobs] == pytest.approx(

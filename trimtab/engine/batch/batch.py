@@ -158,8 +158,7 @@ class Batch:
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded; DeviceError for a family
         whose states cannot be kept by rows.
         """
-        if self._unsupported is not None:
-            raise self._no_rows(self._unsupported)
+        self.check_family()
         request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.adapter_store.names:
             raise RequestError(
@@ -334,8 +333,13 @@ class Batch:
         except hf_slots.UnsupportedLayersError as exc:
             raise self._no_rows(exc) from exc
 
+    def check_family(self) -> None:
+        """Raise DeviceError for a family whose states cannot be kept by rows."""
+        if self._unsupported is not None:
+            raise self._no_rows(self._unsupported)
+
     def _no_rows(self, why: object) -> DeviceError:
-        hint = "Run the requests one at a time"
+        hint = "`trimtab run` and `model.answer` run requests one at a time"
         return DeviceError(f"this family cannot be batched: {why}", device=str(self.model.device), hint=hint)
 
     def step(self, behind: Callable[[], bool] | None = None) -> list[SampledToken]:
