@@ -21,6 +21,7 @@ from trimtab.engine.formats import ggml, weights
 from trimtab.engine.formats import packed as packing
 from trimtab.engine.formats.packed import Packed
 from trimtab.errors import CheckpointError
+from trimtab.formats import record
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import GGML_BLOCKS, PackedEntry, packed_parts, stored_format
 from trimtab.gguf import companion, folders
@@ -48,7 +49,7 @@ def test_blocks_of_any_bits_are_what_gguf_and_transformers_make_of_them(golden, 
     of_file = Packed(kind.lower(), tuple(expected.shape), torch.float32, {"weight": stored}, {})
     entry = PackedEntry("x.weight", kind.lower(), of_file.shape, "bfloat16", {}, {})
     packed = weights.prequantized(entry, {"weight": stored}, torch.float32)
-    for file in (ggml, packing):
+    for file in (ggml, record):
         monkeypatch.setattr(file, "DEQUANTIZED_VALUES", 100)  # a row at a time
     half = weights.prequantized(entry, {"weight": stored}, torch.float32)
     for one in (of_file, packed, half):

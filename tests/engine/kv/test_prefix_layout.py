@@ -19,11 +19,16 @@ SIZE, WINDOW, CONTEXT, HEADS, WIDTH = 8, 24, 200, 2, 16
 TOKENS = 5 * SIZE + 3
 
 
+class Model(SimpleNamespace):
+    def forward(self, past_key_values):
+        """Only its parameters are read."""
+
+
 def made(sliding=3, full=2, *, staging=None, pages=None, kv="full"):
     """Return a batch's prefixes over rows of random states. staging: bytes of the copy buffer. pages: of rows 0 and 1 in a pool."""
     kinds = ["sliding_attention"] * sliding + ["full_attention"] * full
     config = Gemma3TextConfig(num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=WINDOW)
-    hf_model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config), modules=list)
+    hf_model = Model(config=SimpleNamespace(get_text_config=lambda: config), modules=list)
     slots = hf_slots.BatchedKVCache(2, CONTEXT, torch.device("cpu"), kv_tokens=pages and CONTEXT + 2 * PAGE_TOKENS, kv=kv)
     slots.lay_out(hf_slots.prompt_cache(hf_model, kv))
     generator = torch.Generator().manual_seed(0)
