@@ -351,9 +351,8 @@ class Generation:
     def _chunk(self) -> int | None:
         """Return the prompt's piece size, None for one piece: an image or audio clip has to be in one with its tokens."""
         chunk = self._model.prefill_tokens
-        if not chunk or self._inputs.has_media or self._inputs.prompt_tokens <= chunk:
-            return None
-        return chunk if hf_slots.may_cut(self._model.hf_model) else None
+        is_whole = not chunk or self._inputs.has_media or self._inputs.prompt_tokens <= chunk
+        return None if is_whole else chunk
 
 
 def logprobs_of(sampled: SampledToken) -> tuple[TokenLogprob, ...]:

@@ -23,6 +23,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import dequantize, prequantized, quantize
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
 from trimtab.engine.loader import head_kernel as head8_choice
@@ -83,6 +84,7 @@ def fill(
     check_has_weights(checkpoint)
     plan.check_same_checkpoint(checkpoint)
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
+    kv_cache.check_chunks(probe.model, plan.prefill_tokens, request.context_tokens)
     anatomy = hf.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
         keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason), experts=request.experts, is_to_plan=request.kv != "full",

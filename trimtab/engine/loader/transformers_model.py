@@ -417,6 +417,7 @@ def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
         fused_unsupported=families.why_not(probed.model),
         prompts_unsupported=hf_prefill.why_not(probed.model),
         images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
+        cuts_texts=hf_slots.may_cut(probed.model),
     )
 
 

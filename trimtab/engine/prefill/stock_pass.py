@@ -14,7 +14,6 @@ from trimtab.engine.kv.sequence import Inputs, PrefillState
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import PrefillContext, Rows
 from trimtab.engine.towers.pieces import PausedError
-from trimtab.errors import DeviceError
 
 
 class TextPass:
@@ -23,7 +22,7 @@ class TextPass:
     def __init__(self, model: PrefillContext, inputs: Inputs, adapter: str | None) -> None:
         self._model, self._inputs, self.adapter = model, inputs, adapter
         # Bamba counts positions from 0 in each piece if it is given none; others get what they would count themselves.
-        self._has_rows, self._may_cut = hf_slots.why_not(model.hf_model) is None, hf_slots.may_cut(model.hf_model)
+        self._has_rows = hf_slots.why_not(model.hf_model) is None
         self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
         self._done = 0
 
@@ -39,9 +38,6 @@ class TextPass:
     def _next(self, module: nn.Module, most_tokens: int) -> Any:
         """Return what a module of the model makes of the next tokens, which count as computed from then on."""
         start, end = self._done, min(self.prompt_tokens, self._done + most_tokens)
-        if end - start < self.prompt_tokens and not self._may_cut:
-            why = f"{self.prompt_tokens} tokens are more than the {most_tokens} of a piece"
-            raise DeviceError(f"texts of this family are computed whole, and {why}", device=str(self._model.device))
         tensors = _tensors(self._model, self._inputs, start, end)
         if not self._has_rows and "position_ids" in inspect.signature(module.forward).parameters:
             tensors |= {"position_ids": torch.arange(start, end, device=self._model.device)[None]}
