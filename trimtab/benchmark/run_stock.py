@@ -18,6 +18,7 @@ import torch
 
 from trimtab.benchmark import bandwidth
 from trimtab.benchmark.stopwatch import Clock, wait
+from trimtab.stock.load import generating
 from trimtab.stock.unsplit import load_unsplit, with_adapters
 from trimtab.verification.routes import stock_run as stock_route
 from trimtab.verification.routes import teacher_forcing as forced
@@ -123,15 +124,6 @@ def ready(model: Any, new_tokens: int) -> Iterator[Callable[[Mapping[str, Any], 
 
     # No end token: every run decodes the same number of tokens.
     config = transformers.GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-    holder = model.get_base_model() if hasattr(model, "get_base_model") else model
     forced.forget_request(model)
-    kept, holder.generation_config = holder.generation_config, transformers.GenerationConfig()
-
-    def generate(inputs: Mapping[str, Any], tick: Tick) -> None:
-        holder.generate(**inputs, generation_config=config, streamer=_Streamer(tick))
-
-    try:
-        with torch.no_grad():
-            yield generate
-    finally:
-        holder.generation_config = kept
+    with generating(model) as generate:
+        yield lambda inputs, tick: generate(**inputs, generation_config=config, streamer=_Streamer(tick))

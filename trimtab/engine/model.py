@@ -23,7 +23,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.engine import float16_check
 from trimtab.engine.batch import kept_batch
-from trimtab.engine.batch.kept_batch import Turns
+from trimtab.engine.batch.kept_batch import KeptBatch, Turns
 from trimtab.engine.chat.media import several
 from trimtab.engine.cuda import cudnn
 from trimtab.engine.cuda.capture_stream import wait_for_all
@@ -99,13 +99,12 @@ class LoadedModel(Asking):
         # Held while an adapter is exchanged, when its name is attached to nothing for a moment.
         self.exchanging = threading.RLock()
         self.preparing = threading.Lock()
-        self.batch_kept: Batch | None = None
+        self.kept = KeptBatch(self)
         self.prefix_cache: PrefixCache | None = None
         self.prompt_room: PrefillMemoryPool | None = None
         # For the kernels of steps and chunks; on a CPU each layer has its own share of them instead.
         self.unpacked: UnpackedWeights | None = None
         self.unpacked_bytes = 0
-        self.own_fallbacks: tuple[Fallback, ...] = ()
         self._no_processor: CheckpointError | None = None
         self._loaded: Loaded | None = None
         self._give_back_attention: Callable[[], object] = lambda: None
@@ -170,7 +169,7 @@ class LoadedModel(Asking):
 
     def forget_batch(self) -> None:
         """Give back the batch that the last answers used, for a caller that makes its own: the plan counts one of them."""
-        kept_batch.forget(self)
+        self.kept.forget()
 
     def _prepare_steps(self) -> None:
         """Capture the planned steps now: failed captures on this card are known when the model is loaded."""
@@ -268,7 +267,8 @@ class LoadedModel(Asking):
         loaded, self._loaded = self._loaded, None
         if self.prompt_room is not None:
             self.prompt_room.release()
-        self.batch_kept, self.unpacked, self.unpacked_bytes, self.prompt_room = None, None, 0, None
+        self.kept = KeptBatch(self)
+        self.unpacked, self.unpacked_bytes, self.prompt_room = None, 0, None
         if loaded is not None:
             loaded.close()
         self._fittings.clear()
@@ -452,14 +452,14 @@ class LoadedModel(Asking):
         """The slower computations that replace a kernel or a graph, with reasons; complete after a first answer."""
         from trimtab.engine.decode.step_choice import Fallback
 
-        own = () if self.batch_kept is None else tuple(self.batch_kept.steps.fallbacks)
+        own = () if self.kept.batch is None else tuple(self.kept.batch.steps.fallbacks)
         loaded = {} if self._loaded is None else dict(self._loaded.left_out)
         kept = None if self.prefix_cache is None else self.prefix_cache.why_not
         loaded |= {} if kept is None else {"prefix cache": kept}
         # Graphs captured while loading stay as they are when the other model is closed.
         attention = self._why_without_cudnn() or self._attention_at_load
         loaded |= {} if attention is None else {"cuDNN's attention": attention}
-        return tuple(dict.fromkeys((*(Fallback(what, why) for what, why in loaded.items()), *self.own_fallbacks, *own)))
+        return tuple(dict.fromkeys((*(Fallback(what, why) for what, why in loaded.items()), *self.kept.fallbacks, *own)))
 
     def rows(self) -> Batch | None:
         """Return the batch that `answer` and `generate` decode with, None where transformers' own generation decodes.
@@ -467,7 +467,7 @@ class LoadedModel(Asking):
         It has one row, or the plan's rows where answers are batch-invariant. Errors: DeviceError if an explicitly requested
         decode mode is unavailable.
         """
-        return kept_batch.single(self)
+        return self.kept.single()
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
@@ -581,7 +581,7 @@ class LoadedModel(Asking):
         """
         from trimtab.engine import memory_shares
 
-        return memory_shares.measured(self, self.batch_kept, since_bytes=self._baseline_bytes)
+        return memory_shares.measured(self, self.kept.batch, since_bytes=self._baseline_bytes)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -594,4 +594,4 @@ class LoadedModel(Asking):
         """Return the shares of the device's memory, planned and measured. batch: None is the one of `answer`."""
         from trimtab.engine import memory_shares
 
-        return memory_shares.shares_of(self, batch or self.batch_kept)
+        return memory_shares.shares_of(self, batch or self.kept.batch)

@@ -52,7 +52,7 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     path = Path(options.config)
     table, folder = read_toml(path, "--config"), path.parent
     actions = {one.dest: one for one in parser._actions if one.dest not in NOT_HERE and one.dest != argparse.SUPPRESS}
-    made, problems = argparse.Namespace(**vars(options)), []
+    made, problems = dict(vars(options)), list[str]()
     for name, value in table.items():
         if name in TABLES:
             continue
@@ -65,25 +65,25 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         if isinstance(wrong := _value(action, value, folder), _Wrong):
             problems.append(f"{name}: {wrong.why}")
         elif getattr(options, name) == action.default:
-            setattr(made, name, wrong)
+            made[name] = wrong
     problems += _limits(made, options, table.get("limits", {}))
     problems += _adapters(made, options, table.get("adapters", {}), folder)
-    made.named_keys, wrong_keys = _keys(table.get("keys", {}), folder)
+    made["named_keys"], wrong_keys = _keys(table.get("keys", {}), folder)
     problems += wrong_keys
-    if made.plan is not None and options.plan is None:
-        if made.model is not None:
+    if made["plan"] is not None and options.plan is None:
+        if made["model"] is not None:
             problems.append("plan: cannot be combined with a model: both name the model")
-        made.model = made.plan
+        made["model"] = made["plan"]
     if "models" in table:
-        if made.model is not None:
+        if made["model"] is not None:
             problems.append("models: give either [models.NAME] tables or a model")
-        made.model = str(path)
-    elif made.model is None:
+        made["model"] = str(path)
+    elif made["model"] is None:
         problems.append("has no model: set model = or a [models.NAME] table")
     if problems:
         lines = "\n".join(f"  - {text}" for text in problems)
         raise CheckpointError(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n{lines}", path=path)
-    return made
+    return argparse.Namespace(**made)
 
 
 def keys_of(options: argparse.Namespace) -> dict[str, str]:
@@ -143,7 +143,7 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
     return str(folder / text) if action.dest in PATHS and not is_json else text
 
 
-def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -> list[str]:
+def _limits(made: dict[str, Any], options: argparse.Namespace, table: Any) -> list[str]:
     if not isinstance(table, Mapping):
         return ["limits: must be a table"]
     wrong = [f"limits.{name}: must be a number" for name, one in table.items() if not _is_number(one)]
@@ -151,14 +151,14 @@ def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -
     for name in table:
         if name not in known:
             wrong.append(f"limits.{name}: unknown limit{choices_text(known, near_names(name, known))}")
-    made.limit = _beside(table, options.limit)
+    made["limit"] = _beside(table, options.limit)
     return wrong
 
 
-def _adapters(made: argparse.Namespace, options: argparse.Namespace, table: Any, folder: Path) -> list[str]:
+def _adapters(made: dict[str, Any], options: argparse.Namespace, table: Any, folder: Path) -> list[str]:
     if not isinstance(table, Mapping) or not all(isinstance(one, str) for one in table.values()):
         return ["adapters: must be a table of folders"]
-    made.adapter = _beside({name: _full(one, folder) for name, one in table.items()}, options.adapter)
+    made["adapter"] = _beside({name: _full(one, folder) for name, one in table.items()}, options.adapter)
     return []
 
 

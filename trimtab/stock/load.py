@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -58,3 +60,19 @@ def without_repacking(model: Any) -> Any:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
+
+
+@contextmanager
+def generating(model: Any) -> Iterator[Callable[..., Any]]:
+    """Yield `generate` of a model, a PeftModel's base, without gradients and without the values of the checkpoint's generation
+    config: transformers fills them in where a call gives none."""
+    import torch
+    import transformers
+
+    holder = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kept, holder.generation_config = holder.generation_config, transformers.GenerationConfig()
+    try:
+        with torch.no_grad():
+            yield holder.generate
+    finally:
+        holder.generation_config = kept

@@ -14,7 +14,6 @@ import transformers
 
 import trimtab
 from tests import stock, talking
-from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import Detokenizer, Generation, hidden_ids
 from trimtab.engine.batch.request import AnswerPenalties, Sampler
@@ -315,7 +314,7 @@ def test_text_that_waits_for_the_rest_of_a_stop_text_is_given_out_at_the_end(mod
     whole = model.answer("Hello", max_new_tokens=8).text
     assert model.answer("Hello", max_new_tokens=8, stop=(whole[-1] + "never",)).text == whole
     with model.answering(None):
-        batch = kept_batch.take(model, 1)
+        batch = model.kept.take(1)
     monkeypatch.setattr(type(model), "rows", lambda self: batch)
     assert model.answer("Hello", max_new_tokens=8, stop=(whole[-1] + "never",)).text == whole
 

@@ -39,15 +39,15 @@ def test_a_second_call_captures_nothing_and_answers_the_same(planned, replayed):
     first = answers(planned)
     (kept,) = batches(planned)
     captures = len(replayed)
-    assert captures and planned.batch_kept is kept and not kept.active and not kept.placed
-    assert answers(planned) == first and planned.batch_kept is kept
+    assert captures and planned.kept.batch is kept and not kept.active and not kept.placed
+    assert answers(planned) == first and planned.kept.batch is kept
     assert len(replayed) == captures
 
 
 def test_a_call_with_other_rows_gives_it_back(planned, replayed):  # noqa: F811 - the fixture
     expected = answers(planned)
     assert answers(planned, rows=2) == expected
-    assert planned.batch_kept is None and not batches(planned)  # two rows are not what the plan counts
+    assert planned.kept.batch is None and not batches(planned)  # two rows are not what the plan counts
 
 
 def test_an_answer_by_itself_gives_it_back(planned, replayed):  # noqa: F811 - the fixture
@@ -56,7 +56,7 @@ def test_an_answer_by_itself_gives_it_back(planned, replayed):  # noqa: F811 - t
     try:
         assert planned.answer(PROMPTS[0], max_new_tokens=6).token_ids == expected[0]
         assert [one.rows for one in batches(planned)] == [1]
-        assert answers(planned) == expected and planned.batch_kept.rows == 3
+        assert answers(planned) == expected and planned.kept.batch.rows == 3
     finally:
         planned.decode = "auto"
 
@@ -65,10 +65,10 @@ def test_a_batch_that_was_left_or_failed_is_not_kept(planned, replayed):  # noqa
     left = planned.batch_as_finished(PROMPTS, max_new_tokens=6)
     next(left)
     left.close()
-    assert planned.batch_kept is None and not batches(planned)
+    assert planned.kept.batch is None and not batches(planned)
     with pytest.raises(RequestError):
         list(planned.batch([*PROMPTS, {"prompt": "Hello", "adapter": "nobody"}], max_new_tokens=6))
-    assert planned.batch_kept is None
+    assert planned.kept.batch is None
 
 
 def test_requests_that_cannot_be_read_leave_no_batch(planned, replayed):  # noqa: F811 - the fixture
@@ -80,7 +80,7 @@ def test_requests_that_cannot_be_read_leave_no_batch(planned, replayed):  # noqa
 
     with pytest.raises(OSError, match="file of prompts"):
         list(planned.batch(broken()))
-    assert planned.batch_kept is None and not batches(planned)
+    assert planned.kept.batch is None and not batches(planned)
 
 
 def test_an_adapter_of_the_same_name_answers_anew(planned, replayed):  # noqa: F811 - the fixture
@@ -103,12 +103,12 @@ def test_a_closed_model_keeps_none(replayed):  # noqa: F811 - the fixture
     for _ in PROMPTS:
         next(found)
     model.close()
-    assert list(found) == [] and model.batch_kept is None
+    assert list(found) == [] and model.kept.batch is None
 
 
 def test_one_whose_steps_are_not_captured_is_not_kept(planned):
     answers(planned)
-    assert planned.batch_kept is None and not batches(planned)
+    assert planned.kept.batch is None and not batches(planned)
 
 
 def test_an_answer_whose_first_token_has_no_memory_leaves_its_row_to_the_next(planned, replayed, monkeypatch):  # noqa: F811

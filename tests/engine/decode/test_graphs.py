@@ -602,7 +602,7 @@ def test_one_answer_is_decoded_from_captured_steps_within_what_was_counted(model
     with demo() as loaded:
         loaded.decode = "auto"
         answer = loaded.answer("What do you see?", **LOOK, adapter="style", max_new_tokens=32)
-        assert loaded.batch_kept is not None and loaded.batch_kept.steps.captures > 0 and loaded.fallbacks == ()
+        assert loaded.kept.batch is not None and loaded.kept.batch.steps.captures > 0 and loaded.fallbacks == ()
         memory = loaded.memory()
         assert memory["gpu_peak_bytes"] <= loaded.plan.gpu_peak_bytes + memory["gpu_decode_bytes"]
     assert answer.token_ids == model.answer("What do you see?", **LOOK, adapter="style", max_new_tokens=32).token_ids

@@ -43,13 +43,13 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2, cu
             packed = codes.share(packed_weight(quant, *shape, seed=10 * block + place))
             path = f"layers.{block}.{place}"
             facts = packed.with_parts({}, packed.codes)
-            staged.append((path, writer.group, facts, writer.add(packed.parts), len(writer.group.piece_starts)))
+            staged.append((path, writer, facts, writer.add(packed.parts), len(writer.piece_starts)))
             resident.append(leaves.ResidentLeaf(path, packed, **common).eval())
         groups.append(writer.finish(spill))
     streamer = tiers.Streamer(CPU, groups, slot_count=slots, spill=spill)
     streamer.poison = True
-    for path, *weight in staged:
-        staged_leaves.append(leaves.StagedLinear(path, tiers.Staged(streamer, *weight), **common).eval())
+    for path, writer, *weight in staged:
+        staged_leaves.append(leaves.StagedLinear(path, tiers.Staged(streamer, writer.group, *weight), **common).eval())
     return staged_leaves, resident, streamer
 
 

@@ -36,7 +36,6 @@ from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
 from trimtab.engine.decode.decode_step import BatchState, StepBuffers
-from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.pages import RowPages
 from trimtab.engine.kv.sequence import Inputs
@@ -56,10 +55,7 @@ if TYPE_CHECKING:
 
 
 class BatchModel(PrefillContext, Protocol):
-    """A loaded model as its batches see it. batch_kept: the batch between calls (kept_batch.py), and why steps are not captured."""
-
-    batch_kept: Batch | None
-    own_fallbacks: tuple[Fallback, ...]
+    """A loaded model as its batches see it."""
 
     @property
     def decode(self) -> str: ...

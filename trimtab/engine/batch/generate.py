@@ -387,7 +387,8 @@ class Timed:
         self._so_far, self._end = AnswerSoFar(inputs.prompt_tokens, 0.0), 0.0
 
     def __iter__(self) -> Iterator[Piece]:
-        self._so_far.start = self._so_far.first = self._end = time.perf_counter()
+        self._end = now = time.perf_counter()
+        self._so_far = AnswerSoFar(self._so_far.prompt_tokens, now, now)
         try:
             with closing(iter(self._generation)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:

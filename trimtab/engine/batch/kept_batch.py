@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from trimtab.engine.batch.batch import Batch, BatchModel
+from trimtab.engine.decode.step_choice import Fallback
 from trimtab.errors import RequestError
 from trimtab.process import phases
 
@@ -32,53 +33,60 @@ def compared(model: BatchModel) -> dict[str, str]:
     return {} if why is None else {"fused step": why}
 
 
-def single(model: BatchModel) -> Batch | None:
-    """Return the result of `LoadedModel.rows`, see there."""
-    # transformers' generation would not use the prefix cache.
-    keeps = model.prefix_cache is not None and model.prefix_cache.why_not is None
-    is_eager = model.decode == "eager" or (model.decode == "auto" and model.device.type != "cuda")
-    is_invariant = model.plan.request.batch_invariant
-    keeps |= is_invariant  # an answer alone is a row of as many as a batch has
-    if is_eager and not keeps:
-        return None
-    rows = model.plan.request.batch if is_invariant else 1
-    if model.batch_kept is not None and model.batch_kept.rows != rows:
-        forget(model)
-    if model.batch_kept is None and not model.own_fallbacks:
-        model.batch_kept = Batch(model, rows=rows)
-        if model.decode == "auto" and not model.batch_kept.steps.is_captured and not keeps:
-            model.own_fallbacks, model.batch_kept = tuple(model.batch_kept.steps.fallbacks), None
-    return model.batch_kept
+class KeptBatch:
+    """The batch of one model between calls, None without one. fallbacks: why its steps are not captured."""
 
+    def __init__(self, model: BatchModel) -> None:
+        self._model = model
+        self.batch: Batch | None = None
+        self.fallbacks: tuple[Fallback, ...] = ()
 
-def take(model: BatchModel, rows: int) -> Batch:
-    """Return an idle batch of this many rows, the kept one if it has as many. It is the caller's until `keep`."""
-    if model.batch_kept is None or model.batch_kept.rows != rows:
-        forget(model)
-        return Batch(model, rows=rows)
-    batch, model.batch_kept = model.batch_kept, None
-    return batch
+    def single(self) -> Batch | None:
+        """Return the result of `LoadedModel.rows`, see there."""
+        model = self._model
+        # transformers' generation would not use the prefix cache.
+        keeps = model.prefix_cache is not None and model.prefix_cache.why_not is None
+        is_eager = model.decode == "eager" or (model.decode == "auto" and model.device.type != "cuda")
+        is_invariant = model.plan.request.batch_invariant
+        keeps |= is_invariant  # an answer alone is a row of as many as a batch has
+        if is_eager and not keeps:
+            return None
+        rows = model.plan.request.batch if is_invariant else 1
+        if self.batch is not None and self.batch.rows != rows:
+            self.forget()
+        if self.batch is None and not self.fallbacks:
+            self.batch = Batch(model, rows=rows)
+            if model.decode == "auto" and not self.batch.steps.is_captured and not keeps:
+                self.fallbacks, self.batch = tuple(self.batch.steps.fallbacks), None
+        return self.batch
 
+    def take(self, rows: int) -> Batch:
+        """Return an idle batch of this many rows, the kept one if it has as many. It is the caller's until `keep`."""
+        if self.batch is None or self.batch.rows != rows:
+            self.forget()
+            return Batch(self._model, rows=rows)
+        batch, self.batch = self.batch, None
+        return batch
 
-def keep(model: BatchModel, batch: Batch) -> bool:
-    """Keep an idle batch for the next call if its steps are captured and it is the one that the plan counts. Returns whether it is
-    kept."""
-    is_idle = batch.free_rows == batch.rows and not batch.prompts.jobs
-    if not model.is_open or not is_idle or not batch.steps.is_captured or batch.rows != model.plan.request.batch:
-        return False
-    model.batch_kept = batch
-    return True
+    def keep(self, batch: Batch) -> bool:
+        """Keep an idle batch for the next call if its steps are captured and it is the one that the plan counts. Returns whether it
+        is kept."""
+        is_idle = batch.free_rows == batch.rows and not batch.prompts.jobs
+        planned = self._model.plan.request.batch
+        if not self._model.is_open or not is_idle or not batch.steps.is_captured or batch.rows != planned:
+            return False
+        self.batch = batch
+        return True
 
-
-def forget(model: BatchModel) -> None:
-    """Give the kept batch's memory back."""
-    if model.batch_kept is None:
-        return
-    model.batch_kept = None
-    model.lend_prompt_room()
-    gc.collect()  # a batch and its steps know each other
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
+    def forget(self) -> None:
+        """Give the batch's memory back."""
+        if self.batch is None:
+            return
+        self.batch = None
+        self._model.lend_prompt_room()
+        gc.collect()  # a batch and its steps know each other
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class Turns:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from trimtab.adapters.adapter import AdapterSpec
     from trimtab.engine.batch.batch import Batch
+    from trimtab.engine.batch.kept_batch import KeptBatch
     from trimtab.engine.kv.sequence import Inputs
     from trimtab.engine.lora.mixes import Mixes
     from trimtab.request import GenerateRequest
@@ -23,7 +24,9 @@ Chosen: TypeAlias = "str | Mapping[str, float] | None"
 
 
 class AskedModel(BatchModel, ChatModel, Protocol):
-    """A loaded model as its callers see it."""
+    """A loaded model as its callers see it. kept: its batch between calls."""
+
+    kept: KeptBatch
 
     @property
     def exchanging(self) -> AbstractContextManager[Any]: ...

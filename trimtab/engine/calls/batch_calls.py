@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.generate import Answer, AnswerSoFar, AnswerText, Finish, Piece, detokenizer_of, generate_text, logprobs_of
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import kv_cache as hf_slots
@@ -127,7 +126,7 @@ def _together(
         is_own = batch is None
         is_over = False
         if batch is None:
-            batch = kept_batch.take(model, rows)
+            batch = model.kept.take(rows)
         flights: dict[Row, _Flight] = {}
         waiting: _Prepared | None = None
         begun: deque[_Begun] = deque()  # prompts that are not computed yet
@@ -162,7 +161,7 @@ def _together(
                 batch.pages.forget(begun.popleft().prompt.row)
             for row in [*batch.active, *batch.placed]:
                 batch.leave(row)
-            if is_own and not (is_over and kept_batch.keep(model, batch)):
+            if is_own and not (is_over and model.kept.keep(batch)):
                 # The plan counts one batch: this one's keys and values go before another is made.
                 del batch
                 ready, failed = [], None  # they know the batch

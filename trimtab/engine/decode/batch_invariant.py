@@ -54,16 +54,12 @@ def check_rows(model: EngineContext, rows: int) -> None:
 def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
     """Return the logits [count, V] float32 and the most likely tokens [count] of these rows (number -> adapter), each alone."""
     cache, store = steps.cache, steps.model.adapter_store
-    cache.seen_places = steps.buffers.context_tokens
+    cache.see(steps.buffers.context_tokens)
     logits, tokens = [], []
-    try:
-        for number, name in rows.items():
-            cache.first_row = number
-            store.set(name)
-            with torch.no_grad():
-                scores, token = ends.argmax_logits(steps._modules(1), None, None, None)
-            logits.append(scores[0].clone())
-            tokens.append(token[0].clone())
-    finally:
-        cache.first_row = 0
+    for number, name in rows.items():
+        store.set(name)
+        with cache.from_row(number), torch.no_grad():
+            scores, token = ends.argmax_logits(steps._modules(1), None, None, None)
+        logits.append(scores[0].clone())
+        tokens.append(token[0].clone())
     return torch.stack(logits), torch.stack(tokens)

@@ -230,7 +230,7 @@ class DecodeStep:
         return state.any_of(self._placeholders)
 
     def _eager(self, state: BatchState, step: Step) -> tuple[Tensor, Tensor]:
-        self.cache.seen_places = self._places(state)
+        self.cache.see(self._places(state))
         self._advance(state.count)
         self.model.adapter_store.set_rows(state.adapters)
         return self._finish(step, state.count)
@@ -259,8 +259,7 @@ class DecodeStep:
         cache = self.cache
         if (table := self.model.adapter_store.table) is not None:
             table.empty(count)
-        cache.begin()
-        cache.step_count = count
+        cache.begin(count)
         masks = hf_slots.step_masks(self.model.hf_model, cache, count, self.model.dtype, are_added=are_added)
         step = cache.rows_of_step(count)
         output = self.model.hf_model(
@@ -328,7 +327,7 @@ class DecodeStep:
             fused = self.fused_step()
             if fused is not None:
                 step, kind = fused, "fused"
-        self.cache.seen_places = self._places(state, sees_all=sees_all)
+        self.cache.see(self._places(state, sees_all=sees_all))
         has_adapters = any(names)
         key: tuple[Hashable, ...] = (kind, bucket)
         if kind == "modules" or self.cache.kv == "int8":

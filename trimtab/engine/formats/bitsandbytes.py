@@ -121,8 +121,8 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     return Packed(entry.kind, entry.shape, getattr(torch, entry.dtype), kept, codes, blocks)
 
 
-def quant_state(packed: Packed) -> QuantState:
-    """Return bitsandbytes' own state object over the parts of a 4-bit weight."""
+def quant_state(packed: Packed, shape: tuple[int, int] | None = None) -> QuantState:
+    """Return bitsandbytes' own state object over the parts of a 4-bit weight. shape: of its values, None for the weight's own."""
     nested = None
     if "nested_absmax" in packed.parts:
         nested = QuantState(
@@ -130,7 +130,7 @@ def quant_state(packed: Packed) -> QuantState:
             dtype=torch.float32,
         )  # fmt: skip
     return QuantState(
-        absmax=packed.parts["absmax"], shape=torch.Size(packed.shape), code=packed.codes["code"],
+        absmax=packed.parts["absmax"], shape=torch.Size(shape or packed.shape), code=packed.codes["code"],
         blocksize=packed.blocks[0], quant_type=packed.kind.removesuffix(DOUBLE), dtype=packed.dtype,
         offset=packed.parts["offset"].reshape(()) if nested is not None else None, state2=nested,
     )  # fmt: skip
@@ -140,12 +140,12 @@ def dequantize(packed: Packed) -> Tensor:
     """Return the unpacked weight [D_out, D_in], in its own dtype, on its device."""
     if packed.kind == "int8":
         return int8_vectorwise_dequant(packed.parts["weight"], packed.parts["SCB"])
-    state = quant_state(packed)
+    shape = None
     if _begins_in_blocks(packed):
         count = prod(packed.shape)
         whole = count % packed.blocks[0] == 0  # then rows of one block each, which bitsandbytes unpacks side by side
-        state.shape = torch.Size((count // packed.blocks[0], packed.blocks[0]) if whole else (1, count))
-    return dequantize_4bit(packed.parts["weight"], state).view(packed.shape)
+        shape = (count // packed.blocks[0], packed.blocks[0]) if whole else (1, count)
+    return dequantize_4bit(packed.parts["weight"], quant_state(packed, shape)).view(packed.shape)
 
 
 def _begins_in_blocks(packed: Packed) -> bool:

@@ -315,9 +315,8 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
 
     A model without such layers has nothing to unpack, and no reason is given for that.
     """
-    chosen = PromptKernels()
     if device.type != "cuda" or dtype not in _TYPES:
-        return chosen
+        return PromptKernels()
     try:
         module = load(device)
         leaves = four_bit(hf_model)
@@ -345,15 +344,13 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
         why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
         return why or why_slower(times, ADDS, *_add_runs(width, dtype, module), device)
 
-    checks, left_out = KeptChecks.of(device), dict[str, str]()
+    checks, left_out, measured = KeptChecks.of(device), dict[str, str](), Times()
     families = [KernelFamily(UNPACKS, lambda: module, unpacks, (str(dtype), form))] if leaves else []
     families.append(KernelFamily(ADDS, lambda: module, adds, (str(dtype), width)))
-    used = [one.name for one in families if one.choose(checks, left_out, chosen.measured_us, device) is not None]
+    used = [one.name for one in families if one.choose(checks, left_out, measured, device) is not None]
     checks.save()
-    chosen.module, chosen.unpacks, chosen.adds = module, UNPACKS in used, ADDS in used
-    chosen.reasons += left_out.items()
     torch.cuda.empty_cache()  # the tensors of checks and timings are free
-    return chosen
+    return PromptKernels(module, UNPACKS in used, ADDS in used, [*left_out.items()], measured)
 
 
 def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
@@ -386,9 +383,8 @@ def chosen_with_short_ops(
         fall_back(why, what)
     short = short_ops.ShortOps(
         model.hf_model, model.adapter_store, model.device,
-        lambda what, why: fall_back(f"{what}: {why}", "norm as one operation"),
+        lambda what, why: fall_back(f"{what}: {why}", "norm as one operation"), kernels.adapters(),
     )  # fmt: skip
-    short.adapters = kernels.adapters()
     return kernels, short
 
 

@@ -432,21 +432,21 @@ def _choose(
             PRODUCTS, lambda: matvec.load(device, norm), lambda module, times: _wrong_products(module, first, dtype, times),
             forms, norm,
         )  # fmt: skip
-    chosen = DeviceKernels(small, products, left_out, measured, checks=checks)
+    delta = mixed = step_ends = None
     if len(deltas) == 1:  # of one shape in all families
-        chosen.delta = tried(
+        delta = tried(
             DELTA, lambda: delta_rule.load(device, deltas[0], dtype),
             lambda module, _: delta_rule.why_not(deltas[0], dtype) or delta_rule.check(module, deltas[0], dtype), deltas[0],
         )  # fmt: skip
     if mixtures:
-        chosen.experts = tried(
+        mixed = tried(
             EXPERTS, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), list(mixtures)
         )
-        for _, opened in mixtures.values() if chosen.experts is not None else ():
-            experts.compiled(chosen.experts, opened(), dtype)  # a capture finds them
-    if sizes is not None and not chosen.is_empty:
-        chosen.ends = tried(ENDS, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times), sizes)
-    return chosen
+        for _, opened in mixtures.values() if mixed is not None else ():
+            experts.compiled(mixed, opened(), dtype)  # a capture finds them
+    if sizes is not None and not (small is None and products is None):
+        step_ends = tried(ENDS, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times), sizes)
+    return DeviceKernels(small, products, left_out, measured, ends=step_ends, delta=delta, experts=mixed, checks=checks)
 
 
 def _form_of(weights: Sequence[Packed]) -> tuple[object, ...]:

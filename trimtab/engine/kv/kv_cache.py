@@ -14,7 +14,8 @@ smaller than all their contexts, full layers are in pages (pages.py): a row has 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -325,8 +326,26 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
             self.context_tokens, torch.zeros(self.rows, 1, 1, self.context_tokens, dtype=torch.bool, device=self.device)
         )
 
-    def begin(self) -> None:
-        """Write places and masks of a step from the positions, on the device."""
+    def see(self, places: int) -> None:
+        """Let the attention of the next steps read this many places of the context."""
+        self.seen_places = places
+
+    @contextmanager
+    def from_row(self, number: int) -> Iterator[None]:
+        """Let steps be of this row and those behind it while the block runs."""
+        self.first_row = number
+        try:
+            yield
+        finally:
+            self.first_row = 0
+
+    def keep_prompt_row(self) -> None:
+        """Keep one row more, for a prompt that has none yet; before the first states are kept."""
+        self.has_prompt_row = True
+
+    def begin(self, count: int) -> None:
+        """Write places and masks of a step of `count` rows from the positions, on the device."""
+        self.step_count = count
         for window, places in self.ring_places.items():
             torch.remainder(self.positions, window, out=places)
         for count, mask in self._masks.items():

@@ -119,6 +119,19 @@ class _Item:
     tails: Counter[int] = field(default_factory=Counter)  # of a block: tokens behind it -> count of snapshots
     note: object = None  # of a blob: the description of its bytes
 
+    def hold(self, tail: int | None) -> None:
+        """Be needed by a block, or by a snapshot of this tail."""
+        self.needed_by += 1
+        if tail is not None:
+            self.tails[tail] += 1
+
+    def release(self, tail: int | None) -> None:
+        """Be needed by one less."""
+        self.needed_by -= 1
+        if tail is not None:
+            self.tails[tail] -= 1
+            self.tails += Counter()  # without those of none
+
 
 @dataclass
 class PrefixCounts:
@@ -129,6 +142,18 @@ class PrefixCounts:
     hit_tokens: int = 0
     added: int = 0
     evicted: int = 0
+
+    def look_up(self, found_tokens: int) -> None:
+        """Count a prompt that was looked for, and how much of it was found."""
+        self.lookups += 1
+        self.hits += found_tokens > 0
+        self.hit_tokens += found_tokens
+
+    def add(self, items: int) -> None:
+        self.added += items
+
+    def evict(self) -> None:
+        self.evicted += 1
 
 
 class PrefixStore:
@@ -232,7 +257,7 @@ class PrefixStore:
         self._use(path)
         offset = offset if len(key.token_ids) >= known_from else None
         taken = self._add_snapshot(key, path, offset) if snapshot and path and len(path) == count else ()
-        self.counts.added += len(blocks) + bool(taken)
+        self.counts.add(len(blocks) + bool(taken))
         return Added(tuple(blocks), taken)
 
     def _add_snapshot(self, key: PrefixKey, path: list[_Item], offset: int | None) -> tuple[int, ...]:
@@ -248,14 +273,13 @@ class PrefixStore:
         if pages is None:
             return ()
         item = self._put(_Item(digest, block, pages, offset, tail=end - start))
-        block.tails[end - start] += 1
         self._use([*path, item])
         return pages
 
     def _put(self, item: _Item) -> _Item:
         self._items[item.key] = item
         if item.parent is not None:
-            item.parent.needed_by += 1
+            item.parent.hold(item.tail)
         return item
 
     # Blobs ------------------------------------------------------------------------------------------------------------
@@ -273,7 +297,7 @@ class PrefixStore:
         page_numbers = self._take(pages) if key not in self._items else None
         if page_numbers is not None:
             self._put(_Item(key, None, page_numbers, note=note))
-            self.counts.added += 1
+            self.counts.add(1)
         return page_numbers
 
     # Room -------------------------------------------------------------------------------------------------------------
@@ -305,12 +329,8 @@ class PrefixStore:
         for page in item.pages:
             heapq.heappush(self._free, page)
         if item.parent is not None:
-            item.parent.needed_by -= 1
-            if item.tail is not None:
-                item.parent.tails[item.tail] -= 1
-                if not item.parent.tails[item.tail]:
-                    del item.parent.tails[item.tail]
-        self.counts.evicted += 1
+            item.parent.release(item.tail)
+        self.counts.evict()
 
     def clear(self) -> None:
         """Forget everything."""

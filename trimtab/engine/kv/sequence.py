@@ -54,6 +54,14 @@ class Reuse:
     offset: int | None = None
     logits: Tensor | None = None
 
+    def pass_border(self) -> None:
+        """Record that the prompt was cut for its snapshot."""
+        self.border = None
+
+    def end_prompt(self, offset: int) -> None:
+        """Record the offset of positions, which is known at the prompt's end."""
+        self.offset = offset
+
 
 @dataclass(eq=False)
 class TokenSequence:

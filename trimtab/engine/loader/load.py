@@ -339,7 +339,7 @@ class _Filler:
                 self._fill_experts(row, module, tier, writer)
             else:
                 self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
-        if writer is not None and writer.group.nbytes:
+        if writer is not None and writer.nbytes:
             if tier == "disk" and self.spill is None:
                 self.spill = Spill(spill_folder(self.plan.request.offload_dir))
             self.groups.append(writer.finish(self.spill if tier == "disk" else None))
@@ -434,7 +434,7 @@ class _Filler:
     def _staged(
         self, packed: Packed, places: Mapping[str, Part], writer: tiers.GroupWriter
     ) -> Callable[[tiers.Streamer], tiers.Staged]:
-        facts, piece = packed.with_parts({}, packed.codes), len(writer.group.piece_starts)
+        facts, piece = packed.with_parts({}, packed.codes), len(writer.piece_starts)
         return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)
 
     def _stage_linear(self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]) -> None:

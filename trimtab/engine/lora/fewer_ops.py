@@ -339,10 +339,11 @@ class ShortOps:
     """The short forms of one model's norms and adapters. left_out: receives (what, why) for each kind of norm without one."""
 
     def __init__(
-        self, hf_model: HFModel, store: AdapterStore, device: torch.device, left_out: Callable[[str, str], None]
+        self, hf_model: HFModel, store: AdapterStore, device: torch.device, left_out: Callable[[str, str], None],
+        adapters: ShortAdapters | None = None,
     ) -> None:  # fmt: skip
         self.hf_model, self.adapter_store, self._tell = hf_model, store, left_out
-        self.adapters = ShortAdapters()
+        self.adapters = adapters or ShortAdapters()
         self.proved: dict[NormKind, str | None] = {}  # a name of FORMS, None: no form is right
         self._norms: dict[nn.Module, _ShortNorm] = {}
         self._seen: tuple[int, ...] | None = None

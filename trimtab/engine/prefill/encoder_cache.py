@@ -48,6 +48,13 @@ class EncoderCounts:
     hits: int = 0
     passes: int = 0
 
+    def look_up(self, is_found: bool) -> None:
+        self.lookups += 1
+        self.hits += is_found
+
+    def run_pass(self) -> None:
+        self.passes += 1
+
 
 @contextmanager
 def encoders(
@@ -107,7 +114,7 @@ class _Tower:
         kept = self._find(key)
         if kept is not None:
             return SimpleNamespace(**kept)
-        self.counts.passes += 1
+        self.counts.run_pass()
         output = self.compute(*args, **kwargs)
         parts = {name: getattr(output, name, None) for name in PARTS}
         if parts["pooler_output"] is not None:
@@ -115,9 +122,8 @@ class _Tower:
         return output
 
     def _find(self, key: bytes) -> Any:
-        self.counts.lookups += 1
         kept = self.cache.get_blob(key)
-        self.counts.hits += kept is not None
+        self.counts.look_up(kept is not None)
         return kept
 
     # One by one -------------------------------------------------------------------------------------------------------
@@ -158,7 +164,7 @@ class _Tower:
         missing = [key for key, kept in outputs.items() if kept is None]
         if missing:
             chosen = [split[keys.index(key)] for key in missing]
-            self.counts.passes += 1
+            self.counts.run_pass()
             output = self.compute(*_joined([one[0] for one in chosen]), **_joined_named([one[1] for one in chosen]))
             parts = _parts_of(output, len(missing))
             if parts is None:  # nothing of this form was ever kept but of images alone: all of them were missing

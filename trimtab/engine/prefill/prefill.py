@@ -99,7 +99,8 @@ class PrefillRunner:
         self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
             self.fall_back(why)
-        batch.cache.has_prompt_row = self.is_on and batch.rows > 1
+        if self.is_on and batch.rows > 1:
+            batch.cache.keep_prompt_row()
         self.packs = PackedPrefill(self)
         if self.room is not None:
             self.room.owners.add(self)

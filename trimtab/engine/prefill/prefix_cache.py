@@ -296,18 +296,25 @@ class Prefixes:
             return Match()
         serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
         scope = cache.scope(row.client, self.model.adapter_content(row.adapter))
-        reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
-        if piece:
-            return self._find_pieces(row, reuse, piece)
-        match = Match()
-        if cache.store is not None:
-            match = self._find_all(cache, reuse, inputs.prompt_tokens, may_end_at)
-            if reuse.logits is None:
-                match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
-        row.begin_reuse(reuse, match.tokens)
-        reuse.offset = match.offset
-        if (cache.windows or cache.is_recurrent) and reuse.logits is None:
-            self._choose_snapshots(cache, reuse, inputs, match, may_end_at)
+        key, store, last = PrefixKey(scope, inputs.token_ids, inputs.marks), cache.store, inputs.prompt_tokens - 1
+        if piece:  # a batch-invariant prompt takes whole pieces, and is cut behind its last one to keep them
+            match = Match() if store is None else store.find(key, limit=last, may_end_at=lambda place: place % piece == 0)
+            whole = inputs.prompt_tokens // piece * piece
+            row.begin_reuse(Reuse(key, serial, whole if whole > match.tokens else None, offset=match.offset), match.tokens)
+            return match
+        match, logits = Match(), None
+        if store is not None:
+            logits = cache.get_blob(_logits_key(key))  # of an identical earlier prompt
+            if logits is not None:
+                match = store.find(key, limit=inputs.prompt_tokens, may_end_at=may_end_at)
+                logits = logits if match.tokens == inputs.prompt_tokens else None
+            if logits is None:
+                match = store.find(key, limit=last, may_end_at=may_end_at)
+        border: int | None = None
+        places: tuple[int, ...] = ()
+        if (cache.windows or cache.is_recurrent) and logits is None:
+            border, places = self._snapshots(cache, inputs, match, may_end_at)
+        row.begin_reuse(Reuse(key, serial, border, places, match.offset, logits), match.tokens)
         return match
 
     def peek(self, prompt: PrefillState) -> int:
@@ -318,15 +325,15 @@ class Prefixes:
         row.begin_reuse(reuse, cached_tokens)
         return found.tokens
 
-    def _choose_snapshots(
-        self, cache: PrefixCache, reuse: Reuse, inputs: Inputs, match: Match, may_end_at: Callable[[int], bool]
-    ) -> None:  # fmt: skip
-        """Choose where in a prompt snapshots are kept for later prompts: at its end, or with a cut where the sliding layers will
-        have written over them by then."""
+    def _snapshots(
+        self, cache: PrefixCache, inputs: Inputs, match: Match, may_end_at: Callable[[int], bool]
+    ) -> tuple[int | None, tuple[int, ...]]:
+        """Return where in a prompt snapshots are kept for later prompts: with a cut where the sliding layers will have written over
+        them by its end, None for none; and at its end."""
         # The end of a turn, where it saves half of the tokens that two prompts share: the text behind it is often equal by chance.
         least = (match.tokens + match.shared_tokens) / 2
         turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
-        shared, places = max(turns, default=match.shared_tokens), set[int]()
+        shared, border, places = max(turns, default=match.shared_tokens), 0, set[int]()
         # Where each pass copies weights, a cut takes longer than many openings save.
         is_cut = self.model.plan.is_whole
         for place, may_cut in ((shared, True), (inputs.opening, is_cut and inputs.opening - match.tokens >= LEAST_CUT_TOKENS)):
@@ -337,35 +344,12 @@ class Prefixes:
             if not cache.is_recurrent and all(holds):
                 places.add(place)
             elif may_cut and may_end_at(place):
-                reuse.border = max(place, reuse.border or 0)
-        reuse.places = tuple(sorted(places))
-
-    def _find_pieces(self, row: TokenSequence, reuse: Reuse, piece: int) -> Match:
-        """Return the whole pieces of a batch-invariant prompt that are kept, and cut it behind its last one to keep them."""
-        cache, match = self.cache, Match()
-        assert cache is not None
-        if cache.store is not None:
-            match = cache.store.find(reuse.key, limit=row.prompt_tokens - 1, may_end_at=lambda place: place % piece == 0)
-        row.begin_reuse(reuse, match.tokens)
-        reuse.offset = match.offset
-        whole = row.prompt_tokens // piece * piece
-        reuse.border = whole if whole > match.tokens else None
-        return match
+                border = max(place, border)
+        return border or None, tuple(sorted(places))
 
     def _is_gone(self, adapter: str | None) -> bool:
         """Whether an adapter was unloaded: the pass itself refuses it."""
         return adapter is not None and adapter not in self.model.adapter_store.names
-
-    def _find_all(
-        self, cache: PrefixCache, reuse: Reuse, count: int, may_end_at: Callable[[int], bool]
-    ) -> Match:  # fmt: skip
-        """Return the cached states of an identical earlier prompt; `reuse.logits` is None if there are none."""
-        assert cache.store is not None
-        kept = cache.get_blob(_logits_key(reuse.key))
-        match = Match() if kept is None else cache.store.find(reuse.key, limit=count, may_end_at=may_end_at)
-        if match.tokens == count:
-            reuse.logits = kept
-        return match
 
     def resume(self, prompt: PrefillState) -> None:
         """Start a prompt that transformers computes after its cached part, at the positions of that part.
@@ -450,7 +434,7 @@ class Prefixes:
         reuse, cache = prompt.row.reuse, self.cache
         if reuse is None or reuse.border is None or prompt.done_tokens != reuse.border:
             return
-        reuse.border = None
+        reuse.pass_border()
         if cache is None:
             return
         if prompt.cache is not None:  # the batch's own states have no shapes before the first prompt is complete
@@ -469,11 +453,8 @@ class Prefixes:
         cache, row = self.cache, prompt.row
         if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
             return
-        counts = cache.store.counts
-        counts.lookups += 1
-        counts.hits += bool(row.cached_tokens)
-        counts.hit_tokens += row.cached_tokens
-        row.reuse.offset = prompt.offset
+        cache.store.counts.look_up(row.cached_tokens)
+        row.reuse.end_prompt(prompt.offset)
         if not self.batch.is_invariant:  # such prompts are kept where their last whole piece ended
             self._unsaved.append(_Unsaved(row, prompt.offset, prompt.logits))
 

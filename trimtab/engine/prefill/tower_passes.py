@@ -77,7 +77,7 @@ class TowerPasses:
                 self.takes_media = False
                 self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
                 return None
-            self.prompts.towers.may_cut = False
+            self.prompts.towers.stop_cutting()
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
         else:
             if room is not None:
@@ -169,7 +169,7 @@ class TowerPasses:
                 self.paused[prompt] = pieces
             raise
         except (NotKeptError, OtherInputsError) as exc:
-            self.prompts.towers.may_cut = False
+            self.prompts.towers.stop_cutting()
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
         cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
         prompt.begin_chunk(prompt.chunk_tokens, cache=cache)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, update_wrapper
 from pathlib import Path
 from types import BuiltinMethodType, MethodType
@@ -44,9 +45,6 @@ from trimtab.engine.templates.costs import (
 from trimtab.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-    from jinja2.sandbox import SandboxedEnvironment
-
     from trimtab.engine.formats.hf_types import ChatTemplateOwner
 
 # Steps of a macro call.
@@ -83,7 +81,7 @@ class _Generator(CodeGenerator):
     def blockvisit(self, nodes_: Iterable[nodes.Node], frame: Frame) -> None:
         if self._repeats:
             steps, chars = _block_cost(nodes_)
-            self.writeline(f"environment.tick({steps}, {chars})")
+            self.writeline(f"environment.meter.spend({steps}, {chars})")
         self._repeats = False
         super().blockvisit(nodes_, frame)
 
@@ -249,13 +247,18 @@ class _Metered(SandboxedEnvironment):
     intercepted_binops: ClassVar[frozenset[str]] = frozenset(costs.BINOPS)  # type: ignore[misc]
     meter: Meter
 
-    def tick(self, steps: int, chars: int) -> None:
-        """Count a block that is repeated, and the characters of its literals."""
-        meter = self.meter
-        meter.steps -= steps
-        meter.chars -= chars
-        if meter.steps < 0 or meter.chars < 0:
-            meter.check()
+    def count(self, base: SandboxedEnvironment) -> None:
+        """Let it count what another one's filters, tests and functions of templates do; it has no others."""
+        self.meter = meter = Meter()
+        self.filters = {
+            name: _metered_call(meter, function, costs.FILTERS[name], name=name, passed=_is_passed(function))
+            for name, function in base.filters.items() if name in costs.FILTERS
+        }  # fmt: skip
+        self.tests = {
+            name: _metered_call(meter, test, times(1), passed=_is_passed(test)) if name in costs.TESTS else test
+            for name, test in base.tests.items()
+        }
+        self.globals = {name: _global(meter, name, base.globals[name]) for name in GLOBALS if name in base.globals}
 
     def getattr(self, obj: Any, attribute: str) -> object:
         """As jinja2's, at once where the answer is known: a key of a message, an allowed method."""
@@ -296,14 +299,12 @@ class _Metered(SandboxedEnvironment):
                 args = tuple(list(value) if is_iterator(value) else value for value in args)
             __self._count_method(__obj, args, kwargs)
             return __obj(*args, **kwargs)
-        meter.steps -= _CALL_STEPS + len(args) + len(kwargs)
+        meter.spend(_CALL_STEPS + len(args) + len(kwargs), 0)
         if kind is MethodType:
             __self._count_method(__obj, args, kwargs)
         elif kind is not Macro and not (isinstance(__obj, _CALLABLE) or getattr(__obj, "is_metered", False)):
             raise SecurityError(f"a chat template may not call {getattr(__obj, '__name__', kind.__name__)!r}")
-        meter.depth += 1
-        if meter.depth > costs.MAX_DEPTH:
-            raise SpentError(f"its macros call each other more than {costs.MAX_DEPTH} deep")
+        meter.enter()
         try:
             if kind is Macro:  # as `Context.call` does for one
                 kwargs.pop("_loop_vars", None)
@@ -311,7 +312,7 @@ class _Metered(SandboxedEnvironment):
                 return __obj(__context.eval_ctx, *args, **kwargs)
             return __context.call(__obj, *args, **kwargs)
         finally:
-            meter.depth -= 1
+            meter.leave()
 
     def _count_method(self, method: MethodType | BuiltinMethodType, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         owner, name, meter = method.__self__, method.__name__, self.meter
@@ -319,10 +320,7 @@ class _Metered(SandboxedEnvironment):
         cost = costs.get(name) if costs is not None else method_cost(method)
         if cost is None:
             raise SecurityError(f"a chat template may not call {name!r} of {type(owner).__name__!r}")
-        meter.steps -= 1
-        meter.chars -= cost(meter, owner, *args, **{key: kwargs[key] for key in kwargs if key[0] != "_"} if kwargs else kwargs)
-        if meter.steps < 0 or meter.chars < 0:
-            meter.check()
+        meter.spend(1, cost(meter, owner, *args, **{key: kwargs[key] for key in kwargs if key[0] != "_"} if kwargs else kwargs))
 
     def wrap_str_format(self, value: object) -> Callable[..., str] | None:
         """As jinja2's, with widths counted."""
@@ -344,25 +342,19 @@ class _Metered(SandboxedEnvironment):
     def text(self, value: object) -> str:
         """Return a value as the text that a template writes."""
         if type(value) is str:
-            meter = self.meter
-            meter.chars -= len(value)
-            if meter.chars < 0:
-                meter.check()
+            self.meter.read(len(value))
             return value
         return str(self.meter.weighed(value))
 
     def added(self, value: object) -> object:
         """Return a sum."""
-        meter = self.meter
-        meter.chars -= len(value) if type(value) is str else sum_cost(value)
-        if meter.chars < 0:
-            meter.check()
+        self.meter.read(len(value) if type(value) is str else sum_cost(value))
         return value
 
     def passed(self, value: object) -> object:
         """Return a sum that is a part of another sum, and freed after it."""
         if type(value) is str:
-            self.meter.freed += len(value)
+            self.meter.free(len(value))
         return self.added(value)
 
     def escaped(self, value: object) -> Markup:
@@ -407,10 +399,7 @@ def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", pa
 
     def counted(*args: object, **kwargs: object) -> object:
         given = args[1:] if passed else args
-        meter.steps -= 1
-        meter.chars -= cost(meter, *given, **kwargs)
-        if meter.steps < 0 or meter.chars < 0:
-            meter.check()
+        meter.spend(1, cost(meter, *given, **kwargs))
         return function(*args, **kwargs)
 
     def read_whole(*args: Any, **kwargs: object) -> object:
@@ -424,8 +413,7 @@ def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", pa
         if not is_iterator(made):
             return made
         elements = list(made)
-        meter.steps -= len(elements)
-        meter.check()
+        meter.spend(len(elements), 0)
         return iter(elements)
 
     made: Callable[..., object] = read_whole if name in costs.READ_WHOLE else lazy if name in costs.LAZY else counted
@@ -464,7 +452,7 @@ def _namespace(meter: Meter, base: Any) -> Any:
             before = object.__getattribute__(self, "_Namespace__attrs").get(name)
             super().__setitem__(name, value)
             if type(before) is str and sys.getrefcount(before) <= _ALONE:
-                meter.freed += len(before)
+                meter.free(len(before))
 
     return Metered
 
@@ -481,19 +469,11 @@ def _global(meter: Meter, name: str, function: Any) -> object:
 
 def metered(base: SandboxedEnvironment) -> SandboxedEnvironment:
     """Return an environment that renders as another one does and counts. base: keeps its filters, globals and extensions."""
-    environment: Any = base.overlay()
+    environment = base.overlay()
     environment.__class__ = type("MeteredEnvironment", (_Metered, type(base)), {})
-    environment.meter = meter = Meter()
-    environment.filters = {
-        name: _metered_call(meter, function, costs.FILTERS[name], name=name, passed=_is_passed(function))
-        for name, function in base.filters.items() if name in costs.FILTERS
-    }  # fmt: skip
-    environment.tests = {
-        name: _metered_call(meter, test, times(1), passed=_is_passed(test)) if name in costs.TESTS else test
-        for name, test in base.tests.items()
-    }
-    environment.globals = {name: _global(meter, name, base.globals[name]) for name in GLOBALS if name in base.globals}
-    return environment  # type: ignore[no-any-return]
+    assert isinstance(environment, _Metered)
+    environment.count(base)
+    return environment
 
 
 # Places of a template, in the order of reading.
@@ -505,11 +485,7 @@ _CODE_NAMES = ("<template>", "<unknown>")
 _HINT = "Correct the template, or use the one of another copy of the model"
 
 
-class _Here(threading.local):
-    is_metered = False
-
-
-_here = _Here()
+_is_metered = ContextVar("_is_metered", default=False)  # in this thread
 _installing = threading.Lock()
 
 
@@ -553,11 +529,11 @@ def _line(error: BaseException) -> int | None:
 def _metered() -> Iterator[None]:
     """Let transformers render with the budget, in this thread."""
     _install()
-    before, _here.is_metered = _here.is_metered, True
+    before = _is_metered.set(True)
     try:
         yield
     finally:
-        _here.is_metered = before
+        _is_metered.reset(before)
 
 
 def _install() -> None:
@@ -573,7 +549,7 @@ def _install() -> None:
             return
 
         def compile_template(chat_template: str) -> object:
-            if not _here.is_metered:
+            if not _is_metered.get():
                 return stock(chat_template)
             compiled = _compiled(chat_template, stock)
             if isinstance(compiled, Exception):

@@ -57,6 +57,26 @@ class Meter:
         if self.chars < 0:
             self.check()
 
+    def spend(self, steps: int, chars: int) -> None:
+        """Count both. Errors: SpentError."""
+        self.steps -= steps
+        self.chars -= chars
+        if self.steps < 0 or self.chars < 0:
+            self.check()
+
+    def free(self, chars: int) -> None:
+        """Count characters of a text that is freed: a part of them may be used again."""
+        self.freed += chars
+
+    def enter(self) -> None:
+        """Count a call that others may be inside of, until `leave`. Errors: SpentError."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise SpentError(f"its macros call each other more than {MAX_DEPTH} deep")
+
+    def leave(self) -> None:
+        self.depth -= 1
+
     def check(self) -> None:
         """Add the amount for the inputs, once, and for freed texts: few renderings need more than every template may use.
 

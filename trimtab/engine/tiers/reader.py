@@ -188,16 +188,7 @@ class _Job:
     entry: TensorEntry
     target: Tensor
     pieces: list[Future[torch.cuda.Event | None]]
-    place: _Place | None = None
-
-
-@dataclass(eq=False)
-class _Place:
-    """One of two buffers on the device for passing tensors; used: when the last one was used up."""
-
-    buffer: Tensor
-    is_free: bool = True
-    used: torch.cuda.Event | None = None
+    place: Tensor | None = None
 
 
 class Reader:
@@ -223,8 +214,11 @@ class Reader:
             self._ring.put((piece.tensor, None))
         passing = [w.entry.nbytes for w in self._waiting if w.is_passing and w.device.type == "cuda"]
         size = max((nbytes for nbytes in passing if nbytes > SMALL_BYTES), default=0)
-        self._places = [_Place(torch.empty(size, dtype=torch.uint8, device=gpu)) for _ in range(2 if size else 0)]
-        self._taken: _Place | None = None
+        # Two buffers on the device for passing tensors: the free ones, each with when its last tensor was used up.
+        self._places: deque[tuple[Tensor, torch.cuda.Event | None]] = deque(
+            (torch.empty(size, dtype=torch.uint8, device=gpu), None) for _ in range(2 if size else 0)
+        )
+        self._taken: Tensor | None = None
         self.read_bytes = 0
 
     def __enter__(self) -> Reader:
@@ -235,7 +229,8 @@ class Reader:
         if self._stream is not None:
             self._stream.synchronize()
         self._jobs.clear()
-        self._places, self._taken = [], None
+        self._places.clear()
+        self._taken = None
         for piece in self._pieces:
             piece.close()
         for file in self._files.values():
@@ -265,8 +260,8 @@ class Reader:
 
     def _give_back_place(self) -> None:
         if self._taken is not None:
-            self._taken.used = torch.cuda.current_stream(self._taken.buffer.device).record_event()
-            self._taken.is_free, self._taken = True, None
+            self._places.append((self._taken, torch.cuda.current_stream(self._taken.device).record_event()))
+            self._taken = None
 
     def _fill(self) -> None:
         while self._waiting:
@@ -276,16 +271,14 @@ class Reader:
                 self._next_small.append(self._waiting.popleft().device)
                 self._jobs.append(None)
                 continue
-            place = None
-            if wanted.is_passing and wanted.device.type == "cuda":
-                place = next((place for place in self._places if place.is_free), None)
-                if place is None:
-                    return
-            elif self._ahead_bytes and self._ahead_bytes + nbytes > AHEAD_BYTES:
+            needs_place = wanted.is_passing and wanted.device.type == "cuda"
+            if needs_place and not self._places:
+                return
+            if not needs_place and self._ahead_bytes and self._ahead_bytes + nbytes > AHEAD_BYTES:
                 return
             self._waiting.popleft()
             self._ahead_bytes += nbytes
-            self._jobs.append(self._start(wanted, place))
+            self._jobs.append(self._start(wanted, *(self._places.popleft() if needs_place else (None, None))))
 
     def _file(self, entry: TensorEntry) -> PositionedFile:
         file = self._files.get(entry.file)
@@ -301,17 +294,16 @@ class Reader:
         self._file(entry).read_into(memoryview(raw), entry.start)
         return torch.frombuffer(raw, dtype=dtype).reshape(entry.shape).to(device)
 
-    def _start(self, wanted: Wanted, place: _Place | None) -> _Job:
+    def _start(self, wanted: Wanted, place: Tensor | None, ready: torch.cuda.Event | None) -> _Job:
         entry, device = wanted.entry, wanted.device
         file = self._file(entry)
         dtype = getattr(torch, entry.dtype)
         if place is not None:
-            place.is_free = False
-            flat = place.buffer[: entry.nbytes]
-            target, ready = flat.view(dtype).view(entry.shape), place.used
+            flat = place[: entry.nbytes]
+            target = flat.view(dtype).view(entry.shape)
         else:
             target = torch.empty(entry.shape, dtype=dtype, device=device)
-            flat, ready = target.reshape(-1).view(torch.uint8), None
+            flat = target.reshape(-1).view(torch.uint8)
         if device.type == "cuda" and ready is None:
             # The allocator may hand out memory that work on the main stream still uses: the side stream waits for it.
             ready = torch.cuda.current_stream(device).record_event()

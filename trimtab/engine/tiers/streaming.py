@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from trimtab.errors import CheckpointError
 from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Group:
     """One streamed block: its bytes side by side, in host memory (`host`) or at `spill_start` of the spill file. piece_starts: of
     its pieces but the first."""
@@ -37,8 +37,7 @@ class Group:
     nbytes: int
     host: HostMemory | None = None
     spill_start: int | None = None
-    follows: Group | None = None  # the block that is expected next; learned from the last pass
-    piece_starts: list[int] = field(default_factory=list)
+    piece_starts: Sequence[int] = ()
 
     @cached_property
     def pieces(self) -> list[Piece]:
@@ -49,19 +48,22 @@ class Group:
 class GroupWriter:
     """Writes the weights of one block into one host buffer as they come, and remembers where each part went.
 
-    nbytes: of the whole block, as planned. pinned: whether its memory is page-locked, for blocks that stay in host memory. places:
-    of the tensors that came last.
+    nbytes: of the whole block, as planned; then as written. pinned: whether its memory is page-locked, for blocks that stay in host
+    memory. places: of the tensors that came last. group: the block, once it is finished.
     """
 
+    group: Group
+
     def __init__(self, block: str, nbytes: int, *, pinned: bool) -> None:
-        self.group, self.pinned = Group(block, 0), pinned
+        self.block, self.nbytes, self.pinned = block, 0, pinned
+        self.piece_starts: list[int] = []
         self._memory = HostMemory(nbytes, pinned=pinned)
         self.places: dict[str, Part] = {}
 
     def begin_piece(self) -> None:
         """Begin another piece: tensors added from here on are used after those added before."""
-        if self.group.nbytes > (self.group.piece_starts or [0])[-1]:
-            self.group.piece_starts.append(self.group.nbytes)
+        if self.nbytes > (self.piece_starts or [0])[-1]:
+            self.piece_starts.append(self.nbytes)
 
     def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         """Copy tensors into the block and return their places."""
@@ -74,10 +76,10 @@ class GroupWriter:
         """Return tensors of these shapes and types to be filled before the next call, in the block's memory at `places`."""
         self.places = {}
         for name, (shape, dtype) in forms.items():
-            self.places[name] = Part(self.group.nbytes, prod(shape) * dtype.itemsize, shape, dtype)
-            self.group.nbytes += aligned(self.places[name].nbytes)
-        if self.group.nbytes > (planned := self._memory.tensor.numel()):  # files of bitsandbytes may have more scales
-            larger = HostMemory(self.group.nbytes, pinned=self.pinned)
+            self.places[name] = Part(self.nbytes, prod(shape) * dtype.itemsize, shape, dtype)
+            self.nbytes += aligned(self.places[name].nbytes)
+        if self.nbytes > (planned := self._memory.tensor.numel()):  # files of bitsandbytes may have more scales
+            larger = HostMemory(self.nbytes, pinned=self.pinned)
             larger.tensor[:planned].copy_(self._memory.tensor)
             self._memory.close()
             self._memory = larger
@@ -85,11 +87,11 @@ class GroupWriter:
 
     def finish(self, spill: Spill | None = None) -> Group:
         """Return the block, its bytes in host memory or in the spill file."""
-        self._memory.tensor = self._memory.tensor[: self.group.nbytes]
         if spill is None:
-            self.group.host = self._memory
+            self.group = Group(self.block, self.nbytes, self._memory, piece_starts=self.piece_starts)
         else:
-            self.group.spill_start = spill.append(self._memory.tensor)
+            start = spill.append(self._memory.tensor[: self.nbytes])
+            self.group = Group(self.block, self.nbytes, spill_start=start, piece_starts=self.piece_starts)
             self._memory.close()  # the writer may live until the load ends
         return self.group
 
@@ -103,7 +105,19 @@ class Slot:
     owner: Group | None = None
     ready: torch.cuda.Event | None = None
     pending: Future[torch.cuda.Event | None] | None = None
-    last_used: int = 0
+
+    def hold(
+        self, owner: Group | None, ready: torch.cuda.Event | None = None, pending: Future[torch.cuda.Event | None] | None = None
+    ) -> None:
+        """Hold another content, or none. ready: what readers wait for; pending: gives it once the bytes are read from disk."""
+        self.owner, self.ready, self.pending = owner, ready, pending
+
+    def settle(self) -> None:
+        """Wait until the copy is queued. Errors: those of reading from disk; the slot then holds nothing."""
+        if self.pending is not None:
+            pending, owner = self.pending, self.owner
+            self.hold(None)
+            self.hold(owner, pending.result())
 
 
 @dataclass(eq=False)
@@ -113,7 +127,23 @@ class _HostBuffer:
     memory: HostMemory
     owner: Group | None = None
     copied: torch.cuda.Event | None = None
-    last_used: int = 0
+
+    def read(self, group: Group, spill: Spill) -> None:
+        """Read a group's bytes once those from before have left."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.owner = None
+        assert group.spill_start is not None
+        spill.read_into(self.memory.tensor[: group.nbytes], group.spill_start)
+        self.owner = group
+
+
+Buffer = TypeVar("Buffer", Slot, _HostBuffer)
+
+
+def _used_last(buffers: Sequence[Buffer], used: Buffer) -> list[Buffer]:
+    """Return buffers in the order of their last use, this one's being the last."""
+    return [one for one in buffers if one is not used] + [used]
 
 
 def is_cycle(order: Sequence[Piece]) -> bool:
@@ -182,7 +212,7 @@ class Streamer:
         if on_disk:
             self._disk_buffers = [_HostBuffer(HostMemory(max(on_disk), pinned=cuda)) for _ in range(min(2, len(on_disk)))]
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="trimtab-disk")
-        self._clock = 0
+        self._by_use = self.slots  # the least recently used one first, as in `_disk_buffers`
         self._current: Slot | None = None
         self._next: dict[Group, Group | None] | None = None
         self._entered: list[Piece] = []
@@ -192,8 +222,7 @@ class Streamer:
         self._in_order, self._used = False, 0
         self._copied: dict[Piece, torch.cuda.Event | None] = {}
         self._copies_before, self._is_capturing = 0, False
-        for here, following in zip(self.groups, self.groups[1:], strict=False):
-            here.follows = following
+        self._follows = dict(pairwise(self.groups))  # the group that is expected next; learned from the last pass
 
     def begin_pass(self, order: Sequence[Piece] = ()) -> None:
         """Begin a pass that depends on no pass before it, as one that is captured in a CUDA graph has to be.
@@ -208,7 +237,7 @@ class Streamer:
             if self._is_capturing:
                 self._forget()
                 for slot, group in zip(self.slots, copy_order.blocks, strict=False):
-                    slot.owner = group
+                    slot.hold(group)
             else:
                 self.hold(order)
             self._order, self._current, self._in_order, self._used, self._copied = copy_order, None, True, 0, {}
@@ -233,7 +262,7 @@ class Streamer:
                 for slot, group in zip(self.slots, order.blocks, strict=False):
                     if slot.owner is not group:
                         self._fetch(group, into=slot)
-                    slot.ready = None
+                    slot.hold(group)
                 if self._stream is not None and self.copied_bytes != self._copies_before:
                     torch.cuda.current_stream(self.device).wait_stream(self._stream)
             finally:
@@ -255,15 +284,14 @@ class Streamer:
             if slot.owner is not group or slot.pending is not None:
                 self._fetch(group, into=slot)
             self._wait(slot)
-            slot.ready = None
+            slot.hold(group)
 
     def _forget(self) -> None:
         """Let no buffer count as filled: a captured pass fills them unknown to this object."""
         for slot in self.slots:
-            if slot.pending is not None:
-                with suppress(CheckpointError, OSError):
-                    self._settle(slot)
-            slot.owner, slot.ready = None, None
+            with suppress(CheckpointError, OSError):
+                slot.settle()
+            slot.hold(None)
         self._current = None
 
     def _join(self) -> None:
@@ -289,18 +317,14 @@ class Streamer:
         if slot is None:
             slot = self._fetch(group)
         self._wait(slot)
-        self._clock += 1
-        slot.last_used = self._clock
-        if self._next is None:
-            if current is not None and current.owner is not None:
-                current.owner.follows = group
-            following = group.follows
-        else:
-            following = self._next.get(group)
+        self._by_use = _used_last(self._by_use, slot)
+        if self._next is None and current is not None and current.owner is not None:
+            self._follows[current.owner] = group
+        following = self._following(group)
         self._current = slot
         if len(self.slots) > 1 and following is not None and all(s.owner is not following for s in self.slots):
             self._fetch(following, avoid=slot)
-            self._read_ahead(following.follows, keep=following)
+            self._read_ahead(self._follows.get(following), keep=following)
         return slot
 
     def _enter_in_order(self, piece: Piece) -> Slot | None:
@@ -323,10 +347,9 @@ class Streamer:
             for copy in copies:
                 slot, group = self.slots[self._order.slot_of[copy.block]], copy.block
                 free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
-                slot.owner = None
-                slot.ready = self._copied[copy] = self._copy(group.host.tensor[copy.start : copy.end], slot, free, copy.start)
-                if copy is self._order.steps[self._order.last[group]]:
-                    slot.owner = group
+                slot.hold(None)
+                ready = self._copied[copy] = self._copy(group.host.tensor[copy.start : copy.end], slot, free, copy.start)
+                slot.hold(group if copy is self._order.steps[self._order.last[group]] else None, ready)
         self._used = max(self._used, count)
 
     def leave(self, group: Group) -> None:
@@ -346,25 +369,23 @@ class Streamer:
             self._fetch(second, into=slot)
 
     def _following(self, group: Group) -> Group | None:
-        return group.follows if self._next is None else self._next.get(group)
+        return (self._follows if self._next is None else self._next).get(group)
 
     def _fetch(self, group: Group, *, avoid: Slot | None = None, into: Slot | None = None) -> Slot:
-        slot = into or min((slot for slot in self.slots if slot is not avoid), key=lambda slot: slot.last_used)
+        slot = into or next(slot for slot in self._by_use if slot is not avoid)
         if slot is self._current:
             self._current = None
-        if slot.pending is not None:  # an unused prefetch: let it finish before its slot is written again
-            with suppress(CheckpointError, OSError):  # its error belongs to a block that no pass requested
-                self._settle(slot)
-        slot.owner, slot.ready = None, None
+        # An unused prefetch ends before its slot is written again; its error belongs to a block that no pass requested.
+        with suppress(CheckpointError, OSError):
+            slot.settle()
+        slot.hold(None)
         free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         if group.host is not None:
-            slot.ready = self._copy(group.host.tensor, slot, free)
+            slot.hold(group, self._copy(group.host.tensor[0 : group.nbytes], slot, free))
         else:
             assert self._worker is not None
-            slot.pending = self._worker.submit(self._copy_from_disk, group, slot, free)
-        slot.owner = group
-        self._clock += 1
-        slot.last_used = self._clock
+            slot.hold(group, pending=self._worker.submit(self._copy_from_disk, group, slot, free))
+        self._by_use = _used_last(self._by_use, slot)
         return slot
 
     def _copy(self, source: Tensor, slot: Slot, free: torch.cuda.Event | None, start: int = 0) -> torch.cuda.Event | None:
@@ -394,15 +415,10 @@ class Streamer:
         disk_buffer = next((buffer for buffer in self._disk_buffers if buffer.owner is group), None)
         if disk_buffer is None:
             free = [buffer for buffer in self._disk_buffers if keep is None or buffer.owner is not keep]
-            disk_buffer = min(free, key=lambda buffer: buffer.last_used)
-            if disk_buffer.copied is not None:
-                disk_buffer.copied.synchronize()
-            disk_buffer.owner = None
-            assert self.spill is not None and group.spill_start is not None
-            self.spill.read_into(disk_buffer.memory.tensor[: group.nbytes], group.spill_start)
-            disk_buffer.owner = group
-        self._clock += 1
-        disk_buffer.last_used = self._clock
+            disk_buffer = free[0]
+            assert self.spill is not None
+            disk_buffer.read(group, self.spill)
+        self._disk_buffers = _used_last(self._disk_buffers, disk_buffer)
         return disk_buffer
 
     def _read_ahead(self, group: Group | None, *, keep: Group) -> None:
@@ -417,20 +433,8 @@ class Streamer:
         except (CheckpointError, OSError, ValueError):
             return
 
-    def _settle(self, slot: Slot) -> None:
-        pending, slot.pending = slot.pending, None
-        if pending is None:
-            return
-        try:
-            slot.ready = pending.result()
-        except BaseException:
-            slot.owner = None
-            if self._current is slot:
-                self._current = None
-            raise
-
     def _wait(self, slot: Slot) -> None:
-        self._settle(slot)
+        slot.settle()
         self._wait_for(slot.ready)
 
     def _wait_for(self, copied: torch.cuda.Event | None) -> None:
@@ -448,10 +452,9 @@ class Streamer:
         for group in self.groups:
             if group.host is not None:
                 group.host.close()
-            group.host, group.follows = None, None
         for buffer in self._disk_buffers:
             buffer.memory.close()
-        self.slots, self._disk_buffers, self.groups, self._current = [], [], [], None
+        self.slots, self._by_use, self._disk_buffers, self.groups, self._current = [], [], [], [], None
         if self.spill is not None:
             self.spill.close()
 

@@ -103,6 +103,14 @@ class _Shape:
 
     credit: int = 1
 
+    def use(self) -> None:
+        self.credit = min(self.credit + 1, MOST_CREDIT)
+
+    def spend(self) -> int:
+        """Return what is left of its credit, once another shape needs its room."""
+        self.credit -= 1
+        return self.credit
+
 
 class Towers:
     """The captured layers of one model's towers. mode: "auto", captured where the plan says so; "static": through the same buffers,
@@ -218,8 +226,12 @@ class Towers:
         """Count a pass of a shape, once."""
         if shape not in self._counted:
             self._counted.add(shape)
-            self._shapes[shape].credit = min(self._shapes[shape].credit + 1, MOST_CREDIT)
+            self._shapes[shape].use()
             self._shapes.move_to_end(shape)
+
+    def stop_cutting(self) -> None:
+        """Compute passes in one piece from now on."""
+        self.may_cut = False
 
     def _values(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the values of a tensor of lengths, read once in a pass."""
@@ -256,8 +268,7 @@ class Towers:
             return False
         while self._shapes and (len(self._shapes) >= MOST_SHAPES or self.buffer_bytes + needed > self.most_bytes):
             oldest, shape_state = next(iter(self._shapes.items()))
-            shape_state.credit -= 1
-            if shape_state.credit > 0:
+            if shape_state.spend() > 0:
                 self._shapes.move_to_end(oldest)
                 return False
             self._drop(oldest)

@@ -83,6 +83,22 @@ class _Entry:
     def is_over(self, now: float) -> bool:
         return self.job.deadline_s is not None and now - self.arrived > self.job.deadline_s
 
+    def begin(self, engine: Engine) -> None:
+        """Begin its answer. Errors: those of preparing its inputs, and the engine's."""
+        try:
+            self.answer = engine.begin(self.job, None if self.inputs is None else self.inputs.result())
+        finally:
+            self.inputs = None  # a future that failed has the exception, whose traceback has this frame
+
+    def look_ahead(self, engine: Engine) -> bool:
+        """Return and keep whether its prompt goes alone, as the prompts in progress are now."""
+        self.goes_alone = engine.goes_alone(self.answer)
+        return self.goes_alone
+
+    def start(self, now: float) -> None:
+        """Record when its computation starts."""
+        self.started = now
+
 
 class _Queue:
     """The requests that wait: those that need a row, in `lines`, and those that need none. Both need slots for their adapters."""
@@ -141,8 +157,7 @@ class _Queue:
         entry = next(iter(self.rowless.complete), None)
         if entry is None or not self._engine.has_room(entry.answer) or (fits is not None and not fits(entry)):
             return None
-        entry.goes_alone = self._engine.goes_alone(entry.answer)
-        if entry.goes_alone and is_alone_ahead:
+        if entry.look_ahead(self._engine) and is_alone_ahead:
             return None
         self.free(entry)
         return entry
@@ -178,8 +193,7 @@ class _Queue:
         # Those that run will leave; a smaller one that passed it could keep it waiting indefinitely.
         if entry is None or not self._engine.has_room(entry.answer):
             return None
-        entry.goes_alone = self._engine.goes_alone(entry.answer)
-        if lines is self.lines and entry.goes_alone and is_alone_ahead:
+        if entry.look_ahead(self._engine) and lines is self.lines and is_alone_ahead:
             return None  # it would be computed after that one; until then another client may come
         lines.take(entry)
         if entry.job.adapter is not None:
@@ -323,6 +337,23 @@ class Counts:
     step_s: float = 0.0
     by_adapter: dict[str, int] = field(default_factory=dict)
 
+    def refuse(self) -> None:
+        self.refused += 1
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def fail(self) -> None:
+        self.failed += 1
+
+    def step(self, seconds: float) -> None:
+        self.steps, self.step_s = self.steps + 1, self.step_s + seconds
+
+    def answer(self, adapter: str, *, is_error: bool) -> None:
+        """Count an answer that ended. adapter: its label."""
+        self.failed, self.finished = self.failed + is_error, self.finished + (not is_error)
+        self.by_adapter[adapter] = self.by_adapter.get(adapter, 0) + 1
+
 
 class Scheduler:
     """Queues jobs and sends their events to `emit`. All methods are called from one thread.
@@ -381,7 +412,7 @@ class Scheduler:
         if job.id in self._known:
             raise RequestError("a job of this id is being answered", field="id", value=job.id)
         if self.waiting >= self.queue_limit + self.engine.rows - self._taken:
-            self.counts.refused += 1
+            self.counts.refuse()
             raise QueueFullError(self.waiting, self._retry_after_s())
         parts = parts_of(job.adapter) or (None,)
         # From here on nothing fails: an entry that is registered in part could neither be answered nor cancelled.
@@ -400,7 +431,7 @@ class Scheduler:
         it. An unknown id is no error: it may have just been answered."""
         entry = self._known.get(job_id)
         if entry is not None:
-            self.counts.cancelled += 1
+            self.counts.cancel()
             usage = self._spent(entry)
             self._forget(entry)
             self._tell(Event(job_id, "dropped", usage=usage))
@@ -427,7 +458,7 @@ class Scheduler:
         self._prompts.free(entry)
 
     def _fail(self, entry: _Entry, error: TrimtabError) -> None:
-        self.counts.failed += 1
+        self.counts.fail()
         usage = self._spent(entry)
         self._forget(entry)
         self._tell(replace(error_event(entry.job.id, error), usage=usage))
@@ -481,8 +512,8 @@ class Scheduler:
         self._told_at = None  # the time to the next step is not that step's alone
 
     def _start(self, entry: _Entry) -> None:
-        entry.started = self._now()
-        self._tell(Event(entry.job.id, "started", usage={"queued_s": entry.started - entry.arrived}))
+        entry.start(now := self._now())
+        self._tell(Event(entry.job.id, "started", usage={"queued_s": now - entry.arrived}))
 
     def _behind(self) -> bool:
         """Give rows to the complete prompts, then compute chunks of the next ones. Returns whether there were any."""
@@ -527,16 +558,12 @@ class Scheduler:
         start = self._now()
         for entry in [entry for entry in self._arrived if entry.is_prepared]:
             try:
-                # A request that cannot fit is refused before it queues.
-                inputs = None if entry.inputs is None else entry.inputs.result()
-                entry.answer = self.engine.begin(entry.job, inputs)
+                entry.begin(self.engine)  # a request that cannot fit is refused before it queues
             except TrimtabError as exc:
-                self.counts.refused += 1
-                entry.inputs = None  # the future has the exception, whose traceback has this frame
+                self.counts.refuse()
                 self._forget(entry)
                 self._tell(error_event(entry.job.id, exc))
             else:
-                entry.inputs = None
                 self._arrived.remove(entry)
                 self._queue.add(entry)
                 if getattr(entry.answer, "is_over", False):  # it needs no row
@@ -571,8 +598,7 @@ class Scheduler:
                 self._fail(self._rows[-1], exc)
                 continue
             now = self._now()
-            self.counts.steps += 1
-            self.counts.step_s += now - start
+            self.counts.step(now - start)
             if self._told_at is not None and not launched:
                 self.budget.took_step(len(stepping), now - self._told_at)
             # Work launched behind this step delays the next one.
@@ -585,10 +611,7 @@ class Scheduler:
             for event in self.engine.news(entry.answer):
                 self._tell(event)
                 if event.kind in ("done", "error"):
-                    self.counts.finished += event.kind == "done"
-                    self.counts.failed += event.kind == "error"
-                    name = label_of(entry.job.adapter)
-                    self.counts.by_adapter[name] = self.counts.by_adapter.get(name, 0) + 1
+                    self.counts.answer(label_of(entry.job.adapter), is_error=event.kind == "error")
                     self._forget(entry)
                     break
 

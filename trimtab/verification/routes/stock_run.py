@@ -24,6 +24,7 @@ from trimtab.bridge.row_scales import wrong_scales
 from trimtab.process import phases
 from trimtab.process.packages import stack_versions, version_of
 from trimtab.request import MADE_EXPERTS
+from trimtab.stock.load import generating
 from trimtab.stock.unsplit import dense_note, load_unsplit, round_experts, with_adapters
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.loaded_changes import sketch
@@ -165,14 +166,9 @@ def greedy(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> list[i
         pad_token_id=pad if pad is not None else (ends[0] if ends else 0),
         bos_token_id=getattr(own, "bos_token_id", None),
     )  # fmt: skip
-    holder = model.get_base_model() if hasattr(model, "get_base_model") else model
     forced.forget_request(model)
-    kept, holder.generation_config = holder.generation_config, transformers.GenerationConfig()
-    try:
-        with torch.no_grad():
-            out = holder.generate(**inputs, generation_config=config)
-    finally:
-        holder.generation_config = kept
+    with generating(model) as generate:
+        out = generate(**inputs, generation_config=config)
     return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]
 
 
