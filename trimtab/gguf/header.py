@@ -78,16 +78,6 @@ class _Left:
     def __init__(self) -> None:
         self.header_bytes, self.values, self.tensors, self.keys = MOST_HEADER_BYTES, MOST_VALUES, MOST_TENSORS, MOST_KEYS
 
-    def read(self, count: int) -> int:
-        """Return how many bytes of headers are left after these; less than 0: too many were read."""
-        self.header_bytes -= count
-        return self.header_bytes
-
-    def take_values(self, count: int) -> int:
-        """Return how many values of lists are left after these."""
-        self.values -= count
-        return self.values
-
 
 class _Cursor:
     """A position in a header. Every read is checked against the file's length and the limits before it is made."""
@@ -99,7 +89,8 @@ class _Cursor:
     def take(self, count: int, what: str) -> bytes:
         if self.at + count > self.file_bytes:
             refuse(self.path, f"ends within {what}", hint=_DAMAGED)
-        if self.left.read(count) < 0:
+        self.left.header_bytes -= count
+        if self.left.header_bytes < 0:
             refuse(self.path, f"header is longer than {MOST_HEADER_BYTES} B at {what}", hint=_DAMAGED)
         found = self.file.read(count)
         if len(found) != count:
@@ -130,7 +121,8 @@ class _Cursor:
         if kind != ARRAY:
             refuse(self.path, f"{what} is of the unknown type {kind}", hint=_DAMAGED)
         inner, count = self.number("I", what), self.number("Q", what)
-        if self.left.take_values(count) < 0:
+        self.left.values -= count
+        if self.left.values < 0:
             refuse(self.path, f"{what} has {count} values, at most {MOST_VALUES} are read in all", hint=_DAMAGED)
         if inner == TEXT:
             return [self.text(what) for _ in range(count)]

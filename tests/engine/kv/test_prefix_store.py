@@ -100,7 +100,7 @@ def test_the_oldest_goes_first_and_nothing_that_is_needed():
     # A prompt that is longer than all of the memory keeps its prefix.
     assert len(store.add(key([4] * 40)).blocks) == 4
     assert store.find(key([4] * 40), limit=40).tokens == 16 and store.used_pages == 4
-    assert store.counts.evicted == 5
+    assert store.counts["evicted"] == 5
 
 
 def test_keeping_a_long_prompt_takes_time_by_its_length_and_not_by_its_square(monkeypatch):

@@ -133,10 +133,10 @@ def test_its_states_are_kept_behind_the_step_and_the_same_prompt_resumes_from_th
         cache = keeping(model)
         batch = BATCHES[how](model)
         company(batch)
-        added = cache.store.counts.added if cache.store else 0
+        added = cache.store.counts["added"] if cache.store else 0
         found, row = both(batch, opened(batch, model.prepare(asked)))
         assert differ(found, expected[0]) < TOLERANCE
-        assert cache.store.counts.added > added
+        assert cache.store.counts["added"] > added
         batch.leave(row)
         has_rings = bool(hf_slots.windows(model.hf_model, 96))
         again = opened(batch, model.prepare(asked))

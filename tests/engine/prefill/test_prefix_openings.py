@@ -51,7 +51,7 @@ def test_the_second_prompt_resumes_behind_the_opening_and_says_what_it_says_alon
             cache = keeping(model, block_tokens=4)
             batch, plain = BATCHES[how](model), BATCHES[how](model)
             found = [scores(batch, asked(model, opening, count, 100))]
-            added = cache.store.counts.added
+            added = cache.store.counts["added"]
             # A shorter and a longer question than the first one, whose later positions may still be in the rings.
             others = [asked(model, opening, opening + more, first) for more, first in ((1, 140), (count - opening, 170), (20, 200))]
             found += [scores(batch, other) for other in others]

@@ -280,7 +280,7 @@ def test_a_pass_that_is_not_cut_any_more_behind_its_towers_is_counted_once(whose
         batch, _ = answering(model, monkeypatch, 10**6, make=lambda: Batch(model, rows=3))
         prompt, counts = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), cache.encoder_counts
         assert prompt.step() is False and prompt in batch.prompts.tower_passes.paused
-        assert (counts.lookups, counts.hits, counts.passes) == (1, 0, 1)
+        assert (counts["lookups"], counts["hits"], counts["passes"]) == (1, 0, 1)
         if whose == "its own":
             again = tower_pieces._Output.again
 
@@ -293,7 +293,7 @@ def test_a_pass_that_is_not_cut_any_more_behind_its_towers_is_counted_once(whose
             batch.prompts.towers.may_cut = False
         assert prompt.step() is True and not batch.prompts.towers.may_cut
         assert torch.equal(prompt.logits, expected) and prompt not in batch.prompts.tower_passes.paused
-        assert (counts.lookups, counts.hits, counts.passes) == (1, 0, 1)
+        assert (counts["lookups"], counts["hits"], counts["passes"]) == (1, 0, 1)
 
 
 def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(monkeypatch):

@@ -240,7 +240,7 @@ def test_an_adapter_of_a_mix_that_is_in_use_is_not_unloaded(loaded):
     assert scheduler.uses("a0") == scheduler.uses("a1") == 1 and scheduler.uses("a2") == 0
     while scheduler.turn():
         pass
-    assert scheduler.counts.by_adapter == {"(mix)": 1}
+    assert scheduler.counts["by_adapter"] == {"(mix)": 1}
     engine.shelf.remove("a1", [])
     assert engine.shelf.mixes == ()
     with pytest.raises(RequestError, match="a1"):

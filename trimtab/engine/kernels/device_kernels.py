@@ -442,8 +442,9 @@ def _choose(
         mixed = tried(
             EXPERTS, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), list(mixtures)
         )
-        for _, opened in mixtures.values() if mixed is not None else ():
-            experts.compiled(mixed, opened(), dtype)  # a capture finds them
+        if mixed is not None:
+            for _, opened in mixtures.values():
+                experts.compiled(mixed, opened(), dtype)  # a capture finds them
     if sizes is not None and not (small is None and products is None):
         step_ends = tried(ENDS, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times), sizes)
     return DeviceKernels(small, products, left_out, measured, ends=step_ends, delta=delta, experts=mixed, checks=checks)

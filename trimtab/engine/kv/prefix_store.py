@@ -133,29 +133,6 @@ class _Item:
             self.tails += Counter()  # without those of none
 
 
-@dataclass
-class PrefixCounts:
-    """Counts since the store was created, in prompts, tokens and items."""
-
-    lookups: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
-    added: int = 0
-    evicted: int = 0
-
-    def look_up(self, found_tokens: int) -> None:
-        """Count a prompt that was looked for, and how much of it was found."""
-        self.lookups += 1
-        self.hits += found_tokens > 0
-        self.hit_tokens += found_tokens
-
-    def add(self, items: int) -> None:
-        self.added += items
-
-    def evict(self) -> None:
-        self.evicted += 1
-
-
 class PrefixStore:
     """The index of `pages` pages. snapshot_pages: of one snapshot; 0 for families that resume behind any block.
 
@@ -167,7 +144,7 @@ class PrefixStore:
             if value < 1:
                 raise RequestError("must be at least 1", field=name, value=value)
         self.pages, self.block_tokens, self.snapshot_pages = pages, block_tokens, snapshot_pages
-        self.counts = PrefixCounts()
+        self.counts: Counter[str] = Counter()  # of prompts, tokens and items: lookups, hits, hit_tokens, added, evicted
         self._items: OrderedDict[bytes, _Item] = OrderedDict()  # the one used longest ago comes first
         self._free: list[int] = []  # a heap: low numbers first, so that pages taken together often lie together
         self._untouched = 0  # pages from here on were never used
@@ -257,7 +234,7 @@ class PrefixStore:
         self._use(path)
         offset = offset if len(key.token_ids) >= known_from else None
         taken = self._add_snapshot(key, path, offset) if snapshot and path and len(path) == count else ()
-        self.counts.add(len(blocks) + bool(taken))
+        self.counts["added"] += len(blocks) + bool(taken)
         return Added(tuple(blocks), taken)
 
     def _add_snapshot(self, key: PrefixKey, path: list[_Item], offset: int | None) -> tuple[int, ...]:
@@ -297,7 +274,7 @@ class PrefixStore:
         page_numbers = self._take(pages) if key not in self._items else None
         if page_numbers is not None:
             self._put(_Item(key, None, page_numbers, note=note))
-            self.counts.add(1)
+            self.counts["added"] += 1
         return page_numbers
 
     # Room -------------------------------------------------------------------------------------------------------------
@@ -330,7 +307,7 @@ class PrefixStore:
             heapq.heappush(self._free, page)
         if item.parent is not None:
             item.parent.release(item.tail)
-        self.counts.evict()
+        self.counts["evicted"] += 1
 
     def clear(self) -> None:
         """Forget everything."""

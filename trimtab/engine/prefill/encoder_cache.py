@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -40,22 +40,6 @@ _WHOLE = "whole"
 FUNCTIONS = ("get_image_features", "get_audio_features")
 
 
-@dataclass
-class EncoderCounts:
-    """Counts of images and groups of audio clips: looked for, found, and passes of towers."""
-
-    lookups: int = 0
-    hits: int = 0
-    passes: int = 0
-
-    def look_up(self, is_found: bool) -> None:
-        self.lookups += 1
-        self.hits += is_found
-
-    def run_pass(self) -> None:
-        self.passes += 1
-
-
 @contextmanager
 def encoders(
     hf_model: HFModel, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
@@ -66,7 +50,7 @@ def encoders(
     owner = getattr(hf_model, "model", None)
     names = [name for name in FUNCTIONS if hasattr(owner, name)]
     kinds = hf_slots.media_ids(hf_model)
-    before, is_complete = replace(cache.encoder_counts), False
+    before, is_complete = cache.encoder_counts.copy(), False
     try:
         for name, ids in zip(FUNCTIONS, kinds, strict=True):
             if name in names:
@@ -80,7 +64,8 @@ def encoders(
         raise
     finally:
         if not (is_complete and is_counted):
-            vars(cache.encoder_counts).update(vars(before))
+            cache.encoder_counts.clear()
+            cache.encoder_counts.update(before)
         for name in names:
             vars(owner).pop(name, None)
 
@@ -94,10 +79,6 @@ class _Tower:
     scope: bytes
     digests: Sequence[bytes]
     is_vision: bool
-    counts: EncoderCounts = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = self.cache.encoder_counts
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if not self.digests:
@@ -114,7 +95,7 @@ class _Tower:
         kept = self._find(key)
         if kept is not None:
             return SimpleNamespace(**kept)
-        self.counts.run_pass()
+        self.cache.encoder_counts["passes"] += 1
         output = self.compute(*args, **kwargs)
         parts = {name: getattr(output, name, None) for name in PARTS}
         if parts["pooler_output"] is not None:
@@ -123,7 +104,7 @@ class _Tower:
 
     def _find(self, key: bytes) -> Any:
         kept = self.cache.get_blob(key)
-        self.counts.look_up(kept is not None)
+        self.cache.encoder_counts.update(lookups=1, hits=int(kept is not None))
         return kept
 
     # One by one -------------------------------------------------------------------------------------------------------
@@ -164,7 +145,7 @@ class _Tower:
         missing = [key for key, kept in outputs.items() if kept is None]
         if missing:
             chosen = [split[keys.index(key)] for key in missing]
-            self.counts.run_pass()
+            self.cache.encoder_counts["passes"] += 1
             output = self.compute(*_joined([one[0] for one in chosen]), **_joined_named([one[1] for one in chosen]))
             parts = _parts_of(output, len(missing))
             if parts is None:  # nothing of this form was ever kept but of images alone: all of them were missing

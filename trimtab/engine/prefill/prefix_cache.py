@@ -24,6 +24,7 @@ begin; only whole pieces of prompts are kept then, no answers and no prompts wit
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ class PrefixCache:
         self._memory = HostMemory(capacity_bytes if self.why_not is None else 0, pinned=is_gpu)
         self._staging: Tensor | None = None
         self._buffer: CopyBuffer | None = None
-        self.encoder_counts = encoder_cache.EncoderCounts()
+        self.encoder_counts: Counter[str] = Counter()  # of images and groups of audio clips, and passes of towers
         if is_gpu and self.why_not is None:
             layers, dtype = model.anatomy.kv_layers, model.anatomy.dtype
             count = staging_bytes(layers, dtype, context_tokens=self.context_tokens)
@@ -127,12 +128,11 @@ class PrefixCache:
     def numbers(self) -> dict[str, int]:
         """Return the values for metrics: lookups, hits, hit_tokens, added, evicted, bytes held and at most, and of images and audio
         media_lookups, media_hits, media_passes."""
-        media = {f"media_{name}": count for name, count in vars(self.encoder_counts).items()}
+        media = {f"media_{name}": self.encoder_counts[name] for name in ("lookups", "hits", "passes")}
         store, layout = self.store, self.layout
         used = 0 if store is None or layout is None else store.used_pages * layout.page_bytes
-        counts = {} if store is None else vars(store.counts)
         names = ("lookups", "hits", "hit_tokens", "added", "evicted")
-        ours = {name: counts.get(name, 0) for name in names}
+        ours = {name: 0 if store is None else store.counts[name] for name in names}
         return ours | media | {"bytes": used, "capacity_bytes": self.capacity_bytes}
 
     def learn(self, cache: BatchedKVCache) -> bool:
@@ -453,7 +453,7 @@ class Prefixes:
         cache, row = self.cache, prompt.row
         if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
             return
-        cache.store.counts.look_up(row.cached_tokens)
+        cache.store.counts.update(lookups=1, hits=int(row.cached_tokens > 0), hit_tokens=row.cached_tokens)
         row.reuse.end_prompt(prompt.offset)
         if not self.batch.is_invariant:  # such prompts are kept where their last whole piece ended
             self._unsaved.append(_Unsaved(row, prompt.offset, prompt.logits))

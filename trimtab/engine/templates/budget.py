@@ -63,8 +63,7 @@ class _Formatter(SandboxedFormatter):
 
     def format_field(self, value: object, format_spec: str) -> str:
         meter: Meter = self._env.meter
-        meter.step()
-        meter.read(meter.size(value) + digits(format_spec))
+        meter.spend(1, meter.size(value) + digits(format_spec))
         return str(super().format_field(value, format_spec))
 
     def convert_field(self, value: object, conversion: Any) -> object:
@@ -283,9 +282,8 @@ class _Metered(SandboxedEnvironment):
 
     def call_binop(self, context: object, operator: str, left: object, right: object) -> object:
         """As jinja2's, counted."""
-        self.meter.step()
-        if operator != "%" or type(left) is not int:
-            self.meter.read(costs.BINOPS[operator](self.meter, left, right))
+        is_read = operator != "%" or type(left) is not int
+        self.meter.spend(1, costs.BINOPS[operator](self.meter, left, right) if is_read else 0)
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: object) -> object:  # noqa: N805
@@ -364,8 +362,7 @@ class _Metered(SandboxedEnvironment):
 
     def concatenated(self, parts: tuple[object, ...], is_markup: bool) -> str:
         """Return the texts of values in one."""
-        self.meter.step()
-        self.meter.read((6 if is_markup else 1) * sum(map(self.meter.size, parts)))
+        self.meter.spend(1, (6 if is_markup else 1) * sum(map(self.meter.size, parts)))
         return markup_join(parts) if is_markup else str_join(parts)
 
     def weighed(self, value: object) -> object:
@@ -384,8 +381,7 @@ class _Metered(SandboxedEnvironment):
 
     def sliced(self, value: object) -> object:
         """Return a value of which a part is copied."""
-        self.meter.step()
-        self.meter.read(length(value))
+        self.meter.spend(1, length(value))
         return value
 
     def tested(self, value: object) -> object:

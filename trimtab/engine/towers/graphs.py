@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -97,21 +96,6 @@ class _Buffers:
         return sum(one.nbytes for one in (*self.inputs, *(t for several in self.outputs.values() for t in several)))
 
 
-@dataclass(eq=False)
-class _Shape:
-    """The captured layers of one form and adapter. credit: how much it has been used lately."""
-
-    credit: int = 1
-
-    def use(self) -> None:
-        self.credit = min(self.credit + 1, MOST_CREDIT)
-
-    def spend(self) -> int:
-        """Return what is left of its credit, once another shape needs its room."""
-        self.credit -= 1
-        return self.credit
-
-
 class Towers:
     """The captured layers of one model's towers. mode: "auto", captured where the plan says so; "static": through the same buffers,
     never captured, on any device; "eager": as they are."""
@@ -131,7 +115,7 @@ class Towers:
         self.replayed = 0
         self.most_bytes = planned.bytes.get(BUFFERS, 0) if self.captures and planned is not None else 2**62
         self._graphs = GraphCache()
-        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._shapes: OrderedDict[Hashable, int] = OrderedDict()  # form and adapter of captured layers: recent uses
         self._buffers: dict[Hashable, _Buffers] = {}
         self._met: OrderedDict[Hashable, None] = OrderedDict()
         self._lengths: list[tuple[Tensor, tuple[int, ...]]] = []
@@ -226,7 +210,7 @@ class Towers:
         """Count a pass of a shape, once."""
         if shape not in self._counted:
             self._counted.add(shape)
-            self._shapes[shape].use()
+            self._shapes[shape] = min(self._shapes[shape] + 1, MOST_CREDIT)
             self._shapes.move_to_end(shape)
 
     def stop_cutting(self) -> None:
@@ -249,7 +233,7 @@ class Towers:
         if shape in self._shapes:
             return True
         if shape in self._met and self._has_room(shape, tensors):
-            self._shapes[shape] = _Shape()
+            self._shapes[shape] = 1
             return True
         self._refused.add(shape)
         self._met[shape] = None
@@ -267,18 +251,19 @@ class Towers:
             self._fall_back(why, "captured towers")
             return False
         while self._shapes and (len(self._shapes) >= MOST_SHAPES or self.buffer_bytes + needed > self.most_bytes):
-            oldest, shape_state = next(iter(self._shapes.items()))
-            if shape_state.spend() > 0:
+            oldest = next(iter(self._shapes))
+            self._shapes[oldest] -= 1
+            if self._shapes[oldest] > 0:
                 self._shapes.move_to_end(oldest)
                 return False
             self._drop(oldest)
         return True
 
     def _drop(self, shape: Hashable) -> None:
-        shape_state = self._shapes.pop(shape, None)
+        credit = self._shapes.pop(shape, None)
         self._graphs.drop(lambda key, _: key[1:] == shape)
         form = shape[0]  # type: ignore[index]
-        if shape_state is not None and all(other[0] != form for other in self._shapes):  # type: ignore[index]
+        if credit is not None and all(other[0] != form for other in self._shapes):  # type: ignore[index]
             self._buffers.pop(form, None)
 
     # Capturing --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.adapter_names import label_of, parts_of
@@ -325,36 +325,6 @@ class _Prompts:
         return size if through else 0
 
 
-@dataclass
-class Counts:
-    """Counts of events since the scheduler began."""
-
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    steps: int = 0
-    step_s: float = 0.0
-    by_adapter: dict[str, int] = field(default_factory=dict)
-
-    def refuse(self) -> None:
-        self.refused += 1
-
-    def cancel(self) -> None:
-        self.cancelled += 1
-
-    def fail(self) -> None:
-        self.failed += 1
-
-    def step(self, seconds: float) -> None:
-        self.steps, self.step_s = self.steps + 1, self.step_s + seconds
-
-    def answer(self, adapter: str, *, is_error: bool) -> None:
-        """Count an answer that ended. adapter: its label."""
-        self.failed, self.finished = self.failed + is_error, self.finished + (not is_error)
-        self.by_adapter[adapter] = self.by_adapter.get(adapter, 0) + 1
-
-
 class Scheduler:
     """Queues jobs and sends their events to `emit`. All methods are called from one thread.
 
@@ -376,7 +346,9 @@ class Scheduler:
         self._told_at: float | None = None  # time of the last step's report, if only steps came after it
         self._known: dict[str, _Entry] = {}
         self._uses: Counter[str | None] = Counter()
-        self.counts = Counts()
+        self._events: Counter[str] = Counter()
+        self._by_adapter: Counter[str] = Counter()  # answers that ended, by the adapter's label
+        self._step_s = 0.0
 
     @property
     def waiting(self) -> int:
@@ -406,13 +378,19 @@ class Scheduler:
         """How many jobs, waiting ones included, need this adapter, alone or in a mix. None: the base alone."""
         return self._uses[adapter]
 
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Counts of events since the scheduler began, and the seconds of all steps."""
+        events = {name: self._events[name] for name in ("finished", "failed", "cancelled", "refused", "steps")}
+        return events | {"step_s": self._step_s, "by_adapter": dict(self._by_adapter)}
+
     def submit(self, job: Job) -> None:
         """Take a job. Errors: QueueFullError; RequestError for an id in use; errors of the engine before it begins to prepare the
         job, which is forgotten then. Problems of its inputs become events."""
         if job.id in self._known:
             raise RequestError("a job of this id is being answered", field="id", value=job.id)
         if self.waiting >= self.queue_limit + self.engine.rows - self._taken:
-            self.counts.refuse()
+            self._events["refused"] += 1
             raise QueueFullError(self.waiting, self._retry_after_s())
         parts = parts_of(job.adapter) or (None,)
         # From here on nothing fails: an entry that is registered in part could neither be answered nor cancelled.
@@ -423,7 +401,7 @@ class Scheduler:
 
     def _retry_after_s(self) -> float:
         """Return how long a step of one answer takes times a typical one's steps; a second if nothing is known."""
-        mean_s = self.counts.step_s / self.counts.steps if self.counts.steps else 0.0
+        mean_s = self._step_s / max(self._events["steps"], 1)
         return min(60.0, max(1.0, mean_s * 64))
 
     def cancel(self, job_id: str) -> None:
@@ -431,7 +409,7 @@ class Scheduler:
         it. An unknown id is no error: it may have just been answered."""
         entry = self._known.get(job_id)
         if entry is not None:
-            self.counts.cancel()
+            self._events["cancelled"] += 1
             usage = self._spent(entry)
             self._forget(entry)
             self._tell(Event(job_id, "dropped", usage=usage))
@@ -458,7 +436,7 @@ class Scheduler:
         self._prompts.free(entry)
 
     def _fail(self, entry: _Entry, error: TrimtabError) -> None:
-        self.counts.fail()
+        self._events["failed"] += 1
         usage = self._spent(entry)
         self._forget(entry)
         self._tell(replace(error_event(entry.job.id, error), usage=usage))
@@ -560,7 +538,7 @@ class Scheduler:
             try:
                 entry.begin(self.engine)  # a request that cannot fit is refused before it queues
             except TrimtabError as exc:
-                self.counts.refuse()
+                self._events["refused"] += 1
                 self._forget(entry)
                 self._tell(error_event(entry.job.id, exc))
             else:
@@ -598,7 +576,8 @@ class Scheduler:
                 self._fail(self._rows[-1], exc)
                 continue
             now = self._now()
-            self.counts.step(now - start)
+            self._events["steps"] += 1
+            self._step_s += now - start
             if self._told_at is not None and not launched:
                 self.budget.took_step(len(stepping), now - self._told_at)
             # Work launched behind this step delays the next one.
@@ -611,7 +590,8 @@ class Scheduler:
             for event in self.engine.news(entry.answer):
                 self._tell(event)
                 if event.kind in ("done", "error"):
-                    self.counts.answer(label_of(entry.job.adapter), is_error=event.kind == "error")
+                    self._events["finished" if event.kind == "done" else "failed"] += 1
+                    self._by_adapter[label_of(entry.job.adapter)] += 1
                     self._forget(entry)
                     break
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -312,7 +312,7 @@ class _Worker:
             "adapters": list(shelf.names), "resident": list(shelf.resident), "mixes": list(shelf.mixes), "kept": sorted(shelf.kept),
             "lost": sorted(shelf.lost),
             "rows": self.engine.rows, "running": self.scheduler.running, "waiting": self.scheduler.waiting,
-            "queue_limit": self.scheduler.queue_limit, "counts": asdict(self.scheduler.counts),
+            "queue_limit": self.scheduler.queue_limit, "counts": self.scheduler.counts,
             "memory": self.model.memory(),
             "memory_shares": [one.to_json() for one in self.model.memory_shares(batch)],
             "kv_bytes": batch.cache.nbytes(), **batch.pages.numbers(), "swaps": shelf.swaps, "reloads": shelf.reloads,
