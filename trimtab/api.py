@@ -419,9 +419,9 @@ def load(
     """
     model = load_plan(_plan_to_load(plan, options, decode), progress=progress, decode=decode)
     if stop_at_turn_end:
-        from trimtab.engine.chat import turn_end
+        from trimtab.engine.chat import control_tokens
 
-        turn_end.stop_at_turn_end(model, is_asked=True)
+        control_tokens.stop_at_turn_end(model, is_asked=True)
     return model
 
 

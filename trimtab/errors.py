@@ -85,11 +85,13 @@ class RequestError(TrimtabError):
 
     def __init__(
         self, reason: str, *, field: str, value: Any = None, allowed: Sequence[str] = (), near: Sequence[str] = (),
-        hint: str = "",
+        hint: str = "", number: int | None = None,
     ) -> None:  # fmt: skip
         self.reason, self.field, self.value, self.allowed = reason, field, value, tuple(allowed)
         if near:
             self.near = tuple(near)
+        if number is not None:
+            self.number = number
         message = f"{field}={value!r}: {reason}" if value is not None else f"{field}: {reason}"
         super().__init__(message + choices_text(self.allowed, self.near), hint=hint)
 

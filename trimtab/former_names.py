@@ -36,11 +36,11 @@ planning/request (plan): card_machine max_memory overrides<placing
 planning/plan (plan): chart<picture plan<module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory
     prompts<prompt_memory towers<tower_memory
-planning (plan): __init__ candidates<head_cost options planner planner<unpacked reasons search step_work
+planning (plan): __init__ candidates<head_cost options planner planner<unpacked placing<step_work reasons search
 machine (machine): __init__ anatomy_cache<anatomies anatomy_cache</checkpoint/anatomy_json environment</environment
     environment_child</environment_inside gpus gpus<gpu_process machine_cache<known memory preload
     machine_cache<rates_file
-engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks cudnn launch_config<cuts nvrtc
+engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks launch_config<cuts nvrtc
     nvrtc<product_cuts shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
 engine/formats (merge): coded_files<pack
@@ -55,7 +55,7 @@ engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<com
     dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec
     selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns table<slots
-engine/passes (runtime): attention<hf_attention chunk_forward<hf_prefill chunk_forward<packed_prefill
+engine/passes (runtime): attention<hf_attention attention<cudnn chunk_forward<hf_prefill chunk_forward<packed_prefill
     media_embeddings<hf_prompt_media prompt_job
 engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
 engine/decode (runtime): batch_invariant<company decode_step decode_step<batch_state graph_uses<form_uses step_capture step_choice
@@ -65,7 +65,7 @@ engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<pro
     transformers_model<hf_renames head_kernel<head8_choice
 engine/templates (runtime): budget<template_budget costs<template_costs budget<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media
-    media_check media_headers prompt<chat turn_end
+    media_check media_headers prompt<chat control_tokens<turn_end
 engine/prefill (runtime): encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
 engine/batch (runtime): batch generate kept_batch request<batch_request request<hf_generate request<finite kept_batch<turns
@@ -114,7 +114,7 @@ doctor/preflight (doctor): adapter<preflight_adapter answer<preflight_answer ans
     shape<preflight_shape unquantized<preflight_stock
 doctor/bisect (doctor): bisect environments<bisect_environments search<bisect_search
 doctor (doctor): __init__ report report<report_memory
-serve/contract (serve): client_words engine_protocol errors<faults field_names head_lines inside_root<inside job log<journal
+serve/contract (serve): errors<client_words engine_protocol errors<faults field_names head_lines inside_root<inside job log<journal
     plain_values quotas settings
 serve/observe (serve): metrics tracing
 serve/media (serve): addresses cut_media fetch media
@@ -124,16 +124,16 @@ serve/scheduling (serve): in_progress<budget compiling in_progress media_pool qu
 serve/adapters (serve): adapter_cache<shelf
 serve/api (serve): body client_errors messages_api messages_shape openai_shape<shapes other_routes<beside routes<request_kinds
     responses<answers responses_api responses_shape schemas<wire to_jobs<asking
-serve/worker (serve): answer<reading engine ipc<channel registry row_count rowless_pieces<pieces supervisor
+serve/worker (serve): answer<reading engine ipc<channel engine<pieces registry row_count supervisor
     prompt_inputs</runtime/media_ahead prompt_inputs<preparing worker
 serve/http (serve): app auth<door connection listener live openapi page
 serve (serve): __init__ config_file pool run
 serve/ray (serve): config<scale deploy<on_ray ingress<front replica
 . (.): __init__
-cli/flags (commands): flags flags<weights highlight<words_apart model_text</show opening output<saying pull wording
+cli/flags (commands): flags flags<weights highlight<words_apart opening output<saying pull wording
 demo (demo): __init__ demo<line
 cli/chat (commands): chat file<chat_file input<chat_input session<chat_session
-cli/commands (commands): bench doctor doctor<servers merge_verify<merging models<listing plan_run<line prompts_file
+cli/commands (commands): bench doctor doctor<servers merge_verify<merging models<listing plan_run<line plan_run</show prompts_file
     run_prompts<many serve traces tune verify_server<remote
 cli (commands): __init__ main</cli main<examples
 . (.): __main__

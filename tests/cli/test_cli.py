@@ -17,7 +17,8 @@ import trimtab
 from trimtab import errors
 from trimtab.cli import main as cli
 from trimtab.cli.commands import plan_run as commands
-from trimtab.cli.flags import flags, model_text
+from trimtab.cli.commands.plan_run import adapter_document
+from trimtab.cli.flags import flags
 from trimtab.demo import demo as line
 from trimtab.engine.batch.generate import Generation, Piece
 from trimtab.engine.model import LoadedModel
@@ -357,7 +358,7 @@ def test_inspect_lists_what_has_no_effect_and_where_keys_went():
         "dropped": [{"key": f"k{number}", "reason": "no such projection"} for number in range(7)],
         "remapped": [{"from": "a.q_proj", "to": "a.q_proj.linear"}],
     }  # fmt: skip
-    text = Lines().show(model_text.adapter_document(report))
+    text = Lines().show(adapter_document(report))
     assert "made for  not said, with peft 0.19.1" in text
     assert "no effect  7 tensors: no such projection\n           k0\n" in text
     assert "           and 2 more (--json has all)" in text

@@ -25,7 +25,6 @@ from trimtab.engine import float16_check
 from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.kept_batch import KeptBatch, Turns
 from trimtab.engine.chat.media import several
-from trimtab.engine.cuda import cudnn
 from trimtab.engine.cuda.capture_stream import wait_for_all
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.layers.unpacked import UnpackedWeights, keep_unpacked
@@ -43,6 +42,7 @@ from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.rates import bound_stacks, bound_workspaces
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool, room_of
 from trimtab.engine.model_calls import Asking, match_planned, read_held, read_planned
+from trimtab.engine.passes import attention as attention_forms
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, gib
@@ -116,8 +116,8 @@ class LoadedModel(Asking):
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
             undo.callback(self.close)
-            if cudnn.is_left_out(plan):
-                self._give_back_attention = cudnn.of_this_process().leave_out(self)
+            if attention_forms.is_left_out(plan):
+                self._give_back_attention = attention_forms.of_this_process().leave_out(self)
             self._attention_at_load = self._why_without_cudnn()
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
@@ -149,7 +149,7 @@ class LoadedModel(Asking):
         return mixes.Mixes(self)
 
     def _why_without_cudnn(self) -> str | None:
-        return cudnn.why_without(self.plan, self.device)
+        return attention_forms.why_without(self.plan, self.device)
 
     def _attach_planned(self, name: str, held: HeldAdapter) -> None:
         """Attach an adapter of the plan. Errors: AdapterError if its files are no longer the ones that were planned."""

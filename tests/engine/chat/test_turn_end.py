@@ -11,7 +11,7 @@ from tests import talking
 from tests.serve.worker.test_serve_worker import Running
 from trimtab.checkpoint.end_tokens import unlisted_end
 from trimtab.cli.main import main
-from trimtab.engine.chat.turn_end import end_token_ids, missing_turn_end, turn_end
+from trimtab.engine.chat.control_tokens import end_token_ids, missing_turn_end, turn_end
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Limits

@@ -23,7 +23,7 @@ from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.long_runs import slow_on_cpu
 from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
-from trimtab.cli.flags.model_text import adapter_document
+from trimtab.cli.commands.plan_run import adapter_document
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels.experts import CHECK_ERROR, Mixture, experts

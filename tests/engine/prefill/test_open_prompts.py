@@ -106,7 +106,7 @@ def test_answers_of_rows_beside_it_and_its_own_are_those_of_each_alone(family):
 
 
 def hf_end_ids(model):
-    from trimtab.engine.chat.turn_end import end_token_ids
+    from trimtab.engine.chat.control_tokens import end_token_ids
 
     return frozenset(end_token_ids(model.hf_model))
 

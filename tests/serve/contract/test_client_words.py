@@ -18,8 +18,7 @@ from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError, Reques
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.api.routes import REQUESTS
-from trimtab.serve.contract.client_words import ALSO_SENT, HIDDEN, RENAMED
-from trimtab.serve.contract.errors import error_from_worker, error_json, error_response, plain_error
+from trimtab.serve.contract.errors import ALSO_SENT, HIDDEN, RENAMED, error_from_worker, error_json, error_response, plain_error
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.supervisor import ModelFailedError
 

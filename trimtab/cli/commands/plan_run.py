@@ -6,15 +6,16 @@ import argparse
 import ast
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import trimtab
 from trimtab.adapter_names import MIX_FORM, parse_unweighted
+from trimtab.adapters.file import DIVERGED
 from trimtab.cli.commands.run_prompts import run_many
-from trimtab.cli.flags import model_text
 from trimtab.cli.flags.flags import (
     TEXT_FILE_BYTES,
     InPlaceOf,
@@ -45,15 +46,18 @@ from trimtab.cli.flags.opening import end_text, opened, planned, say_beside, say
 from trimtab.cli.flags.output import Command, print_json, print_text, show
 from trimtab.cli.flags.pull import pull_if_asked
 from trimtab.cli.flags.wording import in_flags
-from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning.options import Option
 from trimtab.planning.plan.plan import check_is_plan
 from trimtab.planning.request.overrides import NO_GPU
 from trimtab.process import phases
+from trimtab.report.document import Block, Document, Facts, Items, Table, Text
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.generate import Answer
+    from trimtab.engine.decode.step_choice import Fallback
+    from trimtab.planning import Plan
 
 # `plan --card list`.
 LIST = "list"
@@ -242,7 +246,7 @@ def run_inspect(options: argparse.Namespace) -> int:
             f"{options.adapter}"
         )
     else:
-        show(model_text.adapter_document(report))
+        show(adapter_document(report))
     return SPOILED if report["not_finite"] else 0
 
 
@@ -273,7 +277,7 @@ def run_run(options: argparse.Namespace) -> int:
         if options.json:
             answer = model.answer(prompt, **question, **answering)
             shares = [one.to_json() for one in model.memory_shares()]
-            shown = model_text.answer_json(answer, plan, model.memory(), question["adapter"], model.fallbacks)
+            shown = answer_json(answer, plan, model.memory(), question["adapter"], model.fallbacks)
             print_json(shown | {"memory_shares": shares})
             return 0
         phases.begin("answering")  # until the first piece of the answer takes the line's place
@@ -341,3 +345,81 @@ def run_demo(options: argparse.Namespace) -> int:
     if options.json:
         print_json(report)
     return 0
+
+
+SHOWN_PATHS = 5
+
+
+def adapter_document(report: Mapping[str, Any]) -> Document:
+    """Return what `trimtab inspect` says: a table of parts, then the effect on a model."""
+    dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in report["dtypes"].items())
+    targets = report["target_modules"]
+    rows = [
+        ("adapter", report["path"]),
+        ("made for", f"{report['base_model'] or 'not said'}, with peft {report['peft_version'] or 'not said'}"),
+        ("holds", f"{report['tensors']} tensors, {gib(report['bytes'])} ({dtypes})"),
+        ("config", ", ".join(f"{name} {value}" for name, value in report["config"].items()) or "all defaults"),
+        ("targets", ", ".join(map(str, targets)) if isinstance(targets, list) else str(targets)),
+    ]
+    parts = [(part, str(count)) for part, count in report["parts"].items()]
+    blocks: list[Block] = [Facts(rows), Table(("part", "tensors"), parts)]
+    spoiled = report.get("not_finite") or []
+    if spoiled:
+        blocks.append(Text(f"cannot be used: {len(spoiled)} tensors hold values that are not finite", "bad"))
+        blocks += [Items(_some(spoiled)), Text(DIVERGED)]
+    return Document("", blocks if "targets" not in report else [*blocks, Facts(_match_rows(report))])
+
+
+def _match_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    targets = dict(report["targets"])
+    total = targets.pop("total")
+    kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in targets.items() if count)
+    ranks = ", ".join(f"{rank} ({count})" for rank, count in report["ranks"].items())
+    scales = ", ".join(f"{scale} ({count})" for scale, count in report["scales"].items())
+    rows = [
+        *(
+            ("model" * (not number), f"holds {form['name']} ({form['bits_per_value']:.2f} bits a value); on a GPU {form['on_gpu']}")
+            for number, form in enumerate(report.get("model_formats", ()))
+        ),
+        ("applied", f"to {total} modules: {kinds}; {gib(report['bytes_attached'])} on the device, in float32"),
+        ("ranks", f"{ranks or '-'}; scales {scales or '-'}"),
+        *((name, f"on {report[key]} modules") for name, key in (("dora", "dora"), ("bias", "lora_bias")) if report[key]),
+    ]
+    for reason, count in Counter(row["reason"] for row in report["dropped"]).items():
+        rows.append(("no effect", f"{count} tensors: {reason}"))
+        rows += [("", name) for name in _some([row["key"] for row in report["dropped"] if row["reason"] == reason])]
+    if report["remapped"]:
+        rows.append(("remapped", f"{len(report['remapped'])} modules"))
+        rows += [("", name) for name in _some([f"{row['from']} -> {row['to']}" for row in report["remapped"]])]
+    return rows + [("note", note) for note in report["notes"]]
+
+
+_KINDS = {
+    "linear": "linears", "wrapped": "linears inside a wrapper", "embedding": "embeddings", "router": "routers",
+    "saved": "saved whole", "experts": "stacks of experts",
+}  # fmt: skip
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    rest = [f"and {len(names) - SHOWN_PATHS} more (--json has all)"] if len(names) > SHOWN_PATHS else []
+    return [*names[:SHOWN_PATHS], *rest]
+
+
+def answer_json(
+    answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: str | None, fallbacks: Sequence[Fallback] = ()
+) -> dict[str, Any]:
+    """Return the output of `trimtab run --json`: the answer, its timings, measured and planned peaks, and the
+    fallbacks.
+    """
+    return {
+        "text": answer.text, "token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason,
+        "max_new_tokens": answer.max_new_tokens,
+        "adapter": adapter, "prompt_tokens": answer.prompt_tokens, "ttft_s": answer.ttft_s, "decode_s": answer.decode_s,
+        "tokens_per_s": answer.tokens_per_s, "memory": dict(memory),
+        "fallbacks": [{"what": one.what, "why": one.why} for one in fallbacks],
+        "planned": {
+            "gpu_peak_bytes": max(plan.gpu_peak_bytes, plan.gpu_load_peak_bytes),
+            "gpu_budget_bytes": plan.gpu_budget_bytes, "host_peak_bytes": plan.host_peak_bytes,
+            "host_budget_bytes": plan.host_budget_bytes,
+        },
+    }  # fmt: skip

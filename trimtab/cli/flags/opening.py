@@ -34,11 +34,11 @@ def opened(
     plan: trimtab.Plan, decode: str, *, stop_at_turn_end: bool | None = None, is_told: bool = True
 ) -> Iterator[trimtab.LoadedModel]:
     """Yield the model of a plan, loaded. decode: "auto" is the plan's mode. stop_at_turn_end: as for
-    `turn_end.stop_at_turn_end`. is_told: whether to print a note if answers continue after a turn. Errors: of
+    `control_tokens.stop_at_turn_end`. is_told: whether to print a note if answers continue after a turn. Errors: of
     `trimtab.load`.
     """
     phases.begin_imports()
-    from trimtab.engine.chat import turn_end
+    from trimtab.engine.chat import control_tokens
     from trimtab.engine.loader.processor import load_processor
 
     phases.begin("reading the tokenizer")
@@ -48,9 +48,9 @@ def opened(
     model = trimtab.load(plan, decode=None if decode == "auto" else decode)
     preload.collect_again()
     model.processor = processor
-    missing = turn_end.stop_at_turn_end(model, is_asked=stop_at_turn_end)
+    missing = control_tokens.stop_at_turn_end(model, is_asked=stop_at_turn_end)
     if missing is not None and is_told:
-        print_text(turn_end.going_on(missing, "--stop-at-turn-end"), file=sys.stderr)
+        print_text(control_tokens.going_on(missing, "--stop-at-turn-end"), file=sys.stderr)
     phases.begin("")
     with model:
         yield model

@@ -23,8 +23,8 @@ from torch import Tensor
 from trimtab.engine.batch import stock_generation
 from trimtab.engine.batch.request import decodes_plainly
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
+from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.prompt import check_fits, fitted
-from trimtab.engine.chat.turn_end import end_token_ids
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.prefill.rows import PrefillContext
@@ -278,7 +278,8 @@ class Generation:
         self._model, self._inputs = model, inputs
         self._stop = threading.Event()
         end_ids = {*end_token_ids(model.hf_model), *request.stop_token_ids}
-        self._stream = _Stream(AnswerText(detokenizer_of(model, request.stop), end_ids), self._stop)
+        logprobs = None if request.logprobs is None else stock_generation.Logprobs(request.logprobs)
+        self._stream = _Stream(AnswerText(detokenizer_of(model, request.stop), end_ids), self._stop, logprobs=logprobs)
         self._thread: threading.Thread | None = None
         self.cached_tokens = 0
 
@@ -314,8 +315,6 @@ class Generation:
                 self._run_rows(rows)
                 return
             hf_slots.reset_offset(self._model.hf_model)
-            if self.request.logprobs is not None:
-                self._stream.logprobs = stock_generation.Logprobs(self.request.logprobs)
             stock_generation.generate(
                 self._model.hf_model, dict(self._inputs.tensors), self.request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from trimtab.engine.batch.request import AnswerPenalties, check_logits
-from trimtab.engine.chat.turn_end import end_token_ids
+from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.request import GenerateRequest
 

@@ -89,9 +89,7 @@ def check_tower(hf_model: HFModel, encoded: Mapping[str, object], folder: Path) 
 
 
 def _refused(number: int, field: str, reason: str, hint: str) -> RequestError:
-    error = RequestError(reason, field=field, hint=hint)
-    error.number = number
-    return error
+    return RequestError(reason, field=field, hint=hint, number=number)
 
 
 def _grids(vision: Any, encoded: Mapping[str, object]) -> list[tuple[int, int]]:

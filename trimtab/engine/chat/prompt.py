@@ -495,12 +495,10 @@ def _read_sounds(model: ChatModel, feature: Any, sounds: Sequence[object], *, mo
         seconds = sum(len(samples) for samples in read) / SAMPLE_RATE
         _check_planned(model, "audio", seconds, "audio_s", "seconds of audio")
         if seconds > limit_s:
-            problem = RequestError(
+            raise RequestError(
                 f"the audio of the prompt has {seconds:.1f} seconds, the limit of a request is {limit_s:g}", field="audio",
-                hint="Send shorter or fewer clips",
+                hint="Send shorter or fewer clips", number=number,
             )  # fmt: skip
-            problem.number = number
-            raise problem
     check_sound_lengths(feature, read, SAMPLE_RATE)
     return read
 

@@ -1,10 +1,12 @@
 """Jobs become rows of a batch, and tokens become the text that clients receive.
 
-Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters.
+Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters. Embeddings and log-probabilities of
+prompts need no row: they are computed piece by piece (`run_piece`).
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +30,10 @@ from trimtab.planning.memory.activations import passing_tokens
 from trimtab.request import GenerateRequest
 from trimtab.serve.adapters.adapter_cache import AdapterCache
 from trimtab.serve.api.client_errors import for_client
-from trimtab.serve.contract.job import Event, Job
+from trimtab.serve.contract.job import Event, Job, finite_logprob
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.scheduling.in_progress import TOWERS
 from trimtab.serve.scheduling.scheduler import error_event
-from trimtab.serve.worker import rowless_pieces as pieces
 from trimtab.serve.worker.answer import Answer, error_of, named
 from trimtab.serve.worker.ipc import Pulse
 from trimtab.serve.worker.prompt_inputs import Compiled, PromptInputs
@@ -291,10 +292,15 @@ class LoadedEngine:
         """
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
-            return pieces.run(answer, most_tokens, self.batch, self.inputs.tokenizer.decode)
+            return run_piece(answer, most_tokens, self.batch, self.inputs.tokenizer.decode)
 
     def spent(self, answer: Answer) -> dict[str, int]:
-        return pieces.spent(answer)
+        """Return the tokens that were computed for an answer; a prompt copied from another choice has none."""
+        row, work = answer.row, answer.embedding or answer.scores
+        done = row.prompt_tokens if work is None else work.done_tokens
+        if work is None and answer.prompt is not None and not answer.is_complete:
+            done = answer.prompt.done_tokens
+        return {"prompt_tokens": done + answer.scored_twice - row.shared_tokens, "completion_tokens": len(row.answer_ids)}
 
     def _named(self, what: str, job: Job | None = None) -> AbstractContextManager[None]:
         return named(what, self.model.device, job)
@@ -379,3 +385,71 @@ class ChunkTimes:
         while self._waiting and self._waiting[0][2].query():
             size, begin, end = self._waiting.popleft()
             yield size, begin.elapsed_time(end) / 1000
+
+
+Decode = Callable[[list[int]], Any]
+
+
+def run_piece(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple[int, bool]:
+    """Compute the next piece and wait for it. Return its tokens, and True when it was the last.
+
+    decode: token ids -> text. Errors: those of the model.
+    """
+    work = answer.embedding or answer.scores
+    assert work is not None
+    before = work.done_tokens
+    if answer.embedding is not None:
+        is_over = _embedded(answer, answer.embedding, _most_embedded(batch, most_tokens))
+    else:
+        assert answer.scores is not None
+        is_over = _scored(answer, answer.scores, batch, decode)
+    if batch.model.device.type == "cuda":
+        torch.cuda.current_stream(batch.model.device).synchronize()
+    return work.done_tokens - before, is_over
+
+
+def _most_embedded(batch: Batch, most_tokens: int) -> int:
+    """Return the most tokens of a piece of an embedding. On a GPU its kernels are launched separately, which takes as
+    long for few tokens as for many. Batch-invariant answers do not depend on the load, and neither do their embeddings.
+    """
+    most = int(batch.model.prefill_tokens)
+    return most if batch.model.device.type == "cuda" or batch.is_invariant else min(most_tokens, most)
+
+
+def _embedded(answer: Answer, embedding: Embedding, most_tokens: int) -> bool:
+    if not embedding.step(most_tokens):
+        return False
+    usage = {"prompt_tokens": embedding.prompt_tokens, "completion_tokens": 0}
+    result = {"embedding": embedding.vector}
+    answer.end_embedding(Event(answer.job.id, "done", finish="stop", usage=usage, result=result))
+    return True
+
+
+def _scored(answer: Answer, scores: PromptScores, batch: Batch, decode: Decode) -> bool:
+    """Compute a piece and emit it. The answer's prompt follows, unless transformers' passes compute it too: then it is
+    complete.
+    """
+    start, is_over = scores.done_tokens, scores.step()
+    answer.pending.append(scored_event(answer.job.id, start, scores.take(), decode))
+    if not is_over:
+        return False
+    answer.end_scores(is_again=bool(batch.prompts.sizes) or batch.is_invariant or batch.prefixes.cache is not None)
+    return True
+
+
+def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], decode: Decode) -> Event:
+    """Return a piece of a prompt's log-probabilities in vLLM's form: values of a JSON list, inserted unchanged into the
+    response. start: the first token of the piece; the first token of a prompt has no probability, which is null.
+    """
+    shown: list[Any] = [None] if start == 0 else []
+    for entry in scores:
+        shown.append(
+            {
+                str(token): {
+                    "logprob": finite_logprob(logprob), "rank": rank, "decoded_token": str(decode([token])),
+                }
+                for token, (logprob, rank) in entry.items()
+            }
+        )  # fmt: skip
+    data = json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":"))[1:-1].encode()
+    return Event(job_id, "scores", result={"start": start}, data=data)

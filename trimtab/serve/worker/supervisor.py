@@ -20,7 +20,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve.contract.client_words import for_clients
+from trimtab.serve.contract.errors import for_clients
 from trimtab.serve.contract.job import ENDS, SPOKEN, Event, Job
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.scheduling.scheduler import MistakeError, StoppingError, error_event

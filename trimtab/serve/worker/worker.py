@@ -332,12 +332,12 @@ def _stop_at_turn_end(model: Any, is_asked: bool | None) -> str | None:
     """End answers at the chat template's end-of-turn token. If they continue after it, log the token and return its
     text.
     """
-    from trimtab.engine.chat import turn_end
+    from trimtab.engine.chat import control_tokens
 
-    missing = turn_end.stop_at_turn_end(model, is_asked=is_asked)
+    missing = control_tokens.stop_at_turn_end(model, is_asked=is_asked)
     if missing is None:
         return None
-    log.warning("%s", turn_end.going_on(missing, "--stop-at-turn-end (stop_at_turn_end = true in a file)"))
+    log.warning("%s", control_tokens.going_on(missing, "--stop-at-turn-end (stop_at_turn_end = true in a file)"))
     return missing.text
 
 

@@ -15,7 +15,7 @@ import trimtab
 from tests import pico
 from tests.anatomies import e_series
 from tests.planning.values.test_execution import H200, card
-from trimtab.engine.cuda import cudnn
+from trimtab.engine.passes import attention as cudnn
 from trimtab.planning import make_plan
 from trimtab.planning.values.execution import SMALL_BUDGET_BYTES
 from trimtab.request import LoadRequest
