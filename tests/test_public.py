@@ -39,7 +39,7 @@ PSUTIL = (
 # What asks transformers for classes and functions; everything else gets its objects.
 TRANSFORMERS = tuple(
     f"trimtab/{name}.py" for name in (
-        "engine/batch/request", "engine/batch/stock_generation", "engine/families/chunk", "engine/kv/int8",
+        "engine/batch/request", "engine/batch/generate", "engine/families/chunk", "engine/kv/int8",
         "engine/kv/kv_cache", "engine/kv/recurrent", "engine/loader/processor", "engine/loader/transformers_model",
         "engine/passes/attention", "engine/passes/chunk_forward", "engine/templates/budget", "gguf/companion",
     )

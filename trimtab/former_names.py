@@ -49,7 +49,7 @@ engine/memory (runtime): graph_cache out_of_memory rates<devices reserve<transie
     shared_pool<memory_segments step_memory
 engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora mixes
     routers store<adapter_store
-engine/layers (runtime): embedding<tables linear<leaves unpacked<unpacked_weights
+engine/layers (runtime): embedding<tables linear<leaves linear<unpacked_weights
 engine/kv (runtime): int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
 engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<compile_ahead
     dequantize<prompt_kernels device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec

@@ -27,7 +27,7 @@ from trimtab.engine.batch.kept_batch import KeptBatch, Turns
 from trimtab.engine.chat.media import several
 from trimtab.engine.cuda.capture_stream import wait_for_all
 from trimtab.engine.kv.sequence import Inputs
-from trimtab.engine.layers.unpacked import UnpackedWeights, keep_unpacked
+from trimtab.engine.layers.linear import UnpackedWeights, keep_unpacked
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.loader.load import Loaded, Progress, fill

@@ -1,6 +1,7 @@
 """Generation: model inputs become text in one worker thread, delivered as it arrives.
 
-On a GPU steps are captured (`engine/decode/decode_step.py`); where they cannot be, and on a CPU, transformers' own generation runs.
+On a GPU steps are captured (`engine/decode/decode_step.py`); where they cannot be, and on a CPU, transformers' own generation runs
+(`stock_generate`): the numbers and bits of the stock stack.
 
 Pieces are whole characters and never part of a stop text. Closing the iterator, or Ctrl-C while waiting, ends the worker
 within one step; its errors are raised here.
@@ -10,18 +11,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+import transformers
 from torch import Tensor
 
-from trimtab.engine.batch import stock_generation
-from trimtab.engine.batch.request import decodes_plainly
+from trimtab.engine.batch.request import AnswerPenalties, check_logits, decodes_plainly
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.prompt import check_fits, fitted
@@ -34,7 +36,7 @@ from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
 if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch, BatchModel
     from trimtab.engine.batch.request import SampledToken
-    from trimtab.engine.formats.hf_types import Tokenizer
+    from trimtab.engine.formats.hf_types import HFModel, Tokenizer
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -237,7 +239,7 @@ class _Stream:
     stop: threading.Event
     queue: SimpleQueue[Piece | BaseException | None] = field(default_factory=SimpleQueue)
     prompt_seen: bool = False
-    logprobs: stock_generation.Logprobs | None = None
+    logprobs: Logprobs | None = None
 
     def put(self, value: Tensor) -> None:
         if not self.prompt_seen:  # transformers puts the prompt first
@@ -278,7 +280,7 @@ class Generation:
         self._model, self._inputs = model, inputs
         self._stop = threading.Event()
         end_ids = {*end_token_ids(model.hf_model), *request.stop_token_ids}
-        logprobs = None if request.logprobs is None else stock_generation.Logprobs(request.logprobs)
+        logprobs = None if request.logprobs is None else Logprobs(request.logprobs)
         self._stream = _Stream(AnswerText(detokenizer_of(model, request.stop), end_ids), self._stop, logprobs=logprobs)
         self._thread: threading.Thread | None = None
         self.cached_tokens = 0
@@ -315,7 +317,7 @@ class Generation:
                 self._run_rows(rows)
                 return
             hf_slots.reset_offset(self._model.hf_model)
-            stock_generation.generate(
+            stock_generate(
                 self._model.hf_model, dict(self._inputs.tensors), self.request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
                 adapter=self._model.adapter_store.selection.name, logprobs=self._stream.logprobs,
@@ -422,3 +424,98 @@ def logits(model: BatchModel, inputs: Inputs) -> Tensor:
     with torch.no_grad():
         logits_of_prompt: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits
     return logits_of_prompt[0].float().cpu()
+
+
+class _Over(transformers.StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self.is_over = is_over
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        return torch.full((input_ids.shape[0],), self.is_over(), device=input_ids.device, dtype=torch.bool)
+
+
+class _Numbers(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Leaves the logits as they are, and raises DeviceError where they are NaN or infinite."""
+
+    def __init__(self, adapter: str | None) -> None:
+        self.adapter = adapter
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        check_logits(scores, adapter=self.adapter)
+        return scores
+
+
+class Logprobs(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Keeps each step's log-probabilities, before penalties, temperature and cuts, until the step's token is known.
+
+    count: how many of the most likely tokens are reported with it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._steps: deque[Tensor] = deque()  # [V] each; transformers 5.23 has one step more under way
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._steps.append(torch.log_softmax(scores[0].float(), dim=-1))
+        return scores
+
+    def take(self, token: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Return the log-probability of the next step's token, and the most likely (token, log-probability)."""
+        logprobs = self._steps.popleft()
+        values, ids = logprobs.topk(self.count)
+        return float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def stock_generate(
+    model: HFModel, tensors: dict[str, Tensor], request: GenerateRequest, *, streamer: object, is_over: Callable[[], bool],
+    prefill_chunk_tokens: int | None, device: torch.device, adapter: str | None = None, logprobs: Logprobs | None = None,
+    kv: str = "full",
+) -> None:  # fmt: skip
+    """Run transformers' own generation; tokens go to streamer.put, one row each step.
+
+    Only the request decides how tokens are drawn: sampling values in the checkpoint's generation_config are not used.
+    adapter: the name in an error of the logits. logprobs: receives each step's logits. kv: the form of keys and
+    values, "full" or "int8". Errors: DeviceError for logits that are not numbers.
+    """
+    own = model.generation_config
+    text = model.config.get_text_config()
+    ends = end_token_ids(model)
+    pad = getattr(own, "pad_token_id", None)
+    pad = pad if pad is not None else getattr(text, "pad_token_id", None)
+    # Neutral values, not None: None is filled in from the model's own generation config.
+    options: dict[str, Any] = {"do_sample": False}
+    if request.temperature > 0:
+        options = {
+            "do_sample": True, "temperature": float(request.temperature), "top_k": request.top_k or 0,
+            "top_p": request.top_p if request.top_p is not None else 1.0,
+        }  # fmt: skip
+        if request.min_p is not None:
+            options["min_p"] = request.min_p
+    cache = {"past_key_values": hf_slots.prompt_cache(model, kv)} if kv == "int8" else {}
+    if prefill_chunk_tokens is not None:
+        options["prefill_chunk_size"] = prefill_chunk_tokens
+    config = transformers.GenerationConfig(
+        max_new_tokens=request.answer_tokens, eos_token_id=[*ends, *request.stop_token_ids] or None,
+        pad_token_id=pad if pad is not None else (ends[0] if ends else 0), bos_token_id=getattr(own, "bos_token_id", None),
+        **options,
+    )  # fmt: skip
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, enabled=request.temperature > 0), torch.no_grad():
+        if request.temperature > 0:
+            if request.seed is not None:
+                torch.manual_seed(request.seed)
+            else:
+                torch.seed()
+        # In the order of `Sampler`: these processors run before temperature and cuts.
+        repeats = request.repetition_penalty
+        penalty = None if repeats is None else transformers.RepetitionPenaltyLogitsProcessor(penalty=repeats)
+        processors = [_Numbers(adapter), logprobs, penalty, AnswerPenalties.of(request)]
+        model.generation_config = transformers.GenerationConfig()  # nothing of the file's may be filled in
+        try:
+            model.generate(
+                **tensors, **cache, generation_config=config, streamer=streamer,
+                logits_processor=transformers.LogitsProcessorList(filter(None, processors)),
+                stopping_criteria=transformers.StoppingCriteriaList([_Over(is_over)]),
+            )  # fmt: skip
+        finally:
+            model.generation_config = own

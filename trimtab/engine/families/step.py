@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.kernels.device_kernels import DeviceKernels
     from trimtab.engine.kv.pages import PageTable
-    from trimtab.engine.layers.unpacked import UnpackedWeights
+    from trimtab.engine.layers.linear import UnpackedWeights
 
 
 # Writes products over one input, x [n, D_in] -> out [n, all D_out], with the adapters of a table.

@@ -96,7 +96,6 @@ class _Entry:
         return self.goes_alone
 
     def start(self, now: float) -> None:
-        """Record when its computation starts."""
         self.started = now
 
 
