@@ -54,6 +54,7 @@ class _Share:
     """The bytes of one entry, which are given back once. It holds no media: it lives until their prompt is prepared."""
 
     nbytes: int
+    is_held: bool = True
 
 
 def _mistake(exc: BaseException) -> MistakeError:
@@ -82,7 +83,6 @@ class MediaPool(FairPool[_Entry]):
         self._returner = MemoryReturner(lambda: self.freed_bytes, self._were_returned)
         # Bytes in use, and bytes that were freed since the last return of memory: the process has them still.
         self.used_bytes = self.freed_bytes = 0
-        self._held: set[_Share] = set()
 
     def submit(self, job: Job, future: Future[Any], then: Callable[[Job, Callable[[Any], None]], None]) -> None:
         """Decode a job's media and call `then` with the decoded job and a function for its inputs (None for none) to call once the
@@ -127,7 +127,6 @@ class MediaPool(FairPool[_Entry]):
         share = _Share(work.nbytes)
         try:
             with self.changed:
-                self._held.add(share)
                 is_short = self.freed_bytes > 0 and self.used_bytes + self.freed_bytes > self._most_bytes
             if is_short:
                 self._returner.return_now()
@@ -145,7 +144,9 @@ class MediaPool(FairPool[_Entry]):
             self._give_back(share, is_freed=False)
             return
         is_late = threading.Event()
-        timer = call_later(self._most_s, partial(self._end, future, is_late))
+        timer = threading.Timer(self._most_s, self._end, (future, is_late))
+        timer.daemon = True
+        timer.start()
         try:
             decoded = self._decode(entry.media)
         finally:
@@ -174,9 +175,8 @@ class MediaPool(FairPool[_Entry]):
     def _give_back(self, share: _Share, *, kept_bytes: int = 0, is_freed: bool = True) -> None:
         """End a share, but for bytes that inputs keep. is_freed: whether there was memory, which the process has still."""
         with self.changed:
-            is_held = share in self._held
-            self._held.discard(share)
-        if is_held:
+            is_first, share.is_held = share.is_held, False
+        if is_first:
             self._release(share.nbytes - kept_bytes, is_freed=is_freed)
 
     def _release(self, nbytes: int, *, is_freed: bool = True) -> None:
@@ -230,11 +230,10 @@ class MemoryReturner:
             self._then(nbytes)
 
 
-def call_later(seconds: float, work: Callable[[], None]) -> threading.Timer:
+def call_later(seconds: float, work: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, work)
     timer.daemon = True
     timer.start()
-    return timer
 
 
 def return_freed_pages() -> None:
