@@ -144,7 +144,7 @@ class Anatomy:
     decides. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or use the
     fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
     an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. cuts_texts: whether a text is
-    computed in chunks; else whole, whatever its length. renames: transformers'
+    computed in chunks; else whole, of any length. renames: transformers'
     renamings for checkpoints of this model, in order.
     """
 
