@@ -26,20 +26,32 @@ def slow_on_cpu(*values: Any) -> Any:
     return pytest.param(*values, marks=SLOW_ON_CPU)
 
 
-def crossed(names: Iterable[str], *others: Iterable[Any], first: Sequence[str] = FIRST, rest: int = 0) -> list[Any]:
+def crossed(names: Iterable[str], *others: Iterable[Any], first: Sequence[str] = FIRST[:1], rest: int = 0) -> list[Any]:
     """Return (name, *others) of every combination, as cases of parametrize: many of them are slow tests on a CPU.
 
-    first: names with all combinations in every run. rest: how many combinations each other name has in every run; they are
-    different ones from name to name, so that each value of the others is in some case.
+    first: names with all combinations in every run. rest: how many combinations each other name has in every run, those of FIRST
+    one at least; they are different ones from name to name, so that each value of the others is in some case.
     """
     combinations, cases, place = list(itertools.product(*others)), [], 0
     for name in names:
-        kept = {(place + number) % len(combinations) for number in range(rest)}
+        kept = {(place + number) % len(combinations) for number in range(rest or name in FIRST)}
         for number, values in enumerate(combinations):
             is_kept = name in first or number in kept
             cases.append(pytest.param(name, *values) if is_kept else slow_on_cpu(name, *values))
         place += name not in first
     return cases
+
+
+def halved(*factors: Sequence[Any], slow: Sequence[Any] = ()) -> list[Any]:
+    """Return every combination of factors as cases of parametrize: every second one is a slow test on a CPU.
+
+    Of three factors or more, every two values of different factors meet in every run; of two, each value is met. slow: more
+    values of the first factor, all of whose cases are slow.
+    """
+    combinations = itertools.product(*map(enumerate, factors))
+    cases = [(sum(place for place, _ in one), [value for _, value in one]) for one in combinations]
+    kept = [slow_on_cpu(*values) if places % 2 else pytest.param(*values) for places, values in cases]
+    return kept + [slow_on_cpu(*values) for values in itertools.product(slow, *factors[1:])]
 
 
 FAMILIES = crossed(pico.FAMILIES)

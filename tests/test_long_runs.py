@@ -1,11 +1,11 @@
 """Which cases of a cross product every run has, and that a lent model comes back as it was."""
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
 from tests.lent import DEVICE, lent
-from tests.long_runs import crossed
+from tests.long_runs import crossed, halved
 from trimtab.errors import RequestError
 
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU every case runs and no model is kept")
@@ -27,6 +27,17 @@ def test_no_case_is_lost_and_the_first_names_have_all_of_theirs_in_every_run():
 @on_cpu
 def test_without_a_rest_the_other_names_are_slow_alone():
     assert [bool(one.marks) for one in crossed(("a", "llama"))] == [True, False]
+
+
+@on_cpu
+def test_every_two_values_of_different_factors_meet_in_every_run():
+    factors = ("a", "b"), ("x", "y", "z"), (1, 2, 3)
+    cases = halved(*factors, slow=("c",))
+    assert [one.values for one in cases] == list(product(("a", "b", "c"), *factors[1:]))
+    kept = [one.values for one in cases if not one.marks]
+    assert len(kept) == 9 and {mark.name for one in cases for mark in one.marks} == {"slow"}
+    met = {pair for one in kept for pair in combinations(one, 2)}
+    assert met == {pair for one, other in combinations(factors, 2) for pair in product(one, other)}
 
 
 @on_cpu

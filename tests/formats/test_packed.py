@@ -197,9 +197,14 @@ def test_packed_bytes_without_statistics_are_not_taken_for_weights(tmp_path: Pat
 # What is refused: half groups -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["l.weight", "l.weight.absmax", "l.weight.quant_map"])
-@pytest.mark.parametrize("make", [four_bit, nested])
-def test_4_bit_group_without_a_part_is_refused(tmp_path: Path, make: Callable[[], dict[str, Part]], part: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        *((make, part) for make in (four_bit, nested) for part in ("l.weight", "l.weight.absmax", "l.weight.quant_map")),
+        (nested, "l.weight.nested_absmax"), (nested, "l.weight.nested_quant_map"), (eight_bit, "l.weight"), (eight_bit, "l.SCB"),
+    ],
+)  # fmt: skip
+def test_a_group_without_a_part_is_refused(tmp_path: Path, make: Callable[[], dict[str, Part]], part: str) -> None:
     parts = make()
     del parts[part]
     assert f"has no {part.rpartition('.')[2]}" in problem(tmp_path, parts)
@@ -216,19 +221,6 @@ def test_lone_statistics_are_refused(tmp_path: Path) -> None:
     assert "has no weight, quant_map, quant_state" in problem(tmp_path, {"l.weight.absmax": Part("float32", (8,))})
 
 
-@pytest.mark.parametrize("part", ["nested_absmax", "nested_quant_map"])
-def test_double_quantization_without_a_part_is_refused(tmp_path: Path, part: str) -> None:
-    parts = nested()
-    del parts[f"l.weight.{part}"]
-    assert f"has no {part}" in problem(tmp_path, parts)
-
-
-@pytest.mark.parametrize("key", NESTED)
-def test_double_quantization_without_its_key_is_refused(tmp_path: Path, key: str) -> None:
-    state = {name: value for name, value in (STATE | NESTED).items() if name != key}
-    assert f"quant_state has no {key}" in problem(tmp_path, nested(state))
-
-
 def test_nested_keys_without_nested_tensors_are_refused(tmp_path: Path) -> None:
     parts = four_bit(STATE | NESTED) | {"l.weight.absmax": Part("uint8", (8,))}
     assert "has no nested_absmax, nested_quant_map" in problem(tmp_path, parts)
@@ -238,13 +230,6 @@ def test_nested_keys_without_nested_tensors_are_refused(tmp_path: Path) -> None:
 def test_nested_tensors_without_nested_keys_are_refused(tmp_path: Path, part: str) -> None:
     parts = four_bit() | {f"l.weight.{part}": nested()[f"l.weight.{part}"]}
     assert "quant_state has no nested_blocksize, nested_dtype, nested_offset" in problem(tmp_path, parts)
-
-
-@pytest.mark.parametrize(("part", "missing"), [("l.weight", "weight"), ("l.SCB", "SCB")])
-def test_int8_group_without_a_part_is_refused(tmp_path: Path, part: str, missing: str) -> None:
-    parts = eight_bit()
-    del parts[part]
-    assert f"has no {missing}" in problem(tmp_path, parts)
 
 
 def test_statistics_of_both_formats_are_refused(tmp_path: Path) -> None:
@@ -280,10 +265,13 @@ def test_quant_state_that_is_no_small_uint8_tensor_is_refused(tmp_path: Path, pa
     assert f"{part.dtype} of {part.shape[0]} B, not a small uint8 tensor" in problem(tmp_path, four_bit() | {STATE_NAME: part})
 
 
-@pytest.mark.parametrize("key", STATE)
-def test_quant_state_without_a_key_is_refused(tmp_path: Path, key: str) -> None:
-    state = {name: value for name, value in STATE.items() if name != key}
-    assert f"quant_state has no {key}" in problem(tmp_path, four_bit(state))
+@pytest.mark.parametrize(("make", "whole", "key"), [
+    *((four_bit, STATE, key) for key in STATE), *((nested, STATE | NESTED, key) for key in NESTED),
+])  # fmt: skip
+def test_quant_state_without_a_key_is_refused(
+    tmp_path: Path, make: Callable[[Any], dict[str, Part]], whole: Mapping[str, Any], key: str
+) -> None:
+    assert f"quant_state has no {key}" in problem(tmp_path, make({name: one for name, one in whole.items() if name != key}))
 
 
 def test_quant_state_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
@@ -305,15 +293,6 @@ def test_quant_state_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
         ("blocksize", 64.0, "blocksize 64.0"), ("blocksize", "64", "blocksize '64'"),
         ("blocksize", True, "blocksize True"),
         ("blocksize", [64], "blocksize [64]"),
-    ],
-)  # fmt: skip
-def test_bad_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
-    assert reason in problem(tmp_path, four_bit(STATE | {key: value}))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
         ("nested_blocksize", 0, "nested_blocksize 0"), ("nested_blocksize", 255, "nested_blocksize 255"),
         ("nested_blocksize", None, "nested_blocksize None"), ("nested_dtype", "float16", "nested_dtype 'float16'"),
         ("nested_offset", float("nan"), "nested_offset nan"), ("nested_offset", float("inf"), "nested_offset inf"),
@@ -321,8 +300,9 @@ def test_bad_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, value: 
         ("nested_offset", True, "nested_offset True"),
     ],
 )  # fmt: skip
-def test_bad_nested_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
-    assert reason in problem(tmp_path, nested(STATE | NESTED | {key: value}))
+def test_bad_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
+    parts = nested(STATE | NESTED | {key: value}) if key in NESTED else four_bit(STATE | {key: value})
+    assert reason in problem(tmp_path, parts)
 
 
 # What is refused: parts against the logical shape ---------------------------------------------------------------------
@@ -346,11 +326,17 @@ def test_bad_nested_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, 
         ("l.weight.absmax", Part("bfloat16", (8,)), "needs float32 [8]"),
         ("l.weight.quant_map", Part("float32", (15,)), "float32 [16]"),
         ("l.weight.quant_map", Part("bfloat16", (16,)), "needs float32 [16]"),
+        ("l.weight.absmax", Part("float32", (8,)), "needs uint8 [8]"),
+        ("l.weight.nested_absmax", Part("float32", (2,)), "needs float32 [1]"),
+        ("l.weight.nested_absmax", Part("bfloat16", (1,)), "needs float32 [1]"),
+        ("l.weight.nested_quant_map", Part("float32", (255,)), "needs float32 [256]"),
+        ("l.weight.nested_quant_map", Part("uint8", (256,)), "needs float32 [256]"),
     ],
     ids=str,
 )  # fmt: skip
 def test_part_of_the_wrong_size_or_type_is_refused(tmp_path: Path, name: str, part: Part, needed: str) -> None:
-    message = problem(tmp_path, four_bit() | {name: part})
+    make = nested if "nested" in name or needed == "needs uint8 [8]" else four_bit
+    message = problem(tmp_path, make() | {name: part})
     assert f"{name.rpartition('.')[2]} is {part.dtype} {list(part.shape)}" in message
     assert needed in message
 
@@ -359,20 +345,6 @@ def test_part_of_the_wrong_size_or_type_is_refused(tmp_path: Path, name: str, pa
 def test_part_of_the_right_size_is_accepted_in_every_storage(tmp_path: Path, storage: str, count: int) -> None:
     packed = split_packed(checkpoint(tmp_path, four_bit() | {"l.weight": Part(storage, (count, 1))}))[1]
     assert packed["l.weight"].parts["weight"].dtype == storage
-
-
-@pytest.mark.parametrize(
-    ("part", "found", "needed"),
-    [
-        ("absmax", Part("float32", (8,)), "uint8 [8]"), ("nested_absmax", Part("float32", (2,)), "float32 [1]"),
-        ("nested_absmax", Part("bfloat16", (1,)), "float32 [1]"),
-        ("nested_quant_map", Part("float32", (255,)), "float32 [256]"),
-        ("nested_quant_map", Part("uint8", (256,)), "float32 [256]"),
-    ],
-)  # fmt: skip
-def test_nested_part_of_the_wrong_size_or_type_is_refused(tmp_path: Path, part: str, found: Part, needed: str) -> None:
-    message = problem(tmp_path, nested() | {f"l.weight.{part}": found})
-    assert f"{part} is {found.dtype} {list(found.shape)}, its quant_state needs {needed}" in message
 
 
 def test_count_of_nested_blocks_is_rounded_up(tmp_path: Path) -> None:

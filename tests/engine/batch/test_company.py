@@ -9,6 +9,7 @@ probability by about 1e-5; a row, adapter or position that is another's moves it
 from __future__ import annotations
 
 import random
+import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -105,6 +106,18 @@ def alone(batch, ask):
     return [(one.token_id, one.logprob) for one in found]
 
 
+_ALONE: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def each_alone(model, asked):  # noqa: F811
+    """Return what modules answer to each request alone: computed once for a model."""
+    known = _ALONE.setdefault(model, {})
+    for ask in asked:
+        if ask not in known:
+            known[ask] = alone(batch_of(model, "eager", (), 1), ask)
+    return [known[ask] for ask in asked]
+
+
 class Company:
     """Requests that come, go through behind the steps of others in pieces of any size or several at once, and leave at any time."""
 
@@ -187,20 +200,31 @@ def with_pool(model, tokens):  # noqa: F811
     model.plan = replace(model.plan, request=replace(model.plan.request, kv_tokens=tokens))
 
 
+def check_company(model, decode, sizes, *, tolerance=TOLERANCE):  # noqa: F811
+    """Check that requests get in company what they get alone, and return the company."""
+    asked = asks(10)
+    expected = each_alone(model, asked)
+    company = Company(batch_of(model, decode, sizes, 5), asked, 1)
+    check(company.run(), expected, company.left, tolerance=tolerance)
+    assert company.busiest >= 3 and len(company.left) < len(asked) / 2  # and most go on to their end
+    return company
+
+
 @contextmanager
-def packed_with_cached_beginnings(model, monkeypatch, *, tolerance=TOLERANCE):  # noqa: F811
+def packed_with_cached_beginnings(model, monkeypatch, *, decode="eager", cached=True, tolerance=TOLERANCE):  # noqa: F811
     """Prompts go together, twice, and say what they say alone; the second time the prefix cache has their beginnings."""
     monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
     monkeypatch.setattr(PrefillRunner, "most_packed", property(lambda self: 256))
+    # What is shorter than a block of 32 tokens is not cached.
     asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]
-    by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
-    with keeping_prefixes(model):
+    expected = each_alone(model, asked)
+    with keeping_prefixes(model) if cached else nullcontext():
         passes = 0
         for seed in (1, 2):  # the second time all beginnings are there
-            company = Company(batch_of(model, "eager", (16, 64), 6), asked, seed, together=True)
-            check(company.run(), [by_ask[ask] for ask in asked], company.left, tolerance=tolerance)
+            company = Company(batch_of(model, decode, (16, 64), 6), asked, seed, together=True)
+            check(company.run(), expected, company.left, tolerance=tolerance)
             passes += company.passes
-        assert passes and company.busiest >= 3 and model.prefix_cache.numbers()["hits"]
+        assert passes and company.busiest >= 3 and (not cached or model.prefix_cache.numbers()["hits"])
         yield
 
 
@@ -213,28 +237,13 @@ def packed_with_cached_beginnings(model, monkeypatch, *, tolerance=TOLERANCE):  
     ids=lambda value: value if isinstance(value, str) else "chunks" if value else "eager prompts",
 )  # fmt: skip
 def test_an_answer_is_the_same_alone_and_in_company(model, replayed, decode, sizes):  # noqa: F811
-    asked = asks(10)
-    by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
-    company = Company(batch_of(model, decode, sizes, 5), asked, 1)
-    check(company.run(), [by_ask[ask] for ask in asked], company.left)
-    assert company.busiest >= 3 and len(company.left) < len(asked) / 2  # and most go on to their end
+    check_company(model, decode, sizes)
 
 
 @pytest.mark.parametrize(("decode", "cached"), [("eager", True), slow_on_cpu("graph", False)])
 def test_an_answer_is_the_same_alone_and_in_a_pass_of_several_prompts(model, replayed, decode, cached, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
-    monkeypatch.setattr(PrefillRunner, "most_packed", property(lambda self: 256))
-    # What is shorter than a block of 32 tokens is not cached.
-    asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]
-    by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
-    with keeping_prefixes(model) if cached else nullcontext():
-        passes = 0
-        for seed in (1, 2):  # the second time all beginnings are there
-            company = Company(batch_of(model, decode, (16, 64), 6), asked, seed, together=True)
-            check(company.run(), [by_ask[ask] for ask in asked], company.left)
-            passes += company.passes
-        assert passes and company.busiest >= 3
-        assert not cached or model.prefix_cache.numbers()["hits"]
+    with packed_with_cached_beginnings(model, monkeypatch, decode=decode, cached=cached):
+        pass
 
 
 def test_answers_in_company_are_those_of_stock_transformers_and_peft(model):  # noqa: F811

@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 
+from tests.cuda_on_cpu.machine_code import machine_code
+from tests.long_runs import halved
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import dequantize, gemm4, layouts
@@ -181,25 +183,24 @@ def test_a_card_newer_than_the_compiler_gets_portable_code(compiler):
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_the_kernels_of_the_package_compile(compiler, target):
-    assert all(name.encode() in compiler.compile(matvec.source(), target) for name in matvec.NAMES)
+def test_products_compile_with_what_a_weight_needs(target):
     for options in (
         ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024"),
         ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0", "-DSHARED_BASE=1024"),
     ):
-        code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
+        code = machine_code(matvec.source(), target, options)
         assert all(name.encode() in code for name in matvec.PRODUCT_NAMES)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("n, normed", [(1, False), (1, True), (8, False)])
-def test_a_product_compiled_for_its_shape_keeps_what_it_asked_for_in_registers(compiler, target, n, normed):
+@pytest.mark.parametrize(("target", "form"), halved(["sm_80", "sm_90"], [(1, False), (1, True), (8, False)]))
+def test_a_product_compiled_for_its_shape_keeps_what_it_asked_for_in_registers(target, form):
+    n, normed = form
     cut = next(
         one for one in cuts.cuts((10240, 10240), 2560, n, multiprocessors=132, shared_bytes=232448, pair=True)
         if one.held and (one.may_be_normed or not normed)
     )  # fmt: skip
     options = ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024", *cut.options(40, 2, pair=True, normed=normed))
-    code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
+    code = machine_code(matvec.source(), target, options)
     assert matvec.HELD_NAME.encode() in code and b"matvec_8" not in code
 
 
@@ -211,27 +212,22 @@ QUICK = {"int4-g32", "fp8-128x128", "q4_k", "mobile4-row-a8", "nvfp4-g16"}
 
 
 @pytest.mark.parametrize("form", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in FORMS])
-def test_the_product_of_few_rows_compiles_for_every_form_of_a_weight(compiler, form):
+def test_the_product_of_few_rows_compiles_for_every_form_of_a_weight(form):
     weight = RandomWeights(torch.device("cpu"), quant=form).make(64, 512)
     cut = next(
         one for one in cuts.cuts(
             (4096, 4096), 4096, 1, multiprocessors=132, shared_bytes=232448, pair=True, layout=layouts.layout(weight)
         ) if one.held
     )  # fmt: skip
-    options = (
-        "-DHALF=0",
-        "-DSHARED_BASE=1024",
-        "-DWHOLE=1",
-        *layouts.options(weight),
-        *cut.options(64, 2, pair=True, normed=False),
-    )
-    assert matvec.HELD_NAME.encode() in compiler.compile(matvec.source(), "sm_90", options, name="matvec4.cu")
+    own = *layouts.options(weight), *cut.options(64, 2, pair=True, normed=False)
+    code = machine_code(matvec.source(), "sm_90", ("-DHALF=0", "-DSHARED_BASE=1024", "-DWHOLE=1", *own))
+    assert matvec.HELD_NAME.encode() in code
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_the_products_of_many_rows_compile_for_every_form_of_a_weight(compiler, form):
+def test_the_products_of_many_rows_compile_for_every_form_of_a_weight(form):
     weight = RandomWeights(torch.device("cpu"), quant=form).make(64, 512)
     assert layouts.layout(weight)
     for module in (gemm4, dequantize):
-        assert compiler.compile(module.source(), "sm_90", layouts.options(weight) if stored_format(form).number else ())
+        assert machine_code(module.source(), "sm_90", layouts.options(weight) if stored_format(form).number else ())

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +20,12 @@ from PIL import Image
 
 import trimtab
 from tests import pico, stock, talking, talking_families
+from tests.cuda_on_cpu.machine_code import machine_code
 from tests.long_runs import crossed, slow_on_cpu
 from trimtab import api
 from trimtab.cli import main as cli
 from trimtab.engine import float16_check
 from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
@@ -49,47 +47,37 @@ NEWER = ("sm_86", "sm_89", "sm_120")  # cards whose blocks have less shared memo
 SHARED_BYTES = 64 * 1024  # of a block on compute capability 7.5
 
 
-def compiled(source, options, folder, target=TARGET):
-    """Compile a source for a target. Errors: AssertionError with the compiler's log."""
-    compiler = nvrtc.find_compiler()
-    if compiler is not None:
-        return compiler.compile(source, target, options, name="kernels.cu")
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("neither NVRTC nor nvcc is installed")
-    file, made = folder / "kernels.cu", folder / "kernels.cubin"
-    file.write_text(source, encoding="utf-8")
-    ran = subprocess.run(
-        [nvcc, "-std=c++17", f"-arch={target}", "-cubin", *options, "-o", str(made), str(file)], capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return made.read_bytes()
-
-
-@pytest.mark.parametrize("target", [TARGET, *(slow_on_cpu(target) for target in NEWER)])
+@pytest.mark.parametrize("target", [TARGET, "sm_80", "sm_90", *(slow_on_cpu(target) for target in NEWER)])
 @pytest.mark.parametrize(
     "module", [ends, fused, head8, many_rows, matvec, mixtures, prompt_kernels], ids=lambda one: one.__name__.rpartition(".")[2]
 )
-def test_every_kernel_compiles(module, target, tmp_path):
-    assert compiled(module.source(), (), tmp_path, target)
+def test_every_kernel_compiles(module, target):
+    code = machine_code(module.source(), target)
+    assert all(name.encode() in code for name in module.NAMES)
 
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "target"),
     [
         (64, torch.float16, TARGET), (256, torch.float16, TARGET), (512, torch.float16, TARGET),
+        *((dim, dtype, target) for dim, dtype in ((256, torch.bfloat16), (512, torch.float16)) for target in ("sm_80", "sm_90")),
         *(slow_on_cpu(dim, torch.bfloat16, target) for dim in (128, 512) for target in NEWER),
     ],
 )  # fmt: skip
-def test_attention_compiles(dim, dtype, target, tmp_path):
-    options = fused.attention_options(fused.AttentionShape(8, 2, dim), dtype, turn=True)
-    assert compiled(fused.source("attend.cu"), options, tmp_path, target)
+def test_attention_compiles(dim, dtype, target):
+    shape = fused.AttentionShape(*((16, 1) if dim == 512 else (8, 2)), dim)
+    for turn in (False, True):
+        assert machine_code(fused.source("attend.cu"), target, fused.attention_options(shape, dtype, turn=turn))
 
 
-def test_the_gated_delta_rule_compiles(tmp_path):
+def test_attention_does_not_compile_without_its_shape():
+    with pytest.raises((DeviceError, AssertionError), match="DIM"):
+        machine_code(fused.source("attend.cu"), "sm_90")
+
+
+def test_the_gated_delta_rule_compiles():
     options = delta_rule.options(delta_rule.DeltaShape(16, 32, 128, 128, 4), torch.float16)
-    assert compiled(delta_rule.source(), options, tmp_path, TARGET)
+    assert machine_code(delta_rule.source(), TARGET, options)
 
 
 def test_every_source_of_kernels_is_compiled_here():

@@ -67,7 +67,9 @@ def right(rows: Any = ROWS) -> list[list[str]]:
     return [counted(alias.get(prompt[-1], prompt[-1]), TOKENS, name) for name, prompt in rows]
 
 
-@pytest.mark.parametrize(("experts", "slots"), [("16bit", 0), ("nf4", 2), ("nf4-dq", 3), ("int8", 5)])
+@pytest.mark.parametrize(
+    ("experts", "slots"), [("16bit", 0), ("nf4", 2), pytest.param("nf4-dq", 3, marks=pytest.mark.slow), ("int8", 5)]
+)
 def test_every_expert_says_its_word(made, experts, slots, on_cpu, replayed):  # noqa: F811
     """Five rows with four adapters at a time, in a step's kernels; slots for two of eight experts too."""
     assert said(made, on_cpu, experts, slots) == right()

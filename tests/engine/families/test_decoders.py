@@ -23,6 +23,7 @@ from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - rep
 from tests.engine.decode.test_graphs import through as row_of
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import through
+from tests.long_runs import halved, slow_on_cpu
 from tests.planning.values.test_execution import E4B
 from tests.planning.values.test_execution import plan as gpu_plan
 from trimtab.engine.batch.batch import Batch
@@ -39,6 +40,9 @@ TEXTS = ["gemma", "gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4
 NEW = [*TEXTS, "llava", "internvl", "seed_oss"]
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "gemma4_moe", "qwen3_5_moe", "glm4_moe"]
 DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5", *NEW, *MIXTURES]
+# Their steps have what those of another one have; each is compared with stock in test_matrix.py.
+ALIKE = {*MIXTURES, *TEXTS, "llama", "qwen3_vl", "mistral3", "llava", "internvl", "seed_oss"}
+ALIKE -= {"gemma2", "ministral3", "phi3", "olmo3", "glm4", "granite", "gpt_oss", "gemma4_moe", "qwen3_5_moe", "glm4_moe"}
 ASKED = [("a", list(range(5, 24)), {}), (None, [9, 8], {}), ("b", [4, 7, 11, 6], {})]
 # bfloat16 logits: sums in another order, and adapters rounded once instead of twice.
 TOLERANCE = 2**-5
@@ -92,7 +96,7 @@ def test_descriptions_of_other_classes_are_right(name):
     assert check.wrong(families.describe(model), model, torch.device("cpu"), torch.bfloat16, 256) is None
 
 
-@pytest.mark.parametrize("family", DESCRIBED)
+@pytest.mark.parametrize("family", [slow_on_cpu(one) if one in ALIKE else one for one in DESCRIBED])
 @pytest.mark.parametrize("kv", ["full", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_step_of_mixed_rows_is_the_modules(family, kv, tmp_path):
     """In plain torch, adapters of two ranks and none, rows of unlike lengths, past the window of sliding layers."""
@@ -437,8 +441,7 @@ AT_LOAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", AT_LOAD)
-@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize(("fault", "is_planned"), halved(list(AT_LOAD), [True, False]))
 def test_what_differs_is_named_by_the_load_and_the_modules_compute(fault, is_planned, tmp_path, monkeypatch):
     """Before the first step. is_planned: steps that the plan has fused, as on a GPU, else those that a caller asks for."""
     family, make, words = AT_LOAD[fault]

@@ -51,20 +51,14 @@ def root(tmp_path_factory):
 
 
 def cases():
-    """Yield every combination: by default a few of llama in which every two values meet, and each format in another family."""
-    forms, variants = list(FORMS), list(VARIANTS)
-    whole = list(itertools.product(forms, TIERS, variants))
-    missing = {pair for one in whole for pair in itertools.combinations(one, 2)}
-    kept = set()
-    while missing:
-        best = max(whole, key=lambda one: len(missing & set(itertools.combinations(one, 2))))
-        missing -= set(itertools.combinations(best, 2))
-        kept.add(("llama", *best))
-    for number, form in enumerate(forms):
-        kept.add((FAMILIES[1 + number % 4], form, TIERS[number // 4 % 4], variants[number % 5]))
-    for family in FAMILIES:
-        for one in whole:
-            yield (family, *one) if (family, *one) in kept else slow_on_cpu(family, *one)
+    """Yield every combination: by default each format in every tier, with and without adapters, once in another family."""
+    variants, kept = list(VARIANTS), {("llama", next(iter(FORMS)), "disk", "saved")}
+    for number, form in enumerate(FORMS):
+        for place, variant in enumerate(("none", ("lora", "rslora")[number % 2], "dora")):
+            kept.add(("llama", form, TIERS[(number + place) % 4], variant))
+        kept.add((FAMILIES[1 + number % 4], form, TIERS[(number + 3) % 4], variants[number % 5]))
+    for one in itertools.product(FAMILIES, FORMS, TIERS, VARIANTS):
+        yield one if one in kept else slow_on_cpu(*one)
 
 
 @pytest.mark.parametrize(("family", "form", "tier", "variant"), list(cases()))

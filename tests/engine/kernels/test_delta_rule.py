@@ -73,7 +73,7 @@ def test_a_row_without_a_state_keeps_what_is_there(layer):
 
 
 @on_cpu
-@pytest.mark.parametrize("rows", [9, 33, 64])
+@pytest.mark.parametrize("rows", [9, 33, pytest.param(64, marks=pytest.mark.slow)])
 def test_steps_of_many_rows_are_the_modules_own_pass(layer, rows):
     """Rows of unlike states, one of which leaves: the last row takes its place and goes on with its own state."""
     module, kernels = layer.to(torch.bfloat16), run.CpuModule(

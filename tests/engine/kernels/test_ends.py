@@ -11,10 +11,9 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import step_ends as cpu_module
-from tests.engine.kernels.test_fused import close
+from tests.engine.kernels.test_fused import close, poisoned, random
 from tests.long_runs import slow_on_cpu
 from trimtab.engine.batch.request import check_logits
-from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.layers import embedding as tables
@@ -25,15 +24,6 @@ on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not())
 TYPES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 7)  # of threads and blocks
 SIZES = ends.Sizes(1100, 40, 30.0, 5, 24)
-
-
-def random(*shape, dtype=torch.bfloat16, seed=0, spread=1.0):
-    generator = torch.Generator().manual_seed(seed * 7919 + sum(shape))
-    return (torch.randn(*shape, generator=generator) * spread).to(dtype)
-
-
-def poisoned(*shape, dtype=torch.bfloat16):
-    return torch.full(shape, math.nan, dtype=dtype)
 
 
 def text_model(dtype, *, layers=3, per_layer=16, vocabulary=50):
@@ -383,15 +373,6 @@ def test_launches_of_the_ends_overlap_with_the_others():
     with kernels.DeviceKernels(ends=module).overlapping(True):
         assert module.overlap
     assert not module.overlap
-
-
-# The real compiler ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(nvrtc.find_compiler() is None, reason="NVRTC is not found")
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_the_source_compiles_for_a_gpu(target):
-    assert nvrtc.find_compiler().compile(ends.source(), target, name="ends.cu")
 
 
 def test_kernels_are_refused_where_there_is_no_gpu():

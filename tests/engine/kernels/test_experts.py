@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.cuda_on_cpu import run
-from trimtab.engine.cuda import nvrtc
+from tests.cuda_on_cpu.machine_code import machine_code
+from tests.long_runs import halved
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed
 from trimtab.engine.formats.weights import dequantize, exact_rows
@@ -343,9 +344,8 @@ def test_inputs_of_any_size_are_computed(module, scale):
     )
 
 
-@pytest.mark.skipif(nvrtc.find_compiler() is None, reason="NVRTC is not installed")
-@pytest.mark.parametrize("target", ["sm_75", "sm_86", "sm_90"])
-@pytest.mark.parametrize("kind, dtype", [("nf4", HALF), ("nf4-dq", BF16), ("none", BF16)])
-def test_the_kernels_compile(kind, dtype, target):
+@pytest.mark.parametrize(("target", "form"), halved(["sm_75", "sm_86", "sm_90"], [("nf4", HALF), ("nf4-dq", BF16), ("none", BF16)]))
+def test_the_kernels_compile(target, form):
+    kind, dtype = form
     stack = mixture_of(1, 64, 64, dtype, kind).gate_up
-    assert nvrtc.find_compiler().compile(ours.source(), target, ours.options(stack, dtype), name="experts.cu")
+    assert machine_code(ours.source(), target, ours.options(stack, dtype))

@@ -12,7 +12,6 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
 from tests.long_runs import slow_on_cpu
-from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.errors import DeviceError
@@ -472,22 +471,6 @@ def test_a_missing_barrier_of_attention_is_found(barrier):
         fused_check.check(cpu_module(order, attend=changed), widths=(), attention=((4, 2, 256),), rows=(1,)) for order in (0, 1)
     ]
     assert any(said)
-
-
-# The real compiler ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(nvrtc.find_compiler() is None, reason="NVRTC is not found")
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_the_sources_compile_for_a_gpu(target):
-    compiler = nvrtc.find_compiler()
-    assert compiler.compile(fused.source(), target, name="fused.cu")
-    for heads, kv_heads, dim, dtype in ((8, 2, 256, torch.bfloat16), (16, 1, 512, torch.float16)):
-        for turn in (False, True):
-            options = fused.attention_options(fused.AttentionShape(heads, kv_heads, dim), dtype, turn=turn)
-            assert compiler.compile(fused.source("attend.cu"), target, options, name="attend.cu")
-    with pytest.raises(DeviceError, match="DIM"):
-        compiler.compile(fused.source("attend.cu"), target, name="attend.cu")
 
 
 def test_kernels_are_refused_where_there_is_no_gpu():

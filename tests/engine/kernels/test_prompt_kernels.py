@@ -12,6 +12,7 @@ from torch import nn
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
+from tests.engine.kernels.test_many_rows import random
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.matmul_table import MatmulTable
@@ -25,10 +26,6 @@ from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 7)  # of threads and blocks
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def packed(quant, shape=(96, 320), dtype=torch.bfloat16):

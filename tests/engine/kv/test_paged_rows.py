@@ -15,12 +15,11 @@ import trimtab
 from tests import long_runs, pico
 from tests.engine.batch.test_batch import DEVICE, PROMPTS, STEP_TOLERANCE, through, to_the_end
 from tests.engine.batch.test_company import (
-    Company,
     alone,
     asks,
     batch_of,
-    check,
     check_beside_spoilt,
+    check_company,
     forks,
     keeping_prefixes,
     packed_with_cached_beginnings,
@@ -89,15 +88,10 @@ def test_rows_in_pages_say_what_they_say_alone(family, tmp_path):
     ],
 )  # fmt: skip
 def test_an_answer_in_pages_is_the_same_alone_and_in_company(model, replayed, decode, sizes):  # noqa: F811
-    asked = asks(10)
     with_pool(model, 4 * CONTEXT)
-    by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
-    batch = batch_of(model, decode, sizes, 5)
-    company = Company(batch, asked, 1)
-    check(company.run(), [by_ask[ask] for ask in asked], company.left)
-    assert company.busiest >= 3 and len(company.left) < len(asked) / 2
+    company = check_company(model, decode, sizes)
     company.prompt = None
-    assert is_all_free(batch)
+    assert is_all_free(company.batch)
 
 
 def test_prompts_that_go_together_and_cached_beginnings_are_in_pages(model, replayed, monkeypatch):  # noqa: F811

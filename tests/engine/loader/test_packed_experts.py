@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests import pico
 from tests.engine.loader.test_hf import edited
 from tests.engine.lora.test_experts import NEAR, answered, build, loaded, of_peft, single_adapter, with_changes
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
+from tests.long_runs import halved
 from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.checkpoint.anatomy import TensorRow
@@ -117,26 +119,38 @@ def test_each_expert_has_the_bytes_of_its_formats_library(
     assert abs(shares["weights"].measured_bytes - shares["weights"].planned_bytes) <= 256 * 4 * len(found)
 
 
-@pytest.fixture(scope="module", params=["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow), "gemma4_moe"])
-def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
-    """A checkpoint, the same with the values of its packed experts, and two adapters on experts."""
+WORKS = ("mixtral", "gemma4_moe")
+
+
+@pytest.fixture(scope="module", params=[*WORKS, pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A checkpoint and two adapters on experts."""
     folder = tmp_path_factory.mktemp(request.param)
     base = pico.build(request.param, folder / "base", dtype="float32")
     adapters = (stack_adapter(base, folder / name, list(names)) for name, names in (("a", BOTH), ("b", BOTH[1:])))
-    return base, with_values_of(base, "nf4", folder / "values"), *adapters
+    return base, *adapters
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("tier", ["resident", "stream", "host", "disk"])
-def test_rows_with_adapters_answer_as_peft_on_the_packed_values_in_every_tier(
-    tier: str, kind: str, work: tuple[Path, Path, Path, Path], tmp_path: Path
-) -> None:
-    base, values, a, b = work
-    values = values if kind == "nf4" else with_values_of(base, kind, tmp_path / "values")
-    changes = single_adapter(values, tmp_path / "single", 0)
+@cache
+def of_stock(work: tuple[Path, Path, Path], kind: str) -> tuple[Path, dict[str | None, Tensor]]:
+    """Return an adapter of single experts, and stock's answers on the values of packed experts."""
+    base, a, b = work
+    values, single = with_values_of(base, kind, base.parent / f"values-{kind}"), base.parent / f"single-{kind}"
     expected = {"a": of_peft(values, a), "b": of_peft(values, b), None: of_model(load(values))}
-    expected["single"] = with_changes(values, changes)
-    given = {"a": a, "b": b, "single": tmp_path / "single"}
+    return single, expected | {"single": with_changes(values, single_adapter(values, single, 0)), "dense": of_model(load(base))}
+
+
+@pytest.mark.parametrize(
+    ("work", "tier", "kind"),
+    halved(WORKS, ("resident", "stream", "host", "disk"), ("nf4", "int8"), slow=("gpt_oss",)),
+    indirect=["work"],
+)
+def test_rows_with_adapters_answer_as_peft_on_the_packed_values_in_every_tier(
+    work: tuple[Path, Path, Path], tier: str, kind: str
+) -> None:
+    base, a, b = work
+    single, expected = of_stock(work, kind)
+    given = {"a": a, "b": b, "single": single}
     with loaded(base, given, experts=kind, place={"model*layers.*": tier}) as model:
         assert tier in {row.tier for row in model.plan.placements}
         names = ("a", None, "single", "b")
@@ -148,10 +162,10 @@ def test_rows_with_adapters_answer_as_peft_on_the_packed_values_in_every_tier(
         after = answered(model, None)
     assert max(gap(one, expected[name]) for one, name in zip(found, names, strict=True)) < NEAR
     assert max(gap(alone, expected["a"]), gap(after, expected[None])) < NEAR
-    assert gap(found[0], expected[None]) > 1e-2 and gap(after, of_model(load(base))) > (1e-2 if kind == "nf4" else 10 * NEAR)
+    assert gap(found[0], expected[None]) > 1e-2 and gap(after, expected["dense"]) > (1e-2 if kind == "nf4" else 10 * NEAR)
 
 
-def test_a_plan_counts_packed_experts_says_so_and_keeps_the_choice(work: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
+def test_a_plan_counts_packed_experts_says_so_and_keeps_the_choice(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base = work[0]
     options: dict[str, Any] = {"quant": "nf4", "context": 64, "device": "cpu"}
     plain, packed = (trimtab.plan(base, **options, experts=kind) for kind in ("16bit", "nf4"))
@@ -173,8 +187,8 @@ def test_a_plan_counts_packed_experts_says_so_and_keeps_the_choice(work: tuple[P
 
 
 @pytest.mark.parametrize("kind", ["nf4-dq", "int8"])
-def test_a_merged_model_is_packed_by_the_same_rule(kind: str, work: tuple[Path, Path, Path, Path], tmp_path: Path) -> None:
-    base, _, a, _ = work
+def test_a_merged_model_is_packed_by_the_same_rule(kind: str, work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    base, a, _ = work
     trimtab.merge(base, tmp_path / "merged", adapters={"a": a}, check=True)
     with loaded(tmp_path / "merged", {}, experts=kind) as model:
         found = answered(model, None)
@@ -187,12 +201,12 @@ def test_a_merged_model_is_packed_by_the_same_rule(kind: str, work: tuple[Path, 
     assert gap(found, of_model(load(with_values_of(tmp_path / "merged", kind, tmp_path / "values")))) < NEAR
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(("work", "kind"), halved(WORKS, ("int8", "nf4"), slow=("gpt_oss",)), indirect=["work"])
 def test_verify_compares_with_stock_on_the_same_values(
-    kind: str, work: tuple[Path, Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+    work: tuple[Path, Path, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = LoadRequest(
-        model=str(work[0]), adapters={"a": str(work[2])}, quant="none", dtype="float32", experts=kind, context_tokens=64,
+        model=str(work[0]), adapters={"a": str(work[1])}, quant="none", dtype="float32", experts=kind, context_tokens=64,
         device="cpu",
     )  # fmt: skip
     asked: dict[str, Any] = {"prompts": [{"id": "x", "token_ids": list(IDS)}], "new_tokens": 2, "isolated": False}

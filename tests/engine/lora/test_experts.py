@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 import trimtab
 from tests import pico
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
+from tests.long_runs import halved
 from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.errors import AdapterError
@@ -65,6 +67,12 @@ def with_changes(base: Path, changes: Mapping[str, Tensor]) -> Tensor:
     return of_model(model)
 
 
+@cache
+def of_base(base: Path) -> Tensor:
+    return of_model(load(base))
+
+
+@cache
 def of_peft(base: Path, adapter: Path) -> Tensor:
     from peft import PeftModel
 
@@ -83,7 +91,10 @@ def rewritten(source: Path, folder: Path, change: Any = None, **config: Any) -> 
     return folder
 
 
-@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", pytest.param("gemma4_moe", marks=pytest.mark.slow)])
+WORKS = ("mixtral", "gpt_oss")
+
+
+@pytest.fixture(scope="module", params=[*WORKS, pytest.param("gemma4_moe", marks=pytest.mark.slow)])
 def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     base = build(request.param, folder / "base")
@@ -93,7 +104,7 @@ def work(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_target_parameters_answer_as_in_peft_in_one_batch(work: tuple[Path, Path, Path]) -> None:
     base, a, b = work
-    expected = {"a": of_peft(base, a), "b": of_peft(base, b), None: of_model(load(base))}
+    expected = {"a": of_peft(base, a), "b": of_peft(base, b), None: of_base(base)}
     with loaded(base, {"a": a, "b": b}) as model:
         names = ("a", None, "b", "a")
         requests = [{"prompt": IDS, "adapter": name} for name in names]
@@ -235,14 +246,14 @@ def single_adapter(
     return changes
 
 
-@pytest.mark.parametrize("alias", [0, 1])
-def test_pairs_of_single_experts_reach_their_part_of_the_stack(alias: int, work: tuple[Path, Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("work", "alias"), halved(WORKS, (0, 1), slow=("gemma4_moe",)), indirect=["work"])
+def test_pairs_of_single_experts_reach_their_part_of_the_stack(work: tuple[Path, Path, Path], alias: int, tmp_path: Path) -> None:
     base = work[0]
     expected = with_changes(base, single_adapter(base, tmp_path / "one", alias))
     with loaded(base, {"one": tmp_path / "one", "b": work[2]}) as model:
         requests = [{"prompt": IDS, "adapter": name} for name in ("one", "b", None)]
         found = [logprobs(one) for one in model.batch(requests, rows=3, max_new_tokens=2, logprobs=8)]
-    plain = of_model(load(base))
+    plain = of_base(base)
     assert max(gap(found[0], expected), gap(found[1], of_peft(base, work[2])), gap(found[2], plain)) < NEAR
     assert gap(found[0], plain) > 1e-2
     trimtab.merge(base, tmp_path / "merged", adapters={"one": tmp_path / "one"}, check=True)
@@ -284,10 +295,11 @@ def test_a_half_that_all_experts_share_completes_their_pairs(work: tuple[Path, P
     assert float((of_model(load(tmp_path / "merged")) - expected).abs().max()) < NEAR
 
 
-@pytest.mark.parametrize("alias", [0, 1])
-@pytest.mark.parametrize("shared", ["", "A", "B"])
+@pytest.mark.parametrize(
+    ("work", "shared", "alias"), halved(WORKS, ("", "A", "B"), (0, 1), slow=("gemma4_moe",)), indirect=["work"]
+)
 def test_linear_layers_of_all_experts_have_three_dimensions(
-    shared: str, alias: int, work: tuple[Path, Path, Path], tmp_path: Path
+    work: tuple[Path, Path, Path], shared: str, alias: int, tmp_path: Path
 ) -> None:
     """SGLang's `experts.gate_proj` [E, R, D_in], and Tinker's `experts.w1`, of which all experts share A or B."""
     base = work[0]
@@ -299,7 +311,7 @@ def test_linear_layers_of_all_experts_have_three_dimensions(
         found = [logprobs(one) for one in model.batch(requests, rows=3, max_new_tokens=2, logprobs=8)]
         shares = {share.name: share for share in model.memory_shares()}
         assert shares["adapters"].measured_bytes <= 1.05 * shares["adapters"].planned_bytes
-    plain = of_model(load(base))
+    plain = of_base(base)
     assert max(gap(found[0], expected), gap(found[1], of_peft(base, work[2])), gap(found[2], plain)) < NEAR
     assert gap(found[0], plain) > 1e-2
     trimtab.merge(base, tmp_path / "merged", adapters={"one": tmp_path / "apart"}, check=True)

@@ -77,14 +77,13 @@ def available(tmp_path, line):
     return memory.cgroup_available_bytes(tmp_path / "membership", tmp_path / "fs")
 
 
-def test_a_limit_leaves_what_is_not_used(tmp_path):
-    group(tmp_path / "fs", 1000, 300, 0)
-    assert available(tmp_path, "0::/") == 700
-
-
-def test_the_page_cache_of_a_group_can_be_taken_back(tmp_path):
-    group(tmp_path / "fs", 1000, 950, 600)
-    assert available(tmp_path, "0::/") == 650
+@pytest.mark.parametrize(("limit", "used", "cached", "line", "left"), [
+    (1000, 300, 0, "0::/", 700), (1000, 950, 600, "0::/", 650), (1000, 1200, 0, "0::/", 0), ("max", 300, 0, "0::/", None),
+    (1000, 300, 0, "0::/../../outer/unknown", 700),
+], ids=["limit", "page cache", "over", "no limit", "of the outer machine"])  # fmt: skip
+def test_a_limit_leaves_what_is_not_used_and_can_be_taken_back(tmp_path, limit, used, cached, line, left):
+    group(tmp_path / "fs", limit, used, cached)
+    assert available(tmp_path, line) == left
 
 
 def test_the_tightest_group_on_the_way_up_counts(tmp_path):
@@ -94,26 +93,11 @@ def test_the_tightest_group_on_the_way_up_counts(tmp_path):
     assert available(tmp_path, "0::/user/job") == 100
 
 
-def test_a_group_over_its_limit_leaves_nothing(tmp_path):
-    group(tmp_path / "fs", 1000, 1200, 0)
-    assert available(tmp_path, "0::/") == 0
-
-
-def test_no_limit_is_none(tmp_path):
-    group(tmp_path / "fs", "max", 300, 0)
-    assert available(tmp_path, "0::/") is None
-
-
 def test_version_1_groups_are_read_too_and_their_no_limit_number_is_none(tmp_path):
     group(tmp_path / "fs/memory/job", 1000, 300, 100, version=1)
     group(tmp_path / "fs/memory", 9223372036854771712, 300, 0, version=1)
     assert available(tmp_path, "4:cpu,memory:/job") == 800
     assert available(tmp_path, "4:memory:/") is None
-
-
-def test_a_group_of_the_outer_machine_falls_back_to_the_folders_that_are_there(tmp_path):
-    group(tmp_path / "fs", 1000, 300, 0)
-    assert available(tmp_path, "0::/../../outer/unknown") == 700
 
 
 def test_other_systems_have_no_groups(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 import trimtab
 from tests import pico
-from tests.engine.decode.test_graphs import ASKED, BASE_ROWS, answers, demo, fill, joined, replayed
+from tests.engine.decode.test_graphs import ASKED, BASE_ROWS, answers, demo, fill, joined, of_modules, replayed
 from tests.engine.formats.test_head8 import on_the_head
 from tests.replays import standing_in
 from trimtab.demo.demo import ADAPTERS
@@ -235,7 +235,7 @@ def test_a_plan_looks_at_adapters_that_are_loaded_later(base, tmp_path, monkeypa
 
 def test_the_demo_batch_is_whole_after_all_of_this(model):
     batch = Batch(model, rows=2)
-    assert answers(fill(batch, BASE_ROWS[:2])) == answers(joined(model, "eager", BASE_ROWS[:2]))
+    assert answers(fill(batch, BASE_ROWS[:2])) == of_modules(model, BASE_ROWS[:2])
 
 
 def test_why_a_check_failed_is_a_reason_unless_memory_ran_out():

@@ -47,9 +47,9 @@ ON_GPU = DEVICE != "cpu"
 # a few rounding steps of its largest score (largest seen over all families: 1.4e-6). A place too many or too few moves it by 1e-2.
 TOLERANCE = 1e-4 if ON_GPU else 2e-5
 # On both sides of the families' window of 8 tokens, of chunks of 8 and 16, and of two of them.
-LENGTHS = (1, 8, 9, 16, 25, 40) if ON_GPU else (1, 7, 8, 9, 15, 16, 17, 24, 25, 40)
+LENGTHS = (1, 8, 9, 16, 25, 40) if ON_GPU else (1, 7, 8, 9, 16, 17, 25, 40)
 # Sizes of chunks, and rows of the batch.
-SIZES = (((8, 16), 1), ((8, 16), 3)) if ON_GPU else (((8,), 1), ((16,), 3), ((8, 16), 1), ((64,), 3))
+SIZES = (((8, 16), 1), ((8, 16), 3)) if ON_GPU else (((8,), 1), ((8, 16), 3), ((64,), 1))
 # What ends a capture on a GPU: experts that choose their rows on the host; Gemma 3n's sparse MLP, which brings a number from the
 # host in every pass (transformers 5.23.0, Gemma3nTextMLP._gaussian_topk).
 NOT_CAPTURED = ("mixtral", "qwen3_moe", "gemma4_moe", "gemma3n") if ON_GPU else ()
@@ -78,15 +78,16 @@ def in_chunks(model, sizes, rows=1):
     return batch
 
 
-def through(batch, inputs, **options):
-    prompt = batch.begin(inputs, REQUEST, **options)
+def through(batch, inputs, request=REQUEST, **options):
+    prompt = batch.begin(inputs, request, **options)
     while not prompt.step():
         pass
     return prompt
 
 
-def answered(batch, inputs, **options):
-    """Return the scores of a prompt's last token, and of the step after it, which reads every key and value."""
+def scores(batch, inputs, **options):
+    """Return the scores of a prompt's last token and of the step after it, which reads every key and value; and how many tokens
+    were reused."""
     prompt = through(batch, inputs, **options)
     first = prompt.logits.clone()
     row = batch.join(prompt).row
@@ -96,7 +97,11 @@ def answered(batch, inputs, **options):
     batch._ahead = None
     after = batch.logits()[row.number].clone()
     batch.leave(row)
-    return torch.stack([first, after]).cpu()
+    return torch.stack([first, after]).cpu(), row.cached_tokens
+
+
+def answered(batch, inputs, **options):
+    return scores(batch, inputs, **options)[0]
 
 
 def differ(found, expected):
@@ -150,6 +155,7 @@ def test_a_prompt_in_chunks_is_the_prompt(family):
 # The sizes that models are given, and prompts on both sides of their borders, of two and of three chunks.
 REAL_SIZES = {"all": (16, 64, 128, 256, 512, 1024), "64": (64,), "256": (256,)}
 REAL_LENGTHS = (63, 64, 65, 128, 129, 255, 257, 511, 513, 1024, 1025, 1100, 2048, 2049)
+REAL_LENGTHS = REAL_LENGTHS if ON_GPU else (64, 65, 129, 257, 513, 1024, 1025, 2049)
 
 
 @pytest.mark.parametrize(("family", "sizes"), [
@@ -171,6 +177,7 @@ WITH_PICTURES = (
     # Unpacked, it runs eagerly on a GPU, as its plan says.
     *(() if DEVICE == "cuda" else ("qwen3_5_vl",)),
 )  # fmt: skip
+BEFORE = range(1, 13) if ON_GPU else (1, 4, 6, 8, 9, 10, 11, 12)  # tokens before a picture
 LOOKING = long_runs.crossed(WITH_PICTURES, first=(*long_runs.FIRST, "gemma3"))  # whose tokens of one image see each other
 
 
@@ -192,7 +199,7 @@ def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family):
         whole = eager(model)
         batch = in_chunks(model, (8, 16))
         looks_ahead = split = 0
-        for before in range(1, 13):
+        for before in BEFORE:
             inputs = picture(model, family, before)
             expected = answered(whole, inputs)
             for _ in range(3 if ON_GPU else 1):
@@ -202,7 +209,7 @@ def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family):
             ends = [chunk.start for chunk in chunks_of(inputs.prompt_tokens, (8, 16), may_end_at=media.may_end_at)]
             split += any(seen[0] < end <= seen[-1] for end in ends)
             looks_ahead += bool(media.masks)
-        assert looks_ahead == (12 if family in ("gemma3", "gemma4_dense") else 0)
+        assert looks_ahead == (len(BEFORE) if family in ("gemma3", "gemma4_dense") else 0)
         assert (split == 0) == bool(looks_ahead) == hf_prompt_media.images_look_ahead(model.hf_model.config)
         assert not named(batch)
 
@@ -369,14 +376,14 @@ def test_a_form_is_captured_the_second_time_and_then_replayed(demo, replayed):
     for name in (None, "style"):
         expected = {count: answered(eager(demo), demo.prepare(ids(count)), adapter=name) for count in (9, 40, 150)}
         counts = []
-        for _ in range(4):
+        for _ in range(3):
             for count, wanted in expected.items():
                 assert differ(answered(batch, demo.prepare(ids(count)), adapter=name), wanted) < TOLERANCE, (name, count)
             counts.append((len(replayed), sum(one.replays for one in replayed)))
             # (16, last), (64, last), and of 150 tokens a first, a later and a last chunk.
         first = counts[0][0]
-        assert [count - first for count, _ in counts] == [0, 5, 5, 5]
-        assert [replays - counts[0][1] for _, replays in counts] == [0, 5, 10, 15]
+        assert [count - first for count, _ in counts] == [0, 5, 5]
+        assert [replays - counts[0][1] for _, replays in counts] == [0, 5, 10]
     assert not named(batch)
 
 

@@ -14,7 +14,7 @@ import torch
 import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import replayed  # noqa: F401 - a fixture
-from tests.engine.prefill.test_prefill import differ, eager, ids, in_chunks, load, picture
+from tests.engine.prefill.test_prefill import differ, eager, ids, in_chunks, load, picture, scores, through
 from tests.lent import lent
 from tests.long_runs import crossed
 from trimtab.demo.demo import FOLDER as DEMO
@@ -46,29 +46,9 @@ def keeping(model, capacity=2**22, block_tokens=SIZE):
     return model.prefix_cache
 
 
-def through(batch, inputs, **options):
-    prompt = batch.begin(inputs, REQUEST, **options)
-    while not prompt.step():
-        pass
-    return prompt
-
-
-def scores(batch, inputs, **options):
-    """Return the scores of a prompt's last token and of the step after it, and how many tokens were reused."""
-    prompt = through(batch, inputs, **options)
-    first = prompt.logits.clone()
-    row = batch.join(prompt).row
-    row.token_ids[-1] = 7
-    batch.write_last_tokens()
-    batch._ahead = None
-    after = batch.logits()[row.number].clone()
-    batch.leave(row)
-    return torch.stack([first, after]).cpu(), row.cached_tokens
-
-
 def answer(batch, inputs, **options):
     """Return a row that was answered to its end."""
-    row = batch.join(through(batch, inputs, **options)).row
+    row = batch.join(through(batch, inputs, REQUEST, **options)).row
     while row.finish is None:
         batch.step()
     batch.leave(row)
@@ -225,7 +205,7 @@ def test_a_first_token_goes_out_before_its_prompt_is_copied(way):
         expected, _ = scores(alone, model.prepare(turn))
         cache = keeping(model)
         batch = in_chunks(model, (8, 16), rows=2)
-        row = batch.join(through(batch, model.prepare(ids(27)))).row
+        row = batch.join(through(batch, model.prepare(ids(27)), REQUEST)).row
         assert cache.numbers()["lookups"] == 1 and cache.numbers()["added"] == 0
         if way == "a step":
             batch.step()
@@ -334,7 +314,7 @@ def test_a_row_that_others_stepped_on_with_leaves_no_snapshot():
     with lent("gemma3") as model:
         keeping(model)
         batch, plain = eager(model, rows=2), eager(model)
-        first = batch.join(through(batch, model.prepare(ids(27)))).row
+        first = batch.join(through(batch, model.prepare(ids(27)), REQUEST)).row
         second = batch.begin(model.prepare(ids(9)), GenerateRequest(max_new_tokens=20))
         while not second.step():
             pass
@@ -354,7 +334,7 @@ def test_states_that_are_no_numbers_are_not_cached():
     with lent("llama") as model:
         cache = keeping(model)
         batch = eager(model)
-        prompt = through(batch, model.prepare(ids(40)))
+        prompt = through(batch, model.prepare(ids(40)), REQUEST)
         prompt.logits.fill_(float("nan"))
         with pytest.raises(DeviceError):
             batch.join(prompt)
@@ -552,7 +532,7 @@ def test_an_answer_that_ends_while_a_step_is_queued_is_kept_with_that_step(repla
     with load("qwen3_5", tmp_path) as model:
         cache = keeping(model)
         batch = recurrent(model, "chunks", rows=2)
-        row = batch.join(through(batch, model.prepare(ids(27)))).row
+        row = batch.join(through(batch, model.prepare(ids(27)), REQUEST)).row
         for _ in range(3):
             batch.step()
         assert row in batch._ahead.places and row.written == 30
