@@ -218,12 +218,17 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    with loaded("qwen3_5", tmp_path_factory.mktemp("recurrent")) as model:
+        yield model
+
+
 @pytest.mark.parametrize("changes", CHANGES, ids=range(len(CHANGES)))
-def test_states_advance_once_whoever_comes_or_leaves_while_a_step_is_queued(tmp_path, replayed, changes):  # noqa: F811
+def test_states_advance_once_whoever_comes_or_leaves_while_a_step_is_queued(recurrent, replayed, changes):  # noqa: F811
     """A step that was queued counts for the rows that it has, and who came since has the next one."""
-    with loaded("qwen3_5", tmp_path) as model:
-        expected, never = story(model, changes, 12, look_ahead=False)
-        found, ahead = story(model, changes, 12, look_ahead=True)
+    expected, never = story(recurrent, changes, 12, look_ahead=False)
+    found, ahead = story(recurrent, changes, 12, look_ahead=True)
     assert sum(ahead) >= 8 and not any(never)
     for one, other in zip(found, expected, strict=True):
         assert one == other[: len(one)] and len(other) - len(one) <= len(found) - 2
