@@ -12,7 +12,7 @@ BEAT_S = 0.02
 def main(connection, settings):
     channel = Channel(connection)
     if settings.get("fail"):
-        channel.send({"say": "fatal", "error": {"class": "CheckpointError", "message": "no model", "fields": {}}})
+        channel.send({"say": "fatal", "error": {"class": "CheckpointError", "message": "no model", "fields": {"path": "m"}}})
         os._exit(1)
     if settings.get("die_at_start_after") is not None and os.path.exists(settings["die_at_start_after"]):
         os._exit(3)
@@ -27,6 +27,10 @@ def main(connection, settings):
                 channel.send({"say": "events", "events": []})
     except EOFError:
         return
+
+
+def failing(connection, settings):
+    main(connection, {**settings, "fail": True})
 
 
 def _obey(channel, message):

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tests import ROOT
+from trimtab.cli import main as cli
 from trimtab.cli.commands import serve as commands_serve
 from trimtab.errors import RequestError
 from trimtab.serve import run
@@ -86,9 +87,12 @@ def serving(**options):
         process.communicate()
 
 
+BODY_BYTES = 10_000
+
+
 @pytest.fixture(scope="module")
 def server():
-    with serving() as found:
+    with serving(limits={"body_bytes": BODY_BYTES}) as found:
         yield found
 
 
@@ -178,20 +182,19 @@ def test_a_client_that_leaves_frees_its_place(server, stream):
     server.until(lambda: server.running() == 0)
 
 
-def test_a_body_in_pieces_above_the_limit_is_refused():
-    with serving(limits={"body_bytes": 10_000}) as found:
-        connection = found.connect()
-        connection.putrequest("POST", "/v1/completions")
-        connection.putheader("content-type", "application/json")
-        connection.putheader("transfer-encoding", "chunked")
-        connection.endheaders()
-        for _ in range(3):
-            connection.send(b"1388\r\n" + b"x" * 5000 + b"\r\n")
-        connection.send(b"0\r\n\r\n")
-        answer = connection.getresponse()
-        assert answer.status == 413 and json.loads(answer.read())["error"]["code"] == "body_too_large"
-        connection.close()
-        assert found.ask("GET", "/health")[0] == 200
+def test_a_body_in_pieces_above_the_limit_is_refused(server):
+    connection = server.connect()
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("transfer-encoding", "chunked")
+    connection.endheaders()
+    for _ in range(3):
+        connection.send(b"1388\r\n" + b"x" * (BODY_BYTES // 2) + b"\r\n")
+    connection.send(b"0\r\n\r\n")
+    answer = connection.getresponse()
+    assert answer.status == 413 and json.loads(answer.read())["error"]["code"] == "body_too_large"
+    connection.close()
+    assert server.ask("GET", "/health")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -308,10 +311,13 @@ def _group_lives(group):
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def trimtab_serve(*arguments, **environment):
+SERVE = ("-m", "trimtab", "serve")
+
+
+def python(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "trimtab", "serve", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
@@ -326,14 +332,17 @@ def trimtab_serve(*arguments, **environment):
         (("trimtab/demo/base", "--keep", "nobody"), "keep"),
     ],
 )  # fmt: skip
-def test_what_the_command_cannot_do_is_said_before_anything_is_loaded(arguments, words):
-    found = trimtab_serve(*arguments, "--port", "0")
-    assert found.returncode == 2 and words in found.stderr and "Traceback" not in found.stderr
+def test_what_the_command_cannot_do_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(Pool, "begin", lambda pool: pytest.fail("a worker was started"))
+    assert cli.main(["serve", *arguments, "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
 
 
 def test_a_port_in_use_ends_the_command_with_its_name():
     with listen("127.0.0.1", 0) as first:
-        found = trimtab_serve("trimtab/demo/base", "--port", str(first.getsockname()[1]))
+        found = python(*SERVE, "trimtab/demo/base", "--port", str(first.getsockname()[1]))
     assert found.returncode == 2 and "in use" in found.stderr
 
 
@@ -373,19 +382,37 @@ def test_connections_wait_from_the_start_of_the_workers_on_and_end_with_the_comm
     assert listening[0].fileno() == -1
 
 
+# The command whose worker ends as one does that cannot load its model.
+FAILING = """
+import functools, sys
+from tests import toy_worker
+from trimtab.cli.main import main
+from trimtab.serve import pool
+from trimtab.serve.worker.supervisor import Supervisor
+pool.Pool = functools.partial(pool.Pool, make=functools.partial(Supervisor, target=toy_worker.failing))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def with_a_toy(tmp_path):
+    return ["-c", FAILING, "serve", "trimtab/demo/base"], "no model", 3
+
+
 def without_tokenizer(tmp_path):
     shutil.copytree(ROOT / "trimtab" / "demo" / "base", tmp_path / "m", ignore=shutil.ignore_patterns("*token*"))
-    return [str(tmp_path / "m")], "has no tokenizer files", 3
+    return [*SERVE, str(tmp_path / "m")], "has no tokenizer files", 3
 
 
 def in_too_little_memory(tmp_path):
-    return ["trimtab/demo/base", "--host-memory", "300MiB"], "the budget is 300.0 MiB", 4
+    return [*SERVE, "trimtab/demo/base", "--host-memory", "300MiB"], "the budget is 300.0 MiB", 4
 
 
-@pytest.mark.parametrize("case", [without_tokenizer, pytest.param(in_too_little_memory, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", [with_a_toy, *(pytest.param(one, marks=pytest.mark.slow) for one in (without_tokenizer, in_too_little_memory))]
+)
 def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_path, case):
     arguments, words, code = case(tmp_path)
-    found = trimtab_serve(*arguments, "--context", "512", "--audio-s", "1", "--port", "0")
+    found = python(*arguments, "--context", "512", "--audio-s", "1", "--port", "0")
     assert found.returncode == code and "Traceback" not in found.stderr, found.stderr
     last = found.stderr.splitlines()[-1]
     assert last.startswith("trimtab: ") and words in last

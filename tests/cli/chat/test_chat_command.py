@@ -1,4 +1,4 @@
-"""`trimtab chat`: real processes over pipes and a terminal, and each command of a session."""
+"""`trimtab chat`: a pipe, a real process on a terminal, and each command of a session."""
 
 from __future__ import annotations
 
@@ -46,30 +46,36 @@ def talked(model, *lines, as_json=False, is_terminal=False, **options):
     return session.run(chat_input.line_reader(io.StringIO("\n".join(lines) + "\n")))
 
 
-# Real processes -------------------------------------------------------------------------------------------------------
+# Pipes and a terminal -------------------------------------------------------------------------------------------------
 
 
-def test_lines_of_a_pipe_are_turns(model, tmp_path):
-    lines = [QUESTION, "/adapter style", '"""Who', 'are you?"""', f"/save {tmp_path / 'talk.json'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "trimtab", "chat", BASE, *PLACED, "--max-new-tokens", "8", "--use", "style"],
-        input="/adapter base\n" + "\n".join(lines) + "\n", capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def piped(model, monkeypatch, capsys):
+    """Return a function that runs `trimtab chat` on a text of a pipe, with the model: its exit code, output and errors."""
+    monkeypatch.setattr(chat_command, "opened", lambda *given, **named: nullcontext(model))
+
+    def run(text, *options):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return cli.main(["chat", BASE, *PLACED, *options]), *capsys.readouterr()
+
+    return run
+
+
+def test_lines_of_a_pipe_are_turns(model, piped, tmp_path):
+    lines = ["/adapter base", QUESTION, "/adapter style", '"""Who', 'are you?"""', f"/save {tmp_path / 'talk.json'}"]
+    code, out, err = piped("\n".join(lines) + "\n", "--max-new-tokens", "8", "--use", "style")
+    assert code == 0, err
     first = model.answer(QUESTION, max_new_tokens=8).text
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert [message["role"] for message in saved["messages"]] == ["user", "assistant"] * 2
     assert [message.get("adapter", "-") for message in saved["messages"]] == ["-", None, "-", "style"]
     assert saved["messages"][2]["content"] == "Who\nare you?"
-    assert done.stdout == "".join(f"{message['content']}\n" for message in saved["messages"][1::2])
+    assert out == "".join(f"{message['content']}\n" for message in saved["messages"][1::2])
     assert saved["messages"][1]["content"] == first
 
 
-def test_an_error_ends_a_piped_conversation_with_its_code(model, monkeypatch, capsys):
-    monkeypatch.setattr(chat_command, "opened", lambda *given, **named: nullcontext(model))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/imgae x\n"))
-    code = cli.main(["chat", BASE, *PLACED])
-    out, err = capsys.readouterr()
+def test_an_error_ends_a_piped_conversation_with_its_code(piped):
+    code, out, err = piped("/imgae x\n")
     assert (code, out) == (2, "") and "/image" in err and "Traceback" not in err
 
 

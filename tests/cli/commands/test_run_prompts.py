@@ -8,18 +8,38 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 import trimtab
 from trimtab import demo
 from trimtab.cli import main as cli
-from trimtab.cli.commands import prompts_file
+from trimtab.cli.commands import plan_run, prompts_file
 from trimtab.cli.commands import run_prompts as many_command
+from trimtab.cli.flags.opening import opened
 
 BASE = str(demo.BASE)
 # Weights that are not packed load sooner, and nothing here depends on the format.
 PLACED = ["--device", "cpu", "--context", "256", "--quant", "none"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_model_a_request():
+    """Most commands of this file load the same few models: each is loaded once, by the first command that asks for it."""
+    models = {}
+    with ExitStack() as held, pytest.MonkeyPatch.context() as patch:
+
+        @contextmanager
+        def kept(plan, decode, **options):
+            key = repr((plan.request, decode, options))
+            if key not in models:
+                models[key] = held.enter_context(opened(plan, decode, **options))
+            yield models[key]
+
+        for command in (plan_run, many_command):
+            patch.setattr(command, "opened", kept)
+        yield
 
 
 def test_a_prompt_from_standard_input_or_a_file_is_the_one_from_the_command_line(tmp_path, capsys, monkeypatch):
