@@ -17,17 +17,6 @@ from trimtab.errors import AdapterError, ParityError
 from trimtab.merging import MergeReport, merge
 from trimtab.merging.check import ulp
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pico.build("llama", tmp_path_factory.mktemp("base") / "base", shards=2)
-
-
-@pytest.fixture(scope="module")
-def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pico.adapter(base, tmp_path_factory.mktemp("adapter") / "adapter")
-
-
 CHANGED = "model.layers.0.self_attn.q_proj.weight"
 OTHER = "model.layers.1.input_layernorm.weight"
 

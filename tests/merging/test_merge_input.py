@@ -16,20 +16,10 @@ from trimtab.errors import AdapterError, CheckpointError
 from trimtab.merging import merge
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pico.build("llama", tmp_path_factory.mktemp("base") / "base", shards=2)
-
-
-@pytest.fixture(scope="module")
-def good(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pico.adapter(base, tmp_path_factory.mktemp("adapter") / "adapter")
-
-
-def changed(good: Path, folder: Path, **tensors: Tensor | None) -> Path:
+def changed(adapter: Path, folder: Path, **tensors: Tensor | None) -> Path:
     """Write the adapter with tensors replaced or (None) left out; names are spelled layer_role."""
     folder.mkdir()
-    found = load_file(good / "adapter_model.safetensors")
+    found = load_file(adapter / "adapter_model.safetensors")
     for name, value in tensors.items():
         layer, role = name.rsplit("__", 1)
         (key,) = [key for key in found if f".0.self_attn.{layer}.{role}." in key]
@@ -38,7 +28,7 @@ def changed(good: Path, folder: Path, **tensors: Tensor | None) -> Path:
         else:
             found[key] = value
     save_file(found, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_bytes((good / "adapter_config.json").read_bytes())
+    (folder / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
     return folder
 
 
@@ -59,11 +49,11 @@ def test_an_adapter_of_another_model_is_refused_with_every_key(base: Path, tmp_p
     assert all("the model has no model.layers." in problem for problem in found)
 
 
-def test_everything_wrong_with_every_adapter_is_said_at_once(base: Path, good: Path, tmp_path: Path) -> None:
+def test_everything_wrong_with_every_adapter_is_said_at_once(base: Path, adapter: Path, tmp_path: Path) -> None:
     nan, huge = torch.zeros(4, 64), torch.zeros(128, 4)
     nan[0, 0], nan[1, 1], huge[0, 0] = math.nan, math.inf, -math.inf
-    one = changed(good, tmp_path / "one", q_proj__lora_B=None, k_proj__lora_A=torch.zeros(3, 64))
-    other = changed(good, tmp_path / "other", q_proj__lora_A=nan, q_proj__lora_B=huge)
+    one = changed(adapter, tmp_path / "one", q_proj__lora_B=None, k_proj__lora_A=torch.zeros(3, 64))
+    other = changed(adapter, tmp_path / "other", q_proj__lora_A=nan, q_proj__lora_B=huge)
     found = problems(base, tmp_path, one=one, other=other)
     words = "\n".join(found)
     assert "q_proj: lora_B missing" in words
@@ -74,18 +64,18 @@ def test_everything_wrong_with_every_adapter_is_said_at_once(base: Path, good: P
     assert len(found) == 4
 
 
-def test_a_product_that_overflows_is_refused_though_its_factors_are_finite(base: Path, good: Path, tmp_path: Path) -> None:
+def test_a_product_that_overflows_is_refused_though_its_factors_are_finite(base: Path, adapter: Path, tmp_path: Path) -> None:
     a, b = torch.zeros(4, 64), torch.zeros(128, 4)
     a[0, 0], b[0, 0] = 3e38, 3e38
-    adapter = changed(good, tmp_path / "adapter", q_proj__lora_A=a, q_proj__lora_B=b)
+    adapter = changed(adapter, tmp_path / "adapter", q_proj__lora_A=a, q_proj__lora_B=b)
     (found,) = problems(base, tmp_path, a=adapter)
     assert found.startswith("model.layers.0.self_attn.q_proj.weight: 1 values would be NaN or infinite in bfloat16")
 
 
-def test_a_result_too_large_for_the_dtype_is_refused(base: Path, good: Path, tmp_path: Path) -> None:
+def test_a_result_too_large_for_the_dtype_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
     a, b = torch.zeros(4, 64), torch.zeros(128, 4)
     a[0, 0], b[0, 0] = 1000.0, 1000.0
-    adapter = changed(good, tmp_path / "adapter", q_proj__lora_A=a, q_proj__lora_B=b)
+    adapter = changed(adapter, tmp_path / "adapter", q_proj__lora_A=a, q_proj__lora_B=b)
     with pytest.raises(AdapterError) as caught:
         merge(base, tmp_path / "out", adapters={"a": adapter}, dtype="float16")
     assert "infinite in float16" in caught.value.problems[0]
@@ -93,7 +83,7 @@ def test_a_result_too_large_for_the_dtype_is_refused(base: Path, good: Path, tmp
 
 
 @pytest.mark.parametrize("harm", ["cut", "missing", "index"])
-def test_base_shards_that_are_cut_or_missing_are_refused(harm: str, good: Path, tmp_path: Path) -> None:
+def test_base_shards_that_are_cut_or_missing_are_refused(harm: str, adapter: Path, tmp_path: Path) -> None:
     base = pico.build("llama", tmp_path / "base", shards=2)
     shard = sorted(base.glob("*.safetensors"))[1]
     if harm == "cut":
@@ -105,12 +95,12 @@ def test_base_shards_that_are_cut_or_missing_are_refused(harm: str, good: Path, 
         index["weight_map"]["model.more.weight"] = shard.name
         (base / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError):
-        merge(base, tmp_path / "out", adapters={"a": good})
+        merge(base, tmp_path / "out", adapters={"a": adapter})
     assert merged_models.left_over(tmp_path) == ["base"]
 
 
 def test_a_base_that_changes_meanwhile_is_refused_and_nothing_is_left(
-    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = pico.build("llama", tmp_path / "base", shards=2)
 
@@ -119,19 +109,19 @@ def test_a_base_that_changes_meanwhile_is_refused_and_nothing_is_left(
             (base / "config.json").write_text((base / "config.json").read_text() + " ")
 
     with pytest.raises(CheckpointError, match="changed since"):
-        merge(base, tmp_path / "out", adapters={"a": good}, progress=touch)
+        merge(base, tmp_path / "out", adapters={"a": adapter}, progress=touch)
     assert merged_models.left_over(tmp_path) == ["base"]
 
 
-def test_a_folder_without_weights_is_refused(good: Path, tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(adapter: Path, tmp_path: Path) -> None:
     pico.e_series("e2b", tmp_path / "base")
     with pytest.raises(CheckpointError, match="nothing to merge into"):
-        merge(tmp_path / "base", tmp_path / "out", adapters={"a": good})
+        merge(tmp_path / "base", tmp_path / "out", adapters={"a": adapter})
 
 
-def test_progress_ends_with_every_byte(base: Path, good: Path, tmp_path: Path) -> None:
+def test_progress_ends_with_every_byte(base: Path, adapter: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    report = merge(base, tmp_path / "out", adapters={"a": good}, progress=lambda done, of: seen.append((done, of)))
+    report = merge(base, tmp_path / "out", adapters={"a": adapter}, progress=lambda done, of: seen.append((done, of)))
     assert seen[-1] == (report.file_bytes, report.file_bytes)
     assert {of for _, of in seen} == {report.file_bytes}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)

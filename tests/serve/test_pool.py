@@ -67,6 +67,14 @@ async def ask(pool, name, one):
     return text
 
 
+async def begun(pool, name):
+    """Return an answer of model a that has said something and will not end."""
+    stream = pool.submit("a", job(name, "speak, then wait"))
+    while (await stream.__anext__()).kind != "text":
+        pass
+    return stream
+
+
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.01)
@@ -126,9 +134,7 @@ def test_jobs_are_answered_and_counted():
 
 def test_a_job_that_is_left_is_cancelled():
     async def work(pool):
-        stream = pool.submit("a", job("1", "speak, then wait"))
-        while (await stream.__anext__()).kind != "text":
-            pass
+        stream = await begun(pool, "1")
         await stream.aclose()
         return pool.in_flight, pool._members["a"].supervisor.in_flight
 
@@ -249,9 +255,7 @@ def test_a_busy_model_gives_its_place_up_when_its_turn_is_over():
 
 def test_a_running_answer_is_finished_before_its_model_goes():
     async def work(pool):
-        stream = pool.submit("a", job("long", "speak, then wait"))
-        while (await stream.__anext__()).kind != "text":
-            pass
+        stream = await begun(pool, "long")
         other = asyncio.create_task(ask(pool, "b", job("b")))
         await asyncio.sleep(0.5)
         assert not other.done() and living(pool) == ["a"]
@@ -263,9 +267,7 @@ def test_a_running_answer_is_finished_before_its_model_goes():
 
 def test_one_that_leaves_while_it_waits_for_its_model_wants_nothing_more():
     async def work(pool):
-        stream = pool.submit("a", job("long", "speak, then wait"))
-        while (await stream.__anext__()).kind != "text":
-            pass
+        stream = await begun(pool, "long")
         other = asyncio.create_task(ask(pool, "b", job("b")))
         await until(lambda: pool._members["b"].waiting == 1)
         other.cancel()
@@ -319,9 +321,7 @@ def test_requests_that_meet_an_idle_stop_are_answered(monkeypatch):
 
 def test_a_pool_that_stops_takes_nothing_new_and_refuses_what_waits():
     async def work(pool):
-        stream = pool.submit("a", job("long", "speak, then wait"))
-        while (await stream.__anext__()).kind != "text":
-            pass
+        stream = await begun(pool, "long")
         waiting = asyncio.create_task(ask(pool, "b", job("b")))
         await until(lambda: pool._members["b"].waiting == 1)
         pool.refuse_new()
@@ -337,9 +337,7 @@ def test_a_pool_that_stops_takes_nothing_new_and_refuses_what_waits():
 
 def test_draining_tells_what_is_still_being_answered():
     async def work(pool):
-        stream = pool.submit("a", job("long", "speak, then wait"))
-        while (await stream.__anext__()).kind != "text":
-            pass
+        stream = await begun(pool, "long")
         pool._members["a"].supervisor._life.process.kill()
         await pool.drain(0.1)
         return [event.kind async for event in stream]
@@ -501,24 +499,13 @@ def test_what_a_supervisor_refuses_leaves_no_count():
     assert run(work=work) == 0
 
 
-def test_the_list_of_models_says_which_output_head_answers():
+def test_the_list_of_models_says_which_output_head_answers_and_in_what_form_keys_and_values_are():
     async def work(pool):
         await ask(pool, "a", job("1"))
-        pool._members["a"].supervisor.plan = {"execution": {"head": "int8"}}
-        return {entry["id"]: entry.get("output_head") for entry in pool.models()}
+        pool._members["a"].supervisor.plan = {"execution": {"head": "int8"}, "request": {"kv": "int8"}}
+        return [(entry["id"], entry.get("output_head"), entry.get("kv")) for entry in pool.models()]
 
-    heads = run(model("a"), model("b"), work=work)
-    assert heads["a"] == "int8" and heads["b"] is None
-
-
-def test_the_list_of_models_says_in_what_form_keys_and_values_are():
-    async def work(pool):
-        await ask(pool, "a", job("1"))
-        pool._members["a"].supervisor.plan = {"request": {"kv": "int8"}}
-        return {entry["id"]: entry.get("kv") for entry in pool.models()}
-
-    forms = run(model("a"), model("b"), work=work)
-    assert forms["a"] == "int8" and forms["b"] is None
+    assert run(model("a"), model("b"), work=work) == [("a", "int8", "int8"), ("b", None, None)]
 
 
 def test_workers_that_began_before_the_loop_are_not_started_again():

@@ -29,8 +29,11 @@ NOT_COMPARED = (
 )
 
 
-@pytest.mark.parametrize("problem", NOT_COMPARED, ids=["adapter", "upstream"])
-@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize(
+    ("problem", "as_json"),
+    [(NOT_COMPARED[0], False), (NOT_COMPARED[1], True)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((NOT_COMPARED[0], True), (NOT_COMPARED[1], False))],
+)
 def test_a_merge_that_cannot_be_compared_is_reported_with_its_check(tmp_path, monkeypatch, capsys, problem, as_json):
     def fails(*args, **kwargs):
         raise problem
@@ -65,6 +68,16 @@ def test_lanes_that_cannot_be_run_leave_the_comparison(monkeypatch, capsys):
     assert "peft cannot merge it" in capsys.readouterr().out
 
 
+def children_of(process):
+    """Return the processes that a command has started, once there is one."""
+    parent, children, until = psutil.Process(process.pid), [], time.monotonic() + 120
+    while not children and time.monotonic() < until and process.poll() is None:
+        children = parent.children(recursive=True)
+        time.sleep(0.01)
+    assert children, process.poll()
+    return children
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(getattr(signal, "SIGHUP", None), marks=pytest.mark.slow)])
 def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number):
@@ -72,12 +85,7 @@ def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number
         [sys.executable, "-m", "trimtab", "verify", BASE, "--device", "cpu", "--against", "base", "--adapter", f"style={STYLE}"],
         env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    parent, children = psutil.Process(process.pid), []
-    until = time.monotonic() + 120
-    while not children and time.monotonic() < until and process.poll() is None:
-        children = parent.children(recursive=True)
-        time.sleep(0.01)
-    assert children, process.communicate()
+    children = children_of(process)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == interrupts.ENDING[number] == 128 + number
@@ -101,12 +109,7 @@ def test_processes_end_by_themselves_when_their_parent_is_killed(tmp_path, comma
         [sys.executable, "-m", "trimtab", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
-    parent, children = psutil.Process(process.pid), []
-    until = time.monotonic() + 120
-    while not children and time.monotonic() < until and process.poll() is None:
-        children = parent.children(recursive=True)
-        time.sleep(0.01)
-    assert children
+    children = children_of(process)
     process.kill()
     process.wait()
     assert psutil.wait_procs(children, timeout=8)[1] == []  # a verify of this model takes longer, as a load does

@@ -31,10 +31,17 @@ def adapter(base):
     return pico.adapter(base, base.parent / "adapter")
 
 
-def merged_by_peft(base, adapter, out):
-    model = stock.with_adapter(stock.load_stock(base), adapter).merge_and_unload()
-    model.save_pretrained(out)
-    return out
+@pytest.fixture(scope="module")
+def merged(base, adapter):
+    """The merge that PEFT makes."""
+    stock.with_adapter(stock.load_stock(base), adapter).merge_and_unload().save_pretrained(base.parent / "merged")
+    return base.parent / "merged"
+
+
+@pytest.fixture(scope="module")
+def quantized(base):
+    """The report on a quantized model against the one that is not."""
+    return ask(base, against="bf16", quant="nf4")
 
 
 def changed(folder, out, change):
@@ -93,8 +100,8 @@ def test_an_adapter_of_zeros_is_found_out(base, adapter, tmp_path):
     assert (caught.value.position, caught.value.max_abs) == (-1, 0.0)
 
 
-def test_quantized_weights_differ_from_bf16(base):
-    report = ask(base, against="bf16", quant="nf4")
+def test_quantized_weights_differ_from_bf16(quantized):
+    report = quantized
     assert (report.verdict, report.ok) == ("differs", False)
     with pytest.raises(ParityError) as caught:
         report.check()
@@ -124,8 +131,8 @@ def test_a_batch_is_each_row_alone_but_for_its_kernels(base, adapter, tmp_path, 
     assert report.layers == ()
 
 
-def test_a_right_merge_is_within_the_rounding_it_cannot_avoid(base, adapter, tmp_path):
-    report = ask(base, adapters={"a": adapter}, against=merged_by_peft(base, adapter, tmp_path / "merged"))
+def test_a_right_merge_is_within_the_rounding_it_cannot_avoid(base, adapter, merged):
+    report = ask(base, adapters={"a": adapter}, against=merged)
     assert report.verdict in ("same", "same within noise") and report.ok
     assert any("rounded at random" in name for name in report.floor.orders)
     assert len(report.survival) == 14 and all(0.99 < row.survived < 1.01 for row in report.survival)
@@ -135,9 +142,8 @@ def test_a_right_merge_is_within_the_rounding_it_cannot_avoid(base, adapter, tmp
 @pytest.mark.parametrize(
     "name, factor", [("model.layers.1.mlp.down_proj.weight", 1.05), ("model.layers.0.self_attn.q_proj.weight", 0.0)]
 )
-def test_a_wrong_weight_in_a_merge_is_found_out(base, adapter, tmp_path, name, factor):
-    right = merged_by_peft(base, adapter, tmp_path / "merged")
-    wrong = changed(right, tmp_path / "wrong", lambda tensors: tensors[name].mul_(factor))
+def test_a_wrong_weight_in_a_merge_is_found_out(base, adapter, merged, tmp_path, name, factor):
+    wrong = changed(merged, tmp_path / "wrong", lambda tensors: tensors[name].mul_(factor))
     report = ask(base, adapters={"a": adapter}, against=wrong)
     assert (report.verdict, report.ok) == ("differs", False)
     row = next(row for row in report.survival if row.module_path == name.removesuffix(".weight"))
@@ -280,9 +286,8 @@ def test_weights_kept_unquantized_have_no_stock_route(base):
     assert "keep_unquantized" in str(refused(plan, against="stock"))
 
 
-def test_a_report_is_json(base):
-    report = ask(base, against="bf16", quant="nf4")
-    values = json.loads(json.dumps(report.to_json(), allow_nan=False))
+def test_a_report_is_json(quantized):
+    values = json.loads(json.dumps(quantized.to_json(), allow_nan=False))
     assert (values["verdict"], values["ok"], values["prompts"][0]["id"]) == ("differs", False, "one")
     assert len(values["prompts"][0]["difference"]["max_abs_by_position"]) == 17
     assert torch.__version__.startswith(values["versions"]["torch"].partition("+")[0])

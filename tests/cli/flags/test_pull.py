@@ -8,14 +8,14 @@ import re
 import subprocess
 import sys
 import threading
-import urllib.request
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests import ROOT, gguf_files, gguf_towers, pico
+from tests import gguf_files, gguf_towers, pico
 from trimtab import demo
+from trimtab.cli import main as cli
 
 COMMIT, OLD = "a" * 40, "b" * 40
 
@@ -144,40 +144,39 @@ def test_config_tokenizer_and_the_named_weights_are_fetched_and_nothing_else(hub
     assert "someone/demo  Gemma4ForConditionalGeneration" in listed.stdout
 
 
-def test_a_gguf_file_is_fetched_by_name_with_its_set_and_read_from_the_cache(hub, trimtab_, tmp_path):
+def test_gguf_files_are_fetched_by_name_with_their_set_or_projector_and_read_from_the_cache(hub, trimtab_, tmp_path):
     file, _ = gguf_files.model("qwen3", "q8_0", tmp_path / "made")
     parts = [f"Q8/m-0000{number}-of-00002.gguf" for number in (1, 2)]
     whole = [part.read_bytes() for part in gguf_files.split(file, tmp_path)]
     config = {"quantization": {"group_size": 64, "bits": 4}}
+    pair, _ = gguf_towers.qwen3vl(pico.built("qwen3_vl"), tmp_path / "pair")
     hub.repositories |= {
         "someone/gguf": {"config.json": b"{}", "one.gguf": file.read_bytes(), **dict(zip(parts, whole, strict=True))},
-        "someone/part": {parts[0]: whole[0]},
+        "someone/part": {parts[0]: whole[0]}, "someone/seeing": {file.name: file.read_bytes() for file in pair.iterdir()},
         "someone/mlx": {"config.json": json.dumps(config).encode(), "model.safetensors": b"x"},
-    }
-    wrong = ("someone/gguf", "someone/gguf/two.gguf", "someone/mlx", f"someone/part/{parts[0]}")
-    first = (
-        f"from trimtab.cli.main import main; [main(['pull', one]) for one in {wrong}]; main(['pull', 'someone/gguf/{parts[1]}'])"
+    }  # fmt: skip
+    pulled = (
+        "gguf",
+        "gguf/two.gguf",
+        "mlx",
+        f"part/{parts[0]}",
+        f"gguf/{parts[1]}",
+        "seeing/model.gguf",
+        "seeing/mmproj-model.gguf",
     )
+    commands = [*(["pull", f"someone/{one}"] for one in pulled), ["plan", "someone/seeing", "--device", "cpu"]]
+    first = f"from trimtab.cli.main import main; [main(one) for one in {commands}]"
     done = trimtab_("plan", f"someone/gguf/{parts[0]}", "--device", "cpu", "--json", before=first)
     for words in (
         "has GGUF files (Q8/m-00001-of-00002.gguf, one.gguf)", "trimtab pull someone/gguf/Q8/m-00001-of-00002.gguf",
         "has no 'two.gguf'; its GGUF files are", "is packed for MLX,", f"has 1 of the 2 files of {parts[0]!r}",
+        "for images, beside a projector (mmproj-model.gguf)", "mmproj-model.gguf is a projector",
     ):  # fmt: skip
         assert words in done.stderr
     assert not [path for _, path, _ in hub.asked if "someone/mlx/resolve" in path and "safetensors" in path]
     assert not [path for _, path, _ in hub.asked if "someone/part/resolve" in path]
     assert {path.name for path in (tmp_path / "cache").rglob("snapshots/*/*/*")} == {part.rpartition("/")[2] for part in parts}
-    assert done.returncode == 0 and '"quant": "q8_0"' in done.stdout
-
-
-def test_a_model_for_images_is_two_gguf_files_of_a_repository(hub, trimtab_, tmp_path):
-    folder, _ = gguf_towers.qwen3vl(pico.built("qwen3_vl"), tmp_path / "pair")
-    hub.repositories["someone/seeing"] = {file.name: file.read_bytes() for file in folder.iterdir()}
-    first = trimtab_("pull", "someone/seeing/model.gguf")
-    assert "for images, beside a projector (mmproj-model.gguf)" in first.stderr
-    pulling = "from trimtab.cli.main import main; main(['pull', 'someone/seeing/mmproj-model.gguf'])"
-    done = trimtab_("plan", "someone/seeing", "--device", "cpu", before=pulling)
-    assert "mmproj-model.gguf is a projector" in done.stderr and "Qwen3VLForConditionalGeneration on cpu" in done.stdout
+    assert done.returncode == 0 and '"quant": "q8_0"' in done.stdout and "Qwen3VLForConditionalGeneration on cpu" in done.stdout
     listed = trimtab_("models", "--quick", HF_HUB_OFFLINE="1").stdout
     assert "someone/seeing  Qwen3VLForConditionalGeneration" in listed and "f16 (16.00 bits)" in listed
 
@@ -215,19 +214,19 @@ def test_a_revision_is_a_folder_of_its_own(hub, trimtab_, tmp_path):
     assert (refs / "v1").read_text() == OLD and not (refs / "main").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
+def test_what_cannot_be_pulled_is_named(hub, trimtab_, tmp_path):
+    hub.refused.add("someone/gated")
+    wrong = [
         (["someone/none"], 2, "no such model or revision"), (["someone/demo", "--revision", "v9"], 2, "no such model or revision"),
         (["someone/pickled"], 3, "pickles are never fetched"), (["someone/evil"], 3, "not one of its weight files"),
         (["not an id"], 2, "is not a hub id"), (["someone/gated"], 2, "Accept the license"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_pulled_is_named(arguments, code, words, hub, trimtab_, tmp_path):
-    hub.refused.add("someone/gated")
-    done = trimtab_("pull", *arguments)
-    assert done.returncode == code and words in done.stderr, done.stderr
-    assert not list((tmp_path).rglob("*.bin"))
+    ]  # fmt: skip
+    commands = [["pull", *words] for words, *_ in wrong]
+    each = f"from trimtab.cli.main import main; [print(main(one), file=sys.stderr) for one in {commands}]"
+    said = re.split(r"^(\d)\n", trimtab_("completion", "bash", before=each).stderr, flags=re.M)
+    for (words, code, why), told, ended in zip(wrong, said[::2], said[1::2], strict=False):
+        assert int(ended) == code and why in told, (words, told)
+    assert len(said) == 2 * len(wrong) + 1 and not list(tmp_path.rglob("*.bin"))
 
 
 def test_a_switched_off_hub_and_a_full_disk_are_named(hub, trimtab_):
@@ -244,22 +243,19 @@ def test_a_hub_that_is_not_there_is_one_line(trimtab_):
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-def test_a_revision_without_a_pull_has_no_effect(trimtab_):
-    assert trimtab_("run", "someone/demo", "x", "--revision", "v1").returncode == 2
+def test_a_revision_without_a_pull_has_no_effect(capsys):
+    assert cli.main(["run", "someone/demo", "x", "--revision", "v1"]) == 2
+    assert "--revision" in capsys.readouterr().err
 
 
-def test_serve_pulls_a_revision_serves_it_by_its_id_and_reloads_without_a_change(hub, tmp_path):
-    from bench import client
-    from bench.served import Served
-
-    environ = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+def test_serve_pulls_a_revision_serves_it_by_its_id_and_reloads_without_a_change(hub, trimtab_):
+    served = (
+        "from trimtab.cli.commands import serve; "
+        "pulls_no_more = lambda: setattr(serve, 'pull_if_asked', None); "
+        "serve._serve = lambda models, *_: pulls_no_more() or print(models, 'AGAIN', *_[-1](), sep='\\n')"
+    )
     flags = ["--pull", "--revision", "v1", "--device", "cpu", "--context", "256", "--rows", "2"]
-    with Served(["someone/demo", *flags], environment={**environ, "PYTHONPATH": str(ROOT)}) as server:
-        asked = len(hub.asked)
-        assert OLD in server.log and "someone/demo: 0 adapters" in server.log
-        models = client.get(server.address, "/v1/models")[1]["data"]
-        ask = urllib.request.Request(f"http://{server.address}/admin/reload", b"{}", {"Content-Type": "application/json"})
-        with urllib.request.urlopen(ask) as answer:
-            reloaded = json.load(answer)
-    assert [one["id"] for one in models] == ["someone/demo"]
-    assert reloaded["needs_restart"] == reloaded["problems"] == [] and len(hub.asked) == asked
+    done = trimtab_("serve", "someone/demo", *flags, before=served)
+    first, again, changed, _, waiting = done.stdout.splitlines()
+    assert done.returncode == 0 and "ServedModel(name='someone/demo'" in first and f"{OLD}'" in first, done.stdout
+    assert (again, changed, waiting) == ("AGAIN", first, "[]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -24,6 +25,7 @@ from trimtab.cli import main as cli
 from trimtab.doctor.preflight import peft_dispatch
 from trimtab.doctor.preflight import preflight as module
 from trimtab.doctor.preflight import second_plan as preflight_second
+from trimtab.doctor.preflight import shape as shape_module
 from trimtab.doctor.preflight.answer import ALL_ON_GPU, DOES_NOT_FIT, ON_CPU, SPLIT, TOWERS_OFF, adapter_name, towers_map
 from trimtab.doctor.preflight.device_map import device_text
 from trimtab.doctor.preflight.findings import FAILS, NOTE, SEVERITIES, WASTES, WRONG, find_bug, is_met
@@ -32,6 +34,7 @@ from trimtab.doctor.preflight.shape import ModelShape, read_shape, shape_of
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.machine.environment import Environment, Package, read_environment
 from trimtab.planning.values.budget import Machine
+from trimtab.process.runner import DONE, Outcome
 from trimtab.report.render import Lines
 
 DEMO = ROOT / "trimtab" / "demo"
@@ -589,16 +592,18 @@ def in_order(shape: ModelShape) -> ModelShape:
 
 
 def test_shape_of_another_process_is_the_same():
-    import sys
-
     own = read_shape(BASE, REPORTED, quant="nf4-dq", dtype="bfloat16")
     told = read_shape(BASE, REPORTED, quant="nf4-dq", dtype="bfloat16", python=sys.executable)
     assert in_order(told) == in_order(own)
 
 
-def test_errors_of_another_process_are_ours(tmp_path):
-    import sys
+def test_errors_of_another_process_are_ours(tmp_path, monkeypatch):
+    def here(module, request, **_):
+        lines = []
+        shape_module.main(json.loads(json.dumps(request)), lines.append)
+        return Outcome(DONE, tuple(json.loads(json.dumps(lines))), 0.0, 0, 0, "", "")
 
+    monkeypatch.setattr(shape_module, "run_inside", here)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_type"}))
     with pytest.raises(CheckpointError) as caught:
         read_shape(tmp_path, {}, quant="nf4-dq", dtype="bfloat16", python=sys.executable)

@@ -18,17 +18,6 @@ from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.merging import merge
 from trimtab.merging.files import output_dir as places
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pico.build("llama", tmp_path_factory.mktemp("base") / "base", shards=3)
-
-
-@pytest.fixture(scope="module")
-def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pico.adapter(base, tmp_path_factory.mktemp("adapter") / "adapter")
-
-
 # Stopped ---------------------------------------------------------------------------------------------------------------
 
 

@@ -27,16 +27,6 @@ WAIT_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pico.build("llama", tmp_path_factory.mktemp("base") / "base", shards=3)
-
-
-@pytest.fixture(scope="module")
-def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pico.adapter(base, tmp_path_factory.mktemp("adapter") / "adapter")
-
-
-@pytest.fixture(scope="module")
 def whole(base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("whole") / "out"
     merge(base, out, adapters={"a": adapter})

@@ -27,6 +27,7 @@ from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.api import body
 from trimtab.serve.api import responses as answers
 from trimtab.serve.api.answer_types import Error
+from trimtab.serve.api.openai_shape import ChatShape
 from trimtab.serve.api.routes import BESIDE, COMPLETIONS, MESSAGES, ROUTES, Described
 from trimtab.serve.api.routes import CHAT as CHATS
 from trimtab.serve.contract import errors as faults
@@ -84,27 +85,14 @@ def events_of(response):
 # Answers --------------------------------------------------------------------------------------------------------------
 
 
-def test_usage_names_the_output_head_where_the_engine_says_it():
-    from trimtab.serve.api.openai_shape import ChatShape
-    from trimtab.serve.contract.job import Event
-
-    asked = SimpleNamespace(model="demo", n=1, logprobs=False)
-    for head in ("full", "int8", None):
-        shape = ChatShape(asked)
-        usage = {"prompt_tokens": 7, "completion_tokens": 2} | ({} if head is None else {"output_head": head})
-        shape.chunk(0, Event("1", "done", finish="stop", usage=usage))
-        assert shape.usage().get("output_head") == head and shape.usage()["total_tokens"] == 9
-
-
-def test_usage_names_the_form_of_keys_and_values_where_the_engine_says_it():
-    from trimtab.serve.api.openai_shape import ChatShape
-    from trimtab.serve.contract.job import Event
-
-    for kv in ("full", "int8", None):
+@pytest.mark.parametrize("field", ["output_head", "kv"])
+def test_usage_names_the_output_head_and_the_form_of_keys_and_values_where_the_engine_says_it(field):
+    for form in ("full", "int8", None):
         shape = ChatShape(SimpleNamespace(model="demo", n=1, logprobs=False))
-        usage = {"prompt_tokens": 7, "completion_tokens": 2} | ({} if kv is None else {"kv": kv})
+        usage = {"prompt_tokens": 7, "completion_tokens": 2} | ({} if form is None else {field: form})
         shape.chunk(0, Event("1", "done", finish="stop", usage=usage))
-        assert shape.usage().get("kv") == kv and ("kv" in shape.usage()) == (kv is not None)
+        assert shape.usage().get(field) == form and (field in shape.usage()) == (form is not None)
+        assert shape.usage()["total_tokens"] == 9
 
 
 def test_a_chat_is_answered_in_openais_shape():

@@ -765,24 +765,17 @@ def test_running_out_of_memory_in_a_prompt_refuses_that_job_alone():
     assert ends(told) == {"good": "length", "big": "error", "after": "length"}
 
 
-def test_running_out_of_memory_in_a_step_ends_the_one_that_came_last():
+@pytest.mark.parametrize(
+    "error",
+    [DeviceError("out of memory", device="cuda:0"), RequestError("rows of this batch use different adapters", field="adapter")],
+)
+def test_a_step_without_memory_or_of_rows_that_do_not_go_together_ends_the_one_that_came_last(error):
     scheduler, engine, told, _ = make()
     scheduler.submit(job("first", tokens=9))
     scheduler.submit(job("second", adapter="x", tokens=9))
     for _ in range(3):
         scheduler.turn()
-    engine.fail_steps.append(DeviceError("out of memory", device="cuda:0"))
-    to_the_end(scheduler)
-    assert ends(told) == {"first": "length", "second": "error"}
-
-
-def test_rows_that_do_not_go_together_end_the_one_that_came_last():
-    scheduler, engine, told, _ = make()
-    scheduler.submit(job("first", tokens=9))
-    scheduler.submit(job("second", adapter="x", tokens=9))
-    for _ in range(3):
-        scheduler.turn()
-    engine.fail_steps.append(RequestError("rows of this batch use different adapters", field="adapter"))
+    engine.fail_steps.append(error)
     to_the_end(scheduler)
     assert ends(told) == {"first": "length", "second": "error"}
 

@@ -31,18 +31,26 @@ def job(name, prompt):
     return Job(name, prompt, GenerateRequest(max_new_tokens=4))
 
 
-def started(settings=None, **options):
-    found = Supervisor({"adapters": {}, **(settings or {})}, target=toy_worker.main, **options)
-    found.start()
-    return found
+@pytest.fixture
+def start():
+    """Return a function that starts a supervisor of the toy, ready unless it is not waited for; all are stopped at the end."""
+    made = []
+
+    def start_one(settings=None, *, is_waited_for=True, **options):
+        made.append(Supervisor({"adapters": {}, **(settings or {})}, target=toy_worker.main, **options))
+        made[-1].start()
+        if is_waited_for:
+            made[-1].wait_ready(WAIT_S)
+        return made[-1]
+
+    yield start_one
+    for one in made:
+        one.stop()
 
 
 @pytest.fixture
-def supervisor():
-    found = started({"name": "demo"})
-    found.wait_ready(WAIT_S)
-    yield found
-    found.stop()
+def supervisor(start):
+    return start({"name": "demo"})
 
 
 def ask(supervisor, *jobs):
@@ -83,12 +91,9 @@ def test_a_job_that_cannot_be_written_is_answered_and_the_next_one_is_sent(super
     assert supervisor.in_flight == 0 and not supervisor.work.calls and supervisor.restarts == 0
 
 
-def test_jobs_wait_while_the_worker_loads():
-    supervisor = started()
-    try:
-        assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
-    finally:
-        supervisor.stop()
+def test_jobs_wait_while_the_worker_loads(start):
+    supervisor = start(is_waited_for=False)
+    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
 
 
 def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor, caplog):
@@ -114,45 +119,33 @@ def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor, caplog):
     assert len(caplog.records) == 2  # a stop is not a death
 
 
-def test_with_retry_what_has_said_nothing_yet_is_answered_by_the_next_worker():
-    supervisor = started(retry=True)
-    supervisor.wait_ready(WAIT_S)
-    try:
-        told = ask(supervisor, job("spoke", "speak, then wait"), job("silent", "wait"))
-        assert told.get(timeout=WAIT_S).text == "so far"
-        supervisor.work.flights["silent"].job = job("silent", "echo")
-        os.kill(supervisor.pid, KILL)
-        found = ends(told, 2)
-        assert (found["spoke"].kind, found["silent"].kind) == ("error", "done")
-    finally:
-        supervisor.stop()
+def test_with_retry_what_has_said_nothing_yet_is_answered_by_the_next_worker(start):
+    supervisor = start(retry=True)
+    told = ask(supervisor, job("spoke", "speak, then wait"), job("silent", "wait"))
+    assert told.get(timeout=WAIT_S).text == "so far"
+    supervisor.work.flights["silent"].job = job("silent", "echo")
+    os.kill(supervisor.pid, KILL)
+    found = ends(told, 2)
+    assert (found["spoke"].kind, found["silent"].kind) == ("error", "done")
 
 
-def test_a_job_that_kills_the_worker_twice_is_given_up():
-    supervisor = started(retry=True)
-    supervisor.wait_ready(WAIT_S)
-    try:
-        event = ends(ask(supervisor, job("1", "die")), 1)["1"]
-        assert (event.kind, event.error["fields"]["exit_code"]) == ("error", 7)
-        assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
-        assert supervisor.restarts == 2
-    finally:
-        supervisor.stop()
+def test_a_job_that_kills_the_worker_twice_is_given_up(start):
+    supervisor = start(retry=True)
+    event = ends(ask(supervisor, job("1", "die")), 1)["1"]
+    assert (event.kind, event.error["fields"]["exit_code"]) == ("error", 7)
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
+    assert supervisor.restarts == 2
 
 
-def test_a_worker_that_hangs_with_work_is_killed():
-    supervisor = started(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
-    supervisor.wait_ready(WAIT_S)
-    try:
-        event = ends(ask(supervisor, job("1", "hang")), 1)["1"]
-        assert event.error["class"] == WorkerDiedError.__name__
-        assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
-    finally:
-        supervisor.stop()
+def test_a_worker_that_hangs_with_work_is_killed(start):
+    supervisor = start(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
+    event = ends(ask(supervisor, job("1", "hang")), 1)["1"]
+    assert event.error["class"] == WorkerDiedError.__name__
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
 
 
-def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again():
-    supervisor = started({"fail": True})
+def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again(start):
+    supervisor = start({"fail": True}, is_waited_for=False)
     with pytest.raises(WorkerError) as caught:
         supervisor.wait_ready(WAIT_S)
     assert caught.value.error["class"] == "CheckpointError"
@@ -162,11 +155,10 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again():
     assert "no model" in str(failed.value)
 
 
-def test_a_worker_that_keeps_dying_is_given_up_in_the_end(tmp_path, monkeypatch):
+def test_a_worker_that_keeps_dying_is_given_up_in_the_end(start, tmp_path, monkeypatch):
     monkeypatch.setattr("trimtab.serve.worker.supervisor.PAUSES_S", (0.0, 0.0))
     mark = tmp_path / "mark"
-    supervisor = started({"die_at_start_after": str(mark)})
-    supervisor.wait_ready(WAIT_S)
+    supervisor = start({"die_at_start_after": str(mark)})
     mark.touch()
     told = ask(supervisor, job("1", "wait"))
     os.kill(supervisor.pid, KILL)
@@ -176,25 +168,21 @@ def test_a_worker_that_keeps_dying_is_given_up_in_the_end(tmp_path, monkeypatch)
     assert supervisor.state == "failed"
 
 
-def test_what_no_worker_was_given_yet_outlives_those_that_die_while_loading(tmp_path):
+def test_what_no_worker_was_given_yet_outlives_those_that_die_while_loading(start, tmp_path):
     mark = tmp_path / "mark"
-    supervisor = started({"die_at_start_after": str(mark)})
-    supervisor.wait_ready(WAIT_S)
-    try:
-        mark.touch()
-        os.kill(supervisor.pid, KILL)
-        end = time.monotonic() + WAIT_S
-        while supervisor.state == "ready":
-            assert time.monotonic() < end
-            time.sleep(0.005)
-        told = ask(supervisor, job("1", "echo"))
-        while supervisor.restarts < 2:
-            assert time.monotonic() < end
-            time.sleep(0.005)
-        mark.unlink()
-        assert ends(told, 1)["1"].kind == "done"
-    finally:
-        supervisor.stop()
+    supervisor = start({"die_at_start_after": str(mark)})
+    mark.touch()
+    os.kill(supervisor.pid, KILL)
+    end = time.monotonic() + WAIT_S
+    while supervisor.state == "ready":
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    told = ask(supervisor, job("1", "echo"))
+    while supervisor.restarts < 2:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    mark.unlink()
+    assert ends(told, 1)["1"].kind == "done"
 
 
 @pytest.mark.parametrize("refused", ["process", "thread"])
@@ -242,18 +230,14 @@ def test_a_worker_that_the_system_does_not_start_can_be_started_again(monkeypatc
         supervisor.stop()
 
 
-def test_a_worker_that_hangs_in_a_call_is_killed():
-    supervisor = started(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
-    supervisor.wait_ready(WAIT_S)
-    try:
-        assert supervisor.call("numbers").result(WAIT_S)
-        with pytest.raises(WorkerDiedError) as caught:
-            supervisor.call("hang").result(WAIT_S)
-        assert "did not respond" in str(caught.value)
-        assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
-        assert supervisor.restarts == 1
-    finally:
-        supervisor.stop()
+def test_a_worker_that_hangs_in_a_call_is_killed(start):
+    supervisor = start(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
+    assert supervisor.call("numbers").result(WAIT_S)
+    with pytest.raises(WorkerDiedError) as caught:
+        supervisor.call("hang").result(WAIT_S)
+    assert "did not respond" in str(caught.value)
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
+    assert supervisor.restarts == 1
 
 
 def becomes(supervisor, state):
@@ -265,58 +249,46 @@ def becomes(supervisor, state):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows has no SIGSTOP")
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_a_stopped_worker_is_not_ready_and_is_put_back(is_asked):
+def test_a_stopped_worker_is_not_ready_and_is_put_back(start, is_asked):
     """With and without work: the next client would wait for it."""
-    supervisor = started(patience=Patience(unresponsive_s=0.3, restart_s=0.9))
-    supervisor.wait_ready(WAIT_S)
-    try:
-        told = ask(supervisor, *[job("running", "wait")] * is_asked)
-        pid = supervisor.pid
-        os.kill(pid, signal.SIGSTOP)
-        becomes(supervisor, "unresponsive")
-        assert supervisor.pid == pid  # it may go on
-        late = ask(supervisor, job("late", "echo"))
-        if is_asked:
-            error = ends(told, 1)["running"].error
-            assert error["class"] == "WorkerDiedError" and "did not respond for" in error["message"]
-            response = error_response(*error_from_worker(error))
-            assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
-        assert late.get(timeout=WAIT_S).kind == "started"
-        assert late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
-        assert (supervisor.state, supervisor.restarts) == ("ready", 1)
-    finally:
-        supervisor.stop()
+    supervisor = start(patience=Patience(unresponsive_s=0.3, restart_s=0.9))
+    told = ask(supervisor, *[job("running", "wait")] * is_asked)
+    pid = supervisor.pid
+    os.kill(pid, signal.SIGSTOP)
+    becomes(supervisor, "unresponsive")
+    assert supervisor.pid == pid  # it may go on
+    late = ask(supervisor, job("late", "echo"))
+    if is_asked:
+        error = ends(told, 1)["running"].error
+        assert error["class"] == "WorkerDiedError" and "did not respond for" in error["message"]
+        response = error_response(*error_from_worker(error))
+        assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
+    assert late.get(timeout=WAIT_S).kind == "started"
+    assert late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
+    assert (supervisor.state, supervisor.restarts) == ("ready", 1)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows has no SIGSTOP")
-def test_a_worker_that_goes_on_in_time_answers_what_came_meanwhile():
-    supervisor = started(patience=Patience(unresponsive_s=0.3, restart_s=WAIT_S))
-    supervisor.wait_ready(WAIT_S)
-    try:
-        pid = supervisor.pid
-        os.kill(pid, signal.SIGSTOP)
-        becomes(supervisor, "unresponsive")
-        gone = ask(supervisor, job("gone", "echo"))
-        told = ask(supervisor, job("late", "echo"))
-        supervisor.cancel("gone")
-        os.kill(pid, signal.SIGCONT)
-        assert ends(told, 1)["late"].kind == "done"
-        assert (supervisor.state, supervisor.pid, supervisor.restarts) == ("ready", pid, 0)
-        assert gone.empty() and not supervisor.work.leaving
-    finally:
-        supervisor.stop()
+def test_a_worker_that_goes_on_in_time_answers_what_came_meanwhile(start):
+    supervisor = start(patience=Patience(unresponsive_s=0.3, restart_s=WAIT_S))
+    pid = supervisor.pid
+    os.kill(pid, signal.SIGSTOP)
+    becomes(supervisor, "unresponsive")
+    gone = ask(supervisor, job("gone", "echo"))
+    told = ask(supervisor, job("late", "echo"))
+    supervisor.cancel("gone")
+    os.kill(pid, signal.SIGCONT)
+    assert ends(told, 1)["late"].kind == "done"
+    assert (supervisor.state, supervisor.pid, supervisor.restarts) == ("ready", pid, 0)
+    assert gone.empty() and not supervisor.work.leaving
 
 
-def test_a_worker_in_work_that_it_announced_is_ready():
+def test_a_worker_in_work_that_it_announced_is_ready(start):
     states = []
-    supervisor = started(patience=Patience(unresponsive_s=0.1, restart_s=0.2), on_change=states.append)
-    supervisor.wait_ready(WAIT_S)
-    try:
-        told = ask(supervisor, replace(job("long", "announced"), deadline_s=1.0))
-        assert ends(told, 1)["long"].kind == "done"
-        assert states == ["loading", "ready"] and supervisor.restarts == 0
-    finally:
-        supervisor.stop()
+    supervisor = start(patience=Patience(unresponsive_s=0.1, restart_s=0.2), on_change=states.append)
+    told = ask(supervisor, replace(job("long", "announced"), deadline_s=1.0))
+    assert ends(told, 1)["long"].kind == "done"
+    assert states == ["loading", "ready"] and supervisor.restarts == 0
 
 
 def test_calls_are_answered_or_end_with_the_worker(supervisor):

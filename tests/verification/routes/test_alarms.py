@@ -81,7 +81,8 @@ def test_a_wrong_scale_is_found_in_packed_files_and_a_right_merge_passes_whoever
 
 
 @pytest.mark.parametrize(
-    "fault", ["scale 1 % too small", "one module transposed", pytest.param("one module dropped", marks=pytest.mark.slow)]
+    "fault",
+    ["scale 1 % too small", *(pytest.param(f"one module {how}", marks=pytest.mark.slow) for how in ("transposed", "dropped"))],
 )
 def test_two_routes_name_the_module_whose_adapter_was_loaded_otherwise(fault):
     row = judge_route(Route("llama", "stock", 1), fault)
