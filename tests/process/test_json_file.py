@@ -65,7 +65,9 @@ def parsers(file: Path) -> set[str]:
         for child in ast.iter_child_nodes(node):
             visit(child, function)
 
-    visit(ast.parse(file.read_text(encoding="utf-8")), "")
+    text = file.read_text(encoding="utf-8")
+    if "json" in text:  # else nothing of it is used: a tree takes a while
+        visit(ast.parse(text), "")
     return found
 
 

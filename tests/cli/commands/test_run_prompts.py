@@ -172,6 +172,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
     kept = whole.split(b"\n")
     out.write_bytes(b"\n".join(kept[:3]) + b'\n{"line": 4, "promp')  # as a kill leaves it
     many(prompts, out)
+    assert out.read_bytes().count(b"\n") == 7  # what was answered is not answered again
     again = read(out)
     assert again[0] == header and {n: row.get("text") for n, row in again[1].items()} == {
         n: row.get("text") for n, row in rows.items()

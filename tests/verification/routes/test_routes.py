@@ -78,11 +78,12 @@ def test_a_route_prepares_prompts_as_a_process_of_their_own_does(tmp_path, monke
         routes, "run_module", lambda module, *more, **options: started.append(module) or run_module(module, *more, **options)
     )
     rows = rows_of(folder, tmp_path)
-    apart = run(own(folder), items_of(rows), tmp_path / "apart", noise=True)
+    few = {"noise": "without batches", "noise_items": 1}
+    apart = run(own(folder), items_of(rows), tmp_path / "apart", **few)
     started.clear()
     asking = routes.to_prepare(folder, "bfloat16", PROMPTS, tmp_path)
     unknown = [routes.Item(**{**row, "prompt_tokens": 0}, adapter=None) for row in rows]
-    both = run(own(folder), unknown, tmp_path / "both", noise=True, prepare=asking)
+    both = run(own(folder), unknown, tmp_path / "both", prepare=asking, **few)
     assert started == [routes.OWN] and both.rows == rows and both.noise == apart.noise
     assert [one.token_ids for one in both.said] == [one.token_ids for one in apart.said]
 
