@@ -299,8 +299,7 @@ def test_e2b_is_the_field_s_model(e2b):
     assert e2b.missing_projections[0] == "model.language_model.layers.15.self_attn.k_proj"
     assert (e2b.hidden_size, e2b.vocab_size, e2b.model_type) == (1536, 262144, "gemma4")
     table = e2b.by_path()["model.language_model.embed_tokens_per_layer"]
-    assert table.weight is not None
-    assert table.weight.shape == (262144, 35 * 256)
+    assert table.weight is not None and table.weight.shape == (262144, 35 * 256)
     assert table.gather_only
     widths = [e2b.by_path()[f"model.language_model.layers.{i}.mlp.up_proj"].weight.shape[0] for i in (14, 15)]
     assert widths == [6144, 12288]
@@ -311,8 +310,7 @@ def test_e4b_s_last_sliding_layer_that_stores(tmp_path):
     assert sum(layer.shares is not None for layer in found.kv_layers) == 18
     assert max(layer.layer for layer in found.kv_layers if layer.shares is None and layer.window) == 22
     table = found.by_path()["model.language_model.embed_tokens_per_layer"].weight
-    assert table is not None
-    assert table.nbytes == 5_637_144_576
+    assert table is not None and table.nbytes == 5_637_144_576
 
 
 def test_the_field_s_adapter_on_e2b(e2b, tmp_path):

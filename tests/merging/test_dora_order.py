@@ -63,8 +63,7 @@ def test_a_mix_and_a_merge_are_pefts_with_these_adapters_active(
     found = loaded.logits(IDS, adapter=dict.fromkeys(names, 1.0))
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
     report = merge(folders["base"], tmp_path / "out", adapters={name: folders[name] for name in names}, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     merged = stock.load_stock(tmp_path / "out", dtype=torch.float32)
     merged_logits = stock.logits(merged, {"input_ids": torch.tensor([IDS])})[0]
     torch.testing.assert_close(merged_logits, expected, rtol=TOLERANCE, atol=TOLERANCE)
@@ -85,8 +84,7 @@ def test_weights_of_a_merge_move_towards_what_an_adapter_makes_of_those_before_i
     weights = {"lora": 0.5, "dora": -0.75, "again": 2.0}
     given = {name: (folders[name], weight) for name, weight in weights.items()}
     report = merge(folders["base"], tmp_path / "out", adapters=given, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     new, old = state_of(tmp_path / "out"), state_of(folders["base"])
     path = "model.layers.0.self_attn.q_proj"
     base = old[f"{path}.weight"].double()

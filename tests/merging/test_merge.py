@@ -115,8 +115,7 @@ def test_a_head_tied_to_a_changed_table_gets_a_weight_of_its_own(family: str, tm
     base = pico.build(family, tmp_path / "base", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", embeddings=True)
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     assert report.added == ("lm_head.weight",)
     old, new = state_of(base), state_of(tmp_path / "out")
     table = next(name for name in old if name.endswith("embed_tokens.weight"))
@@ -236,8 +235,7 @@ def test_another_dtype_is_written_with_the_config_that_says_so(tmp_path: Path) -
     base = pico.build("gemma4", tmp_path / "base", dtype="float32", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter")
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, dtype="bf16", check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     assert report.dtype == "bfloat16"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"

@@ -38,8 +38,7 @@ def test_the_merged_model_answers_as_the_adapter_did(voice: str, requantize: str
     report = merge(
         DEMO / "base", out, adapters={voice: DEMO / "adapters" / voice}, check=True, requantize=requantize
     )  # fmt: skip
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     kept = "none" if requantize is None else requantize
     plan = trimtab.plan(out, context=256, audio_s=1.0, device="cpu", quant=kept, place={"*": "resident"})
     found, expected = [], []

@@ -50,8 +50,7 @@ def test_every_variant_equals_pefts_merge_bit_for_bit(variant: str, dtype: str, 
     base = pico.build("gemma4", tmp_path / "base", dtype=dtype, shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", targets="all", **VARIANTS[variant])
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     assert len(report.changed) == report.check.applied >= 72
     assert not report.added
     compare("gemma4", base, adapter, tmp_path / "out", limit=0)
@@ -63,8 +62,7 @@ def test_tables_equal_pefts_merge(family: str, variant: str, tmp_path: Path) -> 
     base = pico.build(family, tmp_path / "base", dtype="float32", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", **VARIANTS[variant])
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     compare(family, base, adapter, tmp_path / "out", limit=FLOAT32_ULPS.get(variant, 0))
 
 
@@ -84,8 +82,7 @@ def test_a_bias_of_lora_is_added_to_the_bias_of_the_layer(tmp_path: Path) -> Non
     base = pico.build("qwen2_5_vl", tmp_path / "base", dtype="float32")
     adapter = biased_adapter(base, tmp_path / "adapter", ["q_proj", "k_proj", "v_proj"])
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     assert sum(name.endswith("bias") for name in report.changed) == 6
     compare("qwen2_5_vl", base, adapter, tmp_path / "out", limit=0)
 

@@ -407,8 +407,7 @@ def test_keys_that_target_modules_does_not_name_are_dropped(tmp_path):
         shapes |= pair(f"{path}.{name}", *rows[f"{path}.{name}"].weight.shape)
     adapter = write_by_hand(tmp_path / "a", shapes, target_modules=[f"{path}.q_proj", f"{path}.o_proj"])
     found = judge(adapter=adapter)
-    assert found.adapter is not None
-    assert found.adapter.dropped == (f"{path}.k_proj",)
+    assert found.adapter is not None and found.adapter.dropped == (f"{path}.k_proj",)
     assert found.adapter.unfilled == (f"{path}.o_proj",)
     assert finding(found, "E3").severity == finding(found, "E1").severity == WRONG
 

@@ -53,8 +53,7 @@ def test_stacked_experts_equal_pefts_merge(family: str, adapted: str, tmp_path: 
     base = pico.build(family, tmp_path / "base", dtype="float32", shards=2)
     adapter = stack_adapter(base, tmp_path / "adapter", ADAPTED[adapted], rank_pattern={"down_proj": 2}, use_rslora=True)
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     expected, found = peft_merged(base, adapter), state_of(tmp_path / "out")
     old = state_of(base)
     changed = {name for name in old if not torch.equal(old[name], found[name])}
@@ -179,8 +178,7 @@ def test_a_parameter_that_goes_back_through_an_operation_merges_to_the_same_valu
     merge(base, tmp_path / "expected", adapters={"a": adapter})
     remade(monkeypatch, torch.Tensor.reshape, (128, 64))
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     out, expected = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected")
     # Products of other numbers of rows at a time.
     assert max(ulps_of_terms(out[name], expected[name], expected[name]) for name in out) <= 2

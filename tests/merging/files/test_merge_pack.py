@@ -50,8 +50,7 @@ def test_a_packed_merge_loads_in_stock_with_the_modules_that_stock_would_pack(fa
     adapter = pico.adapter(base, tmp_path / "adapter", targets="all")
     merge(base, tmp_path / "dense", adapters={"a": adapter})
     report = merge(base, tmp_path / "packed", adapters={"a": adapter}, requantize=requantize, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     model, own = load_packed(tmp_path / "packed"), stock.load_stock(tmp_path / "dense", requantize)
     assert kinds(model) == kinds(own)
     assert "Linear4bit" in kinds(model).values()
@@ -129,8 +128,7 @@ def test_merging_into_a_packed_base_unpacks_it_once_and_adds_in_float32(quant: s
     adapter = pico.adapter(base, tmp_path / "adapter")
     written_by_stock(base, tmp_path / "stock", quant)
     report = merge(tmp_path / "stock", tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None
-    assert report.check.passed
+    assert report.check is not None and report.check.passed
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     merge(tmp_path / "stock", tmp_path / "dense", dtype="float32")
     merge(tmp_path / "dense", tmp_path / "expected", adapters={"a": adapter}, dtype="bfloat16")

@@ -51,8 +51,7 @@ def address():
         text=True,
     )
     try:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "demo: 3 adapters, 6 rows\n"
+        assert process.stderr is not None and process.stderr.readline() == "demo: 3 adapters, 6 rows\n"
         found = process.stderr.readline().split()[0]
         end = time.monotonic() + READY_S
         while not is_ready(found):
