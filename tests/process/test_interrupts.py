@@ -81,10 +81,14 @@ def start(
     # The console script is a file of this name with these lines.
     script = "import sys; sys.argv[0] = '/usr/bin/trimtab'; from trimtab.cli.main import main; sys.exit(main())"
     entry = ["-c", script] if as_script else ["-m", "trimtab"]
+    return python(*entry, *arguments, stdin=stdin, env={**os.environ, **(environ or {})})
+
+
+def python(*arguments: str, stdin: int | None = None, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start an interpreter that Ctrl-C reaches, in a session of its own."""
     return subprocess.Popen(
-        [sys.executable, *entry, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), stdin=stdin,
-        env={**os.environ, **(environ or {})},
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), stdin=stdin, env=env,
     )  # fmt: skip
 
 
@@ -124,12 +128,7 @@ line.run_plan.__code__ = interrupted.__code__
 line.run_plan.__globals__.update(os=os, signal=signal, CheckpointError=CheckpointError)
 sys.exit(cli.main(["plan", "model"]))
 """
-    stopped(
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-    )  # fmt: skip
+    stopped(python("-c", code))
 
 
 @pytest.mark.parametrize(
@@ -150,10 +149,7 @@ def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:
         if as_script
         else "sys.argv[0] = '-m'; sys.orig_argv[1:] = ['-m', 'trimtab']; from trimtab.cli.main import main; sys.exit(main())"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code + start_it, "plan", BASE], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    process = python("-c", code + start_it, "plan", BASE)
     assert process.stdout is not None and process.stdout.readline() == b"importing\n"
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
@@ -256,10 +252,7 @@ def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
         "line.run_demo = deaf\n"
         "sys.exit(cli.main(['demo']))\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    process = python("-c", code)
     assert process.stdout is not None
     for _ in range(2):
         assert process.stdout.readline() == b"working\n"
