@@ -404,7 +404,7 @@ def without_tokenizer(tmp_path):
 
 
 def in_too_little_memory(tmp_path):
-    return [*SERVE, "trimtab/demo/base", "--host-memory", "300MiB"], "the budget is 300.0 MiB", 4
+    return [*SERVE, "trimtab/demo/base", "--host-memory", "300MiB"], "the host budget, 300.0 MiB", 4
 
 
 @pytest.mark.parametrize(
