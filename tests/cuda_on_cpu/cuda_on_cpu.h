@@ -483,10 +483,6 @@ static inline void bring_near(const unsigned char* p, int bytes) {
   seen = p[bytes - 1];
 }
 static inline uint4 streamed_16(const unsigned char* p) { return cpu_load((const uint4*)p); }
-static inline uint4 streamed_8_8(const unsigned char* p) {
-  const uint2 a = cpu_load((const uint2*)p), b = cpu_load((const uint2*)(p + 32));
-  return {a.x, a.y, b.x, b.y};
-}
 static inline uint2 streamed_8(const unsigned char* p) { return cpu_load((const uint2*)p); }
 static inline unsigned streamed_4(const unsigned char* p) { return cpu_load((const unsigned*)p); }
 static inline unsigned count_up(unsigned* p, unsigned last) { return atomicInc(p, last); }

@@ -153,7 +153,7 @@ def test_nothing_outside_the_rooms_of_formats_knows_one():
 
 
 def test_no_kernel_asks_for_a_format():
-    """Only headers compare FORMAT: sources ask what nf4.cuh says of a layout."""
+    """Only headers compare FORMAT: sources ask what packed.cuh says of a layout."""
     folder = rooms.PACKAGE / "engine" / "kernels" / "cuda"
     asked = re.compile(r"#(el)?if[^/\n]*\bFORMAT\b|\bFORMAT *[!=<>?]")
     asking = {file.name for file in folder.iterdir() if asked.search(file.read_text(encoding="utf-8"))}

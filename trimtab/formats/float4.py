@@ -17,7 +17,7 @@ from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 from trimtab.formats import float8
-from trimtab.formats.record import Found, PackedEntry, Split, left_of, split
+from trimtab.formats.record import Found, PackedEntry, Split, gathered, left_of, split
 
 # Type of the scales of groups -> size of a group, name of the format, whether the weight has a scale too.
 GROUPS = {float8.E4M3: (16, "nvfp4-g16", True), "uint8": (32, "mxfp4-g32", False)}
@@ -45,14 +45,10 @@ def read_modelopt(checkpoint: Checkpoint) -> Split:
 
 def weights(tensors: Mapping[str, TensorEntry]) -> Iterator[Found]:
     """Yield the weights of 4-bit floats."""
-    for name, weight in tensors.items():
-        stem, dot, last = name.rpartition(".")
-        if last not in LAYOUTS or weight.dtype != "uint8":
-            continue
-        sides = {part: f"{stem}{dot}{part}" for part in ("weight_scale", LAYOUTS[last], *ACTIVATIONS)}
-        found = {part: tensors[side] for part, side in sides.items() if side in tensors}
-        whole = f"{stem}{dot}weight"
-        yield whole, [name, *(sides[part] for part in found)], _weight(whole, weight, found, LAYOUTS[last])
+    marks = {last: (last, "weight_scale", whole, *ACTIVATIONS) for last, whole in LAYOUTS.items()}
+    for name, last, own, parts in gathered(tensors, marks):
+        if parts[last].dtype == "uint8":
+            yield name, own, _weight(name, parts[last], parts, LAYOUTS[last])
 
 
 def _weight(name: str, weight: TensorEntry, sides: Mapping[str, TensorEntry], whole: str) -> PackedEntry | str:

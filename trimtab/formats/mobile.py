@@ -8,14 +8,14 @@ the KV cache are left out, as transformers does. Source: transformers 5.23, inte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.patterns import Matcher, PatternError, shown
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import Found, PackedEntry, Split, split
+from trimtab.formats.record import PackedEntry, Split, gathered, split
 
 TABLE = ("embedding_quantized", "embedding_scale")
 LINEAR = ("weight", "weight_scale")
@@ -27,21 +27,14 @@ HINT = "Get config.json of the same release of the model again"
 
 def read(checkpoint: Checkpoint) -> Split:
     """Return (plain tensors, packed weights by name). Errors: CheckpointError with every wrong weight."""
-    stems = {name: name.rpartition(".") for name in checkpoint.tensors if name.endswith((f".{TABLE[0]}", f".{LINEAR[1]}"))}
-    bits_of = _bits(checkpoint, (stem for stem, _, _ in stems.values()))
-
-    def weights() -> Iterator[Found]:
-        for stem, dot, last in stems.values():
-            names = TABLE if last == TABLE[0] else (*LINEAR, *ACTIVATIONS)
-            parts = {part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in names if f"{stem}{dot}{part}" in checkpoint.tensors}
-            name, own = f"{stem}{dot}weight", [f"{stem}{dot}{part}" for part in parts]
-            yield name, own, _weight(name, parts, bits_of[stem], is_table=last == TABLE[0])
-
-    return split(checkpoint, weights(), (name for name in checkpoint.tensors if name.endswith(CACHE)))
+    found = list(gathered(checkpoint.tensors, {TABLE[0]: TABLE, LINEAR[1]: (*LINEAR, *ACTIVATIONS)}))
+    bits_of = _bits(checkpoint, [name for name, *_ in found])
+    weights = [(name, own, _weight(name, parts, bits_of[name], is_table=last == TABLE[0])) for name, last, own, parts in found]
+    return split(checkpoint, weights, (name for name in checkpoint.tensors if name.endswith(CACHE)))
 
 
-def _bits(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, object]:
-    """Return the bits of modules: those of the pattern that is found leftmost in a name, as transformers joins the patterns.
+def _bits(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[str, object]:
+    """Return the bits of weights by name: those of the pattern found leftmost in a module's name, as transformers joins them.
 
     Errors: CheckpointError for patterns that are none, or too much work to match.
     """
@@ -49,13 +42,13 @@ def _bits(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, object]:
     default, listed = settings.get("num_bits", 4), settings.get("module_quant_configs") or {}
     if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
         raise CheckpointError("module_quant_configs is no object of objects", path=checkpoint.path, hint=HINT)
-    names = list(modules)
+    modules = {name: name.removesuffix(".weight") for name in weights}
     try:
-        patterns = Matcher(names).leftmost(listed)
+        patterns = Matcher(list(modules.values())).leftmost(listed)
     except PatternError as exc:
         which = "" if exc.pattern is None else f": {shown(exc.pattern)}"
         raise CheckpointError(f"module_quant_configs{which} {exc}", path=checkpoint.path, hint=HINT) from exc
-    return {name: listed[patterns[name]].get("num_bits", default) if name in patterns else default for name in names}
+    return {name: listed[patterns[one]].get("num_bits", default) if one in patterns else default for name, one in modules.items()}
 
 
 def _weight(name: str, parts: Mapping[str, TensorEntry], bits: object, *, is_table: bool) -> PackedEntry | str:

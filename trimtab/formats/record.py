@@ -12,7 +12,7 @@ A format is a name in plans, in the anatomy and in the engine. `stored_format` m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import ceil, inf, prod
@@ -184,6 +184,11 @@ class StoredFormat:
         """Return the number of groups in a row of this many values."""
         return ceil(columns / self.group) if self.group else 1
 
+    def blocks(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the scales of float8 blocks."""
+        high, wide = self.block
+        return ceil(rows / high) if high else 1, ceil(columns / wide) if wide else 1
+
     def parts(self, shape: Sequence[int], dtype: str) -> dict[str, int]:
         """Return the bytes of each part of a weight, by part name. shape: [D_out, D_in] or [E, D_out, D_in]. dtype: of family none.
 
@@ -323,8 +328,7 @@ class _Float8(_Own):
         return None if cut is None else f"has blocks of {self.block[0]} rows, which {cut} rows cut"
 
     def _parts(self, rows: int, columns: int, dtype: str) -> dict[str, int]:
-        high, wide = self.block
-        return {"weight": rows * columns, "scale": 4 * (ceil(rows / high) if high else 1) * (ceil(columns / wide) if wide else 1)}
+        return {"weight": rows * columns, "scale": 4 * prod(self.blocks(rows, columns))}
 
 
 class _Mobile(_Own):
@@ -469,6 +473,17 @@ class PackedEntry:
 Split = tuple[dict[str, TensorEntry], dict[str, PackedEntry]]
 # A weight's name, its file tensors, and the weight or what is wrong with it.
 Found = tuple[str, list[str], PackedEntry | str]
+
+
+def gathered(
+    tensors: Mapping[str, TensorEntry], marks: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str, list[str], dict[str, TensorEntry]]]:
+    """Yield (a weight's name, its mark, its file tensors, they by their last names) for every tensor whose last name is a mark.
+    marks: last name -> those of the tensors of the same module that belong to the weight."""
+    for stem, dot, last in (name.rpartition(".") for name in tensors):
+        if last in marks:
+            parts = {part: tensors[f"{stem}{dot}{part}"] for part in marks[last] if f"{stem}{dot}{part}" in tensors}
+            yield f"{stem}{dot}weight", last, [f"{stem}{dot}{part}" for part in parts], parts
 
 
 def left_of(tensors: Mapping[str, TensorEntry], weights: Iterable[Found]) -> dict[str, TensorEntry]:

@@ -8,13 +8,14 @@ of each input. Source: AutoAWQ 0.2.9, utils/packing_utils.py; GPTQModel 4, nn_mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
-from trimtab.formats.record import SCALE_DTYPES, Found, PackedEntry, Split, split
+from trimtab.formats.record import SCALE_DTYPES, PackedEntry, Split, gathered, split
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 MOST_GROUP = 10**6
@@ -58,16 +59,9 @@ def _bits(checkpoint: Checkpoint, settings: Mapping[str, Any], other: str, known
 def _read(checkpoint: Checkpoint, bits: int, settings: Mapping[str, Any], layout: str) -> Split:
     size = settings.get("group_size", settings.get("q_group_size", 128))
 
-    def weights() -> Iterator[Found]:
-        for stem, dot, last in (name.rpartition(".") for name in checkpoint.tensors):
-            if last == "qweight":
-                parts = {
-                    part: checkpoint.tensors[f"{stem}{dot}{part}"] for part in PARTS if f"{stem}{dot}{part}" in checkpoint.tensors
-                }
-                found = _weight(f"{stem}{dot}weight", parts, bits, size, layout, desc_act=bool(settings.get("desc_act")))
-                yield f"{stem}{dot}weight", [f"{stem}{dot}{part}" for part in parts], found
-
-    return split(checkpoint, weights())
+    weight = partial(_weight, bits=bits, size=size, layout=layout, desc_act=bool(settings.get("desc_act")))
+    found = gathered(checkpoint.tensors, {"qweight": PARTS})
+    return split(checkpoint, [(name, own, weight(name, parts)) for name, _, own, parts in found])
 
 
 def _weight(

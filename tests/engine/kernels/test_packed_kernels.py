@@ -160,7 +160,8 @@ def test_weights_of_several_formats_over_one_input_take_a_launch_each(products):
 
 def test_a_check_finds_a_product_that_reads_bits_above_of_a_neighbour(products):
     """The planted fault: the kernel's Q6_K with one word of the bits above taken for another."""
-    source = matvec.source().replace("v.b.x = bits.x, v.b.y = bits.y;", "v.b.x = bits.y, v.b.y = bits.x;")
+    read = "return {low, From::read_8(own + t * 8)};"
+    source = matvec.source().replace(read, "{ const uint2 v = From::read_8(own + t * 8); return {low, make_uint2(v.y, v.x)}; }")
     assert source != matvec.source()
     wrong = run.CpuModule(source, matvec.NAMES, order=7)
     matvec.prepare(wrong)

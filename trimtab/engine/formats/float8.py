@@ -22,16 +22,10 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     own, scale = parts["scale"].dtype, parts["scale"]
     if own == torch.uint8:
         own, scale = torch.float32, powers(scale)
-    scale = scale.float().reshape(_scales(entry.kind, entry.shape))
+    scale = scale.float().reshape(stored_format(entry.kind).blocks(*entry.shape))
     check_finite(entry, scale)
     found = {"weight": parts["weight"], "scale": scale}
     return Packed(entry.kind, entry.shape, dtype if own == torch.float32 else own, found, {})
-
-
-def _scales(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the scales of a weight."""
-    high, wide = stored_format(kind).block
-    return (-(-shape[0] // high) if high else 1, -(-shape[1] // wide) if wide else 1)
 
 
 def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,4 +41,4 @@ def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.de
 def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
     """Return the parts of a weight whose values are about 0.03."""
     values = (draw.normal(rows, columns) * 100).clamp(-448, 448)
-    return {"weight": values.to(torch.float8_e4m3fn), "scale": draw.uniform(*_scales(form.name, (rows, columns))) * 0.001}
+    return {"weight": values.to(torch.float8_e4m3fn), "scale": draw.uniform(*form.blocks(rows, columns)) * 0.001}

@@ -117,27 +117,18 @@ def _spread(kind: str, above: Tensor) -> Tensor:
 
 def arranged(kind: str, weight: Tensor) -> dict[str, Tensor]:
     """Return the parts of rows of a file tensor [n, bytes of a row]."""
-    return {name: part.contiguous() for name, part in _parts(kind, weight).items()}
-
-
-def _parts(kind: str, weight: Tensor) -> dict[str, Tensor]:
     if kind not in GGML_PARTS:
-        return {"weight": weight}
-    rows, blocks = weight.shape[0], weight.reshape(-1, GGML_BLOCKS[kind][1])
-    if kind == "q8_0":
-        return {
-            "weight": blocks[:, 2:].reshape(rows, -1).view(torch.int8),
-            "scale": viewed(blocks[:, :2], torch.float16).view(rows, -1),
-        }
-    data = _low(kind, blocks)
+        return {"weight": weight.contiguous()}
+    blocks = weight.reshape(-1, GGML_BLOCKS[kind][1])
+    head = blocks[:, : GGML_PARTS[kind]["scale"]]
+    data = blocks[:, 2:].view(torch.int8) if kind == "q8_0" else _low(kind, blocks)
     if kind in _ABOVE:
         data = torch.cat((data.view(-1, 64), _above(kind, blocks)), dim=1)
-    found = {"weight": data.reshape(rows, -1)}
     if kind == "q6_k":
-        outer = viewed(blocks[:, 208:210], torch.float16).view(rows, -1)
-        return found | {"scale": blocks[:, 192:208].reshape(rows, -1), "outer": outer}
-    head = blocks[:, : GGML_PARTS[kind]["scale"]]
-    return found | {"scale": (head if kind in ("q4_k", "q5_k") else viewed(head, torch.float16)).reshape(rows, -1)}
+        found = {"weight": data, "scale": blocks[:, 192:208], "outer": viewed(blocks[:, 208:210], torch.float16)}
+    else:
+        found = {"weight": data, "scale": head if kind in ("q4_k", "q5_k") else viewed(head, torch.float16)}
+    return {name: part.reshape(len(weight), -1).contiguous() for name, part in found.items()}
 
 
 def _scales(data: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,9 +31,6 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     return Packed(entry.kind, entry.shape, dtype, found, {}, input_scale=input_scale)
 
 
-# Values ---------------------------------------------------------------------------------------------------------------
-
-
 def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return rows of the weight as `packed.Exact`, of scales that are rounded to the weight's type."""
     parts = packed.part_rows(rows, device, "activation")
@@ -56,9 +53,6 @@ def _integers(data: Tensor, bits: int) -> Tensor:
     mask = (1 << bits) - 1
     values = torch.stack([data >> shift & mask for shift in range(0, 8, bits)], dim=-1).flatten(-2)
     return values.to(torch.int8).sub_(1 << (bits - 1))
-
-
-# Products -------------------------------------------------------------------------------------------------------------
 
 
 def rounded(x: Tensor, scale: Tensor) -> Tensor:

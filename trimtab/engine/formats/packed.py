@@ -17,6 +17,8 @@ from trimtab.errors import CheckpointError
 from trimtab.formats.record import PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
+LOW_HALVES = 0x0F0F0F0F
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -101,6 +103,14 @@ def low_first(data: Tensor) -> Tensor:
     """Return the two 4-bit values of each byte [n, m], that of the low half first: uint8 [n, 2 m]."""
     wide = data.to(torch.int16)
     return ((wide | wide << 4) & 0x0F0F).view(torch.uint8)
+
+
+def in_words(words: Tensor, columns: int, bits: int) -> Tensor:
+    """Return the values uint8 [D_out, columns bits / 8] of int32 words [D_out, m], which lie along a row, the first in the lowest
+    bits: of two 4-bit values that of the high half first."""
+    if bits == 4:
+        words = (words & LOW_HALVES).bitwise_left_shift_(4).bitwise_or_((words >> 4).bitwise_and_(LOW_HALVES))
+    return viewed(words, torch.uint8)[:, : -(-columns * bits // 8)].contiguous()
 
 
 def viewed(data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ TYPES = (torch.bfloat16, torch.float16)
 
 def source(name: str) -> str:
     """Return a source of products behind the headers of every format."""
-    return "".join(map(nvrtc.source, ("values.cuh", *HEADERS, name)))
+    return "".join(map(nvrtc.source, ("values.cuh", "packed.cuh", *HEADERS, name)))
 
 
 def layout(packed: Packed) -> str | None:

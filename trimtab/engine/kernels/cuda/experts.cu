@@ -4,11 +4,8 @@
 // A pair is a row and one of its K experts. Compiled for one stack's format; FORMAT 16: not packed. HALF: 1 fp16, 0 bf16. A warp has a
 // chunk of 256 columns of some outputs and asks for all of it before it uses the first word. Chunks are added in shared memory, in
 // their order, so a row's bits depend on nothing but its own inputs. Outputs of a block divide 64, those of FORMAT 16 divide 8.
-#ifndef HALF
-#define HALF 0
-#endif
 #define MOST_THREADS 768
-#define CHUNK 256
+#define CHUNK EXPERT_COLUMNS
 
 // One stack as it lies in memory; *_bytes: of one expert. where: null, or the number of an expert among those that are near, -1 without.
 #define STACK_PARAMETERS                                                                                                       \
@@ -54,135 +51,13 @@ __device__ __forceinline__ float scattered_sums(float* v) {
 }
 
 // One expert of a stack, and what a warp asked for of ROWS of its rows: `row(r)` [., width], in one chunk. `sums` writes the rows' sums.
-#if IS_CODED
-struct Expert {
-  static constexpr int UP_ROWS = 32, DOWN_ROWS = 16;
-  const u8 *weight, *scale;
-  const float *outer, *code2, *offset;
-  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : code2(s.code2), offset(s.offset + expert) {
-    const Parts own = s.of(expert);
-    weight = own.weight, scale = own.scale, outer = (const float*)own.second;
-  }
-  // A scale as it is stored, and what it is.
-  struct Scale {
-    u32 bits;
-    float outer;
-  };
-  __device__ __forceinline__ Scale scale_at(u32 block) const {
-    if constexpr (!NESTED) return {__ldcg((const u32*)scale + block), 0.f};
-    return {__ldcg(scale + block), __ldcg(outer + (block >> 8))};
-  }
-  __device__ __forceinline__ float scale_of(Scale own) const {
-    return NESTED ? __fadd_rn(__fmul_rn(__ldg(code2 + own.bits), own.outer), __ldg(offset)) : __uint_as_float(own.bits);
-  }
-};
-// In front of a block's sums: the two codes of each byte in fp16, a copy for each lane so that no two lanes meet in a bank, then zeros,
-// then each warp's x, 32 columns on 72 bytes for the same reason. Needs a barrier before it is read.
-#define TABLE_WORDS (256 * 32)
-#define ZERO_WORDS 20
-#define X_WORDS (8 * 18)
-__device__ __forceinline__ void prepare(u32* shared, const float* code) {
-  const int lane = threadIdx.x & 31;
-  for (int byte = threadIdx.x; byte < 256; byte += blockDim.x) {
-    const u32 two = two_halves(__ldg(code + (byte >> 4)), __ldg(code + (byte & 15)));
-#pragma unroll
-    for (int k = 0; k < 8; k++) *(uint4*)(shared + byte * 32 + ((k + lane) & 7) * 4) = make_uint4(two, two, two, two);
-  }
-  if (threadIdx.x < ZERO_WORDS) shared[TABLE_WORDS + threadIdx.x] = 0;
-}
-__device__ __forceinline__ float* behind(u32* shared) {
-  return (float*)(shared + TABLE_WORDS + ZERO_WORDS + (blockDim.x >> 5) * X_WORDS);
-}
-// By tensor cores, codes times x in fp16, sums of 64 columns times their scale. x is fp16 times a power of two of the chunk: what that
-// cannot hold is 2^-39 of the largest. Lane 4 g + t has of the rows g + 8 j the 32 columns from 32 t on in either half of the chunk;
-// column n of the second matrix is x in the n-th quarter and zero elsewhere, but for columns of the other half, whose sums nobody reads.
-template <int ROWS>
-struct Asked {
-  static constexpr int OWN = ROWS / 8;
-  uint4 words[OWN][2], x;
-  Expert::Scale scales[OWN];  // of the t-th quarter
-  template <typename Row>
-  __device__ __forceinline__ void ask(const Expert& expert, const u16* from, int width, int chunk, Row row) {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, first = chunk * CHUNK;
-    // What lies behind a row is multiplied by zeros: the row's own words stand there.
-    const int low = first + t * 32 < width ? first + t * 32 : first, high = first + 128 + t * 32 < width ? 64 : 0;
-    const int quarter = first + t * 64 < width ? first + t * 64 : first;
-#pragma unroll
-    for (int j = 0; j < OWN; j++) {
-      const u8* here = expert.weight + (((u32)row(g + 8 * j) * width + low) >> 1);
-      words[j][0] = __ldcg((const uint4*)here), words[j][1] = __ldcg((const uint4*)(here + high));
-    }
-#pragma unroll
-    for (int j = 0; j < OWN; j++) scales[j] = expert.scale_at(((u32)row(g + 8 * j) * width + quarter) >> 6);
-    x = make_uint4(0, 0, 0, 0);
-    if (first + lane * 8 < width) x = __ldcg((const uint4*)(from + first + lane * 8));
-  }
-  __device__ __forceinline__ void sums(const Expert& expert, u32* shared, float* to) const {
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5;
-    float v[8], most = 0.f;
-    unpack_8(v, x, HALF);
-#pragma unroll
-    for (int k = 0; k < 8; k++) most = fmaxf(most, fabsf(v[k]));
-    most = warp_max(most);
-    // 2^14 over the largest, or 1 where that is no number; both are powers of two.
-    const int exponent = max((int)(__float_as_uint(most) >> 23), 15);
-    const bool is_plain = exponent == 255 || most == 0.f;
-    const float up = is_plain ? 1.f : __uint_as_float((u32)(268 - exponent) << 23);
-    const float down = is_plain ? 1.f : __uint_as_float((u32)(exponent - 14) << 23);
-    u32* own = shared + TABLE_WORDS + ZERO_WORDS + warp * X_WORDS;
-    __syncwarp();
-#pragma unroll
-    for (int k = 0; k < 4; k += 2)
-      *(uint2*)(own + g * 18 + t * 4 + k) =
-          make_uint2(two_halves(v[2 * k] * up, v[2 * k + 1] * up), two_halves(v[2 * k + 2] * up, v[2 * k + 3] * up));
-    __syncwarp();
-    const bool is_mine = g < 4 && (t >> 1) == (g & 1);
-    const u32* given = is_mine ? own + ((g >> 1) * 4 + t) * 18 : shared + TABLE_WORDS;
-    float c[OWN / 2][2][4] = {};
-#pragma unroll
-    for (int m = 0; m < 8; m++) {
-      const uint2 b = *(const uint2*)(given + 2 * m);
-      const auto codes = [&](const uint4& four, int byte) {
-        const u32 word = byte < 4 ? four.x : byte < 8 ? four.y : byte < 12 ? four.z : four.w;
-        const u32 shifted = byte % 4 ? word >> (8 * (byte % 4) - 7) : word << 7;
-        return *(const u32*)((const u8*)shared + ((shifted & 0x7f80u) | (lane * 4)));
-      };
-#pragma unroll
-      for (int j = 0; j < OWN; j += 2)
-#pragma unroll
-        for (int p = 0; p < 2; p++)
-          mma_m16n8k16(c[j / 2][p], codes(words[j][p], 2 * m), codes(words[j + 1][p], 2 * m), codes(words[j][p], 2 * m + 1),
-                       codes(words[j + 1][p], 2 * m + 1), b.x, b.y);
-    }
-#pragma unroll
-    for (int j = 0; j < OWN; j++) {
-      const float* pair = c[j / 2][0] + 2 * (j & 1);
-      const float a = t ? pair[4] : pair[0], b = t ? pair[5] : pair[1], factor = expert.scale_of(scales[j]);
-      const float even = __shfl_sync(ALL, factor, (lane & 28) | (2 * t & 3)), odd = __shfl_sync(ALL, factor, (lane & 28) | (2 * t + 1 & 3));
-      float sum = fmaf(a, even, b * odd);
-      sum += __shfl_xor_sync(ALL, sum, 1);
-      if (t == 0) to[g + 8 * j] = sum * down;
-    }
-  }
-};
-#else
-#if !IS_PACKED
-struct Expert {
-  typedef uint4 Word;
-  struct Scale {};
-  static constexpr int UP_ROWS = 8, DOWN_ROWS = 8;
-  const u8* weight;
-  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : weight(s.of(expert).weight) {}
-  __device__ __forceinline__ Word word_at(u32 at) const { return __ldcg((const uint4*)(weight + (u64)at * 2)); }
-  __device__ __forceinline__ Scale scale_at(u32) const { return {}; }
-  __device__ __forceinline__ void values(float* v, Word word, Scale) const { unpack_8(v, word, HALF); }
-};
-#else
+// Codes of a table have their own (nf4.cuh).
+#if !IS_CODED
 struct Expert {
   typedef Unpacked<false> Own;
   typedef typename Own::Word Word;
   typedef typename Own::Scale Scale;
-  static constexpr int UP_ROWS = 16, DOWN_ROWS = 16;
+  static constexpr int UP_ROWS = EXPERT_ROWS, DOWN_ROWS = EXPERT_ROWS;
   const u8* weight;
   Own own;
   __device__ __forceinline__ Expert(const Stack& s, u32 expert, int width) : Expert(s.of(expert), width) {}
@@ -191,10 +66,9 @@ struct Expert {
   __device__ __forceinline__ Word word_at(u32 at) const { return Own::word_at(weight, at); }
   __device__ __forceinline__ Scale scale_at(u32 at) const { return own.scale_at(at); }
   __device__ __forceinline__ void values(float* v, Word word, Scale scale) const { own.values(v, word, scale, HALF); }
+  static __device__ __forceinline__ void prepare(u32*, const float*) {}
+  static __device__ __forceinline__ float* behind(u32* shared) { return (float*)shared; }
 };
-#endif
-__device__ __forceinline__ void prepare(u32*, const float*) {}
-__device__ __forceinline__ float* behind(u32* shared) { return (float*)shared; }
 // Eight neighbours of each row a lane, in float32.
 template <int ROWS>
 struct Asked {
@@ -324,12 +198,12 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_gate_up(
     const float* low, int low_stride, int wide) {
   constexpr int ROWS = Expert::UP_ROWS, OUTPUTS = ROWS / 2;
   extern __shared__ __align__(16) u32 shared[];
-  float* parts = behind(shared);
+  float* parts = Expert::behind(shared);
   const Stack stack = STACK_GIVEN;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
   const int row = blockIdx.z, pair = row * gridDim.y + blockIdx.y, first = blockIdx.x * OUTPUTS;
   let_next_start();
-  prepare(shared, code);
+  Expert::prepare(shared, code);
   wait_for_previous();
   const i64 number = __ldcg(index + pair);
   const Expert expert(stack, clamped(number, count), width);
@@ -367,12 +241,12 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) experts_down(
     u16* out, int out_stride, const float* low, int low_stride, int wide) {
   constexpr int ROWS = Expert::DOWN_ROWS;
   extern __shared__ __align__(16) u32 shared[];
-  float* parts = behind(shared);
+  float* parts = Expert::behind(shared);
   const Stack stack = STACK_GIVEN;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, chunks = (width + CHUNK - 1) / CHUNK;
   const int row = blockIdx.y, first = blockIdx.x * ROWS, units = chosen * chunks;
   let_next_start();
-  prepare(shared, code);
+  Expert::prepare(shared, code);
   wait_for_previous();
   h += (size_t)row * chosen * width;
   const auto output = [&](int r) { return first + r; };

@@ -2,9 +2,6 @@
 // first. experts.cu stands in front of it. A pair is a token and one of its K experts. Pairs are sorted by their
 // experts; a block has 64 pairs of one expert and 64 of its rows, and tensor cores multiply them, 64 columns at a time. A weight is
 // rounded to the model's type, as its format's own library rounds it.
-#ifndef HALF
-#define HALF 0
-#endif
 #define TILE 64
 #define STEP 64      // columns at once
 #define STRIDE 72    // of a row in shared memory, in values: 8 rows of a fragment fall on different banks
@@ -15,17 +12,6 @@
 #define LOW_RANKS 8
 
 // One expert of a stack: eight neighbours of a row at a time.
-#if !IS_PACKED
-struct Unpacker {
-  typedef uint4 Word;
-  struct Scale {};
-  const u8* from;
-  __device__ __forceinline__ Unpacker(const Stack& s, int expert, int) : from(s.of(expert).weight) {}
-  __device__ __forceinline__ Word word_at(i64 at) const { return streamed_16(from + at * 2); }
-  __device__ __forceinline__ Scale scale_at(i64) const { return {}; }
-  __device__ __forceinline__ void values(float* v, Word word, Scale) const { unpack_8(v, word, HALF); }
-};
-#else
 struct Unpacker {
   typedef Unpacked<NESTED != 0> Own;
   typedef typename Own::Word Word;
@@ -35,11 +21,10 @@ struct Unpacker {
   __device__ __forceinline__ Unpacker(const Stack& s, int expert, int width) : Unpacker(s, s.of(expert), expert, width) {}
   __device__ __forceinline__ Unpacker(const Stack& s, const Parts& at, int expert, int width)
       : from(at.weight), own(at.scale, at.second, s.offset ? s.offset + expert : nullptr, s.code2, s.code, UNPACKED_BY(width)) {}
-  __device__ __forceinline__ Word word_at(i64 at) const { return Own::word_at(from, at); }
+  __device__ __forceinline__ Word word_at(i64 at) const { return word_once<Own>(from, at); }
   __device__ __forceinline__ Scale scale_at(i64 at) const { return own.scale_at(at); }
   __device__ __forceinline__ void values(float* v, Word word, Scale scale) const { own.values(v, word, scale, HALF); }
 };
-#endif
 
 // order [pairs]: the pairs of each expert side by side, first [count + 1]: where those of each begin. Pairs without an expert are left
 // out. Within an expert the order is any: no result depends on it. Shared: count + 1 ints. Grid: [1].

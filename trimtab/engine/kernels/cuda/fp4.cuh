@@ -5,26 +5,21 @@
 // A float8 as float32, and a value of 4 bits smaller by 2^14: fp16 has their bits in the same order.
 __device__ __forceinline__ float of_float8(u32 byte) { return from_half((u16)((byte & 0x80) << 8 | (byte & 0x7f) << 7)) * 256.f; }
 __device__ __forceinline__ float smaller_value(u32 code) { return from_half((u16)((code & 8) << 12 | (code & 7) << 9)); }
-__device__ __forceinline__ float as_weight(float v, int half) { return SCALE_HALF == half ? v : rounded(v, SCALE_HALF); }
 // What a scale is to `smaller_value`, as torch rounds it.
 __device__ __forceinline__ float scale_of_group(u32 byte, float divisor, float factor) {
   return __fmul_rn(__fdiv_rn(of_float8(byte), divisor), factor) * 16384.f;
 }
 #ifdef WHOLE
-struct Format : FourBits {
-  static constexpr int SCALES = 1, QUADS = 1, FIRST_BYTES = 32768;
-  static constexpr bool HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = true, ROUNDS_CHANGE = false, HAS_GROUPS = true;
+struct Format : Values<4> {
+  static constexpr bool HAS_GROUPS = true;
   // Values and scales multiply as fp16, smaller by 2^14 and by 2: exact.
   template <bool FEW>
   struct Groups {
     u32 a[2];
     __device__ __forceinline__ float read(const float* from, int odd, int t) {
-      const uint4 own = *(const uint4*)from;
-      const u32 low = odd ? own.z : own.x, high = odd ? own.w : own.y;
 #pragma unroll
-      for (int k = 0; k < 2; k++) {  // a lane's 32 neighbours are groups 2 t and the next; or 16 of each block, t and 4 + t
-        const u32 byte = FEW ? (t & 2 ? high : low) >> (16 * (t & 1) + 8 * k) : (k ? high : low) >> (8 * t);
-        const u32 one = (byte & 0x80) << 8 | (byte & 0x7f) << 7;
+      for (int k = 0; k < 2; k++) {
+        const u32 byte = byte_of_16<FEW>(*(const uint4*)from, odd, t, k), one = (byte & 0x80) << 8 | (byte & 0x7f) << 7;
         a[k] = halves_fma(one | one << 16, 0x78007800u, 0);
       }
       return 128.f;
@@ -35,26 +30,9 @@ struct Format : FourBits {
     const u32 w = word << (12 - 4 * k);
     return halves_fma((w & 0x80008000u) | (w >> 3 & 0x0e000e00u), z.a[q >> 1], 0);
   }
-  struct Near {
-    __device__ __forceinline__ void ask(Stored) {}
-    __device__ __forceinline__ void keep() {}
-  };
-  // 16 scales as they are.
-  struct Four {
-    uint4 found;
-    __device__ __forceinline__ void none() { found = make_uint4(0, 0, 0, 0); }
+  struct Four : FourWords {
     __device__ __forceinline__ void ask(Stored from, int m, int row, int blocks, int first, int end) {
-      const u32* own = (const u32*)of(from.scale, m) + (size_t)row * blocks + first;
-#if WHOLE
-      found = __ldg((const uint4*)own);
-#else
-      const int count = end - first;
-      found.x = __ldg(own), found.y = count > 1 ? __ldg(own + 1) : 0;
-      found.z = count > 2 ? __ldg(own + 2) : 0, found.w = count > 3 ? __ldg(own + 3) : 0;
-#endif
-    }
-    __device__ __forceinline__ float4 all(Stored) {
-      return make_float4(__uint_as_float(found.x), __uint_as_float(found.y), __uint_as_float(found.z), __uint_as_float(found.w));
+      read((const u32*)of(from.scale, m) + (size_t)row * blocks + first, end - first);
     }
   };
   static __device__ __forceinline__ float of_weight(float y, Stored from, int m) {
@@ -63,25 +41,23 @@ struct Format : FourBits {
   }
 };
 #endif
-// As in nf4.cuh. width: of a row, whole groups.
-template <bool>
-struct Unpacked {
-  typedef u32 Word;
+struct One {
+  static constexpr bool IS_CAST = true;
   typedef float Scale;
-  static __device__ __forceinline__ Word word_at(const u8* packed, i64 at) { return __ldcg((const u32*)packed + at / 8); }
+  static __device__ __forceinline__ float one(u32 word, int i, Scale scale) { return smaller_value(word >> (4 * i)) * scale; }
+};
+// width: of a row, whole groups.
+template <bool>
+struct Unpacked : EightOf<One>, Eights<4> {
   const u8* scale;
   float divisor, factor;
   __device__ __forceinline__ Unpacked(const void* scale, const void* second, const float*, const float*, const float*, int, int)
       : scale((const u8*)scale), divisor(__ldg((const float*)second)), factor(__ldg((const float*)second + 1)) {}
-  __device__ __forceinline__ Scale scale_at(i64 at) const { return scale_of_group(__ldg(scale + (at >> 4)), divisor, factor); }
-  __device__ __forceinline__ void values(float* v, Word word, Scale scale, int half) const {
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = as_weight(smaller_value(word >> (4 * i)) * scale, half);
-  }
+  __device__ __forceinline__ float scale_at(i64 at) const { return scale_of_group(__ldg(scale + (at >> 4)), divisor, factor); }
 };
-// As in nf4.cuh: in a stage the 16 scales of each of 128 rows.
-struct Many {
-  static constexpr int COLUMNS = 256, FRONT = 16 * 32 + 256, ROW_BYTES = 16, CHUNK_BYTES = 128, PIECE_BYTES = 16;
+// In a stage the 16 scales of each of 128 rows.
+struct Many : PiecesOf<4, One> {
+  static constexpr int ROW_BYTES = 16;
   struct Word {
     u32 low;
     int group;  // of the two that a lane has
@@ -91,16 +67,14 @@ struct Many {
   };
   float divisor, factor;
   __device__ __forceinline__ Many(const Member&, float*) : divisor(1.f), factor(1.f) {}
-  __device__ __forceinline__ void prepare(const float*, const float*) const {}
   __device__ __forceinline__ void begin(Member own) {
     divisor = __ldg((const float*)own.second), factor = __ldg((const float*)own.second + 1);
   }
-  __device__ __forceinline__ float outer(Member, int, int, int, int) const { return 0.f; }
-  static __device__ __forceinline__ int place(int piece) { return piece * 16; }
-  static __device__ __forceinline__ void words(Word* to, uint4 v, int high, const u8*, int, int) {
-    const u32 eights[4] = {v.x, v.y, v.z, v.w};
+  static __device__ __forceinline__ void words(Word* to, uint4 v, int high, const u8* scales, int row, int piece) {
+    u32 low[4];
+    PiecesOf::words(low, v, high, scales, row, piece);
 #pragma unroll
-    for (int i = 0; i < 4; i++) to[i] = {high ? eights[i ^ 1] : eights[i], i >> 1};
+    for (int i = 0; i < 4; i++) to[i] = {low[i], i >> 1};
   }
   __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int columns, int chunk) const {
     copy_async<16>(to + place * 16, (const u8*)own.scale + (size_t)row * (columns / 16) + chunk * 16);
@@ -110,8 +84,7 @@ struct Many {
     return {{scale_of_group(own[0], divisor, factor), scale_of_group(own[1], divisor, factor)}};
   }
   __device__ __forceinline__ void values(float& v0, float& v1, Word word, int k, const Scale& scale, int half) const {
-    const float own = word.group ? scale.of[1] : scale.of[0];
-    v0 = as_weight(smaller_value(word.low >> (8 * k)) * own, half), v1 = as_weight(smaller_value(word.low >> (8 * k + 4)) * own, half);
+    PiecesOf::values(v0, v1, word.low, k, word.group ? scale.of[1] : scale.of[0], half);
   }
 };
 #endif

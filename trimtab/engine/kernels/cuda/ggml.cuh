@@ -5,8 +5,8 @@
 #if FORMAT == 3
 #define IS_K (TYPE < 10)
 #define BITS_ABOVE (TYPE == 6 ? 2 : TYPE == 5 ? 1 : 0)
+#define WIDTH (TYPE == 80 ? 8 : 4)
 #define PAIR_OF_BLOCKS (TYPE == 80 ? 128 : 64 + 16 * BITS_ABOVE)  // bytes of 128 values
-__device__ __forceinline__ float as_weight(float v, int half) { return SCALE_HALF == half ? v : rounded(v, SCALE_HALF); }
 // The scale and the minimum, 6 bits each, of group j of 8 of a Q4_K or Q5_K block: its bytes 4 to 15 as three words.
 __device__ __forceinline__ void six_bits(u32& scale, u32& minimum, u32 low, u32 middle, u32 high, int j) {
   const int shift = 8 * (j & 3);
@@ -29,15 +29,20 @@ __device__ __forceinline__ u32 above(u32 bits, int k, int to) {
 __device__ __forceinline__ int above_one(u32 bits, int i) {
   return (int)(bits >> (BITS_ABOVE * (i & 3) + (i & 4 ? 16 : 0)) & ((1 << BITS_ABOVE) - 1)) << 4;
 }
+// Eight values with their bits above, and the parts of a word of either kind.
+struct WithAbove {
+  u32 low, above;
+};
+__device__ __forceinline__ u32 low_of(u32 word) { return word; }
+__device__ __forceinline__ u32 low_of(WithAbove word) { return word.low; }
+template <typename Word>
+__device__ __forceinline__ u32 above_of(Word) { return 0; }
+__device__ __forceinline__ u32 above_of(WithAbove word) { return word.above; }
 // Of one value: q a - b in float32, where the products are exact.
 struct Group {
   float a, b;
 };
-#if TYPE == 80
-#define LEAST 0.f
-#else
 #define LEAST (TYPE == 40 ? 8.f : TYPE == 6 ? 32.f : 0.f)
-#endif
 __device__ __forceinline__ float value_of(float q, Group group) { return fmaf(q - LEAST, group.a, -group.b); }
 // Group j of 32 values (Q6_K: of 16) in 256. scales: of the 256; second: their scale (Q6_K).
 __device__ __forceinline__ Group group_of(const u8* scales, u16 second, int j) {
@@ -56,65 +61,30 @@ __device__ __forceinline__ Group group_of(const u8* scales, u16 second, int j) {
 #endif
 }
 #ifdef WHOLE
-struct Format : FourBits {
-  static constexpr int BYTES = PAIR_OF_BLOCKS / 2, LANE_BYTES = TYPE == 80 ? 64 : 32, PAD = TYPE == 80 ? 64 : 32;
-  static constexpr int FEW_ROWS = TYPE == 80 ? 0 : 4, SCALES = 1, QUADS = TYPE == 6 || TYPE == 41 ? 2 : 1, FIRST_BYTES = 32768;
-  static constexpr bool HAS_TABLE = false, HAS_ZERO = false, IS_CROSSED = TYPE != 80, ROUNDS_CHANGE = false;
+struct Format : Values<WIDTH> {
+  static constexpr int BYTES = PAIR_OF_BLOCKS / 2, QUADS = TYPE == 6 || TYPE == 41 ? 2 : 1;
   static constexpr bool HAS_GROUPS = true;
-  // What a lane has of a pair of blocks: four times 8 values, and the bits above of each.
-  struct Lane {
-    uint4 a, b;
-  };
-  struct Word {
-    u32 low, above;  // Q8_0: the first four values and the others
-  };
+#if BITS_ABOVE
   // The bits above are a word for 16 values (Q6_K) or 32 (Q5_K).
-  template <bool FEW, typename Read16, typename Read8, typename Read4>
-  static __device__ __forceinline__ Lane read(const u8* p, int t, Read16 read_16, Read8 read_8, Read4 read_4) {
-    Lane v;
-    v.b = make_uint4(0, 0, 0, 0);
-    if constexpr (TYPE == 80) {
-      v.a = read_16(p), v.b = read_16(p + 64);
-    } else if constexpr (FEW) {
-      v.a = read_16(p);
-      const u8* own = p - t * 16 + 64;
-      if constexpr (BITS_ABOVE == 2) {
-        const uint2 bits = read_8(own + t * 8);
-        v.b.x = bits.x, v.b.y = bits.y;
-      } else if constexpr (BITS_ABOVE == 1) {
-        const u32 bits = read_4(own + t * 4);
-        v.b.x = bits, v.b.y = bits >> 8;
-      }
-    } else {
-      const uint2 even = read_8(p), odd = read_8(p + 32);
-      v.a = make_uint4(even.x, even.y, odd.x, odd.y);
-      const u8* own = p - t * 8 + 64;
-      if constexpr (BITS_ABOVE == 2)
-        v.b.x = read_4(own + t * 4), v.b.y = read_4(own + 16 + t * 4);
-      else if constexpr (BITS_ABOVE == 1)
-        v.b.x = read_4(own + (t >> 1) * 4) >> (8 * (t & 1)), v.b.y = read_4(own + 8 + (t >> 1) * 4) >> (8 * (t & 1));
-    }
-    return v;
+  struct Lane {
+    uint4 low;
+    uint2 above;
+  };
+  template <bool FEW, typename From>
+  static __device__ __forceinline__ Lane lane(const u8* p, int t) {
+    const uint4 low = Values::lane<FEW, From>(p, t);
+    const u8* own = p - t * (FEW ? 16 : 8) + 64;
+    if constexpr (FEW && BITS_ABOVE == 2) return {low, From::read_8(own + t * 8)};
+    if constexpr (BITS_ABOVE == 2) return {low, make_uint2(From::read_4(own + t * 4), From::read_4(own + 16 + t * 4))};
+    const int at = FEW ? t * 4 : (t >> 1) * 4, shift = FEW ? 0 : 8 * (t & 1);
+    const u32 bits = From::read_4(own + at);
+    return {low, make_uint2(bits >> shift, FEW ? bits >> 8 : From::read_4(own + 8 + at) >> shift)};
   }
-  template <bool FEW>
-  static __device__ __forceinline__ Lane streamed(const u8* p, int t) {
-    return read<FEW>(p, t, [](const u8* q) { return streamed_16(q); }, [](const u8* q) { return streamed_8(q); },
-                     [](const u8* q) { return streamed_4(q); });
+  static __device__ __forceinline__ WithAbove word(const Lane& v, int i) {
+    const u32 bits = i < 2 ? v.above.x : v.above.y;
+    return {Values::word(v.low, i), i & 1 ? bits >> (4 * BITS_ABOVE) : bits};
   }
-  template <bool FEW>
-  static __device__ __forceinline__ Lane near(const u8* p, int t) {
-    return read<FEW>(p, t, [](const u8* q) { return *(const uint4*)q; }, [](const u8* q) { return *(const uint2*)q; },
-                     [](const u8* q) { return *(const u32*)q; });
-  }
-  static __device__ __forceinline__ Word word(const Lane& v, int i) {
-    if constexpr (TYPE == 80) {
-      const uint4 own = i < 2 ? v.a : v.b;
-      return i & 1 ? Word{own.z, own.w} : Word{own.x, own.y};
-    } else {
-      const u32 low = i == 0 ? v.a.x : i == 1 ? v.a.y : i == 2 ? v.a.z : v.a.w, bits = i < 2 ? v.b.x : v.b.y;
-      return {low, i & 1 ? bits >> (4 * BITS_ABOVE) : bits};
-    }
-  }
+#endif
   // Of a lane's values: each is (q - LEAST) a + b as fp16, rounded once, and then times `read`'s float32. Two groups where a lane has values
   // of two. Q4_K and Q5_K: a is the scale of 6 bits, b the minimum of 6 bits in units of the block's scale; the other way round where that
   // scale is almost nothing against the minima's. Of these and Q6_K q is read as the fp16 number that its bits are, q 2^-24, or 2^-20 where
@@ -139,12 +109,9 @@ struct Format : FourBits {
       if (FEW) a[1] = a[0], b[1] = b[0], high[1] = high[0];
       return unit * 0x1p14f;
 #elif TYPE == 6
-      // A lane's 32 neighbours are two groups, 2 t and the next; or 16 of each block, groups t and 4 + t.
-      const u32 low = odd ? own.z : own.x, next = odd ? own.w : own.y;
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        const u32 bits = FEW ? (t & 2 ? next : low) >> (16 * (t & 1) + 8 * k) : (k ? next : low) >> (8 * t);
-        const float scale = (float)(signed char)(u8)bits;
+        const float scale = (float)(signed char)(u8)byte_of_16<FEW>(own, odd, t, k);
         a[k] = two_halves(scale * 256.f, scale * 256.f), b[k] = two_halves(scale * -0x1p-11f, scale * -0x1p-11f);
         high[k] = halves_fma(a[k], 0x2c002c00u, 0);
       }
@@ -170,30 +137,22 @@ struct Format : FourBits {
     }
   };
   // Values k and k + 4 of eight (Q8_0: 2 k and the next), q of four.
-  template <typename Z>
+  template <typename Word, typename Z>
   static __device__ __forceinline__ u32 pair(Word word, int k, u32, const Z& z, int q) {
-    u32 two;
-    if constexpr (TYPE == 80) {
-      two = halves_add(__byte_perm((k < 2 ? word.low : word.above) ^ 0x80808080u, 0x64646464u, k & 1 ? 0x4342 : 0x4140), 0xe480e480u);
-    } else {
-      const u32 w = k < 2 ? word.low : word.low >> 8;
-      if constexpr (IS_K) {
-        u32 bits = w & (k & 1 ? 0x000f000fu : 0x00f000f0u);
-        if constexpr (BITS_ABOVE > 0) bits |= above(word.above, k, k & 1 ? 4 : 8);
-        return halves_fma(bits, (k & 1 ? z.a : z.high)[q >> 1], z.b[q >> 1]);
-      }
-      two = halves_add(((k & 1 ? w : w >> 4) & 0x000f000fu) | 0x64006400u, TYPE == 40 ? 0xe408e408u : 0xe400e400u);  // 1024 + q
-    }
-    return halves_fma(two, z.a[q >> 1], z.b[q >> 1]);
+    const u32 a = z.a[q >> 1], b = z.b[q >> 1];
+#if TYPE == 80
+    return halves_fma(two_bytes(word.x, word.y, k), a, b);
+#elif IS_K
+    u32 bits = (k < 2 ? low_of(word) : low_of(word) >> 8) & (k & 1 ? 0x000f000fu : 0x00f000f0u);
+    if constexpr (BITS_ABOVE > 0) bits |= above(above_of(word), k, k & 1 ? 4 : 8);
+    return halves_fma(bits, k & 1 ? a : z.high[q >> 1], b);
+#else
+    const u32 w = k < 2 ? word : word >> 8;
+    return halves_fma(halves_add(((k & 1 ? w : w >> 4) & 0x000f000fu) | 0x64006400u, TYPE == 40 ? 0xe408e408u : 0xe400e400u), a, b);  // 1024 + q
+#endif
   }
-  struct Near {
-    __device__ __forceinline__ void ask(Stored) {}
-    __device__ __forceinline__ void keep() {}
-  };
-  // 16 bytes of scales as they are. first: 4 QUADS for each 256 values.
-  struct Four {
-    uint4 found;
-    __device__ __forceinline__ void none() { found = make_uint4(0, 0, 0, 0); }
+  // first: 4 QUADS for each 256 values.
+  struct Four : FourWords {
     __device__ __forceinline__ void ask(Stored from, int m, int row, int blocks, int first, int end) {
       const u8* scale = (const u8*)of(from.scale, m);
 #if TYPE == 6
@@ -205,45 +164,40 @@ struct Format : FourBits {
 #elif WHOLE
       found = __ldg((const uint4*)scale + (size_t)row * (blocks / 4) * QUADS + (first >> 2));
 #else
-      const u32* own = (const u32*)scale + (size_t)row * blocks * QUADS + first;
-      const int count = end - first;
-      found.x = __ldg(own), found.y = count > 1 ? __ldg(own + 1) : 0;
-      found.z = count > 2 ? __ldg(own + 2) : 0, found.w = count > 3 ? __ldg(own + 3) : 0;
+      read((const u32*)scale + (size_t)row * blocks * QUADS + first, end - first);
 #endif
     }
-    __device__ __forceinline__ float4 all(Stored) {
-      return make_float4(__uint_as_float(found.x), __uint_as_float(found.y), __uint_as_float(found.z), __uint_as_float(found.w));
-    }
   };
-  static __device__ __forceinline__ float scale_of(float scale) { return scale; }
-  static __device__ __forceinline__ float zero_of(float) { return 0.f; }
 };
 #endif
-// As in nf4.cuh. width: of a row, whole groups.
-template <bool>
-struct Unpacked {
-  struct Word {
-    u32 low, above;
-  };
+struct One {
+  static constexpr bool IS_CAST = true;
   typedef Group Scale;
+  template <typename Word>
+  static __device__ __forceinline__ float one(Word word, int i, Scale group) {
+#if TYPE == 80
+    return value_of(byte_value(word.x, word.y, i), group);
+#else
+    return value_of((float)((int)(low_of(word) >> (4 * (i ^ 1)) & 15) | above_one(above_of(word), i)), group);
+#endif
+  }
+};
+// width: of a row, whole groups.
+template <bool>
+struct Unpacked : EightOf<One>, Eights<WIDTH> {
   const u8* scale;
   const u16* second;
   __device__ __forceinline__ Unpacked(const void* scale, const void* second, const float*, const float*, const float*, int, int)
       : scale((const u8*)scale), second((const u16*)second) {}
+#if BITS_ABOVE
+  typedef WithAbove Word;
   static __device__ __forceinline__ Word word_at(const u8* packed, i64 at) {
-    if constexpr (TYPE == 80) {
-      const uint2 v = __ldcg((const uint2*)(packed + at));
-      return {v.x, v.y};
-    } else if constexpr (BITS_ABOVE == 0) {
-      return {__ldcg((const u32*)(packed + at / 2)), 0};
-    } else {
-      const u8* own = packed + (at >> 7) * PAIR_OF_BLOCKS;
-      const int inside = (int)(at & 127);
-      const int place = inside >> 3, each = 4 / (BITS_ABOVE ? BITS_ABOVE : 1);  // eights of values that share a word of bits above
-      const u32 bits = __ldcg((const u32*)(own + 64) + place / each);
-      return {__ldcg((const u32*)(own + inside / 2)), bits >> (4 * BITS_ABOVE * (place % each))};
-    }
+    const u8* own = packed + (at >> 7) * PAIR_OF_BLOCKS;
+    const int inside = (int)(at & 127), place = inside >> 3, each = 4 / BITS_ABOVE;  // eights of values that share a word of bits above
+    const u32 bits = __ldcg((const u32*)(own + 64) + place / each);
+    return {__ldcg((const u32*)(own + inside / 2)), bits >> (4 * BITS_ABOVE * (place % each))};
   }
+#endif
   __device__ __forceinline__ Scale scale_at(i64 at) const {
     const i64 block = at >> 8;
 #if TYPE == 6
@@ -252,49 +206,30 @@ struct Unpacked {
     return group_of(scale + block * (TYPE == 41 ? 32 : 16), 0, (int)(at >> 5 & 7));
 #endif
   }
-  __device__ __forceinline__ void values(float* v, Word word, Scale group, int half) const {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      if constexpr (TYPE == 80)
-        v[i] = as_weight(value_of((float)(signed char)(u8)((i < 4 ? word.low : word.above) >> (8 * (i & 3))), group), half);
-      else
-        v[i] = as_weight(value_of((float)((int)(word.low >> (4 * (i ^ 1)) & 15) | above_one(word.above, i)), group), half);
-    }
-  }
 };
-// As in nf4.cuh: in a stage the scales of 128 rows, then their bits above, then (Q6_K) a scale more.
-struct Many {
-  static constexpr int COLUMNS = TYPE == 80 ? 128 : 256, FRONT = 16 * 32 + 256, HEAD = TYPE == 41 ? 32 : TYPE == 80 ? 8 : 16;
-  static constexpr int ABOVE = BITS_ABOVE * 32, ROW_BYTES = HEAD + ABOVE + (TYPE == 6 ? 2 : 0), CHUNK_BYTES = 128 + ABOVE, PIECE_BYTES = 16;
-  struct Word {
-    u32 low, above;  // Q6_K: bit 15 says which of two groups it is of
-  };
+// In a stage the scales of 128 rows, then their bits above, then (Q6_K) a scale more.
+struct Many : PiecesOf<WIDTH, One> {
+  static constexpr int HEAD = TYPE == 41 ? 32 : TYPE == 80 ? 8 : 16, ABOVE = BITS_ABOVE * 32, OWN = TYPE == 6 ? 2 : 1;
+  static constexpr int ROW_BYTES = HEAD + ABOVE + (TYPE == 6 ? 2 : 0), CHUNK_BYTES = 128 + ABOVE;
+  using PiecesOf::PiecesOf;
   struct Scale {
-    Group group[TYPE == 6 ? 2 : 1];
+    Group group[OWN];
   };
-  __device__ __forceinline__ Many(const Member&, float*) {}
-  __device__ __forceinline__ void prepare(const float*, const float*) const {}
-  __device__ __forceinline__ void begin(Member) const {}
-  __device__ __forceinline__ float outer(Member, int, int, int, int) const { return 0.f; }
   static __device__ __forceinline__ int place(int piece) { return piece * 16 + (piece & 4 ? ABOVE / 2 : 0); }
+#if BITS_ABOVE
+  typedef WithAbove Word;  // of Q6_K bit 15 above says which of two groups it is of
   static __device__ __forceinline__ void words(Word* to, uint4 v, int high, const u8* scales, int row, int piece) {
-    if constexpr (TYPE == 80) {
-      to[0] = high ? Word{v.z, v.w} : Word{v.x, v.y}, to[1] = high ? Word{v.x, v.y} : Word{v.z, v.w};
-    } else {
-      const u32 low[4] = {v.x, v.y, v.z, v.w};
-      const u8* own = scales + 128 * HEAD + row * ABOVE + piece * (ABOVE / 8);
-      u32 bits[2] = {0, 0};
-      if constexpr (BITS_ABOVE == 2) bits[0] = *(const u32*)own, bits[1] = *((const u32*)own + 1);
-      if constexpr (BITS_ABOVE == 1) bits[0] = *(const u32*)own, bits[1] = bits[0] >> 8;
+    u32 low[4];
+    PiecesOf::words(low, v, high, scales, row, piece);
+    const u32* own = (const u32*)(scales + 128 * HEAD + row * ABOVE + piece * (ABOVE / 8));
+    const u32 bits[2] = {own[0], BITS_ABOVE == 2 ? own[1] : own[0] >> 8};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int from = high ? i ^ 1 : i;
-        const u32 both = bits[i >> 1] >> (4 * BITS_ABOVE * (from & 1));
-        to[i].low = high ? low[i ^ 1] : low[i];
-        to[i].above = BITS_ABOVE == 2 ? (both & 0x00ff00ffu) | (u32)(i >> 1) << 15 : both;
-      }
+    for (int i = 0; i < 4; i++) {
+      const u32 both = bits[i >> 1] >> (4 * BITS_ABOVE * ((high ? i ^ 1 : i) & 1));
+      to[i] = {low[i], BITS_ABOVE == 2 ? (both & 0x00ff00ffu) | (u32)(i >> 1) << 15 : both};
     }
   }
+#endif
   __device__ __forceinline__ void copy_scales(u8* to, int place, Member own, int row, int columns, int chunk) const {
     const size_t block = (size_t)row * (columns / COLUMNS) + chunk;
     copy_few<HEAD>(to + place * HEAD, (const u8*)own.scale + block * HEAD);
@@ -306,27 +241,14 @@ struct Many {
     if constexpr (TYPE == 6) copy_few<2>(to + 128 * (HEAD + ABOVE) + place * 2, (const u16*)own.second + block);
   }
   __device__ __forceinline__ Scale scale(const u8* scales, int place, int piece, float) const {
-    const u8* own = scales + place * HEAD;
+    const u16 second = TYPE == 6 ? *((const u16*)(scales + 128 * (HEAD + ABOVE)) + place) : 0;
     Scale found;
-#if TYPE == 6
-    const u16 second = *((const u16*)(scales + 128 * (HEAD + ABOVE)) + place);
-    found.group[0] = group_of(own, second, 2 * piece), found.group[1] = group_of(own, second, 2 * piece + 1);
-#else
-    found.group[0] = group_of(own, 0, TYPE == 80 ? piece >> 1 : piece);
-#endif
+#pragma unroll
+    for (int i = 0; i < OWN; i++) found.group[i] = group_of(scales + place * HEAD, second, TYPE == 80 ? piece >> 1 : piece * OWN + i);
     return found;
   }
   __device__ __forceinline__ void values(float& v0, float& v1, Word word, int k, const Scale& scale, int half) const {
-    if constexpr (TYPE == 80) {
-      const u32 own = (k < 2 ? word.low : word.above) >> (16 * (k & 1));
-      v0 = as_weight(value_of((float)(signed char)(u8)own, scale.group[0]), half);
-      v1 = as_weight(value_of((float)(signed char)(u8)(own >> 8), scale.group[0]), half);
-    } else {
-      const u32 byte = word.low >> (8 * k);
-      const Group group = TYPE == 6 && word.above & 0x8000u ? scale.group[TYPE == 6 ? 1 : 0] : scale.group[0];
-      v0 = as_weight(value_of((float)((int)(byte >> 4 & 15) | above_one(word.above, 2 * k)), group), half);
-      v1 = as_weight(value_of((float)((int)(byte & 15) | above_one(word.above, 2 * k + 1)), group), half);
-    }
+    PiecesOf::values(v0, v1, word, k, TYPE == 6 && above_of(word) & 0x8000u ? scale.group[OWN - 1] : scale.group[0], half);
   }
 };
 #endif

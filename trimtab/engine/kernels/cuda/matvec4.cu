@@ -323,8 +323,8 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   const u8* from1 = weight + (size_t)min(own_unit.row + g + 8, last_row) * a.blocks * BYTES;
   const auto ask = [&](int batch, int i) {
     const int at = (batch * HELD + i) * 2 * BYTES;
-    held0[batch % BUFFERS][i] = Format::streamed<FEW>(from0 + at, t);
-    held1[batch % BUFFERS][i] = Format::streamed<FEW>(from1 + at, t);
+    held0[batch % BUFFERS][i] = Format::lane<FEW, Once>(from0 + at, t);
+    held1[batch % BUFFERS][i] = Format::lane<FEW, Once>(from1 + at, t);
   };
 #pragma unroll
   for (int batch = 0; batch < BUFFERS; batch++)
@@ -796,7 +796,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
         for (int p = 0; p < 2; p++) {
           const float* own = scale + (Format::HAS_GROUPS ? 0 : p * 2 * SCALES);
           const PairScales z0 = scales_of(own, p), z1 = scales_of(own + 8 * scale_stride, p);
-          multiply(batch * 2 + p, z0, z1, Format::near<FEW>(from0 + p * 2 * BYTES, t), Format::near<FEW>(from1 + p * 2 * BYTES, t));
+          multiply(batch * 2 + p, z0, z1, Format::lane<FEW, Shared>(from0 + p * 2 * BYTES, t), Format::lane<FEW, Shared>(from1 + p * 2 * BYTES, t));
         }
       }
       __syncwarp();

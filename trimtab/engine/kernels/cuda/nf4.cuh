@@ -1,107 +1,21 @@
-// How a weight is stored: one of these headers for each format, chosen by FORMAT; the products know no other. This one: bitsandbytes'
-// 4-bit codes (NF4, FP4), two in a byte, the first in the high half, with a scale for each 64 values in float32, or (NESTED) an 8-bit
-// code of it with a scale for each 256 of those and one offset.
-#ifndef FORMAT
-#define FORMAT 0  // 0: these codes, 1: int4.cuh, 2: fp8.cuh, 3: ggml.cuh, 4: mobile.cuh, 5: fp4.cuh
-#endif
-#ifndef NESTED
-#define NESTED 0
-#endif
-// What the sources ask of a layout. IS_CODED: values are codes of a table, two in a byte, and each 64 of them have a scale wherever a row
-// begins; else scales are of rows. IS_PACKED: whether it is one (FORMAT 16 of experts: none). IS_FIRST: kernels that know no weights are
-// compiled with this layout alone. UNPACKED_BY: what `Unpacked` takes, log2 of the values with a scale and of scales with one of theirs;
-// else the width of a row.
+// bitsandbytes' 4-bit codes (NF4, FP4), two in a byte, the first in the high half, with a scale for each 64 values in float32, or (NESTED)
+// an 8-bit code of it with a scale for each 256 of those and one offset.
 #if FORMAT == 0
-#define IS_CODED 1
-#define IS_FIRST 1
-#define UNPACKED_BY(width) 6, 8
-#else
-#define IS_CODED 0
-#define IS_FIRST 0
-#define UNPACKED_BY(width) width, 0
-#endif
-#define IS_PACKED (FORMAT != 16)
-// The parts of up to three weights over one input. scale, second: scales, and scales of scales or zero points.
-#define MEMBERS 3
-struct Stored {
-  const void* scale[MEMBERS];
-  const void* second[MEMBERS];
-  const float* offset[MEMBERS];
-  const float* nested_code;
-};
-template <typename T>
-__device__ __forceinline__ T of(const T* member, int m) {
-  return m == 0 ? member[0] : m == 1 ? member[1] : member[2];
-}
-// One weight to a product of many rows (rows.cu). second: scales of scales, or zero points.
-struct Member {
-  const u8* weight;
-  const void *scale, *second;
-  const float* offset;
-  const u16* bias;
-  int rows;
-};
-// A lane's part of 256 columns of a row (rows.cu), as the banks of x want it.
-struct FourBitWords {
-  static constexpr int COLUMNS = 256, FRONT = 16 * 32 + 256;  // floats in front of the stages
-  typedef u32 Word;                                           // of eight values
-  static constexpr int CHUNK_BYTES = 128, PIECE_BYTES = 16;   // of a row, and of 32 neighbours
-  static __device__ __forceinline__ int place(int piece) { return piece * 16; }  // of a piece in them
-  static __device__ __forceinline__ void words(Word* to, uint4 v, int high, const u8*, int, int) {
-    to[0] = high ? v.y : v.x, to[1] = high ? v.x : v.y, to[2] = high ? v.w : v.z, to[3] = high ? v.z : v.w;
-  }
-};
-// What a lane has of a pair of blocks of 64 values in a row, four times 8 values. FEW: 32 neighbours, lanes 0 and 1 of the even block; else
-// 16 of each block. From memory that is read once, or from shared memory.
-// Of formats whose scales multiply sums.
-template <bool>
-struct NoGroups {
-  __device__ __forceinline__ float read(const float*, int, int) { return 0.f; }
-};
-struct FourBits {
-  static constexpr int BYTES = 32, LANE_BYTES = 32;  // of 64 values, and those of them that lanes share evenly
-  static constexpr int PAD_FEW = 64, PAD = 32;       // behind each row of a stage, against meeting in a bank
-  static constexpr int FEW_ROWS = 4;                        // of x, up to which a row of it has several columns
-  typedef uint4 Lane;
-  static constexpr bool HAS_GROUPS = false, IS_CROSSED_WIDE = false, ROUNDS_INPUT = false;
-  static __device__ __forceinline__ float of_weight(float y, Stored, int) { return y; }  // a sum, with a scale that a whole weight has
-  static __device__ __forceinline__ float rounded_to_8(float v, float) { return v; }
-  static __device__ __forceinline__ float static_scale(const float*, int) { return 0.f; }
-  template <bool FEW>
-  using Groups = NoGroups<FEW>;
-  template <bool FEW>
-  static __device__ __forceinline__ Lane streamed(const u8* p, int) { return FEW ? streamed_16(p) : streamed_8_8(p); }
-  template <bool FEW>
-  static __device__ __forceinline__ Lane near(const u8* p, int) {
-    if constexpr (FEW) return *(const uint4*)p;
-    const uint2 a = *(const uint2*)p, b = *(const uint2*)(p + 32);
-    return make_uint4(a.x, a.y, b.x, b.y);
-  }
-  // What a scale is, as `Four` gave it, and the zero point of its group less the one that `pairs` takes away.
-  static __device__ __forceinline__ float scale_of(float scale) { return scale; }
-  static __device__ __forceinline__ float zero_of(float) { return 0.f; }
-  static __device__ __forceinline__ u32 word(const Lane& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-};
-#if FORMAT == 0
-struct Format : FourBits {
-  static constexpr int SCALES = 1, QUADS = 1;  // of 64 values; of what is kept of scales, 16 bytes each, of 256
-  static constexpr bool HAS_TABLE = true, HAS_ZERO = false, IS_CROSSED = false, ROUNDS_CHANGE = true;
+struct Format : Values<4> {
+  static constexpr bool HAS_TABLE = true, IS_CROSSED = false, ROUNDS_CHANGE = true;
   static constexpr int FIRST_BYTES = 65536;  // of shared memory in front: the two weights of each byte, for every lane
 #ifdef WHOLE
   // Two of eight values as fp16.
   template <typename Z>
   static __device__ __forceinline__ u32 pair(u32 w, int k, u32 lane4, const Z&, int) { return shared_word(__byte_perm(w, lane4, 0x5504 + k * 16)); }
+#if NESTED && WHOLE
   // Codes of scales: all of them are in L1 when they are looked up.
   struct Near {
-#if NESTED && WHOLE
     int code;
     __device__ __forceinline__ void ask(Stored from) { code = __ldg((const int*)from.nested_code + (threadIdx.x & 255)); }
     __device__ __forceinline__ void keep() { as_is(code); }
-#else
-    __device__ __forceinline__ void ask(Stored) {}
-    __device__ __forceinline__ void keep() {}
-#endif
   };
+#endif
   // Four scales of a row at once, as they were stored until `all`.
   struct Four {
     float4 found;
@@ -154,9 +68,7 @@ struct Format : FourBits {
 // Weights as they are unpacked into memory, eight neighbours a thread, rounded as bitsandbytes rounds: code * scale once, and with
 // SCALES_OF_SCALES the scale after each of its two operations. shift: of values that share a scale.
 template <bool SCALES_OF_SCALES>
-struct Unpacked {
-  typedef u32 Word;  // of eight values
-  static __device__ __forceinline__ Word word_at(const u8* packed, i64 at) { return __ldcg((const u32*)packed + at / 8); }
+struct Unpacked : Eights<4> {
   const void* scale;
   const float *outer, *offset, *code2;
   int shift, outer_shift;
@@ -186,12 +98,9 @@ struct Unpacked {
     }
   }
 };
-// What a block of rows.cu needs to make weights of bytes: of 256 columns of a row at a time, as a stage has them. A lane has 32
-// neighbours, piece `piece` of 8. shared: from a multiple of 2048 on, codes of each lane's own so that no two lanes meet in a bank,
-// then codes of scales.
-struct Many : FourBitWords {
+// In front of the stages: codes of each lane's own so that no two lanes meet in a bank, then codes of scales.
+struct Many : Pieces<4> {
   static constexpr int ROW_BYTES = 16;  // of scales of a row in a stage
-  typedef float Scale;
   float *table, *codes;
   bool nested;
   u32 mine;
@@ -214,9 +123,7 @@ struct Many : FourBitWords {
     else
       copy_async<16>(to + place * 16, (const u8*)own.scale + at * 4);
   }
-  // The member of the next pieces.
   __device__ __forceinline__ void begin(Member own) { offset = nested ? __ldg(own.offset) : 0.f; }
-  // Of a scale: asked for before the stage is there.
   __device__ __forceinline__ float outer(Member own, int row, int columns, int chunk, int piece) const {
     const int block = piece >> 1;
     return nested ? __ldg((const float*)own.second + (int)(((i64)row * (columns / 64) + chunk * 4 + block) >> 8)) : 0.f;
@@ -241,6 +148,116 @@ struct Many : FourBitWords {
   __device__ __forceinline__ void values(float& v0, float& v1, u32 word, int k, Scale scale, int) const {
     const u32 byte = k ? __byte_perm(word, 0, 0x4440 + k) : word;
     v0 = code_of(byte << 3) * scale, v1 = code_of(byte << 7) * scale;
+  }
+};
+// One expert of a stack (experts.cu), and what a warp asked for of COUNT of its rows.
+struct Expert {
+  static constexpr int UP_ROWS = 32, DOWN_ROWS = 16;
+  const u8 *weight, *scale;
+  const float *outer, *code2, *offset;
+  template <typename Stack>
+  __device__ __forceinline__ Expert(const Stack& s, u32 expert, int) : code2(s.code2), offset(s.offset + expert) {
+    const auto own = s.of(expert);
+    weight = own.weight, scale = own.scale, outer = (const float*)own.second;
+  }
+  // A scale as it is stored, and what it is.
+  struct Scale {
+    u32 bits;
+    float outer;
+  };
+  __device__ __forceinline__ Scale scale_at(u32 block) const {
+    if constexpr (!NESTED) return {__ldcg((const u32*)scale + block), 0.f};
+    return {__ldcg(scale + block), __ldcg(outer + (block >> 8))};
+  }
+  __device__ __forceinline__ float scale_of(Scale own) const {
+    return NESTED ? __fadd_rn(__fmul_rn(__ldg(code2 + own.bits), own.outer), __ldg(offset)) : __uint_as_float(own.bits);
+  }
+  // In front of a block's sums: the two codes of each byte in fp16, a copy for each lane so that no two lanes meet in a bank, then zeros,
+  // then each warp's x, 32 columns on 72 bytes for the same reason. Needs a barrier before it is read.
+  static constexpr int CODE_WORDS = 256 * 32, ZERO_WORDS = 20, X_WORDS = 8 * 18;
+  static __device__ __forceinline__ void prepare(u32* shared, const float* code) {
+    const int lane = threadIdx.x & 31;
+    for (int byte = threadIdx.x; byte < 256; byte += blockDim.x) {
+      const u32 two = two_halves(__ldg(code + (byte >> 4)), __ldg(code + (byte & 15)));
+#pragma unroll
+      for (int k = 0; k < 8; k++) *(uint4*)(shared + byte * 32 + ((k + lane) & 7) * 4) = make_uint4(two, two, two, two);
+    }
+    if (threadIdx.x < ZERO_WORDS) shared[CODE_WORDS + threadIdx.x] = 0;
+  }
+  static __device__ __forceinline__ float* behind(u32* shared) {
+    return (float*)(shared + CODE_WORDS + ZERO_WORDS + (blockDim.x >> 5) * X_WORDS);
+  }
+};
+// By tensor cores, codes times x in fp16, sums of 64 columns times their scale. x is fp16 times a power of two of the chunk: what that
+// cannot hold is 2^-39 of the largest. Lane 4 g + t has of the rows g + 8 j the 32 columns from 32 t on in either half of the chunk;
+// column n of the second matrix is x in the n-th quarter and zero elsewhere, but for columns of the other half, whose sums nobody reads.
+template <int COUNT>
+struct Asked {
+  static constexpr int OWN = COUNT / 8;
+  uint4 words[OWN][2], x;
+  Expert::Scale scales[OWN];  // of the t-th quarter
+  template <typename Row>
+  __device__ __forceinline__ void ask(const Expert& expert, const u16* from, int width, int chunk, Row row) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, first = chunk * EXPERT_COLUMNS;
+    // What lies behind a row is multiplied by zeros: the row's own words stand there.
+    const int low = first + t * 32 < width ? first + t * 32 : first, high = first + 128 + t * 32 < width ? 64 : 0;
+    const int quarter = first + t * 64 < width ? first + t * 64 : first;
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      const u8* here = expert.weight + (((u32)row(g + 8 * j) * width + low) >> 1);
+      words[j][0] = __ldcg((const uint4*)here), words[j][1] = __ldcg((const uint4*)(here + high));
+    }
+#pragma unroll
+    for (int j = 0; j < OWN; j++) scales[j] = expert.scale_at(((u32)row(g + 8 * j) * width + quarter) >> 6);
+    x = make_uint4(0, 0, 0, 0);
+    if (first + lane * 8 < width) x = __ldcg((const uint4*)(from + first + lane * 8));
+  }
+  __device__ __forceinline__ void sums(const Expert& expert, u32* shared, float* to) const {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5;
+    float v[8], most = 0.f;
+    unpack_8(v, x, HALF);
+#pragma unroll
+    for (int k = 0; k < 8; k++) most = fmaxf(most, fabsf(v[k]));
+    most = warp_max(most);
+    // 2^14 over the largest, or 1 where that is no number; both are powers of two.
+    const int exponent = max((int)(__float_as_uint(most) >> 23), 15);
+    const bool is_plain = exponent == 255 || most == 0.f;
+    const float up = is_plain ? 1.f : __uint_as_float((u32)(268 - exponent) << 23);
+    const float down = is_plain ? 1.f : __uint_as_float((u32)(exponent - 14) << 23);
+    u32* own = shared + Expert::CODE_WORDS + Expert::ZERO_WORDS + warp * Expert::X_WORDS;
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 4; k += 2)
+      *(uint2*)(own + g * 18 + t * 4 + k) =
+          make_uint2(two_halves(v[2 * k] * up, v[2 * k + 1] * up), two_halves(v[2 * k + 2] * up, v[2 * k + 3] * up));
+    __syncwarp();
+    const bool is_mine = g < 4 && (t >> 1) == (g & 1);
+    const u32* given = is_mine ? own + ((g >> 1) * 4 + t) * 18 : shared + Expert::CODE_WORDS;
+    float c[OWN / 2][2][4] = {};
+#pragma unroll
+    for (int m = 0; m < 8; m++) {
+      const uint2 b = *(const uint2*)(given + 2 * m);
+      const auto codes = [&](const uint4& four, int byte) {
+        const u32 word = byte < 4 ? four.x : byte < 8 ? four.y : byte < 12 ? four.z : four.w;
+        const u32 shifted = byte % 4 ? word >> (8 * (byte % 4) - 7) : word << 7;
+        return *(const u32*)((const u8*)shared + ((shifted & 0x7f80u) | (lane * 4)));
+      };
+#pragma unroll
+      for (int j = 0; j < OWN; j += 2)
+#pragma unroll
+        for (int p = 0; p < 2; p++)
+          mma_m16n8k16(c[j / 2][p], codes(words[j][p], 2 * m), codes(words[j + 1][p], 2 * m), codes(words[j][p], 2 * m + 1),
+                       codes(words[j + 1][p], 2 * m + 1), b.x, b.y);
+    }
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+      const float* pair = c[j / 2][0] + 2 * (j & 1);
+      const float a = t ? pair[4] : pair[0], b = t ? pair[5] : pair[1], factor = expert.scale_of(scales[j]);
+      const float even = __shfl_sync(ALL, factor, (lane & 28) | (2 * t & 3)), odd = __shfl_sync(ALL, factor, (lane & 28) | (2 * t + 1 & 3));
+      float sum = fmaf(a, even, b * odd);
+      sum += __shfl_xor_sync(ALL, sum, 1);
+      if (t == 0) to[g + 8 * j] = sum * down;
+    }
   }
 };
 #endif

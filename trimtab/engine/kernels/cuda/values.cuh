@@ -82,17 +82,11 @@ __device__ __forceinline__ u32 two_bf16(float low, float high) { return to_bf16(
 __device__ __forceinline__ void as_is(int& v) { asm volatile("" : "+r"(v)); }
 template <typename T>
 __device__ __forceinline__ void as_is(T*& p) { asm volatile("" : "+l"(p)); }
-// Weights, read once: not kept in L1. 16 bytes; 8 here and 8 that lie 32 further; 8; 4.
+// Weights, read once: not kept in L1. 16 bytes; 8; 4.
 __device__ __forceinline__ uint4 streamed_16(const u8* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ uint4 streamed_8_8(const u8* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.z), "=r"(v.w) : "l"(p + 32));
   return v;
 }
 __device__ __forceinline__ uint2 streamed_8(const u8* p) {
