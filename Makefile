@@ -26,7 +26,7 @@ demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
 
 test: $(NEWEST) $(COMPILER)
-	$(ENV) .venv/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
+	$(ENV) .venv/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile tests
 
 # The CUDA compiler, which needs no GPU, so that the kernels are compiled by the tests. torch's builds for GPUs bring one.
 $(COMPILER): $(NEWEST)
@@ -35,7 +35,7 @@ $(COMPILER): $(NEWEST)
 		|| echo "no network or no such package: the kernels are not compiled by the tests"
 
 test-oldest: $(OLDEST)
-	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
+	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile tests
 
 # Everything that runs on a CPU without a network: the tests, what takes minutes, and mutated files by the ten thousand (15 minutes
 # on two cores; TRIMTAB_FUZZ_CASES sets another number of each kind).

@@ -99,7 +99,7 @@ class LoadedModel(Asking):
         # Held while an adapter is exchanged, when its name is attached to nothing for a moment.
         self.exchanging = threading.RLock()
         self.preparing = threading.Lock()
-        self.kept = KeptBatch(self)
+        self.kept = KeptBatch()
         self.prefix_cache: PrefixCache | None = None
         self.prompt_room: PrefillMemoryPool | None = None
         # For the kernels of steps and chunks; on a CPU each layer has its own share of them instead.
@@ -169,7 +169,7 @@ class LoadedModel(Asking):
 
     def forget_batch(self) -> None:
         """Give back the batch that the last answers used, for a caller that makes its own: the plan counts one of them."""
-        self.kept.forget()
+        self.kept.forget(self)
 
     def _prepare_steps(self) -> None:
         """Capture the planned steps now: failed captures on this card are known when the model is loaded."""
@@ -267,7 +267,7 @@ class LoadedModel(Asking):
         loaded, self._loaded = self._loaded, None
         if self.prompt_room is not None:
             self.prompt_room.release()
-        self.kept = KeptBatch(self)
+        self.kept.drop()
         self.unpacked, self.unpacked_bytes, self.prompt_room = None, 0, None
         if loaded is not None:
             loaded.close()
@@ -467,7 +467,7 @@ class LoadedModel(Asking):
         It has one row, or the plan's rows where answers are batch-invariant. Errors: DeviceError if an explicitly requested
         decode mode is unavailable.
         """
-        return self.kept.single()
+        return self.kept.single(self)
 
     # Answers ----------------------------------------------------------------------------------------------------------
 

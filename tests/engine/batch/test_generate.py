@@ -314,7 +314,7 @@ def test_text_that_waits_for_the_rest_of_a_stop_text_is_given_out_at_the_end(mod
     whole = model.answer("Hello", max_new_tokens=8).text
     assert model.answer("Hello", max_new_tokens=8, stop=(whole[-1] + "never",)).text == whole
     with model.answering(None):
-        batch = model.kept.take(1)
+        batch = model.kept.take(model, 1)
     monkeypatch.setattr(type(model), "rows", lambda self: batch)
     assert model.answer("Hello", max_new_tokens=8, stop=(whole[-1] + "never",)).text == whole
 

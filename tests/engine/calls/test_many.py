@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -169,6 +170,19 @@ def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert len({answer.token_ids for answer in found}) == 3
     assert len(model.answers(QUESTION, 1, max_new_tokens=2)) == 1
+
+
+def test_a_model_that_is_dropped_goes_at_once(tmp_path):
+    """Nothing that it holds holds it: its memory does not wait for the garbage collector."""
+    one = trimtab.load(pico.build("llama", tmp_path / "base"), device="cpu", context=64)
+    known = weakref.ref(one)
+    gc.collect()
+    gc.disable()
+    try:
+        del one
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def test_a_batch_that_has_ended_holds_no_memory(model):

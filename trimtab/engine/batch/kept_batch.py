@@ -34,16 +34,15 @@ def compared(model: BatchModel) -> dict[str, str]:
 
 
 class KeptBatch:
-    """The batch of one model between calls, None without one. fallbacks: why its steps are not captured."""
+    """The batch of one model between calls, None without one; it holds no model itself, so that one that is dropped goes at once.
+    fallbacks: why its steps are not captured."""
 
-    def __init__(self, model: BatchModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self.batch: Batch | None = None
         self.fallbacks: tuple[Fallback, ...] = ()
 
-    def single(self) -> Batch | None:
+    def single(self, model: BatchModel) -> Batch | None:
         """Return the result of `LoadedModel.rows`, see there."""
-        model = self._model
         # transformers' generation would not use the prefix cache.
         keeps = model.prefix_cache is not None and model.prefix_cache.why_not is None
         is_eager = model.decode == "eager" or (model.decode == "auto" and model.device.type != "cuda")
@@ -53,39 +52,43 @@ class KeptBatch:
             return None
         rows = model.plan.request.batch if is_invariant else 1
         if self.batch is not None and self.batch.rows != rows:
-            self.forget()
+            self.forget(model)
         if self.batch is None and not self.fallbacks:
             self.batch = Batch(model, rows=rows)
             if model.decode == "auto" and not self.batch.steps.is_captured and not keeps:
                 self.fallbacks, self.batch = tuple(self.batch.steps.fallbacks), None
         return self.batch
 
-    def take(self, rows: int) -> Batch:
+    def take(self, model: BatchModel, rows: int) -> Batch:
         """Return an idle batch of this many rows, the kept one if it has as many. It is the caller's until `keep`."""
         if self.batch is None or self.batch.rows != rows:
-            self.forget()
-            return Batch(self._model, rows=rows)
+            self.forget(model)
+            return Batch(model, rows=rows)
         batch, self.batch = self.batch, None
         return batch
 
-    def keep(self, batch: Batch) -> bool:
+    def keep(self, model: BatchModel, batch: Batch) -> bool:
         """Keep an idle batch for the next call if its steps are captured and it is the one that the plan counts. Returns whether it
         is kept."""
         is_idle = batch.free_rows == batch.rows and not batch.prompts.jobs
-        planned = self._model.plan.request.batch
-        if not self._model.is_open or not is_idle or not batch.steps.is_captured or batch.rows != planned:
+        planned = model.plan.request.batch
+        if not model.is_open or not is_idle or not batch.steps.is_captured or batch.rows != planned:
             return False
         self.batch = batch
         return True
 
-    def forget(self) -> None:
+    def drop(self) -> None:
+        """Let the batch of a model that closes go. Its fallbacks can still be read."""
+        self.batch = None
+
+    def forget(self, model: BatchModel) -> None:
         """Give the batch's memory back."""
         if self.batch is None:
             return
-        self.batch = None
-        self._model.lend_prompt_room()
+        self.drop()
+        model.lend_prompt_room()
         gc.collect()  # a batch and its steps know each other
-        if self._model.device.type == "cuda":
+        if model.device.type == "cuda":
             torch.cuda.empty_cache()
 
 

@@ -126,7 +126,7 @@ def _together(
         is_own = batch is None
         is_over = False
         if batch is None:
-            batch = model.kept.take(rows)
+            batch = model.kept.take(model, rows)
         flights: dict[Row, _Flight] = {}
         waiting: _Prepared | None = None
         begun: deque[_Begun] = deque()  # prompts that are not computed yet
@@ -161,7 +161,7 @@ def _together(
                 batch.pages.forget(begun.popleft().prompt.row)
             for row in [*batch.active, *batch.placed]:
                 batch.leave(row)
-            if is_own and not (is_over and model.kept.keep(batch)):
+            if is_own and not (is_over and model.kept.keep(model, batch)):
                 # The plan counts one batch: this one's keys and values go before another is made.
                 del batch
                 ready, failed = [], None  # they know the batch

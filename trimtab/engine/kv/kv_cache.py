@@ -348,8 +348,8 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         self.step_count = count
         for window, places in self.ring_places.items():
             torch.remainder(self.positions, window, out=places)
-        for count, mask in self._masks.items():
-            torch.le(self._numbers[:count], self.positions[:, None], out=mask.view(self.rows, count))
+        for size, mask in self._masks.items():
+            torch.le(self._numbers[:size], self.positions[:, None], out=mask.view(self.rows, size))
         if self.pool is not None:
             self.step_places.copy_(self.pool.table.written(self.positions))
 

@@ -64,8 +64,7 @@ def encoders(
         raise
     finally:
         if not (is_complete and is_counted):
-            cache.encoder_counts.clear()
-            cache.encoder_counts.update(before)
+            cache.encoder_counts.subtract(cache.encoder_counts - before)  # no reader sees less than before
         for name in names:
             vars(owner).pop(name, None)
 

@@ -24,7 +24,7 @@ from trimtab.engine.cuda.capture_stream import wait_for_all
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.tiers.reader import HostMemory, Part, aligned
 from trimtab.engine.tiers.spill import Spill
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.values.copy_order import CopyOrder, Piece, blocks_in
 
 
@@ -48,8 +48,8 @@ class Group:
 class GroupWriter:
     """Writes the weights of one block into one host buffer as they come, and remembers where each part went.
 
-    nbytes: of the whole block, as planned; then as written. pinned: whether its memory is page-locked, for blocks that stay in host
-    memory. places: of the tensors that came last. group: the block, once it is finished.
+    nbytes: given, of the whole block, as planned; kept, what is written of it. pinned: whether its memory is page-locked, for
+    blocks that stay in host memory. places: of the tensors that came last. group: the block, once it is finished.
     """
 
     group: Group
@@ -109,7 +109,8 @@ class Slot:
     def hold(
         self, owner: Group | None, ready: torch.cuda.Event | None = None, pending: Future[torch.cuda.Event | None] | None = None
     ) -> None:
-        """Hold another content, or none. ready: what readers wait for; pending: gives it once the bytes are read from disk."""
+        """Hold another content or none, or the same one, whose copy has been waited for. ready: what readers wait for; pending:
+        gives it once the bytes are read from disk."""
         self.owner, self.ready, self.pending = owner, ready, pending
 
     def settle(self) -> None:
@@ -372,6 +373,8 @@ class Streamer:
         return (self._follows if self._next is None else self._next).get(group)
 
     def _fetch(self, group: Group, *, avoid: Slot | None = None, into: Slot | None = None) -> Slot:
+        if not self._by_use:
+            raise RequestError("the model is closed", field="model")
         slot = into or next(slot for slot in self._by_use if slot is not avoid)
         if slot is self._current:
             self._current = None
