@@ -35,9 +35,7 @@ import json, os, sys
 finders = list(sys.meta_path)
 import torch
 is_distributed = torch.distributed.is_available
-import trimtab.engine.loader.transformers_model, transformers
-from trimtab.engine.formats.bitsandbytes import library
-library()
+import trimtab.engine.loader.transformers_model, trimtab.engine.formats.bitsandbytes, transformers
 own = [type(one).__module__ for one in sys.meta_path if one not in finders]
 print(json.dumps({
     "changed": [name for name, value in vars(torch).items() if str(getattr(value, "__module__", "")).startswith("trimtab")],

@@ -344,13 +344,10 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
     import torch
 
     import trimtab.engine.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
-    from trimtab.engine.formats.bitsandbytes import library
     from trimtab.engine.memory import rates as devices
     from trimtab.machine import machine_cache as known
 
     phases.begin("measuring the machine")
-    if bytes_before is not None or stored_format(request.quant).family in ("codebook", "int8"):
-        library()  # a count that is kept is for plans of all formats
     machine = devices.read_machine(request.device, budget_bytes=request.gpu_memory_bytes)
     if bytes_before is not None:
         known.remember(machine, bytes_before=bytes_before, threads=torch.get_num_threads())

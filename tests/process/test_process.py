@@ -45,14 +45,6 @@ def test_what_was_told_comes_back_in_order_and_as_it_is_said():
     assert found.stderr == "to stderr\n"
 
 
-def test_threads_of_a_process_sleep_while_they_wait_unless_the_user_chose(monkeypatch):
-    request = {"do": "environment", "name": process.WAITING}
-    monkeypatch.delenv(process.WAITING, raising=False)
-    assert process.run_inside(WORK, request).lines == ({"value": "passive"},)
-    monkeypatch.setenv(process.WAITING, "active")
-    assert process.run_inside(WORK, request).lines == ({"value": "active"},)
-
-
 def test_an_exception_leaves_what_was_said_before_it():
     found = process.run_inside(WORK, {"do": "fail", "count": 1})
     assert (found.ended, found.lines) == ("failed", ({"line": 0},))

@@ -35,7 +35,5 @@ def main(request, emit):
             time.sleep(5)
         case "exit":
             os._exit(0)
-        case "environment":
-            emit({"value": os.environ.get(request["name"])})
         case "import":
             emit({"imported": importlib.util.find_spec(request["name"]) is not None})

@@ -16,7 +16,7 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.batch.generate import Generation
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader import transformers_model as hf
-from trimtab.engine.memory_shares import expert_hits
+from trimtab.engine.memory_shares import expert_counts, expert_hits
 from trimtab.errors import DeviceError
 from trimtab.planning import Plan
 from trimtab.request import GenerateRequest
@@ -50,13 +50,14 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             for item in request["items"]:
                 _answer(model, item, request["adapter"], request["warm_tokens"])
             warm_s = time.perf_counter() - started
+            chosen = expert_counts(model)
             answers = [_answer(model, item, request["adapter"], request["new_tokens"]) for item in request["items"]]
             memory = model.memory()
             line = {
                 "event": "ran", "load_s": load_s, "warm_s": warm_s, "answers": answers,
                 "device_peak_bytes": memory["gpu_peak_bytes"], "host_peak_bytes": memory["host_peak_bytes"],
                 "fallbacks": [{"what": fallback.what, "why": fallback.why} for fallback in model.fallbacks],
-                "steps": steps_of(model), "notes": notes_of(model),
+                "steps": steps_of(model), "notes": [], "expert_hits": expert_hits(model, chosen),
             }  # fmt: skip
     except torch.OutOfMemoryError as exc:
         raise DeviceError(f"out of memory ({str(exc).splitlines()[0]})", device=str(device)) from exc
@@ -85,12 +86,6 @@ def steps_of(model: Any) -> dict[str, Any]:
     steps = rows.steps
     computed = "captured" if steps.is_captured else steps.mode
     return {"computed": computed, "captures": steps.captures, "capture_s": steps.capture_s}
-
-
-def notes_of(model: Any) -> list[str]:
-    """Return what a reader of the figures has to know of this run: the share of the chosen experts that had a slot."""
-    hits = expert_hits(model)
-    return [] if hits is None else [f"{hits:.0%} of the experts that steps chose had a slot on the device"]
 
 
 def _answer(model: Any, item: Mapping[str, Any], adapter: str | None, new_tokens: int) -> dict[str, Any]:

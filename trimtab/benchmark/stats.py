@@ -15,12 +15,12 @@ from typing import Any
 FIGURES = (
     ("load_s", "s", False), ("first_token_ms", "ms", False), ("decode_tok_s", "tok/s", True),
     ("between_p50_ms", "ms", False), ("between_p99_ms", "ms", False), ("cpu_ms", "ms", False),
-    ("device_peak_gib", "GiB", False),
+    ("expert_hits_pct", "%", True), ("device_peak_gib", "GiB", False),
     ("host_peak_gib", "GiB", False),
 )  # fmt: skip
 NAMES = {
     "load_s": "load", "first_token_ms": "first token", "decode_tok_s": "decode", "between_p50_ms": "between tokens, p50",
-    "between_p99_ms": "between tokens, p99", "cpu_ms": "CPU time per token",
+    "between_p99_ms": "between tokens, p99", "cpu_ms": "CPU time per token", "expert_hits_pct": "chosen experts in slots",
     "device_peak_gib": "device peak", "host_peak_gib": "host peak",
 }  # fmt: skip
 
@@ -52,8 +52,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def run_figures(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of one run.
 
-    row: load_s, device_peak_bytes, host_peak_bytes (0: not known) and answers (first_ms,
-    gaps_ms, cpu_ms: as `Clock.told`). First tokens are a median over the prompts, gaps of all prompts together.
+    row: load_s, device_peak_bytes, host_peak_bytes (0: not known), expert_hits where steps choose among slots, and answers
+    (first_ms, gaps_ms, cpu_ms: as `Clock.told`). First tokens are a median over the prompts, gaps of all prompts together.
     """
     gaps = [gap for answer in row["answers"] for gap in answer["gaps_ms"]]
     values = {"load_s": row["load_s"], "first_token_ms": median(answer["first_ms"] for answer in row["answers"])}
@@ -61,6 +61,8 @@ def run_figures(row: Mapping[str, Any]) -> dict[str, float]:
         values["decode_tok_s"] = 1000 * len(gaps) / sum(gaps)
         values |= {"between_p50_ms": percentile(gaps, 0.5), "between_p99_ms": percentile(gaps, 0.99)}
         values["cpu_ms"] = sum(answer["cpu_ms"] for answer in row["answers"]) / len(gaps)
+    if row.get("expert_hits") is not None:
+        values["expert_hits_pct"] = 100 * row["expert_hits"]
     for name in ("device", "host"):
         if row.get(f"{name}_peak_bytes"):
             values[f"{name}_peak_gib"] = row[f"{name}_peak_bytes"] / 2**30

@@ -152,10 +152,17 @@ def weight_bytes(model: LoadedModel) -> int:
     return _held(tensors(), model.device)
 
 
-def expert_hits(model: LoadedModel) -> float | None:
-    """Return the share of the experts chosen in steps that had a slot on the device; None where no step chose among slots."""
+def expert_counts(model: LoadedModel) -> tuple[int, int]:
+    """Return how many experts steps chose among slots since the load, and how many of them had none."""
     counts = [vars(one)["near"].counts for one in model.hf_model.modules() if "near" in vars(one)]
     chosen, missed = torch.stack(counts).sum(dim=0).tolist() if counts else (0, 0)
+    return chosen, missed
+
+
+def expert_hits(model: LoadedModel, since: tuple[int, int] = (0, 0)) -> float | None:
+    """Return the share of the experts chosen in steps that had a slot on the device; None where no step chose among slots.
+    since: earlier `expert_counts`."""
+    chosen, missed = (now - before for now, before in zip(expert_counts(model), since, strict=True))
     return 1 - missed / chosen if chosen else None
 
 

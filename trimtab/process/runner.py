@@ -31,8 +31,6 @@ POLL_S = 0.05
 # To find children, psutil reads all processes of the machine: at every poll, that took a tenth of a core.
 CHILDREN_EVERY_S = 0.5
 DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED = "done", "failed", "timeout", "oom-host", "crashed"
-# OpenMP's variable. By default, waiting threads use their cores: next to other work, most of a comparison's seconds.
-WAITING = "OMP_WAIT_POLICY"
 # A process that hangs uses less CPU time than this share of one core, including all its threads.
 IDLE_SHARE = 0.05
 
@@ -138,7 +136,7 @@ def check_python(python: str | os.PathLike[str]) -> None:
 
 def _start(command: list[str], out: Any, err: Any, environment: Mapping[str, str] | None, cwd: Any) -> Any:
     given = {
-        WAITING: "passive", **os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
+        **os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
         **(environment or {}),
     }  # fmt: skip
     try:

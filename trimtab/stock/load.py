@@ -1,4 +1,4 @@
-"""The calls of transformers, bitsandbytes and PEFT that load a model and generate with it, in any interpreter that has these packages."""
+"""The calls of transformers, bitsandbytes and PEFT that load a model and generate, in any interpreter that has these packages."""
 
 from __future__ import annotations
 

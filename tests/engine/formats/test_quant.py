@@ -25,7 +25,8 @@ def test_a_format_that_the_machine_cannot_make_is_a_device_error(kind, name, mon
     def fail(*args, **kwargs):
         raise NotImplementedError("no kernel image is available")
 
-    monkeypatch.setattr(quant.library().functional, name, fail)
+    monkeypatch.setattr(quant, name, fail, raising=False)
+    monkeypatch.setattr(quant.bnb.functional, name, fail)
     with pytest.raises(DeviceError, match=r"cannot quantize to .* \(no kernel image") as caught:
         quant.quantize(torch.ones(64, 64), kind)
     assert caught.value.device == "cpu"
@@ -51,10 +52,10 @@ def test_experts_that_an_older_file_packs_one_by_one_are_dequantized(tmp_path):
         if ".experts." not in name:
             tensors[name] = tensor
             continue
-        data, state = quant.library().functional.quantize_4bit(tensor.contiguous(), blocksize=64, quant_type="nf4")
+        data, state = quant.quantize_4bit(tensor.contiguous(), blocksize=64, quant_type="nf4")
         tensors[name] = data
         tensors |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
-        dense[name] = quant.library().functional.dequantize_4bit(data, state)
+        dense[name] = quant.dequantize_4bit(data, state)
     assert dense
     save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata=metadata)
     config = json.loads((folder / "config.json").read_text())
@@ -86,7 +87,7 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
     state = quant.quant_state(packed)
     scales = state.absmax
     if state.nested:
-        scales = quant.library().functional.dequantize_blockwise(scales, state.state2) + state.offset
+        scales = quant.dequantize_blockwise(scales, state.state2) + state.offset
     bytes_ = packed.parts["weight"].flatten()
     codes = packed.codes["code"][torch.stack((bytes_ >> 4, bytes_ & 15), 1).flatten().long()][: weight.numel()]
     expected = (codes * scales.repeat_interleave(packed.blocks[0])[: weight.numel()]).view(shape)

@@ -54,7 +54,7 @@ def test_who_plans_has_the_libraries_of_loading_in_the_count():
         "import sys; from trimtab import api; from trimtab.request import LoadRequest; "
         "from trimtab.engine.memory import rates as devices; "
         "assert 'bitsandbytes' not in sys.modules; devices.measure_rates = lambda device: None; "
-        "machine, _ = api._ask_machine(LoadRequest(model='m', device='cpu', quant='nf4'), None); "
+        "machine, _ = api._ask_machine(LoadRequest(model='m', device='cpu'), None); "
         "print('bitsandbytes' in sys.modules, machine.process_bytes)"
     )
     has_library, counted = subprocess.check_output([sys.executable, "-c", code], text=True).split()

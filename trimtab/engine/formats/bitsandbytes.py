@@ -2,13 +2,12 @@
 
 A shell is bitsandbytes' own layer, so that kernels and bytes are stock's. The only file that imports bitsandbytes. Not covered
 here: which modules are quantized (`engine/loader/transformers_model.py::stock_unquantized`).
-It is imported for the first weight of its formats, with the kernels that it includes, no others, and without torch's compiler.
-Where a CPU has AVX512-BF16, bitsandbytes 0.50 asks the `kernels` package for a product from the hub while it is imported: a
-download and foreign code where the package is installed, a warning in every process where it is not. bitsandbytes also gives four
-functions to `torch.compile` while it is imported, which loads inductor: two seconds of every start. Two are for training. Two
-unpack weights whose last side is odd, one product and one cast for each value: torch's own operators give the same bits, without
-a C++ compiler. `TORCHDYNAMO_DISABLE` is torch's switch for it. Source: bitsandbytes 0.50.2, backends/cpu/ops.py,
-backends/default/ops.py; torch 2.13, _dynamo/eval_frame.py.
+It is imported with the kernels that it includes, no others, and without torch's compiler. Where a CPU has AVX512-BF16, bitsandbytes
+0.50 asks the `kernels` package for a product from the hub while it is imported: a download and foreign code where the package is
+installed, a warning in every process where it is not. bitsandbytes also gives four functions to `torch.compile` while it is
+imported, which loads inductor: two seconds of every start. Two are for training. Two unpack weights whose last side is odd, one
+product and one cast for each value: torch's own operators give the same bits, without a C++ compiler. `TORCHDYNAMO_DISABLE` is
+torch's switch for it. Source: bitsandbytes 0.50.2, backends/cpu/ops.py, backends/default/ops.py; torch 2.13, _dynamo/eval_frame.py.
 """
 
 from __future__ import annotations
@@ -16,14 +15,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import prod
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +29,16 @@ from trimtab.errors import DeviceError
 from trimtab.formats.record import DOUBLE, NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry, StoredFormat
 from trimtab.process.packages import switch
 
-if TYPE_CHECKING:
-    from bitsandbytes.functional import QuantState
-
-_IMPORTING = threading.Lock()  # the import sets what belongs to the process
+NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """Make `torch.compile` return functions as they are, in a process that has not compiled anything yet."""
-    with nullcontext() if "torch._inductor.compile_fx" in sys.modules else switch("TORCHDYNAMO_DISABLE"):
+    if "torch._inductor.compile_fx" in sys.modules:  # a program that compiles: the import costs nothing more
+        yield
+        return
+    with switch(NO_COMPILER):
         yield
 
 
@@ -57,23 +53,21 @@ def without_hub_kernels() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-        del sys.modules["kernels"]
-        if known is not None:
+        if known is None:
+            del sys.modules["kernels"]
+        else:
             sys.modules["kernels"] = known
 
 
-@cache
-def library() -> ModuleType:
-    """Return bitsandbytes, imported when the first weight of its formats is read or packed: other formats need none of it."""
-    with _IMPORTING, without_hub_kernels(), without_compiler():
-        import bitsandbytes
-    # It says on every int8 call that inputs are cast to float16. That is the format, not an event.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    return bitsandbytes
-
+with without_hub_kernels(), without_compiler():
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise, int8_vectorwise_dequant, quantize_4bit
 
 # transformers' BitsAndBytesConfig default; the outlier threshold changes the answer, so ours is stock's.
 INT8_THRESHOLD = 6.0
+
+# bitsandbytes says on every int8 call that inputs are cast to float16. That is the format, not an event.
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def quantize(weight: Tensor, quant: str) -> Packed:
@@ -83,13 +77,12 @@ def quantize(weight: Tensor, quant: str) -> Packed:
     maxima, so a split weight gives other bytes. Errors: DeviceError if bitsandbytes has no kernel for this device.
     Source: bitsandbytes 0.49.2 and 0.50.2, Params4bit._quantize and Int8Params._quantize (which casts to float16 first).
     """
-    functional = library().functional
     try:
         if quant == "int8":
-            data, scale, _ = functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
+            data, scale, _ = bnb.functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
             return Packed("int8", tuple(weight.shape), torch.float16, {"weight": data, "SCB": scale}, {})
         nested = quant.endswith(DOUBLE)
-        data, state = functional.quantize_4bit(
+        data, state = quantize_4bit(
             weight.contiguous(), blocksize=WEIGHT_BLOCK, compress_statistics=nested, quant_type=quant.removesuffix(DOUBLE),
             quant_storage=torch.uint8,
         )  # fmt: skip
@@ -97,7 +90,7 @@ def quantize(weight: Tensor, quant: str) -> Packed:
         if isinstance(exc, torch.OutOfMemoryError):
             raise
         raise DeviceError(
-            f"bitsandbytes {library().__version__} cannot quantize to {quant} here ({exc})", device=str(weight.device),
+            f"bitsandbytes {bnb.__version__} cannot quantize to {quant} here ({exc})", device=str(weight.device),
             hint="Choose another quant= or device=",
         ) from exc  # fmt: skip
     return _from_state(data, state, tuple(weight.shape), weight.dtype)
@@ -115,7 +108,6 @@ def _from_state(data: Tensor, state: QuantState, shape: tuple[int, ...], dtype: 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
     """Return a weight that bitsandbytes packed in a checkpoint, as it is. dtype: not used; its state names its own."""
-    library()  # while the model is loaded, not in front of its first answer
     check_finite(entry, *(part for name, part in parts.items() if name != "weight" and part.is_floating_point()))
     if entry.kind == "int8":
         return Packed("int8", entry.shape, torch.float16, {"weight": parts["weight"], "SCB": parts["SCB"]}, {})
@@ -131,13 +123,13 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 def quant_state(packed: Packed, shape: tuple[int, int] | None = None) -> QuantState:
     """Return bitsandbytes' own state object over the parts of a 4-bit weight. shape: of its values, None for the weight's own."""
-    make, nested = library().functional.QuantState, None
+    nested = None
     if "nested_absmax" in packed.parts:
-        nested = make(
+        nested = QuantState(
             absmax=packed.parts["nested_absmax"], blocksize=packed.blocks[1], code=packed.codes["nested_code"],
             dtype=torch.float32,
         )  # fmt: skip
-    return make(
+    return QuantState(
         absmax=packed.parts["absmax"], shape=torch.Size(shape or packed.shape), code=packed.codes["code"],
         blocksize=packed.blocks[0], quant_type=packed.kind.removesuffix(DOUBLE), dtype=packed.dtype,
         offset=packed.parts["offset"].reshape(()) if nested is not None else None, state2=nested,
@@ -147,13 +139,13 @@ def quant_state(packed: Packed, shape: tuple[int, int] | None = None) -> QuantSt
 def dequantize(packed: Packed) -> Tensor:
     """Return the unpacked weight [D_out, D_in], in its own dtype, on its device."""
     if packed.kind == "int8":
-        return library().functional.int8_vectorwise_dequant(packed.parts["weight"], packed.parts["SCB"])
+        return int8_vectorwise_dequant(packed.parts["weight"], packed.parts["SCB"])
     shape = None
     if _begins_in_blocks(packed):
         count = prod(packed.shape)
         whole = count % packed.blocks[0] == 0  # then rows of one block each, which bitsandbytes unpacks side by side
         shape = (count // packed.blocks[0], packed.blocks[0]) if whole else (1, count)
-    return library().functional.dequantize_4bit(packed.parts["weight"], quant_state(packed, shape)).view(packed.shape)
+    return dequantize_4bit(packed.parts["weight"], quant_state(packed, shape)).view(packed.shape)
 
 
 def _begins_in_blocks(packed: Packed) -> bool:
@@ -166,8 +158,7 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
     """Return rows of the weight as `weights.dequantize_rows`: up to a block of 4-bit values more on both sides is unpacked."""
     parts = packed.parts
     if packed.kind == "int8":
-        data, scale = (parts[name][start:stop].to(device) for name in ("weight", "SCB"))
-        return library().functional.int8_vectorwise_dequant(data, scale)
+        return int8_vectorwise_dequant(parts["weight"][start:stop].to(device), parts["SCB"][start:stop].to(device))
     rows, columns = packed.shape
     # A block of values with one scale may begin in the middle of a row.
     step = packed.blocks[0] // math.gcd(packed.blocks[0], columns)
@@ -177,7 +168,7 @@ def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device)
     state = quant_state(facts)
     scales = state.absmax
     if state.nested:
-        scales = library().functional.dequantize_blockwise(scales, state.state2) + state.offset
+        scales = dequantize_blockwise(scales, state.state2) + state.offset
     of_rows = slice(first * columns // packed.blocks[0], -(-last * columns // packed.blocks[0]))
     part = replace(facts, shape=(last - first, columns), parts={"weight": stored.to(device), "absmax": scales[of_rows]})
     return dequantize(part)[start - first : stop - first]
@@ -212,24 +203,23 @@ def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dic
 
 def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
     """Return bitsandbytes' own layer over the packed parts. Its forward is called because its kernels differ between releases."""
-    layers = library().nn
     rows, columns = packed.shape
     if packed.kind == "int8":
-        layer = layers.Linear8bitLt(
+        layer = bnb.nn.Linear8bitLt(
             columns, rows, bias=bias is not None, has_fp16_weights=False, threshold=INT8_THRESHOLD, device="meta"
         )
-        layer.weight = layers.Int8Params(packed.parts["weight"], requires_grad=False, has_fp16_weights=False)
+        layer.weight = bnb.nn.Int8Params(packed.parts["weight"], requires_grad=False, has_fp16_weights=False)
         layer.state.CB, layer.state.SCB = packed.parts["weight"], packed.parts["SCB"]
     elif _begins_in_blocks(packed):
         return partial(_unpacked_product, packed, bias, compute_dtype)
     else:
         nested = "nested_absmax" in packed.parts
-        layer = layers.Linear4bit(
+        layer = bnb.nn.Linear4bit(
             columns, rows, bias=bias is not None, compute_dtype=compute_dtype, compress_statistics=nested,
             quant_type=packed.kind.removesuffix(DOUBLE), quant_storage=packed.parts["weight"].dtype, device="meta",
         )  # fmt: skip
         state = quant_state(packed)
-        layer.weight = layers.Params4bit(
+        layer.weight = bnb.nn.Params4bit(
             packed.parts["weight"], requires_grad=False, quant_state=state, blocksize=packed.blocks[0],
             compress_statistics=nested, quant_type=state.quant_type, quant_storage=packed.parts["weight"].dtype,
             module=layer, bnb_quantized=True,

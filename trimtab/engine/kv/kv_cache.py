@@ -481,10 +481,10 @@ def may_cut(hf_model: HFModel) -> bool:
 
 
 def check_chunks(hf_model: HFModel, chunk_tokens: int, context_tokens: int) -> None:
-    """Raise RequestError for a plan's chunks of texts that are computed whole: an edited plan."""
+    """Raise RequestError for a plan's chunks of texts that are computed whole: an edited plan, or an earlier release's."""
     if chunk_tokens < context_tokens and not may_cut(hf_model):
         why = f"texts of {type(hf_model).__name__} are computed whole"
-        raise RequestError(why, field="plan.prefill_tokens", value=chunk_tokens, allowed=(str(context_tokens),))
+        raise RequestError(why, field="plan.prefill_tokens", value=chunk_tokens, hint="Plan again")
 
 
 def keeps_states(hf_model: HFModel) -> bool:

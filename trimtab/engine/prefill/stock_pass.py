@@ -38,6 +38,7 @@ class TextPass:
     def _next(self, module: nn.Module, most_tokens: int) -> Any:
         """Return what a module of the model makes of the next tokens, which count as computed from then on."""
         start, end = self._done, min(self.prompt_tokens, self._done + most_tokens)
+        assert end - start == self.prompt_tokens or hf_slots.may_cut(self._model.hf_model)
         tensors = _tensors(self._model, self._inputs, start, end)
         if not self._has_rows and "position_ids" in inspect.signature(module.forward).parameters:
             tensors |= {"position_ids": torch.arange(start, end, device=self._model.device)[None]}
