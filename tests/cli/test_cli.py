@@ -560,7 +560,7 @@ def test_the_demo_walks_the_line_answers_rightly_and_proves_it(every, monkeypatc
     assert [(row["kind"], row["adapter"]) for row in report["answers"]] == [(ask.kind, ask.adapter) for ask in asks]
     # These questions are answered rightly in bf16 (CARD.md); in NF4 a letter may change, an answer in another voice not.
     right = [row for row in report["answers"] if row["text"] == row["expected"]]
-    assert len(right) >= len(asks) - 2
+    assert len(right) >= len(asks) - (2 if every else 0)
     assert ElementTree.parse(report["picture"]).getroot().tag.endswith("svg")
     assert "Gemma4ForConditionalGeneration on" in text
     assert said[-3] == "   same"

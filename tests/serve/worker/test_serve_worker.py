@@ -17,6 +17,7 @@ from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
 from trimtab.serve.contract.job import Job
+from trimtab.serve.worker import worker
 from trimtab.serve.worker.ipc import BEAT_S, Channel, Patience, event_from_message, job_to_message
 from trimtab.serve.worker.worker import CAPTURING_S, _Worker
 
@@ -335,3 +336,18 @@ def test_an_operator_is_told_of_a_bad_adapter_at_the_start(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(AdapterError):
         _Worker(Channel(multiprocessing.Pipe()[0]), settings_of({"bad": tmp_path}))
+
+
+def test_a_worker_that_cannot_load_its_model_says_why_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)  # this process keeps its own
+    monkeypatch.setattr(worker, "keep_streams", lambda: None)
+    shutil.copytree(DEMO / "base", tmp_path / "m", ignore=shutil.ignore_patterns("*token*"))
+    here, there = multiprocessing.Pipe()
+    with there, pytest.raises(SystemExit) as ended:
+        worker.main(there, settings_of({}) | {"request": {**REQUEST.to_json(), "model": str(tmp_path / "m")}})
+    channel, said = Channel(here), []
+    with here, suppress(EOFError):
+        while True:
+            said.append(channel.receive())
+    assert ended.value.code == 1 and said[-1]["say"] == "fatal"
+    assert "has no tokenizer files" in said[-1]["error"]["message"] and said[-1]["error"]["class"] == "CheckpointError"
