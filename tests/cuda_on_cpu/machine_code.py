@@ -5,6 +5,7 @@ Where a toolkit's nvcc alone is installed it compiles them each time; without ei
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -23,7 +24,7 @@ def machine_code(source: str, target: str, options: Sequence[str] = ()) -> bytes
     compiler = nvrtc.find_compiler()
     if compiler is not None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(user_cache, "user_cache_path", lambda name: cuda_on_cpu.folder())
+            patch.setattr(user_cache, "user_cache_path", lambda name: _folder(compiler))
             return nvrtc.compiled(compiler, source, target, options)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -35,3 +36,11 @@ def machine_code(source: str, target: str, options: Sequence[str] = ()) -> bytes
         ran = subprocess.run(command, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         return made.read_bytes()
+
+
+def _folder(compiler: nvrtc.Compiler) -> Path:
+    """Return the folder of what this build of the compiler makes, called as it is now: the cache's own key has neither."""
+    path = Path(compiler.path)
+    build = (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else ()  # the system's search has a bare name
+    facts = (Path(nvrtc.__file__).read_bytes(), compiler.path, build)
+    return cuda_on_cpu.folder() / f"nvrtc-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,11 @@ def _folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a user without a home
         return Path(tempfile.mkdtemp(prefix="cuda-on-cpu-"))
-    for file in folder.iterdir():
-        try:
-            if file.stat().st_mtime < time.time() - _UNUSED_DAYS * 86400:
-                file.unlink()
-        except OSError:  # another process removes it too
-            pass
+    for parent, folders, files in os.walk(folder, topdown=False):
+        for path in (Path(parent, name) for name in (*files, *folders)):
+            with suppress(OSError):  # another process removes it too, or a folder has files
+                if path.stat().st_mtime < time.time() - _UNUSED_DAYS * 86400:
+                    path.rmdir() if path.name in folders else path.unlink()
     return folder
 
 

@@ -248,8 +248,10 @@ def test_a_source_is_compiled_once_for_all_processes_and_again_only_if_damaged(t
 def test_what_nothing_used_for_a_month_is_removed(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(run.time, "time", lambda: 40 * 86400.0)
-    for name, day in (("old.so", 9), ("used.so", 11)):
+    for name in ("empty", "some"):
+        (tmp_path / name).mkdir()
+    for name, day in (("old.so", 9), ("used.so", 11), ("some/old", 9), ("some/used", 11), ("some", 9), ("empty", 9)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (day * 86400.0,) * 2)
     run._folder.__wrapped__()
-    assert [file.name for file in tmp_path.iterdir()] == ["used.so"]
+    assert {path.name for path in tmp_path.rglob("*")} == {"used.so", "some", "used"}

@@ -166,6 +166,7 @@ def test_structures_of_the_driver_have_their_documented_sizes():
 def test_a_source_becomes_machine_code(compiler, kept):
     code = nvrtc.compiled(compiler, SOURCE, "sm_90")
     assert code.startswith(b"\x7fELF") and b"fill" in code
+    assert b"fill" in compiler.compile(f"#if N != 1\n#error\n#endif\n{SOURCE}", "sm_90", ("-DN=1",))
     ptx = compiler.compile(SOURCE, "compute_80")
     assert b".target sm_80" in ptx and b".entry fill" in ptx
 
