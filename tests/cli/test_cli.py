@@ -506,7 +506,7 @@ def test_stopped_while_answering_it_keeps_what_came_and_closes_the_model(asks, m
     assert len(closed) == 1
 
 
-@pytest.mark.slow  # in this process above; as a process: test_interrupts.py, and an answer on a terminal in test_chat_command.py
+@pytest.mark.slow  # in this process above; test_interrupts.py sees how processes end, test_chat_command.py an answer on a terminal
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
 def test_ctrl_c_ends_a_running_process_with_its_answer_so_far(world):
     command = [

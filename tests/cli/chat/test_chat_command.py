@@ -52,7 +52,13 @@ def talked(model, *lines, as_json=False, is_terminal=False, **options):
 @pytest.fixture
 def piped(model, monkeypatch, capsys):
     """Return a function that runs `trimtab chat` on a text of a pipe, with the model: its exit code, output and errors."""
-    monkeypatch.setattr(chat_command, "opened", lambda *given, **named: nullcontext(model))
+
+    def opened(plan, decode, **_):
+        asked = plan.request
+        assert (asked.device, asked.context_tokens, asked.adapters, decode) == ("cpu", 512, model.plan.request.adapters, "auto")
+        return nullcontext(model)
+
+    monkeypatch.setattr(chat_command, "opened", opened)
 
     def run(text, *options):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
@@ -62,8 +68,8 @@ def piped(model, monkeypatch, capsys):
 
 
 def test_lines_of_a_pipe_are_turns(model, piped, tmp_path):
-    lines = ["/adapter base", QUESTION, "/adapter style", '"""Who', 'are you?"""', f"/save {tmp_path / 'talk.json'}"]
-    code, out, err = piped("\n".join(lines) + "\n", "--max-new-tokens", "8", "--use", "style")
+    lines = [QUESTION, "/adapter style", '"""Who', 'are you?"""', f"/save {tmp_path / 'talk.json'}"]
+    code, out, err = piped("\n".join(lines) + "\n", "--max-new-tokens", "8", "--use", "base")
     assert code == 0, err
     first = model.answer(QUESTION, max_new_tokens=8).text
     saved = json.loads((tmp_path / "talk.json").read_text())

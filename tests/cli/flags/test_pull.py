@@ -248,14 +248,15 @@ def test_a_revision_without_a_pull_has_no_effect(capsys):
     assert "--revision" in capsys.readouterr().err
 
 
-def test_serve_pulls_a_revision_serves_it_by_its_id_and_reloads_without_a_change(hub, trimtab_):
-    served = (
-        "from trimtab.cli.commands import serve; "
-        "pulls_no_more = lambda: setattr(serve, 'pull_if_asked', None); "
-        "serve._serve = lambda models, *_: pulls_no_more() or print(models, 'AGAIN', *_[-1](), sep='\\n')"
+def test_serve_pulls_a_revision_names_it_by_its_id_and_rereads_it_without_asking_the_hub(hub, trimtab_):
+    served = (  # no server is started: its models are printed, then the hub gets a mark, then the settings are read again
+        "import http.client, os; from trimtab.cli.commands import serve; "
+        "mark = lambda: http.client.HTTPConnection(os.environ['HF_ENDPOINT'][7:]).request('GET', '/mark'); "
+        "serve._serve = lambda models, *_: mark() or print(models, 'AGAIN', *_[-1](), sep='\\n')"
     )
     flags = ["--pull", "--revision", "v1", "--device", "cpu", "--context", "256", "--rows", "2"]
     done = trimtab_("serve", "someone/demo", *flags, before=served)
     first, again, changed, _, waiting = done.stdout.splitlines()
     assert done.returncode == 0 and "ServedModel(name='someone/demo'" in first and f"{OLD}'" in first, done.stdout
     assert (again, changed, waiting) == ("AGAIN", first, "[]")
+    assert hub.asked[0][1].startswith("/api/models/someone/demo/revision/v1") and hub.asked[-1][1] == "/mark"
