@@ -1,6 +1,6 @@
-"""Compute capability 7.5 (T4, RTX 20, GTX 16): kernels compile for it, float16 is chosen with care. Not run on such a card.
+"""Kernels compile for compute capabilities 7.5 to 12.0; on 7.5 (T4, RTX 20, GTX 16) float16 is chosen with care.
 
-Kernels are compiled for 8.6, 8.9 and 12.0 too, which nobody here has either.
+Nothing here runs on a card: nobody here has one of 7.5, 8.6, 8.9 or 12.0.
 
 The compiler is NVRTC, or a toolkit's nvcc where that is installed; without either the tests of compiling are skipped.
 """

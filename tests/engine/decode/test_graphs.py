@@ -91,7 +91,8 @@ _OF_MODULES = {}
 
 def of_modules(model, asked):
     """Return what the demo's modules answer, the same in every tier: computed once a process."""
-    key = repr(asked)
+    loaded = model.plan.request
+    key = repr((asked, loaded.dtype, loaded.quant, sorted(loaded.adapters.items())))
     if key not in _OF_MODULES:
         _OF_MODULES[key] = answers(joined(model, "eager", asked))
     return _OF_MODULES[key]

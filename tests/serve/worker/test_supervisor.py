@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
@@ -34,18 +35,17 @@ def job(name, prompt):
 @pytest.fixture
 def start():
     """Return a function that starts a supervisor of the toy, ready unless it is not waited for; all are stopped at the end."""
-    made = []
 
     def start_one(settings=None, *, is_waited_for=True, **options):
-        made.append(Supervisor({"adapters": {}, **(settings or {})}, target=toy_worker.main, **options))
-        made[-1].start()
+        made = Supervisor({"adapters": {}, **(settings or {})}, target=toy_worker.main, **options)
+        stops.callback(made.stop)  # each is stopped though another's stop raises
+        made.start()
         if is_waited_for:
-            made[-1].wait_ready(WAIT_S)
-        return made[-1]
+            made.wait_ready(WAIT_S)
+        return made
 
-    yield start_one
-    for one in made:
-        one.stop()
+    with ExitStack() as stops:
+        yield start_one
 
 
 @pytest.fixture
