@@ -251,8 +251,8 @@ def test_a_revision_without_a_pull_has_no_effect(capsys):
 def test_serve_pulls_a_revision_names_it_by_its_id_and_rereads_it_without_asking_the_hub(hub, trimtab_):
     served = (  # no server is started: its models are printed, then the hub gets a mark, then the settings are read again
         "import http.client, os; from trimtab.cli.commands import serve; "
-        "mark = lambda: http.client.HTTPConnection(os.environ['HF_ENDPOINT'][7:]).request('GET', '/mark'); "
-        "serve._serve = lambda models, *_: mark() or print(models, 'AGAIN', *_[-1](), sep='\\n')"
+        "hub = http.client.HTTPConnection(os.environ['HF_ENDPOINT'][7:]); mark = lambda: hub.request('GET', '/mark'); "
+        "serve._serve = lambda models, *_: mark() or hub.getresponse() and print(models, 'AGAIN', *_[-1](), sep='\\n')"
     )
     flags = ["--pull", "--revision", "v1", "--device", "cpu", "--context", "256", "--rows", "2"]
     done = trimtab_("serve", "someone/demo", *flags, before=served)
