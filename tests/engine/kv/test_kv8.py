@@ -133,8 +133,8 @@ def test_every_family_says_what_transformers_says_of_rounded_states(family):
             modes = ["eager", "fused"] if model.anatomy.fused_unsupported is None else ["eager"]
             for decode in modes:
                 for sizes in ((), (16, 64)):
-                    if DEVICE == "cpu" and len(modes) > 1 and bool(kv_tokens) ^ bool(sizes) ^ (decode == "fused"):
-                        continue  # every two of layout, mode and way of a prompt meet in the others
+                    if DEVICE == "cpu" and len(modes) > 1 and not bool(kv_tokens) ^ bool(sizes) ^ (decode == "fused"):
+                        continue  # every two of layout, mode and way of a prompt meet in the others, and a server's three
                     batch = batch_of(model, decode, sizes, 4)
                     request = GenerateRequest(max_new_tokens=24)
                     rows = [through(batch, model.prepare(prompt), request).row for prompt in PROMPTS]
