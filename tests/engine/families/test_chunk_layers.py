@@ -21,7 +21,7 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 
 # On both sides of a chunk of 8 and 16 tokens and of the window of 8; several chunks, the last one nearly empty and full.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)
-WITH_ADAPTER = (9, 16, 40)  # padded, full, and several chunks
+WITH_ADAPTER = (9, 17, 40)  # padded, a last chunk of one token, and several chunks
 # gemma4: keys and values shared by the last layers, an input of each layer's own. dense: neither, and keys that are the values.
 # qwen3, gemma3: one norm and one rotation, and two of each. qwen3_vl: positions along three axes. gemma2, gpt_oss: eager attention
 # that caps scores, and that has sinks; experts as they are. ministral3: queries grow. phi3: joined products. olmo3: norms behind,
