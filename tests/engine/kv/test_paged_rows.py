@@ -233,9 +233,10 @@ def test_a_plan_counts_the_pool_and_says_what_it_holds(tmp_path):
         trimtab.plan(folder, **given, kv_tokens=511)
 
 
-def test_batch_invariant_answers_are_the_same_in_pages(tmp_path):
+@pytest.mark.parametrize("kv", ["full", "int8"])
+def test_batch_invariant_answers_are_the_same_in_pages(tmp_path, kv):
     folder = pico.build("gemma4", tmp_path)
-    given = {"quant": "none", "dtype": "float32", "context": 128, "device": DEVICE, "batch": 3, "batch_invariant": True}
+    given = {"quant": "none", "dtype": "float32", "context": 128, "device": DEVICE, "batch": 3, "batch_invariant": True, "kv": kv}
     found = []
     for kv_tokens in (None, 256):
         with trimtab.load(trimtab.plan(folder, **given, kv_tokens=kv_tokens)) as model:
