@@ -110,7 +110,7 @@ def test_shared_experts_say_what_stock_says(family, tmp_path, monkeypatch):
     test_matrix.test_rows_say_what_stock_says(family, "resident", "shared", tmp_path)
 
 
-@pytest.mark.parametrize(("family", "kind"), halved(FAMILIES, ["nf4", "16bit"]))
+@pytest.mark.parametrize(("family", "kind"), halved(FAMILIES, ["16bit", "nf4"]))
 def test_a_prompt_is_the_modules_and_captured(family, kind, on_cpu, replayed, prompts_replayed, tmp_path):  # noqa: F811
     """More tokens than a step has rows: pairs are sorted by experts on the device, of 16 bits where an adapter changes experts."""
     with loaded(family, tmp_path, kind, context=192) as model:
@@ -201,7 +201,7 @@ def test_a_step_of_streamed_layers_is_the_resident_one(family, kind, on_cpu, rep
 
 
 @pytest.mark.parametrize(
-    ("mixture", "slots"), halved([("qwen3_moe", "nf4"), ("gemma4_moe", "nf4-dq"), ("mixtral", "int8")], [1, 3])
+    ("mixture", "slots"), halved([("qwen3_moe", "nf4"), ("gemma4_moe", "nf4-dq"), ("mixtral", "int8")], [3, 1])
 )
 def test_answers_with_experts_in_host_memory_are_the_resident_ones(mixture, slots, on_cpu, replayed, tmp_path):  # noqa: F811
     """Rows with adapters on experts arrive and leave; fewer slots than a token uses, and more. Prompts of packed experts too."""
