@@ -381,7 +381,7 @@ def seen(model, family, before, *, name=b"cat", seed=0, after=0):
 PICTURES = ("gemma4", "gemma4_dense", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3")
 
 
-@pytest.mark.parametrize(("family", "how"), crossed(PICTURES, BATCHES))
+@pytest.mark.parametrize(("family", "how"), crossed(PICTURES, BATCHES, rest=1))
 def test_a_chat_about_a_picture_goes_on_where_it_was_and_another_picture_is_another_chat(family, how):
     with lent(family) as model:
         keeping(model)
