@@ -94,8 +94,10 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
             if places[i] >= 0:
                 wanted[i] += torch.cat([0.5 * (B.double() @ (A.double() @ x[i].double())) for ((A, B, _), _) in pair])
         assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
-        # Sums in another order: a few values are a step of bfloat16 away; more where weights are scaled in float16.
-        assert (out != own).float().mean() < (0.2 if form.startswith("q") else 0.02)
+        # Sums in another order: a few values are a step of bfloat16 away; more where weights are scaled in float16. The inputs are
+        # of no fixed seed: five standard deviations of a share of as many outputs are allowed above it.
+        share = 0.2 if form.startswith("q") else 0.02
+        assert (out != own).float().mean() < share + 5 * math.sqrt(share * (1 - share) / out.numel())
 
 
 @pytest.mark.parametrize("form, n", [
