@@ -49,8 +49,8 @@ def halved(*factors: Sequence[Any], slow: Sequence[Any] = ()) -> list[Any]:
     values of the first factor, all of whose cases are slow.
     """
     combinations = itertools.product(*map(enumerate, factors))
-    cases = [(sum(place for place, _ in one), [value for _, value in one]) for one in combinations]
-    kept = [slow_on_cpu(*values) if places % 2 else pytest.param(*values) for places, values in cases]
+    cases = [(sum(index for index, _ in one), [value for _, value in one]) for one in combinations]
+    kept = [slow_on_cpu(*values) if total % 2 else pytest.param(*values) for total, values in cases]
     return kept + [slow_on_cpu(*values) for values in itertools.product(slow, *factors[1:])]
 
 

@@ -535,7 +535,7 @@ def test_an_answer_that_ends_while_a_step_is_queued_is_kept_with_that_step(repla
         row = batch.join(through(batch, model.prepare(ids(27)), REQUEST)).row
         for _ in range(3):
             batch.step()
-        assert row in batch._ahead.places and row.written == 30
+        assert row in batch._ahead.numbers and row.written == 30
         batch.leave(row)
         turn = [*row.token_ids, 250, 251]
         found, reused = scores(batch, model.prepare(turn))

@@ -58,11 +58,11 @@ _Seen = tuple[int, int, tuple[str, int | None] | None]
 
 @dataclass(frozen=True)
 class QueuedStep:
-    """The outputs of a queued step, and its rows. Shapes: logits [rows, V] float32, greedy [rows] int64. places: of each row."""
+    """The outputs of a queued step, and its rows. Shapes: logits [rows, V] float32, greedy [rows] int64. numbers: of each row."""
 
     logits: Tensor
     greedy: Tensor
-    places: dict[Row, int]
+    numbers: dict[Row, int]
     _seen: dict[Row, _Seen]
 
     @classmethod
@@ -212,7 +212,7 @@ class Batch:
             # A ring keeps the window before the next token: after one step more it lacks the oldest position.
             is_whole = one.written <= one.prompt_tokens + 1 or not self.cache.has_rings
             if self.cache.has_recurrent:  # a state of these tokens and no more
-                is_whole = one.written <= one.prompt_tokens and (self._ahead is None or one not in self._ahead.places)
+                is_whole = one.written <= one.prompt_tokens and (self._ahead is None or one not in self._ahead.numbers)
             if one.group == row.group and one.adapter == row.adapter and one.logits is not None and is_whole:
                 prompt.take_states(row.prompt_tokens, logits=one.logits)
                 prompt.copy_from(one)
@@ -382,34 +382,34 @@ class Batch:
         if not going:
             return []
         self.prefixes.flush()
-        places = {row: row.number for row in self.active}
+        numbers = {row: row.number for row in self.active}
         ahead, self._ahead = self._ahead, None
         has_moved, waits = False, False
         if ahead is not None and self._counts(ahead):
-            logits, greedy, places = ahead.logits, ahead.greedy, ahead.places
+            logits, greedy, numbers = ahead.logits, ahead.greedy, ahead.numbers
             has_moved = self._told  # a row that left was filled by another
-            waits = any(row not in places for row in self.active)  # who joined since has the next step
-            going = [row for row in going if row in places]
+            waits = any(row not in numbers for row in self.active)  # who joined since has the next step
+            going = [row for row in going if row in numbers]
         else:
             if ahead is not None:
                 self.write_last_tokens()  # it had the next step's tokens, which were not sampled
                 for row in self.active:  # states of finished rows have read one more
-                    row.write(self.cache.has_recurrent and row in ahead.places)
+                    row.write(self.cache.has_recurrent and row in ahead.numbers)
             logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, it can be done again.
-        self._advance(places)
-        self._keep_first_logits(going, places, logits)
+        self._advance(numbers)
+        self._keep_first_logits(going, numbers, logits)
         wrote_tokens = self.steps.wrote_tokens and not waits
-        queued, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens and not has_moved)
+        queued, failed = self._queue_draws(going, numbers, logits, greedy, write=wrote_tokens and not has_moved)
         if has_moved and wrote_tokens:
-            self._write_moved(queued, places)
-        tokens, has_tuned = self._read_tokens(queued, going, places, look_ahead=not failed and not waits, behind=behind)
+            self._write_moved(queued, numbers)
+        tokens, has_tuned = self._read_tokens(queued, going, numbers, look_ahead=not failed and not waits, behind=behind)
         sampled = []
         for row in going:
             try:
                 if row in failed:
                     raise failed[row]
-                sampled.append(SampledToken.of(row, logits[places[row]], tokens[places[row]], self._top[row]))
+                sampled.append(SampledToken.of(row, logits[numbers[row]], tokens[numbers[row]], self._top[row]))
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as exc:  # a panic of llguidance, which masks tokens, is no Exception
@@ -418,19 +418,19 @@ class Batch:
             self._commit(one)
         for row in () if self._lost is None else self._lost[0]:  # nothing of them is kept or copied
             row.forget_states()
-        if self._ahead is None and (has_tuned or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in sampled)):
+        if self._ahead is None and (has_tuned or not wrote_tokens or any(d.token_id != tokens[numbers[d.row]] for d in sampled)):
             self.write_last_tokens()
         return sampled
 
     def _queue_draws(
-        self, going: Sequence[Row], places: dict[Row, int], logits: Tensor, greedy: Tensor, *, write: bool
+        self, going: Sequence[Row], numbers: dict[Row, int], logits: Tensor, greedy: Tensor, *, write: bool
     ) -> tuple[Tensor, dict[Row, Exception]]:  # fmt: skip
         """Return the token of each row on the device, [count] int64, and the rows that cannot be sampled, with the reason.
 
         A token is the most likely one or a sampled one; -1 if there is none. Nothing waits for them. `write`: sampled tokens
         replace the most likely ones that a captured step has written for the next step.
         """
-        drawing = {places[row]: row for row in going if row.constraint is None and not row.sampler.is_greedy}
+        drawing = {numbers[row]: row for row in going if row.constraint is None and not row.sampler.is_greedy}
         if not drawing:
             return greedy, {}
         chosen = greedy.clone()
@@ -440,16 +440,16 @@ class Batch:
             self.tokens[: chosen.shape[0], 0].copy_(chosen.clamp_min(0))
         return chosen, failed
 
-    def _write_moved(self, queued: Tensor, places: dict[Row, int]) -> None:
-        """Write the tokens of a step whose rows have moved since to where the next one reads them. queued: by the places then."""
-        order = torch.tensor([places[row] for row in self.active]).to(queued.device, non_blocking=True)
+    def _write_moved(self, queued: Tensor, numbers: dict[Row, int]) -> None:
+        """Write the tokens of a step whose rows have moved since to where the next one reads them. queued: by the numbers then."""
+        order = torch.tensor([numbers[row] for row in self.active]).to(queued.device, non_blocking=True)
         self.tokens[: len(self.active), 0].copy_(queued.index_select(0, order).clamp_min(0))
 
     def _read_tokens(
-        self, greedy: Tensor, going: Sequence[Row], places: dict[Row, int], *, look_ahead: bool,
+        self, greedy: Tensor, going: Sequence[Row], numbers: dict[Row, int], *, look_ahead: bool,
         behind: Callable[[], bool] | None = None,
     ) -> tuple[list[int], bool]:  # fmt: skip
-        """Return the tokens by the places that rows had in the step, and whether the next step was queued or attempted.
+        """Return the tokens by the numbers that rows had in the step, and whether the next step was queued or attempted.
 
         This is the step's only wait for the device, which can compute the next step during it. The logits of this step are
         overwritten then, so only rows that no longer need them look ahead.
@@ -473,7 +473,7 @@ class Batch:
             read.synchronize()
         token_ids: list[int] = self._read[:count].tolist()
         if outputs is not None:
-            new = {row: token_ids[places[row]] for row in going}
+            new = {row: token_ids[numbers[row]] for row in going}
             self._ahead = QueuedStep.of(outputs, self.active, new, self.model.adapter_store.serial_of)
             self._told = False
         return token_ids, tries
@@ -487,7 +487,7 @@ class Batch:
         """Whether a queued step is that of its rows: it matches the requested one, or has advanced states of recurrent layers,
         which no other step may do again. An adapter that a row has got since holds from the next step on."""
         if self.cache.has_recurrent:
-            return any(row in queued.places for row in self.active if row.finish is None)
+            return any(row in queued.numbers for row in self.active if row.finish is None)
         return queued.matches(self.active, self.model.adapter_store.serial_of) and not self.steps.has_placeholder(self.state())
 
     def state(self, *, ahead: bool = False) -> BatchState:
@@ -552,11 +552,11 @@ class Batch:
             numbers = torch.tensor([row.number for row in active]).to(positions.device, non_blocking=True)
             positions[numbers] = (positions[numbers] + 1).clamp(max=self.context_tokens - 1)
 
-    def _keep_first_logits(self, rows: Iterable[Row], places: dict[Row, int], logits: Tensor) -> None:
+    def _keep_first_logits(self, rows: Iterable[Row], numbers: dict[Row, int], logits: Tensor) -> None:
         """Give the prefix cache the logits of prompts whose last token was computed by a step."""
         for row in rows:
             if row.written == row.prompt_tokens:
-                self.prefixes.first_logits(row, logits[places[row]])
+                self.prefixes.first_logits(row, logits[numbers[row]])
 
     def _commit(self, sampled: SampledToken) -> None:
         row, token = sampled.row, sampled.token_id
@@ -580,7 +580,7 @@ class Batch:
             return
         if row not in self.active:
             raise RequestError("this request is not in the batch", field="row", value=row.number)
-        self.prefixes.leaving(row, queued=self._ahead is not None and row in self._ahead.places)
+        self.prefixes.leaving(row, queued=self._ahead is not None and row in self._ahead.numbers)
         last = self.active.pop()
         del self._top[row]
         number = self.pages.vacate(row)
