@@ -342,9 +342,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     house = House()
     now, record = counted(house, traced=not options.static), read_record()
     print(table(now, record))
+    shared = _lines(house.package / _KERNELS / "packed.cuh")
     formats = "; ".join(f"{name} {lines}" for name, lines in house.format_lines().items())
     print("lines of a format (reader, record, computing, header; fp8 with the settings of int4 and nvfp4; without trimtab/gguf, "
-          f"which reads GGUF files): {formats}")  # fmt: skip
+          f"which reads GGUF files, and the {shared} of packed.cuh that all share): {formats}")  # fmt: skip
     if options.save:
         save(now)
         return 0

@@ -144,6 +144,9 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
     )[0, len(ids) :].tolist()
     plan, longer = (trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=n) for n in (64, 4096))
     assert longer.prefill_tokens == (1024 if name == "Bamba" else 4096)  # of what is computed whole, memory is counted whole
+    with pytest.raises(RequestError, match="cannot be batched") as refused:
+        trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=64, batch_invariant=True)
+    assert refused.value.field == "batch_invariant"
     with trimtab.load(plan) as one:
         whole, states = one.answer(ids, max_new_tokens=16, logprobs=0), one.embed([ids])
         assert len(set(wanted)) > 3 and list(whole.token_ids) == wanted
@@ -173,7 +176,7 @@ def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):
 
 
 def test_a_model_that_is_dropped_goes_at_once(tmp_path):
-    """Nothing that it holds holds it: its memory does not wait for the garbage collector."""
+    """One that has not answered: nothing that it holds holds it, and its memory does not wait for the garbage collector."""
     one = trimtab.load(pico.build("llama", tmp_path / "base"), device="cpu", context=64)
     known = weakref.ref(one)
     gc.collect()

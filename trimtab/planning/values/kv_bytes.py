@@ -118,7 +118,13 @@ def why_not_int8(anatomy: Anatomy) -> str | None:
 
 
 def check_invariant(is_invariant: bool, anatomy: Anatomy) -> None:
-    """Raise RequestError for batch-invariant answers of a family whose layers keep a state of all tokens."""
+    """Raise RequestError for batch-invariant answers of a family whose states rows cannot keep, or whose layers keep one of all
+    tokens."""
+    if is_invariant and anatomy.capture_unsupported is not None:
+        raise RequestError(
+            f"{anatomy.model_class} cannot be batched: {anatomy.capture_unsupported}", field="batch_invariant", value=True,
+            hint="Leave it out",
+        )  # fmt: skip
     if is_invariant and any(layer.state_values for layer in anatomy.kv_layers):
         raise RequestError(
             f"{anatomy.model_class} keeps a state of all tokens, which a row that is computed apart would advance twice",
