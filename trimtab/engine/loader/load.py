@@ -44,6 +44,7 @@ from trimtab.planning.memory.expert_slots import row_bytes
 from trimtab.planning.plan.plan import FilesRead
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
+from trimtab.planning.values.execution import groups_on_device
 from trimtab.process import phases
 
 CPU = torch.device("cpu")
@@ -153,6 +154,9 @@ class _Filler:
         for module in self.on_host:  # with what its submodules were filled with since
             leaves.compute_on_host(module.to("cpu"))
         self._check_nothing_left()
+        if self.device.type == "cuda" and any(row.stacks for row in self.rows):
+            is_on_device = groups_on_device(self.plan.request.dtype, torch.cuda.get_device_capability(self.device))
+            self.adapter_store.reads_experts |= not is_on_device
         left_out = {}
         if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
             left_out[head8.NAME] = why
