@@ -8,7 +8,7 @@ case, where the residual is the token's embedding for the most part, and tokens 
 half of each layer's experts has scores times that. COPIES: every copy to the GPU is issued so often, as a slow link would take. A
 row, of the public API, token ids in and text out, an adapter of rank 8 on attention and dense parts: `tok_s` of one row behind a
 prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too; `rows8_tok_s`: eight rows, each with its
-own of these. `predicted_tok_s`: of the plan; of a plan of eight rows `predicted_row_tok_s`, the rate of each. `hits`: of
+own of these. `predicted_tok_s`: of the plan of one row; of that of eight `predicted_row_tok_s`, the rate of each. `hits`: of
 the experts chosen by steps, those that were on the card. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock:
 transformers and PEFT, 16 bits, an adapter on attention.
 """
@@ -107,6 +107,11 @@ def run(
         "weights_gib": round(plan.gpu["weights"] / 2**30, 2),
         "slots": plan.execution.expert_slots, "planned_gib": round(plan.gpu_needed_bytes / 2**30, 2),
     }  # fmt: skip
+    if rows > 1:
+        alone = trimtab.plan(
+            folder, adapters={"linears": named["linears"]}, context=CONTEXT, device=DEVICE, experts=experts, **asked
+        )
+        found["predicted_tok_s"] = round(alone.execution.tokens_per_s, 1)
     asks = prompts(1)
     say(f"planned, {plan.execution.expert_slots} slots")
     with trimtab.load(plan) as model:
