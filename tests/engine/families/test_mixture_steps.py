@@ -116,7 +116,8 @@ def test_a_prompt_is_the_modules_and_captured(family, kind, on_cpu, replayed, pr
     where torch's own product reads their counts on the host."""
     with loaded(family, tmp_path, "16bit" if kind == "host" else kind, context=192) as model:
         with_kernels(on_cpu, model)
-        model.adapter_store.reads_experts |= kind == "host"
+        if kind == "host":
+            model.adapter_store.set_reads_experts()
         expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
         expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (32, 128))
         batch.prompts.captures = True

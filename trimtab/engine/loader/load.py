@@ -155,8 +155,8 @@ class _Filler:
             leaves.compute_on_host(module.to("cpu"))
         self._check_nothing_left()
         if self.device.type == "cuda" and any(row.stacks for row in self.rows):
-            is_on_device = groups_on_device(self.plan.request.dtype, torch.cuda.get_device_capability(self.device))
-            self.adapter_store.reads_experts |= not is_on_device
+            if not groups_on_device(self.plan.request.dtype, torch.cuda.get_device_capability(self.device)):
+                self.adapter_store.set_reads_experts()
         left_out = {}
         if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
             left_out[head8.NAME] = why
