@@ -51,7 +51,6 @@ from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, 
 from trimtab.planning.plan.plan import FilesRead
 from trimtab.planning.values.byte_sizes import was_chosen
 from trimtab.planning.values.execution import CAPTURED
-from trimtab.planning.values.kv_bytes import check_kv
 from trimtab.process import phases
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 
@@ -121,7 +120,6 @@ class LoadedModel(Asking):
             self._attention_at_load = self._why_without_cudnn()
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
-                check_kv(plan.request.kv, self.anatomy)  # the plan may be an edited file
                 guard_towers(self._loaded.hf_model)
                 self._loaded.left_out |= kept_batch.compared(self)
                 phases.begin("unpacking weights")

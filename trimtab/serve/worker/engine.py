@@ -44,8 +44,7 @@ MOST_TIMED = 64  # chunks whose times are not known yet, or not taken
 class LoadedEngine:
     """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a
     prompt (None: the context). audio_s: as for `PromptInputs`. held, lost: as for `AdapterCache`. pulse: announces long work.
-    is_unprepared: whether the adapter of this name is still being prepared between steps. Errors: DeviceError for a family that
-    cannot be batched.
+    is_unprepared: whether the adapter of this name is still being prepared between steps.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class LoadedEngine:
         self.model, self.rows, self.prompt_limit = model, rows, prompt_limit
         model.forget_batch()
         self.batch = Batch(model, rows)
-        self.batch.check_family()
         self.shelf = AdapterCache(model, kept=kept, resident_limit=resident_limit, held=held, lost=lost)
         self.inputs = PromptInputs(model, ends=self.batch.ends, audio_s=audio_s)
         self.prepare, self.compile_ahead = self.inputs.prepare, self.inputs.compile_ahead

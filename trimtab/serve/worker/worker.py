@@ -124,7 +124,7 @@ class _Worker:
         from trimtab.planning import Plan
 
         # The model and the machine are read once for all numbers of rows that are planned.
-        inputs = PlanInputs(process_bytes=process_bytes(), sees_values=False)
+        inputs = PlanInputs(process_bytes=process_bytes(), sees_values=False, is_served=True)
         _begin_imports(settings["request"], inputs)
 
         self.channel, self.inbox = channel, Inbox(channel)
