@@ -431,9 +431,9 @@ def load(
 
 def load_plan(
     made: Plan, *, progress: Callable[[int, int], None] | None = None, decode: str | None = None,
-    held: dict[str, HeldAdapter] | None = None,
+    held: dict[str, HeldAdapter] | None = None, reads_text: bool = False,
 ) -> LoadedModel:  # fmt: skip
-    """Return the model of a plan, loaded, as `load` does. held: gets the plan's adapters in host memory by name."""
+    """Return the model of a plan, loaded, as `load` does. held, reads_text: as of `LoadedModel`."""
     phases.begin_imports()
     from trimtab.engine.memory import rates as devices
     from trimtab.engine.model import LoadedModel
@@ -450,7 +450,8 @@ def load_plan(
     for name, path in made.request.adapters.items():
         if Path(path).is_dir():  # else reading says what is wrong; what the plan has read is not read again
             check_beside(path, name)
-    return LoadedModel(made, progress=progress, files=made.files_read.take(made.made_of), decode=decode, held=held)
+    files = made.files_read.take(made.made_of)
+    return LoadedModel(made, progress=progress, files=files, decode=decode, held=held, reads_text=reads_text)
 
 
 def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: str | None) -> Plan:

@@ -355,6 +355,7 @@ def test_a_family_that_cannot_be_batched_is_refused_before_weights_are_read(tmp_
 def test_a_worker_that_cannot_load_its_model_says_why_and_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(worker.signal, "signal", lambda *_: None)  # this process keeps its own
     monkeypatch.setattr(worker, "keep_streams", lambda: None)
+    monkeypatch.setattr(Reader, "__init__", lambda *_: pytest.fail("weights are read"))
     shutil.copytree(DEMO / "base", tmp_path / "m", ignore=shutil.ignore_patterns("*token*"))
     here, there = multiprocessing.Pipe()
     with there, pytest.raises(SystemExit) as ended:

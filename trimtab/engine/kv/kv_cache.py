@@ -325,7 +325,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
             self.context_tokens, torch.zeros(self.rows, 1, 1, self.context_tokens, dtype=torch.bool, device=self.device)
         )
 
-    def see(self, places: int) -> None:
+    def limit_attention(self, places: int) -> None:
         """Let the attention of the next steps read this many places of the context."""
         self.seen_places = places
 

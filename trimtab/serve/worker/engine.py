@@ -1,7 +1,7 @@
 """Jobs become rows of a batch, and tokens become the text that clients receive.
 
 Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters. Embeddings and log-probabilities of
-prompts need no row: they are computed piece by piece (`run_piece`).
+prompts need no row: they are computed chunk by chunk (`run_chunk`).
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class LoadedEngine:
         """
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
-            return run_piece(answer, most_tokens, self.batch, self.inputs.tokenizer.decode)
+            return run_chunk(answer, most_tokens, self.batch, self.inputs.tokenizer.decode)
 
     def spent(self, answer: Answer) -> dict[str, int]:
         """Return the tokens that were computed for an answer; a prompt copied from another choice has none."""
@@ -388,8 +388,8 @@ class ChunkTimes:
 Decode = Callable[[list[int]], Any]
 
 
-def run_piece(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple[int, bool]:
-    """Compute the next piece and wait for it. Return its tokens, and True when it was the last.
+def run_chunk(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple[int, bool]:
+    """Compute the next chunk and wait for it. Return its tokens, and True when it was the last.
 
     decode: token ids -> text. Errors: those of the model.
     """
