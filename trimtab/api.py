@@ -29,7 +29,7 @@ from trimtab.planning.memory.prefix_cache import prefix_reason
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
 from trimtab.planning.plan.plan import FilesRead, Handover, anatomy_key
 from trimtab.planning.request.card_machine import machine_of, rates_of
-from trimtab.planning.request.max_memory import merged_budgets
+from trimtab.planning.request.max_memory import device_refusal, merged_budgets
 from trimtab.planning.values.byte_sizes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.execution import formats_on_gpu
@@ -128,9 +128,7 @@ def plan(
     except RequestError as exc:
         if exc.field != "device" or max_memory is None or device != "auto":
             raise
-        raise RequestError(
-            exc.reason, field="max_memory", value=exc.value, allowed=exc.allowed, near=exc.near, hint=exc.hint
-        ) from exc
+        raise device_refusal(exc, max_memory) from exc
 
 
 def _tokens(value: int | str | None, field_name: str) -> Any:
