@@ -27,13 +27,13 @@ from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import NO_MEDIA, ServedMedia, media_memory
 from trimtab.planning.memory.prefix_cache import prefix_reason
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
-from trimtab.planning.plan.plan import FilesRead, Handover
+from trimtab.planning.plan.plan import FilesRead, Handover, anatomy_key
 from trimtab.planning.request.card_machine import machine_of, rates_of
-from trimtab.planning.request.max_memory import merged_budgets
+from trimtab.planning.request.max_memory import device_refusal, merged_budgets
 from trimtab.planning.values.byte_sizes import choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.execution import formats_on_gpu
-from trimtab.planning.values.kv_bytes import check_pool
+from trimtab.planning.values.kv_bytes import check_batched, check_pool
 from trimtab.process import phases, threads
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, EXPERTS, QUANTS, LoadRequest, full_dtype, parse_bytes, token_count
 
@@ -128,9 +128,7 @@ def plan(
     except RequestError as exc:
         if exc.field != "device" or max_memory is None or device != "auto":
             raise
-        raise RequestError(
-            exc.reason, field="max_memory", value=exc.value, allowed=exc.allowed, near=exc.near, hint=exc.hint
-        ) from exc
+        raise device_refusal(exc, max_memory) from exc
 
 
 def _tokens(value: int | str | None, field_name: str) -> Any:
@@ -143,16 +141,18 @@ class PlanInputs:
 
     process_bytes: host memory of this process before it began to load libraries; None: it has not begun, read now.
     sees_values: whether a plan searches the values of adapters for NaN and infinity. A server searches before it starts
-    a worker, and the worker when it reads an adapter. is_to_load: whether a checkpoint without weights is refused.
+    a worker, and the worker when it reads an adapter. is_to_load: whether a checkpoint without weights is refused. is_served:
+    whether a family that cannot be batched is.
     checkpoints, adapters, specs: by folder, as long as its files do not change; a spec also by its anatomy's identity.
     """
 
     probe: Any = None
     process_bytes: int | None = None
-    anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
+    anatomies: dict[tuple[Hashable, ...], Anatomy] = field(default_factory=dict)
     machines: dict[tuple[str, str | None], tuple[Machine, Rates]] = field(default_factory=dict)
     sees_values: bool = True
     is_to_load: bool = False
+    is_served: bool = False
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     adapters: dict[str, AdapterFile] = field(default_factory=dict)
     specs: dict[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
@@ -242,6 +242,8 @@ def _planned(
     first = replace(request, head="full") if request.head == "auto" else request
     narrow = keeps_16bit(request.dtype, dtype_reason)
     anatomy = anatomy_for(checkpoint, first, inputs, may_be_kept=here is not None, keeps_16bit=narrow)
+    if inputs.is_served:
+        check_batched(anatomy, field="model", value=request.model, hint="`trimtab run` and `model.answer` answer one at a time")
     if checkpoint.has_weights:
         check_routers(checkpoint, anatomy)
     kept_reason = prefix_reason(request, anatomy) if request.prefix_cache_bytes else ""
@@ -280,7 +282,7 @@ def _planned(
     window = window_reason(checkpoint, request.context_tokens) if checkpoint.is_gguf else ""
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason, window_reason=window)
     # The probed module tree takes a second to make and holds no weights. Only the first load of any of these plans can use it.
-    read = Handover(FilesRead(checkpoint, inputs.specs, inputs.probe), made.made_of)
+    read = Handover(FilesRead(checkpoint, inputs.specs, inputs.anatomies, inputs.probe), made.made_of)
     return replace(made, files_read=inputs.files_read.setdefault((made.made_of, inputs.probe is None), read))
 
 
@@ -314,7 +316,7 @@ def anatomy_for(
     """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe."""
     from trimtab.machine import anatomy_cache as anatomies
 
-    key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit, request.experts)
+    key = anatomy_key(request, keeps_16bit=keeps_16bit)
     if key in inputs.anatomies:
         return inputs.anatomies[key]
     anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None
@@ -427,9 +429,9 @@ def load(
 
 def load_plan(
     made: Plan, *, progress: Callable[[int, int], None] | None = None, decode: str | None = None,
-    held: dict[str, HeldAdapter] | None = None,
+    held: dict[str, HeldAdapter] | None = None, reads_text: bool = False,
 ) -> LoadedModel:  # fmt: skip
-    """Return the model of a plan, loaded, as `load` does. held: gets the plan's adapters in host memory by name."""
+    """Return the model of a plan, loaded, as `load` does. held, reads_text: as of `LoadedModel`."""
     phases.begin_imports()
     from trimtab.engine.memory import rates as devices
     from trimtab.engine.model import LoadedModel
@@ -446,7 +448,8 @@ def load_plan(
     for name, path in made.request.adapters.items():
         if Path(path).is_dir():  # else reading says what is wrong; what the plan has read is not read again
             check_beside(path, name)
-    return LoadedModel(made, progress=progress, files=made.files_read.take(made.made_of), decode=decode, held=held)
+    files = made.files_read.take(made.made_of)
+    return LoadedModel(made, progress=progress, files=files, decode=decode, held=held, reads_text=reads_text)
 
 
 def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: str | None) -> Plan:

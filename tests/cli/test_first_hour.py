@@ -206,18 +206,19 @@ def test_a_bug_that_is_not_known_is_named_by_its_flag(ask):
 @pytest.mark.parametrize(
     ("given", "blamed"),
     [
-        (("--max-memory", '{"0": "4GiB"}'), "--max-memory cuda:0"),
+        (("--max-memory", '{"0": "4GiB"}'), "--max-memory 0"), (("--max-memory", '{"cuda": "4GiB"}'), "--max-memory cuda"),
         (("--device", "cuda:0"), "--device cuda:0"),
         (("--device", "cuda:0", "--max-memory", '{"0": "4GiB"}'), "--device cuda:0"),
     ],
 )
 def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monkeypatch, given, blamed):
     def refuse(device, bytes_now):
-        raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
+        raise RequestError("this machine has 0 CUDA devices", field="device", value=device, allowed=("auto", "cpu"))
 
     monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
     code, _, err = ask("plan", BASE, *given)
-    assert code == 2 and err.startswith(f"trimtab: {blamed}: this machine has 0 CUDA devices")
+    choices = "cpu" if blamed.startswith("--max-memory") else "auto, cpu"
+    assert code == 2 and err.startswith(f"trimtab: {blamed}: this machine has 0 CUDA devices (choices: {choices})")
 
 
 @pytest.mark.parametrize(
@@ -239,10 +240,10 @@ def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch
         raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
 
     monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
-    for options, field in (({"max_memory": {0: "4GiB"}}, "max_memory"), ({"device": "cuda:0"}, "device")):
+    for options, named in (({"max_memory": {0: "4GiB"}}, ("max_memory", 0)), ({"device": "cuda:0"}, ("device", "cuda:0"))):
         with pytest.raises(RequestError) as caught:
             trimtab.plan(BASE, **options)
-        assert (caught.value.field, caught.value.value) == (field, "cuda:0")
+        assert (caught.value.field, caught.value.value) == named
 
 
 def test_an_address_as_model_says_what_to_do(ask):

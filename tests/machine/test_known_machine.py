@@ -350,5 +350,6 @@ def test_a_plan_from_a_kept_anatomy_is_loaded_like_any_other(folder, monkeypatch
     plan = trimtab.api.plan_request(request)
     monkeypatch.undo()
     assert plan.files_read.look(plan.made_of).tree is None
+    monkeypatch.setattr(hf, "anatomy_of", lambda *args, **options: pytest.fail("made again"))
     with trimtab.load(plan) as model:
         assert model.answer("What is this?", max_new_tokens=2).token_ids

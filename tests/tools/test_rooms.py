@@ -87,6 +87,26 @@ def test_a_former_folder_has_the_names_of_its_package_and_warns():
     assert int(ran.stdout) >= 3, ran.stderr
 
 
+def test_every_former_module_is_imported_and_its_renamed_members_lead_to_what_they_are_now():
+    code = (
+        "import importlib, warnings\n"
+        "from trimtab import former_names\n"
+        "warnings.simplefilter('ignore')\n"
+        "for old, new in former_names.modules().items():\n"
+        "    assert importlib.import_module(old).__name__ in (old, new)\n"
+        "for (old, name), (new, present) in former_names.members().items():\n"
+        "    with warnings.catch_warnings(record=True) as told:\n"
+        "        warnings.simplefilter('always')\n"
+        "        found = getattr(importlib.import_module(old), name)\n"
+        "    assert found is getattr(importlib.import_module(new), present), (old, name)\n"
+        "    assert f'{old}.{name} is {new}.{present} now' in str(told[0].message)\n"
+        "from trimtab.serve.pieces import run, scored_event\n"
+        "print(run.__name__)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=rooms.ROOT)
+    assert ran.stdout == "run_chunk\n", ran.stderr
+
+
 def test_no_docstring_names_a_file_by_its_former_name():
     present = {file.name for folder in ("trimtab", "tests", "tools", "bench") for file in (rooms.ROOT / folder).rglob("*.py")}
     former = {f"{old.rpartition('/')[2]}.py" for old in former_names.moves()} - present

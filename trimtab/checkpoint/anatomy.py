@@ -143,9 +143,8 @@ class Anatomy:
     tower_tokens: (part, soft tokens of one image or audio clip) where the config fixes them; else the processor
     decides. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or use the
     fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
-    an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. cuts_texts: whether a text is
-    computed in chunks; else whole, of any length. renames: transformers'
-    renamings for checkpoints of this model, in order.
+    an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. can_chunk: whether a text is computed
+    in chunks; else whole, of any length. renames: transformers' renamings for checkpoints of this model, in order.
     """
 
     model_class: str
@@ -162,7 +161,7 @@ class Anatomy:
     fused_unsupported: str | None = None
     prompts_unsupported: str | None = None
     images_look_ahead: bool = True
-    cuts_texts: bool = True
+    can_chunk: bool = True
     renames: tuple[Rename, ...] = ()
 
     def __hash__(self) -> int:

@@ -190,7 +190,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if interrupts.was_raised():
             _print_error(KeyboardInterrupt(), as_json, words)
             return STOPPED
-        _print_error(exc, as_json, words)
+        _print_error(words.named(exc), as_json, words)
         return exit_code(exc)
     except KeyboardInterrupt as exc:
         interrupts.end_at_once()

@@ -51,7 +51,6 @@ from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, 
 from trimtab.planning.plan.plan import FilesRead
 from trimtab.planning.values.byte_sizes import was_chosen
 from trimtab.planning.values.execution import CAPTURED
-from trimtab.planning.values.kv_bytes import check_kv
 from trimtab.process import phases
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 
@@ -77,13 +76,13 @@ class LoadedModel(Asking):
     plan, device, dtype, context_tokens: as planned. hf_model: transformers' module tree with trimtab's layers in place.
     decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel
     after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs. progress: called with (bytes
-    read, total bytes). files: what planning read. held: gets the plan's adapters in host memory by name. Errors: CheckpointError
-    and AdapterError for changed files; DeviceError if memory runs out.
+    read, total bytes). files: what planning read. held: gets the plan's adapters in host memory by name. reads_text: read the
+    tokenizer before the weights. Errors: CheckpointError and AdapterError for changed files; DeviceError if memory runs out.
     """
 
     def __init__(
         self, plan: Plan, *, progress: Progress | None = None, files: FilesRead[hf.Probe] | None = None, decode: str | None = None,
-        held: dict[str, HeldAdapter] | None = None,
+        held: dict[str, HeldAdapter] | None = None, reads_text: bool = False,
     ) -> None:  # fmt: skip
         decode = plan.request.decode if decode is None else decode
         check_choice(decode, DECODE_MODES, field_name="decode")
@@ -119,9 +118,10 @@ class LoadedModel(Asking):
             if attention_forms.is_left_out(plan):
                 self._give_back_attention = attention_forms.of_this_process().leave_out(self)
             self._attention_at_load = self._why_without_cudnn()
+            if reads_text:
+                _ = self.processor
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
-                check_kv(plan.request.kv, self.anatomy)  # the plan may be an edited file
                 guard_towers(self._loaded.hf_model)
                 self._loaded.left_out |= kept_batch.compared(self)
                 phases.begin("unpacking weights")

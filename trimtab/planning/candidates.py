@@ -35,7 +35,7 @@ from trimtab.planning.values.execution import (
     reads_packed,
     unsupported_reason,
 )
-from trimtab.planning.values.kv_bytes import check_invariant, check_kv
+from trimtab.planning.values.kv_bytes import check_family
 from trimtab.request import LoadRequest
 
 # Modes of a decode step, the fastest first.
@@ -62,8 +62,7 @@ class Candidates:
         heads = {"full" if request.head == "auto" else request.head: self.given.anatomy}
         if request.head == "auto" and not machine.on_cpu and not refused and self.given.head8 is not None:
             heads["int8"] = self.given.head8
-        check_kv(request.kv, self.given.anatomy)
-        check_invariant(request.batch_invariant, self.given.anatomy)
+        check_family(request, self.given.anatomy)
         no_kernel = "" if machine.on_cpu else why_no_kernel(self.given.anatomy.dtype, machine.capability)
         plans: dict[str, Plan] = {}
         errors: list[DoesNotFitError] = []

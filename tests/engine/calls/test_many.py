@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import threading
 import time
 import weakref
@@ -18,11 +19,10 @@ import trimtab
 from tests import pico, stock
 from tests.long_runs import crossed
 from trimtab import demo
+from trimtab.api import PlanInputs, plan_request
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.worker.engine import LoadedEngine
 
 QUESTION = "Who are you?"
 # One float32 step of a tiny model, computed in two orders (tests/engine/batch/test_batch.py says where it comes from).
@@ -107,7 +107,7 @@ def test_a_wrong_call_is_refused(model, call, field):
 
 def test_a_family_without_rows_is_answered_one_by_one(model, monkeypatch):
     expected = [alone(model, request).token_ids for request in REQUESTS[:2]]
-    monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a state")
+    monkeypatch.setattr(model, "anatomy", replace(model.anatomy, capture_unsupported="layer 0 keeps a state"))
     assert [answer.token_ids for answer in model.batch(REQUESTS[:2], max_new_tokens=10)] == expected
 
 
@@ -127,7 +127,7 @@ OWN_CACHES = {
 
 
 @pytest.mark.parametrize("name", OWN_CACHES)
-def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(name, tmp_path):
+def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(name, tmp_path, monkeypatch):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(vocab_size=320, **OWN_CACHES[name])
     kind = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
@@ -144,17 +144,16 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
     )[0, len(ids) :].tolist()
     plan, longer = (trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=n) for n in (64, 4096))
     assert longer.prefill_tokens == (1024 if name == "Bamba" else 4096)  # of what is computed whole, memory is counted whole
-    with pytest.raises(RequestError, match="cannot be batched") as refused:
-        trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=64, batch_invariant=True)
-    assert refused.value.field == "batch_invariant"
+    for served, invariant, field in ((False, True, "batch_invariant"), (True, False, "model")):
+        with pytest.raises(RequestError, match=f"{type(plain).__name__} cannot be batched: ") as refused:
+            plan_request(replace(plan.request, batch_invariant=invariant), inputs=PlanInputs(is_served=served))
+        assert refused.value.field == field
     with trimtab.load(plan) as one:
         whole, states = one.answer(ids, max_new_tokens=16, logprobs=0), one.embed([ids])
         assert len(set(wanted)) > 3 and list(whole.token_ids) == wanted
         assert [list(answer.token_ids) for answer in one.batch([ids, ids], max_new_tokens=16)] == [wanted, wanted]
         with pytest.raises(DeviceError, match="this family cannot be batched"):
             Batch(one, rows=1).begin(one.prepare(ids), GenerateRequest(max_new_tokens=2))
-        with pytest.raises(DeviceError, match="this family cannot be batched"):  # a server does not start
-            LoadedEngine(one, rows=1)
     cut = replace(plan, prefill_tokens=8)  # the prompt has more tokens than a chunk
     if name != "Bamba":
         with pytest.raises(RequestError, match=f"{type(plain).__name__} are computed whole") as caught:
@@ -164,7 +163,10 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
     with trimtab.load(cut) as one:
         logprobs = [token.logprob for token in one.answer(ids, max_new_tokens=16, logprobs=0).logprobs]
         assert logprobs == pytest.approx([token.logprob for token in whole.logprobs], abs=TOLERANCE)
-        np.testing.assert_allclose(one.embed([ids]), states, atol=TOLERANCE)
+        own, asked = inspect.signature, list[object]()
+        monkeypatch.setattr(inspect, "signature", lambda call, **options: asked.append(call) or own(call, **options))
+        np.testing.assert_allclose(one.embed([ids]), states, atol=TOLERANCE)  # in chunks, whose arguments are known from the first
+        assert asked.count(one.hf_model.base_model.forward) == 1
 
 
 def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):

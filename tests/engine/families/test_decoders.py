@@ -487,9 +487,8 @@ def test_a_description_is_compared_once_where_steps_are_made_of_it(mode, decode,
             assert len(calls) == 1
 
 
-def test_modules_without_room_for_their_graph_are_not_captured(monkeypatch):
+def test_modules_without_room_for_their_graph_are_not_captured():
     """Where a plan counts the graph of a fused step, whose kernels read pages in place, and its description differs."""
-    monkeypatch.setattr(step_choice.hf_slots, "why_not", lambda _: None)
     for gib, words in ((8, None), (4, "layer 1 differs; cuda needs 265.0 MiB")):
         plan = gpu_plan(gib, kv_tokens=16384, batch=8, context_tokens=8192)
         assert plan.execution.step.mode == "fused"

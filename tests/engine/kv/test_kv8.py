@@ -46,8 +46,9 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.int8 import read_states, round_states
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.engine.memory.graph_cache import GraphCache
+from trimtab.engine.tiers.reader import Reader
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.planning import make_plan
+from trimtab.planning import Plan, make_plan
 from trimtab.planning import options as plan_options
 from trimtab.planning.memory.activations import needs_of, row_cache_bytes, use_of
 from trimtab.planning.values.execution import graph_bytes
@@ -530,14 +531,14 @@ def test_options_have_no_row_for_what_a_model_cannot_have():
         assert ("kv='int8'" in named) == is_possible and "context=2048" in named
 
 
-def test_a_plan_file_that_asks_for_what_a_model_cannot_have_is_refused(tmp_path, monkeypatch):
+def test_a_plan_file_that_asks_for_what_a_model_cannot_have_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     made = planned(pico.build("llama", tmp_path))
-    monkeypatch.setattr(
-        "trimtab.engine.model.check_kv",
-        lambda kv, anatomy: check_kv(kv, replace(anatomy, capture_unsupported="layer 0 keeps a state")),
-    )
-    with pytest.raises(RequestError, match="8-bit keys and values of LlamaForCausalLM: layer 0 keeps a state"):
-        trimtab.load(made)
+    monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a state")
+    monkeypatch.setattr(Reader, "__init__", lambda *_: pytest.fail("weights are read"))
+    for plan in (made, replace(made, request=replace(made.request, kv="full", batch_invariant=True))):
+        with pytest.raises(RequestError, match="LlamaForCausalLM.*: layer 0 keeps a state") as caught:
+            trimtab.load(Plan.from_json(plan.to_json()))
+        assert caught.value.field == ("batch_invariant" if plan.request.batch_invariant else "kv")
 
 
 def test_verify_refuses_what_it_would_not_compare(tmp_path):

@@ -554,7 +554,7 @@ def test_recurrent_layers_are_named():
 
 def test_a_family_with_another_state_is_named(tmp_path, monkeypatch):
     with load("llama", tmp_path) as model:
-        monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a LinearAttentionLayer")
+        monkeypatch.setattr(model, "anatomy", replace(model.anatomy, capture_unsupported="layer 0 keeps a LinearAttentionLayer"))
         model.keep_prefixes(2**20)
         assert ("prefix cache", "layer 0 keeps a LinearAttentionLayer") in [(f.what, f.why) for f in model.fallbacks]
         assert Prefixes(Batch(model, rows=1)).cache is None

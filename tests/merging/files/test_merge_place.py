@@ -199,6 +199,18 @@ def test_the_model_itself_is_no_place(base: Path, adapter: Path) -> None:
     assert content(base) == before and (adapter / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize("name", ["demo", "./demo", "demo/style"])
+def test_a_name_of_the_bundled_demo_is_no_place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "is a name of the bundled demo: later commands would" in str(refused(base, Path(name), dtype="bf16"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "config.json").write_text("{}")  # a model of the user's, which this name means here already
+    assert "is not empty" in str(refused(base, Path("demo"), dtype="bf16"))
+    monkeypatch.chdir("/")
+    assert "is not empty" in str(refused(base, tmp_path / "demo", dtype="bf16"))
+
+
 def test_a_link_to_the_model_is_the_model(base: Path, tmp_path: Path) -> None:
     try:
         (tmp_path / "link").symlink_to(base, target_is_directory=True)

@@ -195,6 +195,14 @@ def test_a_list_beyond_its_limit_is_refused_before_its_items_are_looked_at():
         assert answer.status_code == 400 and f"has more than {most} " in answer.text, (path, answer.text)
 
 
+def test_a_body_that_never_finds_room_is_too_large():
+    server = client(pool := MockPool(), limits=Limits(all_body_bytes=1000))
+    refused = post(server, sized(FREE_BYTES + 1000))
+    assert error_of(refused, 413)["fields"]["limit_bytes"] == FREE_BYTES + 1000 and "retry-after" not in refused.headers
+    pool._context = 2**20
+    assert post(server, sized(FREE_BYTES)).status_code == 200
+
+
 def test_bodies_without_room_get_503_and_their_room_comes_back():
     pool = MockPool(forever)
     app = make_app(pool, Settings(page=False, limits=Limits(all_body_bytes=FREE_BYTES)), Metrics())

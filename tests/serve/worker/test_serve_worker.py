@@ -8,12 +8,15 @@ import shutil
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
+import transformers
 
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.prefill.warm_up import CaptureAhead
-from trimtab.errors import AdapterError, DeviceError
+from trimtab.engine.tiers.reader import Reader
+from trimtab.errors import AdapterError, DeviceError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
 from trimtab.serve.contract.job import Job
@@ -338,9 +341,21 @@ def test_an_operator_is_told_of_a_bad_adapter_at_the_start(tmp_path):
         _Worker(Channel(multiprocessing.Pipe()[0]), settings_of({"bad": tmp_path}))
 
 
+@pytest.mark.parametrize("rows", [1, None])
+def test_a_family_that_cannot_be_batched_is_refused_before_weights_are_read(tmp_path, monkeypatch, rows):
+    config = transformers.OpenAIGPTConfig(vocab_size=320, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    transformers.OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(Reader, "__init__", lambda *_: pytest.fail("weights are read"))
+    request = replace(REQUEST, model=str(tmp_path), context_tokens=64).to_json()
+    with pytest.raises(RequestError, match="OpenAIGPTLMHeadModel cannot be batched: ") as caught:
+        _Worker(Channel(multiprocessing.Pipe()[0]), settings_of({}, rows=rows, request=request))
+    assert (caught.value.field, caught.value.value) == ("model", str(tmp_path)) and "answer one at a time" in caught.value.hint
+
+
 def test_a_worker_that_cannot_load_its_model_says_why_and_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(worker.signal, "signal", lambda *_: None)  # this process keeps its own
     monkeypatch.setattr(worker, "keep_streams", lambda: None)
+    monkeypatch.setattr(Reader, "__init__", lambda *_: pytest.fail("weights are read"))
     shutil.copytree(DEMO / "base", tmp_path / "m", ignore=shutil.ignore_patterns("*token*"))
     here, there = multiprocessing.Pipe()
     with there, pytest.raises(SystemExit) as ended:

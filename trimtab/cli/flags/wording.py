@@ -7,6 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trimtab.cli.flags.flags import MAX_MEMORY, read_json_object
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.planning.request.max_memory import device_refusal
+
 # Arguments and fields whose flag has another name; the first one that the command has is used.
 _OTHERWISE = {
     "context_tokens": ("--context",), "gpu_memory_bytes": ("--gpu-memory",), "host_memory_bytes": ("--host-memory",),
@@ -33,10 +37,16 @@ class Words:
             return text
         if field == "--prompts":  # of a file: a line's keys are no flags
             return as_typed(text)
-        flags = flags_of(self.options.parser)
-        if getattr(self.options, "max_memory", None) is not None and getattr(self.options, "device", None) is None:
-            flags["device"] = "--max-memory"  # which chose it
-        return in_keys(in_flags(text, field, flags), self.keys, getattr(self.options, "config", None) or "")
+        return in_keys(in_flags(text, field, flags_of(self.options.parser)), self.keys, getattr(self.options, "config", None) or "")
+
+    def named(self, exc: TrimtabError) -> TrimtabError:
+        """Return an error, of the key of --max-memory if this flag chose the device that it is about."""
+        given = getattr(self.options, "max_memory", None)
+        if given is None or getattr(self.options, "device", None) is not None:
+            return exc
+        if not isinstance(exc, RequestError) or exc.field != "device":
+            return exc
+        return device_refusal(exc, read_json_object(given, "--max-memory", MAX_MEMORY))
 
 
 def flags_of(command: argparse.ArgumentParser) -> dict[str, str]:

@@ -123,7 +123,7 @@ class Batch:
             raise RequestError("a batch has at least one row", field="rows", value=self.rows)
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(end_token_ids(self.model.hf_model))
-        self._unsupported = hf_slots.why_not(self.model.hf_model)
+        self._unsupported = self.model.anatomy.capture_unsupported
         self.cache = hf_slots.BatchedKVCache(
             self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),

@@ -21,7 +21,6 @@ import torch
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch.generate import Answer, AnswerSoFar, AnswerText, Finish, Piece, detokenizer_of, generate_text, logprobs_of
 from trimtab.engine.decode import batch_invariant as company
-from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import RequestError, TrimtabError
@@ -72,7 +71,7 @@ def answers(
     if isinstance(requests, (str, Mapping)):
         raise RequestError("is one request; give a list of requests", field="requests", value=type(requests).__name__)
     prepared = (_prepared(model, index, one, options) for index, one in enumerate(requests))
-    run = _one_by_one if hf_slots.why_not(model.hf_model) is not None else _together
+    run = _one_by_one if model.anatomy.capture_unsupported is not None else _together
     return run(model, prepared, rows, _raised if errors == "raise" else _returned, group)
 
 

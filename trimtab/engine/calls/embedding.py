@@ -28,7 +28,7 @@ class Embedding(TextPass):
 
     def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
         check_fits(model, inputs, 0)
-        super().__init__(model, inputs, adapter)
+        super().__init__(model, model.hf_model.base_model, inputs, adapter)
         self._pooling = pooling
         self._sum: Tensor | None = None  # [D] float32
 
@@ -36,7 +36,7 @@ class Embedding(TextPass):
         """Compute the next chunk, of at most `most_tokens`; True when it was the last. Errors: DeviceError for
         states that are no numbers."""
         chunk = self._model.prefill_tokens or self.prompt_tokens
-        states = self._next(self._model.hf_model.base_model, min(chunk, most_tokens or chunk)).last_hidden_state
+        states = self._next(min(chunk, most_tokens or chunk)).last_hidden_state
         added = states[0, -1].float() if self._pooling == "last" else states[0].float().sum(0)
         self._sum = added if self._sum is None or self._pooling == "last" else self._sum + added
         return self._done == self.prompt_tokens

@@ -35,7 +35,7 @@ class PromptScores(TextPass):
     def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None, top: int) -> None:
         if inputs.has_media:
             raise RequestError("not supported: prompt_logprobs of images and audio", field="prompt_logprobs")
-        super().__init__(model, inputs, adapter)
+        super().__init__(model, model.hf_model, inputs, adapter)
         self._top = top
         self._logits: Tensor | None = None  # of the last token [V]
         self.scores: list[dict[int, tuple[float, int]]] = []
@@ -52,7 +52,7 @@ class PromptScores(TextPass):
     def step(self) -> bool:
         """Compute the next piece; True when it was the last. Errors: DeviceError for logits that are no numbers."""
         start = self._done
-        logits = self._next(self._model.hf_model, PIECE_TOKENS).logits[0]
+        logits = self._next(PIECE_TOKENS).logits[0]
         end = self._done
         check_logits(logits, adapter=self.adapter)
         following = self._inputs.token_ids[start + 1 : end + 1]

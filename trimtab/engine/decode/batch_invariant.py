@@ -54,7 +54,7 @@ def check_rows(model: EngineContext, rows: int) -> None:
 def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
     """Return the logits [count, V] float32 and the most likely tokens [count] of these rows (number -> adapter), each alone."""
     cache, store = steps.cache, steps.model.adapter_store
-    cache.see(steps.buffers.context_tokens)
+    cache.limit_attention(steps.buffers.context_tokens)
     logits, tokens = [], []
     for number, name in rows.items():
         store.set(name)

@@ -230,7 +230,7 @@ class DecodeStep:
         return state.any_of(self._placeholders)
 
     def _eager(self, state: BatchState, step: Step) -> tuple[Tensor, Tensor]:
-        self.cache.see(self._places(state))
+        self.cache.limit_attention(self._places(state))
         self._advance(state.count)
         self.model.adapter_store.set_rows(state.adapters)
         return self._finish(step, state.count)
@@ -327,7 +327,7 @@ class DecodeStep:
             fused = self.fused_step()
             if fused is not None:
                 step, kind = fused, "fused"
-        self.cache.see(self._places(state, sees_all=sees_all))
+        self.cache.limit_attention(self._places(state, sees_all=sees_all))
         has_adapters = any(names)
         key: tuple[Hashable, ...] = (kind, bucket)
         if kind == "modules" or self.cache.kv == "int8":

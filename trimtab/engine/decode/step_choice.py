@@ -16,7 +16,6 @@ import torch
 
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.device_kernels import EXPERTS, DeviceKernels
-from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.layers.linear import Leaf
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.step_memory import check_room
@@ -89,8 +88,7 @@ class StepChoice:
     def _why_no_graph(self) -> str | None:
         if self.device.type != "cuda":
             return "there is no GPU"
-        why = hf_slots.why_not(self.model.hf_model)
-        if why is not None:
+        if (why := self.model.anatomy.capture_unsupported) is not None:
             return why
         for row in self.model.plan.placements:
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):

@@ -27,7 +27,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv.pages import PagePool
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer, is_recurrent
-from trimtab.errors import RequestError
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, round_up
 from trimtab.planning.values.kv_bytes import PAGE_TOKENS, pool_tokens
 
@@ -326,7 +325,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
             self.context_tokens, torch.zeros(self.rows, 1, 1, self.context_tokens, dtype=torch.bool, device=self.device)
         )
 
-    def see(self, places: int) -> None:
+    def limit_attention(self, places: int) -> None:
         """Let the attention of the next steps read this many places of the context."""
         self.seen_places = places
 
@@ -472,19 +471,12 @@ def takes_states(hf_model: HFModel) -> bool:
 
 
 # transformers 5.23: a pass of several tokens behind a cache has other numbers than one pass over all of them.
-WHOLE = {"jamba"}
+UNCHUNKED = {"jamba"}
 
 
-def may_cut(hf_model: HFModel) -> bool:
-    """Whether a text may be computed in pieces, each behind the cache of those before."""
-    return takes_states(hf_model) and hf_model.config.get_text_config().model_type not in WHOLE
-
-
-def check_chunks(hf_model: HFModel, chunk_tokens: int, context_tokens: int) -> None:
-    """Raise RequestError for a plan's chunks of texts that are computed whole: an edited plan, or an earlier release's."""
-    if chunk_tokens < context_tokens and not may_cut(hf_model):
-        why = f"texts of {type(hf_model).__name__} are computed whole"
-        raise RequestError(why, field="plan.prefill_tokens", value=chunk_tokens, hint="Plan again")
+def can_chunk(hf_model: HFModel) -> bool:
+    """Whether a text may be computed in chunks, each behind the cache of those before."""
+    return takes_states(hf_model) and hf_model.config.get_text_config().model_type not in UNCHUNKED
 
 
 def keeps_states(hf_model: HFModel) -> bool:

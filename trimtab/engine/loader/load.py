@@ -23,7 +23,6 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import dequantize, prequantized, quantize
-from trimtab.engine.kv import kv_cache
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
 from trimtab.engine.loader import head_kernel as head8_choice
@@ -41,7 +40,7 @@ from trimtab.formats.packed import split_packed
 from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import row_bytes
-from trimtab.planning.plan.plan import FilesRead
+from trimtab.planning.plan.plan import FilesRead, anatomy_key
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
 from trimtab.planning.values.execution import groups_on_device
@@ -81,15 +80,18 @@ def fill(
     """
     request = plan.request
     known, probe = (None, None) if files is None else (files.checkpoint, files.tree)
-    checkpoint = known if known is not None and known.is_unchanged() else read_checkpoint(request.model)
+    is_known = known is not None and known.is_unchanged()
+    checkpoint = known if known is not None and is_known else read_checkpoint(request.model)
     check_has_weights(checkpoint)
     plan.check_same_checkpoint(checkpoint)
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
-    kv_cache.check_chunks(probe.model, plan.prefill_tokens, request.context_tokens)
-    anatomy = hf.anatomy_of(
-        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
-        keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason), experts=request.experts, is_to_plan=request.kv != "full",
+    is_narrow = keeps_16bit(request.dtype, plan.dtype_reason)
+    anatomy = files.anatomies.get(anatomy_key(request, keeps_16bit=is_narrow)) if files is not None and is_known else None
+    anatomy = anatomy or hf.anatomy_of(
+        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head, keeps_16bit=is_narrow,
+        experts=request.experts,
     )  # fmt: skip
+    plan.check_family(anatomy)
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)

@@ -138,14 +138,11 @@ def _chunk(start: int, end: int, sizes: Sequence[int], *, is_last: bool) -> Chun
     return Chunk(start, end - start, min(size for size in sizes if size >= end - start), is_last)
 
 
-def why_not(hf_model: HFModel, context_tokens: int = 0) -> str | None:
-    """Return why this family's prompts cannot be computed in such chunks, None if they can, up to this many tokens."""
+def why_not(hf_model: HFModel) -> str | None:
+    """Return why this family's prompts cannot be computed in such chunks, None if they can; `why_not_now` knows the rest."""
     if (state := hf_slots.why_not(hf_model)) is not None:
         return state
     config = hf_model.config.get_text_config()
-    attention = getattr(config, "_attn_implementation", None)
-    if attention not in ("sdpa", "eager"):
-        return f"its attention is {attention}, not sdpa or eager"
     kinds = set(getattr(config, "layer_types", None) or ()) - ({"linear_attention"} if config.model_type in MODEL_TYPES else set())
     if not kinds <= set(_KINDS):
         return f"its layers are of kinds {sorted(kinds - set(_KINDS))}"
@@ -156,11 +153,15 @@ def why_not(hf_model: HFModel, context_tokens: int = 0) -> str | None:
         return f"the layers of {type(hf_model).__name__} were not recognized"
     if getattr(config, "use_bidirectional_attention", None) == "all":
         return "its attention is not causal"
-    return _why_not_long(hf_model, context_tokens)
+    return why_not_now(hf_model)
 
 
-def _why_not_long(hf_model: HFModel, context_tokens: int) -> str | None:
+def why_not_now(hf_model: HFModel, context_tokens: int = 0) -> str | None:
+    """Return the same of what a loaded model may be given: another attention, and prompts of up to this many tokens."""
     config, rotary = hf_model.config.get_text_config(), getattr(hf_model.get_decoder(), "rotary_emb", None)
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        return f"its attention is {attention}, not sdpa or eager"
     if (kind := getattr(rotary, "rope_type", None)) not in ("dynamic", "longrope"):
         return None
     limit = config.max_position_embeddings if kind == "dynamic" else config.rope_parameters["original_max_position_embeddings"]

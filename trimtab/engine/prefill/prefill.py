@@ -131,7 +131,9 @@ class PrefillRunner:
             self.batch.steps.fallbacks.append(one)
 
     def _why_not(self, sizes: Sequence[int] | None) -> str | None:
-        if (why := hf_prefill.why_not(self.model.hf_model, self.batch.cache.context_tokens)) is not None:
+        if (why := self.model.anatomy.prompts_unsupported) is not None:
+            return why
+        if (why := hf_prefill.why_not_now(self.model.hf_model, self.batch.cache.context_tokens)) is not None:
             return why
         if self.is_recurrent and not self.batch.steps.may_fuse:
             return "states of recurrent layers need the kernels of a step"

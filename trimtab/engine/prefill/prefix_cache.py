@@ -72,7 +72,7 @@ class PrefixCache:
             raise RequestError(f"must be at least {LEAST_PAGE_BYTES} bytes", field="prefix_cache", value=capacity_bytes)
         self.capacity_bytes, self.block_tokens = capacity_bytes, block_tokens
         self.device: torch.device = model.device
-        self.why_not = hf_slots.why_not(model.hf_model)
+        self.why_not = model.anatomy.capture_unsupported
         self.context_tokens: int = model.context_tokens
         # The windows of sliding layers, and whether layers are recurrent. Without either a prompt resumes behind every block.
         self.windows = () if self.why_not else hf_slots.windows(model.hf_model, self.context_tokens)

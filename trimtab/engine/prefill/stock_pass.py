@@ -17,12 +17,14 @@ from trimtab.engine.towers.pieces import PausedError
 
 
 class TextPass:
-    """A text that is computed piece by piece, next to a batch. inputs: without media. adapter: a name, None for the base."""
+    """A text that is computed in chunks by a module of the model, next to a batch. inputs: without media. adapter: a name, None for
+    the base."""
 
-    def __init__(self, model: PrefillContext, inputs: Inputs, adapter: str | None) -> None:
-        self._model, self._inputs, self.adapter = model, inputs, adapter
-        # Bamba counts positions from 0 in each piece if it is given none; others get what they would count themselves.
-        self._has_rows = hf_slots.why_not(model.hf_model) is None
+    def __init__(self, model: PrefillContext, module: nn.Module, inputs: Inputs, adapter: str | None) -> None:
+        self._model, self._module, self._inputs, self.adapter = model, module, inputs, adapter
+        # Bamba counts positions from 0 in each chunk if it is given none; others get what they would count themselves.
+        has_rows = model.anatomy.capture_unsupported is None
+        self._gives_positions = not has_rows and "position_ids" in inspect.signature(module.forward).parameters
         self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
         self._done = 0
 
@@ -35,16 +37,16 @@ class TextPass:
         """How many tokens of the text are computed."""
         return self._done
 
-    def _next(self, module: nn.Module, most_tokens: int) -> Any:
-        """Return what a module of the model makes of the next tokens, which count as computed from then on."""
+    def _next(self, most_tokens: int) -> Any:
+        """Return what the module makes of the next tokens, which count as computed from then on."""
         start, end = self._done, min(self.prompt_tokens, self._done + most_tokens)
-        assert end - start == self.prompt_tokens or hf_slots.may_cut(self._model.hf_model)
+        assert end - start == self.prompt_tokens or self._model.anatomy.can_chunk
         tensors = _tensors(self._model, self._inputs, start, end)
-        if not self._has_rows and "position_ids" in inspect.signature(module.forward).parameters:
+        if self._gives_positions:
             tensors |= {"position_ids": torch.arange(start, end, device=self._model.device)[None]}
         _begin(self._model, self.adapter)
         with torch.no_grad():
-            output = module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
+            output = self._module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
         self._done = end
         return output
 

@@ -188,7 +188,7 @@ class _Job:
     entry: TensorEntry
     target: Tensor
     pieces: list[Future[torch.cuda.Event | None]]
-    place: Tensor | None = None
+    buffer: Tensor | None = None
 
 
 class Reader:
@@ -196,7 +196,7 @@ class Reader:
 
     order: the tensors of the calls of `take`, in that order, each once. Passing tensors on a GPU use two buffers of the
     largest one's size, so that they do not fragment memory allocated for tensors that stay. Memory beyond the tensors:
-    RING_PIECES x PIECE_BYTES pinned on the host, the two places on the device, up to AHEAD_BYTES of tensors early.
+    RING_PIECES x PIECE_BYTES pinned on the host, the two buffers on the device, up to AHEAD_BYTES of tensors early.
     """
 
     def __init__(self, order: Iterable[Wanted]) -> None:
@@ -215,7 +215,7 @@ class Reader:
         passing = [w.entry.nbytes for w in self._waiting if w.is_passing and w.device.type == "cuda"]
         size = max((nbytes for nbytes in passing if nbytes > SMALL_BYTES), default=0)
         # Two buffers on the device for passing tensors: the free ones, each with when its last tensor was used up.
-        self._places: deque[tuple[Tensor, torch.cuda.Event | None]] = deque(
+        self._free_buffers: deque[tuple[Tensor, torch.cuda.Event | None]] = deque(
             (torch.empty(size, dtype=torch.uint8, device=gpu), None) for _ in range(2 if size else 0)
         )
         self._taken: Tensor | None = None
@@ -229,7 +229,7 @@ class Reader:
         if self._stream is not None:
             self._stream.synchronize()
         self._jobs.clear()
-        self._places.clear()
+        self._free_buffers.clear()
         self._taken = None
         for piece in self._pieces:
             piece.close()
@@ -241,7 +241,7 @@ class Reader:
 
         A passing tensor is valid until the next call. Errors: CheckpointError if the file is short.
         """
-        self._give_back_place()
+        self._give_back_buffer()
         self._fill()
         job = self._jobs.popleft()
         self.read_bytes += entry.nbytes
@@ -254,13 +254,13 @@ class Reader:
             event = piece.result()
             if event is not None:
                 torch.cuda.current_stream(job.target.device).wait_event(event)
-        self._taken = job.place
+        self._taken = job.buffer
         self._fill()
         return job.target
 
-    def _give_back_place(self) -> None:
+    def _give_back_buffer(self) -> None:
         if self._taken is not None:
-            self._places.append((self._taken, torch.cuda.current_stream(self._taken.device).record_event()))
+            self._free_buffers.append((self._taken, torch.cuda.current_stream(self._taken.device).record_event()))
             self._taken = None
 
     def _fill(self) -> None:
@@ -271,14 +271,14 @@ class Reader:
                 self._next_small.append(self._waiting.popleft().device)
                 self._jobs.append(None)
                 continue
-            needs_place = wanted.is_passing and wanted.device.type == "cuda"
-            if needs_place and not self._places:
+            needs_buffer = wanted.is_passing and wanted.device.type == "cuda"
+            if needs_buffer and not self._free_buffers:
                 return
-            if not needs_place and self._ahead_bytes and self._ahead_bytes + nbytes > AHEAD_BYTES:
+            if not needs_buffer and self._ahead_bytes and self._ahead_bytes + nbytes > AHEAD_BYTES:
                 return
             self._waiting.popleft()
             self._ahead_bytes += nbytes
-            self._jobs.append(self._start(wanted, *(self._places.popleft() if needs_place else (None, None))))
+            self._jobs.append(self._start(wanted, *(self._free_buffers.popleft() if needs_buffer else (None, None))))
 
     def _file(self, entry: TensorEntry) -> PositionedFile:
         file = self._files.get(entry.file)
@@ -294,12 +294,12 @@ class Reader:
         self._file(entry).read_into(memoryview(raw), entry.start)
         return torch.frombuffer(raw, dtype=dtype).reshape(entry.shape).to(device)
 
-    def _start(self, wanted: Wanted, place: Tensor | None, ready: torch.cuda.Event | None) -> _Job:
+    def _start(self, wanted: Wanted, buffer: Tensor | None, ready: torch.cuda.Event | None) -> _Job:
         entry, device = wanted.entry, wanted.device
         file = self._file(entry)
         dtype = getattr(torch, entry.dtype)
-        if place is not None:
-            flat = place[: entry.nbytes]
+        if buffer is not None:
+            flat = buffer[: entry.nbytes]
             target = flat.view(dtype).view(entry.shape)
         else:
             target = torch.empty(entry.shape, dtype=dtype, device=device)
@@ -311,7 +311,7 @@ class Reader:
             self._pool.submit(self._read_piece, file, flat[at : at + PIECE_BYTES], entry.start + at, ready)
             for at in range(0, entry.nbytes, PIECE_BYTES)
         ]
-        return _Job(entry, target, pieces, place)
+        return _Job(entry, target, pieces, buffer)
 
     def _read_piece(
         self, file: PositionedFile, target: Tensor, start: int, ready: torch.cuda.Event | None

@@ -106,10 +106,10 @@ class Slot:
     ready: torch.cuda.Event | None = None
     pending: Future[torch.cuda.Event | None] | None = None
 
-    def hold(
+    def set_content(
         self, owner: Group | None, ready: torch.cuda.Event | None = None, pending: Future[torch.cuda.Event | None] | None = None
     ) -> None:
-        """Hold another content or none, or the same one, whose copy has been waited for. ready: what readers wait for; pending:
+        """Have another content or none, or the same one, whose copy has been waited for. ready: what readers wait for; pending:
         gives it once the bytes are read from disk."""
         self.owner, self.ready, self.pending = owner, ready, pending
 
@@ -117,8 +117,8 @@ class Slot:
         """Wait until the copy is queued. Errors: those of reading from disk; the slot then holds nothing."""
         if self.pending is not None:
             pending, owner = self.pending, self.owner
-            self.hold(None)
-            self.hold(owner, pending.result())
+            self.set_content(None)
+            self.set_content(owner, pending.result())
 
 
 @dataclass(eq=False)
@@ -238,7 +238,7 @@ class Streamer:
             if self._is_capturing:
                 self._forget()
                 for slot, group in zip(self.slots, copy_order.blocks, strict=False):
-                    slot.hold(group)
+                    slot.set_content(group)
             else:
                 self.hold(order)
             self._order, self._current, self._in_order, self._used, self._copied = copy_order, None, True, 0, {}
@@ -263,7 +263,7 @@ class Streamer:
                 for slot, group in zip(self.slots, order.blocks, strict=False):
                     if slot.owner is not group:
                         self._fetch(group, into=slot)
-                    slot.hold(group)
+                    slot.set_content(group)
                 if self._stream is not None and self.copied_bytes != self._copies_before:
                     torch.cuda.current_stream(self.device).wait_stream(self._stream)
             finally:
@@ -285,14 +285,14 @@ class Streamer:
             if slot.owner is not group or slot.pending is not None:
                 self._fetch(group, into=slot)
             self._wait(slot)
-            slot.hold(group)
+            slot.set_content(group)
 
     def _forget(self) -> None:
         """Let no buffer count as filled: a captured pass fills them unknown to this object."""
         for slot in self.slots:
             with suppress(CheckpointError, OSError):
                 slot.settle()
-            slot.hold(None)
+            slot.set_content(None)
         self._current = None
 
     def _join(self) -> None:
@@ -348,9 +348,9 @@ class Streamer:
             for copy in copies:
                 slot, group = self.slots[self._order.slot_of[copy.block]], copy.block
                 free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
-                slot.hold(None)
+                slot.set_content(None)
                 ready = self._copied[copy] = self._copy(group.host.tensor[copy.start : copy.end], slot, free, copy.start)
-                slot.hold(group if copy is self._order.steps[self._order.last[group]] else None, ready)
+                slot.set_content(group if copy is self._order.steps[self._order.last[group]] else None, ready)
         self._used = max(self._used, count)
 
     def leave(self, group: Group) -> None:
@@ -381,13 +381,13 @@ class Streamer:
         # An unused prefetch ends before its slot is written again; its error belongs to a block that no pass requested.
         with suppress(CheckpointError, OSError):
             slot.settle()
-        slot.hold(None)
+        slot.set_content(None)
         free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         if group.host is not None:
-            slot.hold(group, self._copy(group.host.tensor[0 : group.nbytes], slot, free))
+            slot.set_content(group, self._copy(group.host.tensor[0 : group.nbytes], slot, free))
         else:
             assert self._worker is not None
-            slot.hold(group, pending=self._worker.submit(self._copy_from_disk, group, slot, free))
+            slot.set_content(group, pending=self._worker.submit(self._copy_from_disk, group, slot, free))
         self._by_use = _used_last(self._by_use, slot)
         return slot
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trimtab.adapter_names import NAMED, without_demo_name
 from trimtab.adapters.file import CONFIG_NAME
 from trimtab.checkpoint.writer import sync_folder, write_synced
 from trimtab.errors import DoesNotFitError, RequestError
@@ -39,6 +40,9 @@ def check_place(out: Path, model: Path, adapters: Mapping[str, Path], *, overwri
             raise RequestError(f"is inside {what}", field="out", value=str(out), hint="Name another folder")
         if here in there.parents:
             raise RequestError(f"holds {what}", field="out", value=str(out), hint="Name another folder")
+    if any(here == Path(os.path.realpath(name)) and without_demo_name(name) != name for name in NAMED):
+        why = "is a name of the bundled demo: later commands would take one for the other"
+        raise RequestError(why, field="out", value=str(out), hint="Name another folder")
     parent = here.parent
     if not parent.is_dir():
         raise RequestError("its parent folder does not exist", field="out", value=str(out))

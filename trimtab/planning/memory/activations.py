@@ -171,7 +171,7 @@ def use_of(
     images = request.images if "vision" in anatomy.parts else 0
     sound_s = request.audio_s if "audio" in anatomy.parts else 0.0
     media = images * soft + ceil(sound_s * SOUND_TOKENS_PER_S)
-    chunk_tokens = chunk_tokens if anatomy.cuts_texts else request.context_tokens
+    chunk_tokens = chunk_tokens if anatomy.can_chunk else request.context_tokens
     piece = max(chunk_tokens, media + TEMPLATE_TOKENS if media else 0)
     return Use(
         context_tokens=request.context_tokens, prefill_tokens=min(request.context_tokens, piece),

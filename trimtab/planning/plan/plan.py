@@ -23,7 +23,7 @@ from trimtab.planning.plan.table import document_of
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import Card
 from trimtab.planning.values.execution import MODES, Execution
-from trimtab.planning.values.kv_bytes import pool_tokens
+from trimtab.planning.values.kv_bytes import check_family, pool_tokens
 from trimtab.planning.values.reading import read_row
 from trimtab.planning.values.rows import OUTSIDE_PEAK, ExpertWeights, Placement, StoredWeights, Unquantized
 from trimtab.process.files import write_text
@@ -42,12 +42,19 @@ class FilesRead(Generic[Tree]):
     """What planning read of a model's files: the first load of the plan uses it, a second load reads them again.
 
     checkpoint: config and headers. specs: adapters by folder and by the identity of the anatomy that each was matched with.
-    tree: the module tree on tensors without data, as `engine/loader/transformers_model.py` makes it; None if planning needed none.
+    anatomies: by `anatomy_key`. tree: the module tree on tensors without data, as `engine/loader/transformers_model.py` makes it;
+    None if planning needed none.
     """
 
     checkpoint: Checkpoint | None = None
     specs: Mapping[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
+    anatomies: Mapping[tuple[Hashable, ...], Anatomy] = field(default_factory=dict)
     tree: Tree | None = None
+
+
+def anatomy_key(request: LoadRequest, *, keeps_16bit: bool) -> tuple[Hashable, ...]:
+    """Return what the anatomy of a model's files depends on. request: its quant and dtype are not "auto"."""
+    return request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit, request.experts
 
 
 class Handover(Generic[Tree]):
@@ -182,6 +189,13 @@ class Plan:
             raise CheckpointError(
                 f"changed since the plan was made: {', '.join(changed)}", path=checkpoint.path, hint="Make the plan again"
             )
+
+    def check_family(self, anatomy: Anatomy) -> None:
+        """Raise RequestError for what the model's family does not support: an edited plan, or an earlier release's."""
+        check_family(self.request, anatomy)
+        if self.prefill_tokens < self.request.context_tokens and not anatomy.can_chunk:
+            why = f"texts of {anatomy.model_class} are computed whole"
+            raise RequestError(why, field="plan.prefill_tokens", value=self.prefill_tokens, hint="Plan again")
 
     @property
     def request_s(self) -> float:

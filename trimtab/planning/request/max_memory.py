@@ -100,6 +100,13 @@ def merged_budgets(
     }  # fmt: skip
 
 
+def device_refusal(exc: RequestError, max_memory: Mapping[Any, Any]) -> RequestError:
+    """Return the refusal of the device that a max_memory chose, with the key that names it there."""
+    value = next((key for key in max_memory if _device(key) == exc.value), exc.value)
+    allowed = [one.removeprefix("cuda:") for one in exc.allowed if one != "auto"]
+    return RequestError(exc.reason, field=FIELD, value=value, allowed=allowed, hint=exc.hint)
+
+
 def _device(key: Any) -> str:
     text = str(key).strip()
     gpu = _GPU.fullmatch(text)

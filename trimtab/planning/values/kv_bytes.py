@@ -22,6 +22,7 @@ from trimtab.errors import RequestError
 if TYPE_CHECKING:
     from trimtab.checkpoint.anatomy import Anatomy
     from trimtab.planning.values.byte_sizes import Rates
+    from trimtab.request import LoadRequest
 
 # Bytes of the scale of one token's keys or values of one head, float32.
 SCALE_BYTES = 4
@@ -117,15 +118,21 @@ def why_not_int8(anatomy: Anatomy) -> str | None:
     return f"heads of {', '.join(map(str, odd))} values are no multiple of {SCALE_BYTES}" if odd else None
 
 
-def check_invariant(is_invariant: bool, anatomy: Anatomy) -> None:
-    """Raise RequestError for batch-invariant answers of a family whose states rows cannot keep, or whose layers keep one of all
-    tokens."""
-    if is_invariant and anatomy.capture_unsupported is not None:
-        raise RequestError(
-            f"{anatomy.model_class} cannot be batched: {anatomy.capture_unsupported}", field="batch_invariant", value=True,
-            hint="Leave it out",
-        )  # fmt: skip
-    if is_invariant and any(layer.state_values for layer in anatomy.kv_layers):
+def check_batched(anatomy: Anatomy, *, field: str, value: object, hint: str) -> None:
+    """Raise RequestError for a family whose states rows cannot keep. A server's requests are rows of a batch."""
+    if anatomy.capture_unsupported is not None:
+        why = f"{anatomy.model_class} cannot be batched: {anatomy.capture_unsupported}"
+        raise RequestError(why, field=field, value=value, hint=hint)
+
+
+def check_family(request: LoadRequest, anatomy: Anatomy) -> None:
+    """Raise RequestError for what a family does not support: 8 bits, or batch-invariant answers, which need rows, and layers that
+    keep no state of all tokens."""
+    check_kv(request.kv, anatomy)
+    if not request.batch_invariant:
+        return
+    check_batched(anatomy, field="batch_invariant", value=True, hint="Leave it out")
+    if any(layer.state_values for layer in anatomy.kv_layers):
         raise RequestError(
             f"{anatomy.model_class} keeps a state of all tokens, which a row that is computed apart would advance twice",
             field="batch_invariant", value=True, hint="Leave it out",

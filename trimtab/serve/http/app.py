@@ -32,7 +32,7 @@ from trimtab.serve.api import messages_api, responses_api
 from trimtab.serve.api import other_routes as beside
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
-from trimtab.serve.api.body import BodyLimits, BodyTooLargeError, Reader
+from trimtab.serve.api.body import FREE_BYTES, BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.api.messages_shape import MessagesShape, error_object
 from trimtab.serve.api.openai_shape import ChatShape, CompletionShape, Shape
 from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
@@ -237,6 +237,7 @@ class _Api:
         most_bytes, most_values = limits.body_bytes, limits.json_values
         if path in WITH_MEDIA and self._takes_media:
             most_bytes = max(most_bytes, limits.media_body_bytes)
+        most_bytes = min(most_bytes, limits.all_body_bytes + FREE_BYTES)  # a larger one never finds room
         if path in WITH_IDS:  # every prompt may be token ids
             most_values += limits.n * self._context_tokens
         return BodyLimits(most_bytes, limits.body_bytes, most_values, limits.json_depth)

@@ -1,7 +1,7 @@
 """Jobs become rows of a batch, and tokens become the text that clients receive.
 
 Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters. Embeddings and log-probabilities of
-prompts need no row: they are computed piece by piece (`run_piece`).
+prompts need no row: they are computed chunk by chunk (`run_chunk`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ MOST_TIMED = 64  # chunks whose times are not known yet, or not taken
 class LoadedEngine:
     """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a
     prompt (None: the context). audio_s: as for `PromptInputs`. held, lost: as for `AdapterCache`. pulse: announces long work.
-    is_unprepared: whether the adapter of this name is still being prepared between steps. Errors: DeviceError for a family that
-    cannot be batched.
+    is_unprepared: whether the adapter of this name is still being prepared between steps.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class LoadedEngine:
         self.model, self.rows, self.prompt_limit = model, rows, prompt_limit
         model.forget_batch()
         self.batch = Batch(model, rows)
-        self.batch.check_family()
         self.shelf = AdapterCache(model, kept=kept, resident_limit=resident_limit, held=held, lost=lost)
         self.inputs = PromptInputs(model, ends=self.batch.ends, audio_s=audio_s)
         self.prepare, self.compile_ahead = self.inputs.prepare, self.inputs.compile_ahead
@@ -292,7 +290,7 @@ class LoadedEngine:
         """
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
-            return run_piece(answer, most_tokens, self.batch, self.inputs.tokenizer.decode)
+            return run_chunk(answer, most_tokens, self.batch, self.inputs.tokenizer.decode)
 
     def spent(self, answer: Answer) -> dict[str, int]:
         """Return the tokens that were computed for an answer; a prompt copied from another choice has none."""
@@ -390,8 +388,8 @@ class ChunkTimes:
 Decode = Callable[[list[int]], Any]
 
 
-def run_piece(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple[int, bool]:
-    """Compute the next piece and wait for it. Return its tokens, and True when it was the last.
+def run_chunk(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple[int, bool]:
+    """Compute the next chunk and wait for it. Return its tokens, and True when it was the last.
 
     decode: token ids -> text. Errors: those of the model.
     """

@@ -124,7 +124,7 @@ class _Worker:
         from trimtab.planning import Plan
 
         # The model and the machine are read once for all numbers of rows that are planned.
-        inputs = PlanInputs(process_bytes=process_bytes(), sees_values=False)
+        inputs = PlanInputs(process_bytes=process_bytes(), sees_values=False, is_served=True)
         _begin_imports(settings["request"], inputs)
 
         self.channel, self.inbox = channel, Inbox(channel)
@@ -145,7 +145,7 @@ class _Worker:
         # Adapters that are read for the device stay in host memory, and are neither matched nor read again.
         read: dict[str, HeldAdapter] = {}
         decode = settings.get("decode", "auto")
-        self.model = load_plan(self.plan, progress=self._loading, decode=decode, held=read)
+        self.model = load_plan(self.plan, progress=self._loading, decode=decode, held=read, reads_text=True)
         self.going_on = _stop_at_turn_end(self.model, settings.get("stop_at_turn_end"))
         from trimtab.serve.worker.engine import LoadedEngine
 
