@@ -3,8 +3,11 @@
 import gc
 import logging
 import os
+import random
 import socket
+import sys
 import tempfile
+import zlib
 
 import pytest
 
@@ -60,6 +63,31 @@ def keep_rates():
             host_flops=1e10, device_flops=1e10, launch_s=7e-6, transfer_s=3e-6, disk_access_s=7e-5,
         )  # fmt: skip
         machine_cache.write_rates(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), rates)
+
+
+def pytest_fixture_setup(fixturedef):
+    """Draw what tests share as whichever of them asks first would."""
+    if fixturedef.scope != "function":
+        _seed(f"{fixturedef.baseid}::{fixturedef.argname}")
+
+
+@pytest.fixture(autouse=True)
+def own_draws(request):
+    """Draw what each test draws without a seed as if no other test had run before it in its process."""
+    _seed(request.node.nodeid)
+
+
+def _seed(name):
+    """Seed with a name what is imported, and import nothing."""
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` formats the stack each time, for a GPU not yet used
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
 
 
 @pytest.fixture(autouse=True)

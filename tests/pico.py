@@ -353,7 +353,7 @@ def make_model(family: str, *, seed: int = 0, dtype: str = "bfloat16") -> Any:
     import transformers
 
     class_name, make_config = _CONFIGS.get(family) or _OTHERS[family]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # a test draws on alike, whoever made the model
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         model = getattr(transformers, class_name)._from_config(make_config(), dtype=getattr(torch, dtype)).eval()
@@ -465,7 +465,6 @@ def adapter(base_folder: Path, folder: Path, **options: Any) -> Path:
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     card = (made / "README.md").read_text(encoding="utf-8")
     (folder / "README.md").write_text(card.replace(former, str(base_folder)), encoding="utf-8")
-    torch.manual_seed(options.get("seed", 0))  # whether it was made or copied
     return folder
 
 
@@ -482,7 +481,7 @@ def _adapter(
     """
     from peft import LoraConfig, get_peft_model
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         model = _load(base_folder)
         config = LoraConfig(
