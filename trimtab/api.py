@@ -27,7 +27,7 @@ from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import NO_MEDIA, ServedMedia, media_memory
 from trimtab.planning.memory.prefix_cache import prefix_reason
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
-from trimtab.planning.plan.plan import FilesRead, Handover
+from trimtab.planning.plan.plan import FilesRead, Handover, anatomy_key
 from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.byte_sizes import choose_dtype, keeps_16bit, reason_of
@@ -149,7 +149,7 @@ class PlanInputs:
 
     probe: Any = None
     process_bytes: int | None = None
-    anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
+    anatomies: dict[Hashable, Anatomy] = field(default_factory=dict)
     machines: dict[tuple[str, str | None], tuple[Machine, Rates]] = field(default_factory=dict)
     sees_values: bool = True
     is_to_load: bool = False
@@ -280,7 +280,7 @@ def _planned(
     window = window_reason(checkpoint, request.context_tokens) if checkpoint.is_gguf else ""
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason, window_reason=window)
     # The probed module tree takes a second to make and holds no weights. Only the first load of any of these plans can use it.
-    read = Handover(FilesRead(checkpoint, inputs.specs, inputs.probe), made.made_of)
+    read = Handover(FilesRead(checkpoint, inputs.anatomies, inputs.specs, inputs.probe), made.made_of)
     return replace(made, files_read=inputs.files_read.setdefault((made.made_of, inputs.probe is None), read))
 
 
@@ -314,7 +314,7 @@ def anatomy_for(
     """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe."""
     from trimtab.machine import anatomy_cache as anatomies
 
-    key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit, request.experts)
+    key = anatomy_key(request, keeps_16bit=keeps_16bit)
     if key in inputs.anatomies:
         return inputs.anatomies[key]
     anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None

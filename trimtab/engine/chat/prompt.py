@@ -217,16 +217,17 @@ def _template(processor: object, tokenizer: object) -> object:
     return getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
 
 
+def modalities(config: object) -> tuple[str, ...]:
+    """Return what a model takes besides text, by its config: "image", "audio"."""
+    present = [name for name in getattr(config, "sub_configs", None) or {} if getattr(config, name, None) is not None]
+    return tuple(kind for kind, word in (("image", "vision"), ("audio", "audio")) if any(word in name for name in present))
+
+
 def _check_modalities(model: ChatModel, pictures: list[object], sounds: list[object]) -> None:
-    config = model.hf_model.config
-    sub_configs = getattr(config, "sub_configs", None) or {}
-    sees = any("vision" in name and getattr(config, name, None) is not None for name in sub_configs)
-    hears = any("audio" in name and getattr(config, name, None) is not None for name in sub_configs)
-    known = ["text"] + ["image"] * sees + ["audio"] * hears
-    if pictures and not sees:
-        raise RequestError(f"this model takes {', '.join(known)}", field="image", hint="Omit the image")
-    if sounds and not hears:
-        raise RequestError(f"this model takes {', '.join(known)}", field="audio", hint="Omit the audio")
+    known = modalities(model.hf_model.config)
+    for kind, given in (("image", pictures), ("audio", sounds)):
+        if given and kind not in known:
+            raise RequestError(f"this model takes {', '.join(('text', *known))}", field=kind, hint=f"Omit the {kind}")
 
 
 def _check_planned(model: ChatModel, field: str, count: float, planned: str, what: str) -> None:

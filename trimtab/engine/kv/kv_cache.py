@@ -27,7 +27,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv.pages import PagePool
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer, is_recurrent
-from trimtab.errors import RequestError
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, round_up
 from trimtab.planning.values.kv_bytes import PAGE_TOKENS, pool_tokens
 
@@ -478,13 +477,6 @@ WHOLE = {"jamba"}
 def may_cut(hf_model: HFModel) -> bool:
     """Whether a text may be computed in pieces, each behind the cache of those before."""
     return takes_states(hf_model) and hf_model.config.get_text_config().model_type not in WHOLE
-
-
-def check_chunks(hf_model: HFModel, chunk_tokens: int, context_tokens: int) -> None:
-    """Raise RequestError for a plan's chunks of texts that are computed whole: an edited plan, or an earlier release's."""
-    if chunk_tokens < context_tokens and not may_cut(hf_model):
-        why = f"texts of {type(hf_model).__name__} are computed whole"
-        raise RequestError(why, field="plan.prefill_tokens", value=chunk_tokens, hint="Plan again")
 
 
 def keeps_states(hf_model: HFModel) -> bool:

@@ -23,7 +23,6 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import dequantize, prequantized, quantize
-from trimtab.engine.kv import kv_cache
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
 from trimtab.engine.loader import head_kernel as head8_choice
@@ -41,7 +40,7 @@ from trimtab.formats.packed import split_packed
 from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, packed_parts, stored_format
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import row_bytes
-from trimtab.planning.plan.plan import FilesRead
+from trimtab.planning.plan.plan import FilesRead, anatomy_key
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
 from trimtab.process import phases
@@ -54,19 +53,22 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Loaded:
-    """The result of `fill`: the model tree and everything that must be closed with it. left_out: slower computation -> reason."""
+    """The result of `fill`: the model tree and everything that must be closed with it. left_out: slower computation -> reason.
+    packs_experts: whether modules hold packed experts."""
 
     hf_model: Any
     streamer: tiers.Streamer | None
     file_rows: list[tables.FileRows] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    packs_experts: bool = False
 
     def close(self) -> None:
         if self.streamer is not None:
             self.streamer.close()
         for rows in self.file_rows:
             rows.close()
-        pieces.let_go(self.hf_model)
+        if self.packs_experts:
+            pieces.let_go(self.hf_model)
         self.hf_model, self.streamer, self.file_rows = None, None, []
 
 
@@ -79,20 +81,22 @@ def fill(
     changed since. Errors: CheckpointError, DeviceError; nothing is left behind.
     """
     request = plan.request
-    known, probe = (None, None) if files is None else (files.checkpoint, files.tree)
-    checkpoint = known if known is not None and known.is_unchanged() else read_checkpoint(request.model)
+    files = files or FilesRead()
+    if (checkpoint := files.checkpoint) is None or not checkpoint.is_unchanged():
+        checkpoint = read_checkpoint(request.model)
     check_has_weights(checkpoint)
     plan.check_same_checkpoint(checkpoint)
-    probe = probe or hf.probe(checkpoint, dtype=request.dtype)
-    kv_cache.check_chunks(probe.model, plan.prefill_tokens, request.context_tokens)
-    anatomy = hf.anatomy_of(
+    probe, narrow = files.tree or hf.probe(checkpoint, dtype=request.dtype), keeps_16bit(request.dtype, plan.dtype_reason)
+    anatomy = files.anatomies.get(anatomy_key(request, keeps_16bit=narrow)) or hf.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
-        keeps_16bit=keeps_16bit(request.dtype, plan.dtype_reason), experts=request.experts, is_to_plan=request.kv != "full",
+        keeps_16bit=narrow, experts=request.experts,
     )  # fmt: skip
+    plan.check_chunks(anatomy)
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
-        pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
+        if anatomy.routers:
+            pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
         undo.pop_all()
     return loaded, anatomy
 
@@ -158,7 +162,8 @@ class _Filler:
             left_out[head8.NAME] = why
         if (why := hf_attention.use_in(self.probe.model, self.device, self.dtype)) is not None:
             left_out[hf_attention.WHAT] = why
-        return Loaded(self.probe.model, streamer, self.file_rows, left_out)
+        is_packed = any(row.packs_experts for row in self.rows)
+        return Loaded(self.probe.model, streamer, self.file_rows, left_out, is_packed)
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
         """Return blocks in loading order: blocks that leave the device first, then those that stay, ties after their owners.

@@ -37,15 +37,22 @@ HOMES = ("device", "host", "disk", "file")
 Tree = TypeVar("Tree")
 
 
+def anatomy_key(request: LoadRequest, *, keeps_16bit: bool) -> Hashable:
+    """Return what an anatomy depends on besides the checkpoint's files. request: its quant and dtype are not "auto"."""
+    return request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit, request.experts
+
+
 @dataclass(frozen=True)
 class FilesRead(Generic[Tree]):
     """What planning read of a model's files: the first load of the plan uses it, a second load reads them again.
 
-    checkpoint: config and headers. specs: adapters by folder and by the identity of the anatomy that each was matched with.
-    tree: the module tree on tensors without data, as `engine/loader/transformers_model.py` makes it; None if planning needed none.
+    checkpoint: config and headers. anatomies: by `anatomy_key`. specs: adapters by folder and by the identity of the anatomy that
+    each was matched with. tree: the module tree on tensors without data, as `engine/loader/transformers_model.py` makes it; None if
+    planning needed none.
     """
 
     checkpoint: Checkpoint | None = None
+    anatomies: Mapping[Hashable, Anatomy] = field(default_factory=dict)
     specs: Mapping[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
     tree: Tree | None = None
 
@@ -182,6 +189,12 @@ class Plan:
             raise CheckpointError(
                 f"changed since the plan was made: {', '.join(changed)}", path=checkpoint.path, hint="Make the plan again"
             )
+
+    def check_chunks(self, anatomy: Anatomy) -> None:
+        """Raise RequestError for chunks of texts that are computed whole: an edited plan, or an earlier release's."""
+        if self.prefill_tokens < self.request.context_tokens and not anatomy.cuts_texts:
+            why = f"texts of {anatomy.model_class} are computed whole"
+            raise RequestError(why, field="plan.prefill_tokens", value=self.prefill_tokens, hint="Plan again")
 
     @property
     def request_s(self) -> float:
