@@ -123,7 +123,7 @@ class LoadedModel(Asking):
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 check_kv(plan.request.kv, self.anatomy)  # the plan may be an edited file
-                if chat.modalities(self._loaded.hf_model.config):
+                if self.anatomy.unknown_towers:
                     guard_towers(self._loaded.hf_model)
                 self._loaded.left_out |= kept_batch.compared(self)
                 phases.begin("unpacking weights")

@@ -217,14 +217,10 @@ def _template(processor: object, tokenizer: object) -> object:
     return getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
 
 
-def modalities(config: object) -> tuple[str, ...]:
-    """Return what a model takes besides text, by its config: "image", "audio"."""
-    present = [name for name in getattr(config, "sub_configs", None) or {} if getattr(config, name, None) is not None]
-    return tuple(kind for kind, word in (("image", "vision"), ("audio", "audio")) if any(word in name for name in present))
-
-
 def _check_modalities(model: ChatModel, pictures: list[object], sounds: list[object]) -> None:
-    known = modalities(model.hf_model.config)
+    config = model.hf_model.config
+    present = [name for name in getattr(config, "sub_configs", None) or {} if getattr(config, name, None) is not None]
+    known = [kind for kind, word in (("image", "vision"), ("audio", "audio")) if any(word in name for name in present)]
     for kind, given in (("image", pictures), ("audio", sounds)):
         if given and kind not in known:
             raise RequestError(f"this model takes {', '.join(('text', *known))}", field=kind, hint=f"Omit the {kind}")
