@@ -49,7 +49,7 @@ class MockPool:
     def __init__(self, answers=None, *, adapters=("style",), takes=("text", "image", "audio"), context=384):
         self.answers = answers or answered
         self.adapters, self._takes, self._context = list(adapters), takes, context
-        self.jobs, self.left, self.calls = [], [], []
+        self.jobs, self.left, self.calls, self.refreshed = [], [], [], 0
         self.is_ready, self.is_started, self.drained = True, False, None
 
     def resolve(self, name, *, field="model"):
@@ -65,6 +65,9 @@ class MockPool:
 
     def takes(self, model):
         return self._takes
+
+    async def refresh(self):
+        self.refreshed += 1
 
     async def submit(self, model, job, on_dropped=None):
         self.jobs.append(job)

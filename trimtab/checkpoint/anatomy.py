@@ -144,7 +144,8 @@ class Anatomy:
     decides. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or use the
     fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
     an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. can_chunk: whether a text is computed
-    in chunks; else whole, of any length. renames: transformers' renamings for checkpoints of this model, in order.
+    in chunks; else whole, of any length. unknown_towers: model types of towers whose look-ups are checked while they run. renames:
+    transformers' renamings for checkpoints of this model, in order.
     """
 
     model_class: str
@@ -162,6 +163,7 @@ class Anatomy:
     prompts_unsupported: str | None = None
     images_look_ahead: bool = True
     can_chunk: bool = True
+    unknown_towers: tuple[str, ...] = ()
     renames: tuple[Rename, ...] = ()
 
     def __hash__(self) -> int:

@@ -70,7 +70,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
         "weights": (planned("weights", "fixed", "expert_slots"), model.weight_bytes),
         "unpacked weights": (planned(ITEM), model.unpacked_bytes if model.unpacked is None else model.unpacked.nbytes),
         "adapters": (planned("adapters"), _adapter_bytes(model)),
-        "adapter copies": (planned("adapter_copy"), 0 if batch is None else batch.prompts.copies_bytes),
+        "adapter copies": (planned("adapter_copy"), 0 if batch is None else batch.prompts.layouts.nbytes),
         "kv cache": (planned("kv_cache"), 0 if batch is None else batch.cache.nbytes()),
         "staging": (planned("staging", "prefix_staging"), _staging_bytes(model)),
     }

@@ -24,6 +24,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.engine import float16_check
 from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.kept_batch import KeptBatch, Turns
+from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import several
 from trimtab.engine.cuda.capture_stream import wait_for_all
 from trimtab.engine.kv.sequence import Inputs
@@ -122,7 +123,8 @@ class LoadedModel(Asking):
                 _ = self.processor
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
-                guard_towers(self._loaded.hf_model)
+                if self.anatomy.unknown_towers:
+                    guard_towers(self._loaded.hf_model)
                 self._loaded.left_out |= kept_batch.compared(self)
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
@@ -225,8 +227,6 @@ class LoadedModel(Asking):
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """The tokens that text of a chat must not become (`control_tokens.ControlTokens`)."""
-        from trimtab.engine.chat import prompt as chat
-
         return chat.control_tokens(self.processor)
 
     @property
@@ -480,8 +480,6 @@ class LoadedModel(Asking):
         prompt: text, chat messages, or a list of token ids. image, audio: one or several. system: a system message.
         template_kwargs: further values for the chat template. Errors: RequestError, CheckpointError.
         """
-        from trimtab.engine.chat import prompt as chat
-
         with self.preparing:  # a tokenizer is one thread's at a time
             return chat.prepare(
                 self, prompt, images=() if image is None else several(image), audios=() if audio is None else several(audio),

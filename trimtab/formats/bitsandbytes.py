@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from trimtab.process.json_file import parse
 STATE = "quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
 SIDES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+# Names of tensors that only such files have.
+SIDE = re.compile(rf"(?:^|\.)(?:{'|'.join(SIDES)}|SCB|weight_format)$|\.{re.escape(STATE)}")
 STATE_KEYS = ("quant_type", "blocksize", "dtype", "shape")
 NESTED_KEYS = ("nested_blocksize", "nested_dtype", "nested_offset")
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

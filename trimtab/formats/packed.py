@@ -46,12 +46,14 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
                 "is quantized, but config.json has no quantization_config", path=checkpoint.path, tensor_name=marked,
                 hint="Get config.json of the same release of the model again",
             )  # fmt: skip
-    read = READERS.get("bitsandbytes" if method is None else method)
-    if read is None:
-        named = f"is quantized with {method!r:.60}" if method else "is quantized, and config.json names no quant_method"
-        raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.path, hint=HINT)
-    plain, packed = read(checkpoint)
-    if method is not None:
+        is_plain = not any(map(bitsandbytes.SIDE.search, checkpoint.tensors))
+        plain, packed = (dict(checkpoint.tensors), {}) if is_plain else bitsandbytes.read(checkpoint)
+    else:
+        read = READERS.get(method)
+        if read is None:
+            named = f"is quantized with {method!r:.60}" if method else "is quantized, and config.json names no quant_method"
+            raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.path, hint=HINT)
+        plain, packed = read(checkpoint)
         plain = {name: entry for name, entry in plain.items() if not name.endswith(CACHE)}
     refuse(checkpoint, list(_left_over(plain)))
     if method is not None and checkpoint.has_weights and not packed:

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from trimtab.gguf.header import GgufHeader, GgufTensor, read_bytes, refuse
@@ -310,20 +311,16 @@ def _qwen35moe(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     config["shared_expert_intermediate_size"] = keys.take("expert_shared_feed_forward_length")
 
 
-def _halves(heads: str) -> Callable[[Mapping[str, Any]], tuple[str, Order]]:
+def _halves(heads: str, config: Mapping[str, Any]) -> tuple[str, Order]:
     """The two halves that rope turns lie next to each other in the file."""
-    return lambda config: ("rows", (0, config[heads], config["head_dim"] // 2, 2, 1))
+    return "rows", (0, config[heads], config["head_dim"] // 2, 2, 1)
 
 
-def _tiled(side: str, *, width: bool = True, keys: bool = False) -> Callable[[Mapping[str, Any]], tuple[str, Order]]:
+def _tiled(side: str, config: Mapping[str, Any], *, width: bool = True, keys: bool = False) -> tuple[str, Order]:
     """Value heads stand tiled in the file and by their key head in the model. keys: whether queries and keys stand before."""
-
-    def order(config: Mapping[str, Any]) -> tuple[str, Order]:
-        count, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-        offset = 2 * config["linear_key_head_dim"] * count if keys else 0
-        return side, (offset, 1, values // max(count, 1), count, config["linear_value_head_dim"] if width else 1)
-
-    return order
+    count, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    offset = 2 * config["linear_key_head_dim"] * count if keys else 0
+    return side, (offset, 1, values // max(count, 1), count, config["linear_value_head_dim"] if width else 1)
 
 
 _NORMS = ("output_norm", "attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
@@ -340,15 +337,15 @@ _QWEN35 = Architecture(
     _qwen35, _DENSE_FIELDS,
     changes=dict.fromkeys(_NORMS, "minus_one") | {"ssm_a": "log_negate", "ssm_conv1d": "unsqueeze"},
     orders={
-        "attn_qkv": _tiled("rows", keys=True), "ssm_conv1d": _tiled("rows", keys=True), "attn_gate": _tiled("rows"),
-        "ssm_alpha": _tiled("rows", width=False), "ssm_beta": _tiled("rows", width=False), "ssm_a": _tiled("rows", width=False),
-        "ssm_dt": _tiled("rows", width=False), "ssm_out": _tiled("columns"),
+        **dict.fromkeys(("attn_qkv", "ssm_conv1d"), partial(_tiled, "rows", keys=True)), "attn_gate": partial(_tiled, "rows"),
+        **dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), partial(_tiled, "rows", width=False)),
+        "ssm_out": partial(_tiled, "columns"),
     },
 )  # fmt: skip
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         ("llama", "mistral"), "LlamaForCausalLM", _LLAMA_NAMES, _llama, _DENSE_FIELDS,
-        orders={"attn_q": _halves("num_attention_heads"), "attn_k": _halves("num_key_value_heads")},
+        orders={"attn_q": partial(_halves, "num_attention_heads"), "attn_k": partial(_halves, "num_key_value_heads")},
     ),
     "qwen2": Architecture(("qwen2",), "Qwen2ForCausalLM", _LLAMA_NAMES, _dense, _DENSE_FIELDS),
     "qwen3": Architecture(("qwen3",), "Qwen3ForCausalLM", _LLAMA_NAMES | _QK_NORMS, _dense, _DENSE_FIELDS),

@@ -33,7 +33,7 @@ SHAPING_FILES = (CONFIG, "generation_config.json")
 MAKERS = (
     "checkpoint/anatomy.py", "formats/*.py", "engine/loader/anatomy_builder.py", "engine/loader/transformers_model.py",
     "engine/loader/tracing.py", "engine/loader/pieces.py", "engine/families/step.py", "engine/kv/kv_cache.py",
-    "engine/passes/chunk_forward.py", "engine/lora/experts.py", "engine/lora/routers.py",
+    "engine/passes/chunk_forward.py", "engine/lora/experts.py", "engine/lora/routers.py", "engine/towers/bounds_check.py",
 )  # fmt: skip
 
 

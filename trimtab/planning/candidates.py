@@ -31,7 +31,6 @@ from trimtab.planning.values.execution import (
     LEAST_CAPABILITY,
     MODES,
     UNCAPTURED_CHUNKS,
-    head_rows,
     reads_packed,
     unsupported_reason,
 )
@@ -315,7 +314,7 @@ def why_no_kernel(dtype: str, capability: tuple[int, int] | None) -> str:
 
 def torch_head_s(anatomy: Anatomy, rates: Rates, *, rows: int) -> float:
     """Return the predicted seconds of one step's 8-bit head in torch, in addition to reading its bytes once."""
-    weights = [row.weight for row in head_rows(anatomy) if row.weight is not None]
+    weights = [row.weight for row in anatomy.head_rows if row.weight is not None]
     full_bytes = sum(prod(weight.shape) * DTYPE_BYTES[KERNEL_DTYPE] for weight in weights)
     small_bytes = sum(packed_bytes(weight.shape, HEAD8, weight.dtype) for weight in weights)
     multiple = max(found for count, found in TORCH_MULTIPLES.items() if count <= max(rows, 1))

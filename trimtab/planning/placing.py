@@ -49,7 +49,6 @@ from trimtab.planning.values.execution import (
     StepWork,
     check_bytes,
     head_bytes,
-    head_rows,
     prompt_launch_s,
     reads_packed,
     rows_beyond_first,
@@ -533,9 +532,9 @@ def step_work(
         one = BlockWork(own, copied, len(block.leaves), is_layer, block.piece_bytes if copied else ())
         (first if block.part == "language" and not is_layer else after).append(one)
     head = head_bytes(anatomy)
-    tied = {path for row in head_rows(anatomy) for path in [row.weight and row.weight.tied_to] if path}
-    read = {row.stored for row in head_rows(anatomy) if row.stored and stored_format(row.stored).layout} if reads_packed else set()
-    head += sum(widened_bytes(row, anatomy.dtype) for row in head_rows(anatomy) if row.stored not in read)
+    tied = {path for row in anatomy.head_rows for path in [row.weight and row.weight.tied_to] if path}
+    read = {row.stored for row in anatomy.head_rows if row.stored and stored_format(row.stored).layout} if reads_packed else set()
+    head += sum(widened_bytes(row, anatomy.dtype) for row in anatomy.head_rows if row.stored not in read)
     device += head if tied else 0  # a weight that the head shares with a table is no separate block
     return StepWork(
         device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears,

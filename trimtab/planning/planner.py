@@ -41,7 +41,7 @@ from trimtab.planning.plan.plan import Plan, Stamps
 from trimtab.planning.values.blocks import Block, Leaf, blocks_of, leaves_of, tied_paths
 from trimtab.planning.values.budget import Machine
 from trimtab.planning.values.byte_sizes import Rates, Weights, seconds
-from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, KERNEL_ROWS, head_bytes, head_rows
+from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, KERNEL_ROWS, head_bytes
 from trimtab.planning.values.rows import Placement
 from trimtab.request import LoadRequest
 
@@ -187,7 +187,7 @@ def with_cpu_seconds(plan: Plan, anatomy: Anatomy, use: Use) -> Plan:
         return replace(row, request_s=times[0], token_s=times[1])
 
     rows = tuple(timed(block, row) for block, row in zip(blocks_of(anatomy, quant), plan.placements, strict=True))
-    is_tied = any(row.weight is not None and row.weight.tied_to for row in head_rows(anatomy))
+    is_tied = any(row.weight is not None and row.weight.tied_to for row in anatomy.head_rows)
     head_s = head_bytes(anatomy) / _dense_Bps(anatomy.dtype, rates) if is_tied else 0.0
     prompt, step = plan.execution.prompt, plan.execution.step
     execution = replace(

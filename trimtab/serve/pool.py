@@ -301,9 +301,13 @@ class Pool:
             for member in self._members.values()
         )
 
+    async def refresh(self) -> None:
+        """Let `status` have the present numbers of every worker, as `Slots.refresh`."""
+        await self.slots.refresh()
+
     def status(self) -> Mapping[str, Any]:
         """Return the current state of every model for the page and the metrics, without paths. plan: None before the first
-        load. numbers: none while no worker answers."""
+        load. numbers: those of the last `refresh`, none while no worker answers."""
         return {"models": [member.status(self.folders) for member in self._members.values()]}
 
     @property

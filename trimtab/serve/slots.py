@@ -26,7 +26,8 @@ from trimtab.serve.worker.registry import ServedModel
 from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor
 
 TICK_S = 0.5
-NUMBERS_AFTER_S = 10.0
+# How long a reader of the status waits for its worker's numbers; then it gets the last ones.
+NUMBERS_S = 0.5
 # A model that could not be loaded is not tried again for each request.
 FAILED_S = 30.0
 LIVING = ("loading", "ready", "unresponsive", "restarting")
@@ -110,12 +111,18 @@ class Member:
         is_quiet = not self.in_flight and not self.waiting and self.supervisor.state == "ready"
         return time.monotonic() - self.last_used if is_quiet else 0.0
 
-    def ask_numbers(self) -> None:
-        """Request its numbers, if it is in use and they are not requested."""
-        is_busy = self.in_flight or time.monotonic() - self.last_used < NUMBERS_AFTER_S
-        is_asked = self.numbers is not None and not self.numbers.done()
-        if self.supervisor.state == "ready" and is_busy and not is_asked:
+    @property
+    def has_queue(self) -> bool:
+        """Whether requests wait for rows: a refusal then says when to try again."""
+        return self.in_flight + self.waiting > self.served.expected_rows
+
+    def ask_numbers(self) -> Future[Any] | None:
+        """Request its numbers, if they are not requested, and return them; None while no worker answers."""
+        if self.supervisor.state != "ready":
+            return None
+        if self.numbers is None or self.numbers.done():
             self.numbers = self.supervisor.call("numbers")
+        return self.numbers
 
     @property
     def retry_after_s(self) -> float:
@@ -217,7 +224,7 @@ class Slots:
         self._changed = asyncio.Event()
 
     async def _keep(self) -> None:
-        """Give slots to waiting models, stop idle ones, and request metrics regularly."""
+        """Give slots to waiting models, stop idle ones, and request the numbers of those with a queue."""
         # Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result, so the end is
         # requested twice.
         while not self.is_stopping:
@@ -226,13 +233,22 @@ class Slots:
                 await self._give_places()
                 await self._stop_idle()
                 for member in self.members.values():
-                    member.ask_numbers()
+                    if member.has_queue:
+                        member.ask_numbers()
             except Exception:
                 log.exception("internal error while models were swapped")
                 # A failure has changed a state, which would wake this loop at once.
                 await asyncio.sleep(TICK_S)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), TICK_S)
+
+    async def refresh(self) -> None:
+        """Wait for the present numbers of every worker that answers, NUMBERS_S at most."""
+        asked = [asyncio.wrap_future(one) for member in self.members.values() if (one := member.ask_numbers()) is not None]
+        for call in asked:
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed call leaves the last numbers
+        if asked:
+            await asyncio.wait(asked, timeout=NUMBERS_S)
 
     async def _give_places(self) -> None:
         wanting = [m for m in self.members.values() if m.wanted_since is not None and not m.is_living and not m.has_failed]

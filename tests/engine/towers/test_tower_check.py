@@ -63,8 +63,7 @@ def test_a_mask_beside_indices_is_no_index():
 @pytest.mark.parametrize("family", pico.FAMILIES)
 def test_the_towers_of_these_tests_are_known_and_run_as_they_are(family):
     model = pico.make_model(family)
-    assert unknown_towers(model.config) == () and guard_towers(model) == ()
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert unknown_towers(model.config) == ()
 
 
 @pytest.mark.parametrize("family", SEEING)

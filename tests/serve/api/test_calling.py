@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.long_runs import slow_on_cpu
 from tests.tool_templates import NOW, TEMPLATES, WEATHER
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.chat import prompt as chat
-from trimtab.engine.chat.answer_forms import CALL_MARKS, form_of
+from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm, form_of
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
@@ -311,10 +312,12 @@ def test_forms_are_known_by_their_templates():
     for form, template in TEMPLATES.items():
         found = form_of(template)
         assert found.calls == form and found.thoughts == ("<think>", "</think>") and "enable_thinking" in found.reads
-    assert form_of({"default": "{{ messages }}", "tool_use": TEMPLATES["hermes"]}).calls is None
-    assert form_of({"default": "{{ messages }}", "tool_use": TEMPLATES["hermes"]}, with_tools=True).calls == "hermes"
-    assert form_of(None) == form_of(5) and form_of("{% generation %}{{ tools }}{% endgeneration %}").reads == {"tools"}
+    several = SimpleNamespace(chat_template={"default": "{{ messages }}", "tool_use": TEMPLATES["hermes"]})
+    assert chat.answer_form(several).calls is None and chat.answer_form(several, with_tools=True).calls == "hermes"
+    assert chat.answer_form(SimpleNamespace()) == AnswerForm() and form_of(
+        "{% generation %}{{ tools }}{% endgeneration %}"
+    ).reads == {"tools"}
     assert form_of("{% strange %}{{ tools }}").reads >= {"tools"}
-    assert form_of("{% for t in tools %}{{ t }}{% endfor %}<|tool_call>").marks(with_calls=True) == (
+    assert form_of("{% for t in tools %}{{ t }}{% endfor %}<|tool_call>").marks == (
         "<|tool_call>", "<tool_call|>", '<|"|>',
     )  # fmt: skip

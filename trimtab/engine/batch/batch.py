@@ -190,12 +190,9 @@ class Batch:
         request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.adapter_store.names:
             raise RequestError(
-                "no adapter of this name is loaded",
-                field="adapter",
-                value=adapter,
-                allowed=self.model.adapters,
+                "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters,
                 near=near_names(str(adapter), self.model.adapters),
-            )
+            )  # fmt: skip
         sampler = Sampler(request, self.model.device)
         row = Row(
             adapter, request, list(inputs.token_ids), inputs.prompt_tokens, client=client, group=group, sampler=sampler,
@@ -223,7 +220,7 @@ class Batch:
         if self.is_invariant:  # the time that a step leaves cuts no prompt
             self.prompts.check_turn(prompt)
             most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
-        if self.prompts.takes(prompt):
+        if self.prompts.is_on and self.prompts.takes(prompt):
             return self.prompts.step(prompt, most_tokens)
         return hf_own_pass.step(self, prompt, most_tokens)
 
@@ -242,7 +239,8 @@ class Batch:
         number = self._places_behind(1)[0]
         self._fill(number, prompt)
         prompt.release_cache()
-        self.prompts.release(prompt)
+        if self.prompts.is_on:
+            self.prompts.release(prompt)
         self._is_placed(prompt, number)
 
     def place_together(self, prompts: Sequence[Prompt], most_tokens: int | None = None) -> tuple[list[Prompt], int]:
@@ -348,10 +346,11 @@ class Batch:
         self._top[row] = prompt.top_logprobs
 
     def _fill(self, number: int, prompt: Prompt) -> None:
-        self.prompts.evict(number, prompt)
-        if prompt.source is None and self.prompts.holds(prompt):
-            self.cache.take(number, prompt.done_tokens, offset=prompt.offset)
-            return
+        if self.prompts.is_on:
+            self.prompts.evict(number, prompt)
+            if prompt.source is None and self.prompts.holds(prompt):
+                self.cache.take(number, prompt.done_tokens, offset=prompt.offset)
+                return
         self.pages.bind(prompt.row, number)
         if prompt.source is not None:
             self.cache.copy(prompt.source.number, number, prompt.row.prompt_tokens)

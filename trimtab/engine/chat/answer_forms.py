@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
@@ -52,25 +52,23 @@ class AnswerForm:
     thoughts: tuple[str, str] | None = None
     reads: frozenset[str] = frozenset()
 
-    def marks(self, *, with_calls: bool) -> tuple[str, ...]:
-        """Return the marks that divide an answer and are none of its text."""
-        marks = tuple(self.thoughts or ())
-        if with_calls and self.calls is not None:
-            marks += (*CALL_MARKS[self.calls], *_INSIDE.get(self.calls, ()))
-        return tuple(filter(None, marks))
+    @cached_property
+    def thought_marks(self) -> tuple[str, ...]:
+        """The marks that divide an answer without calls and are none of its text."""
+        return tuple(filter(None, self.thoughts or ()))
 
-
-def form_of(template: object, *, with_tools: bool = False) -> AnswerForm:
-    """Return the form of answers that a chat template implies. template: a text, several texts by name, or None. with_tools:
-    selects the template for tools, if there are several."""
-    if isinstance(template, Mapping):
-        template = template.get("tool_use" if with_tools and "tool_use" in template else "default")
-    is_read = isinstance(template, str) and len(template) <= MAX_TEMPLATE_CHARS  # a larger one is an error where it is rendered
-    return _form_of(template) if is_read else AnswerForm()
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        """The same of an answer that may have calls."""
+        own = () if self.calls is None else (*CALL_MARKS[self.calls], *_INSIDE.get(self.calls, ()))
+        return (*self.thought_marks, *filter(None, own))
 
 
 @lru_cache(maxsize=64)
-def _form_of(template: str) -> AnswerForm:
+def form_of(template: str) -> AnswerForm:
+    """Return the form of answers that a chat template implies."""
+    if len(template) > MAX_TEMPLATE_CHARS:  # an error where it is rendered
+        return AnswerForm()
     reads = _names_read(template)
     calls = None
     if "tools" in reads:

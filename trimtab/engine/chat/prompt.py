@@ -203,8 +203,11 @@ def _text(value: object) -> str:
 
 
 def answer_form(processor: Any, *, with_tools: bool = False) -> AnswerForm:
-    """Return how a checkpoint's answers write calls and thoughts."""
-    return form_of(_template(processor, getattr(processor, "tokenizer", processor)), with_tools=with_tools)
+    """Return how a checkpoint's answers write calls and thoughts. with_tools: with the template for tools, if there are several."""
+    template = _template(processor, getattr(processor, "tokenizer", processor))
+    if isinstance(template, Mapping):
+        template = template.get("tool_use" if with_tools and "tool_use" in template else "default")
+    return form_of(template) if isinstance(template, str) else AnswerForm()
 
 
 def control_tokens(processor: Any) -> ControlTokens:
@@ -219,14 +222,11 @@ def _template(processor: object, tokenizer: object) -> object:
 
 def _check_modalities(model: ChatModel, pictures: list[object], sounds: list[object]) -> None:
     config = model.hf_model.config
-    sub_configs = getattr(config, "sub_configs", None) or {}
-    sees = any("vision" in name and getattr(config, name, None) is not None for name in sub_configs)
-    hears = any("audio" in name and getattr(config, name, None) is not None for name in sub_configs)
-    known = ["text"] + ["image"] * sees + ["audio"] * hears
-    if pictures and not sees:
-        raise RequestError(f"this model takes {', '.join(known)}", field="image", hint="Omit the image")
-    if sounds and not hears:
-        raise RequestError(f"this model takes {', '.join(known)}", field="audio", hint="Omit the audio")
+    present = [name for name in getattr(config, "sub_configs", None) or {} if getattr(config, name, None) is not None]
+    known = [kind for kind, word in (("image", "vision"), ("audio", "audio")) if any(word in name for name in present)]
+    for kind, given in (("image", pictures), ("audio", sounds)):
+        if given and kind not in known:
+            raise RequestError(f"this model takes {', '.join(('text', *known))}", field=kind, hint=f"Omit the {kind}")
 
 
 def _check_planned(model: ChatModel, field: str, count: float, planned: str, what: str) -> None:
@@ -282,7 +282,7 @@ def _rendered(
     model: ChatModel, owner: ChatTemplateOwner, messages: list[Message], template_kwargs: Mapping[str, object] | None,
     tools: Sequence[Mapping[str, object]], continue_final_message: bool,
 ) -> PromptText:  # fmt: skip
-    if tools and "tools" not in form_of(owner.chat_template, with_tools=True).reads:
+    if tools and "tools" not in answer_form(owner, with_tools=True).reads:
         raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
 
     def render(changed: Sequence[Message], changed_tools: Sequence[Mapping[str, object]] = ()) -> str:

@@ -54,31 +54,6 @@ def read_states(held: Tensor, dtype: torch.dtype) -> Tensor:
     return states
 
 
-class FullForm:
-    """Keys and values as they are."""
-
-    def hold(self, states: Tensor) -> Tensor:
-        """Return the stored form of new keys or values."""
-        return states
-
-    def read(self, held: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return attention's input from the stored form."""
-        return held
-
-
-class Int8Form(FullForm):
-    """Keys and values in 8 bits."""
-
-    def hold(self, states: Tensor) -> Tensor:
-        return round_states(states)
-
-    def read(self, held: Tensor, dtype: torch.dtype) -> Tensor:
-        return read_states(held, dtype)
-
-
-FORMS = {"full": FullForm(), "int8": Int8Form()}
-
-
 # Prompts that transformers computes ----------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ class UnsupportedLayersError(Exception):
 class LayerCache(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys and values: [rows, H, places, D], one of them for a prompt in progress if the cache has one.
 
-    shared: the cache that knows the rows' positions, and the stored form.
+    shared: the cache that knows the rows' positions, and how states are stored.
     """
 
     is_compileable = True
@@ -71,11 +71,11 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         """Do what `update` does. Shapes: states [n, H, 1, D]; places [n] int64, as `BatchedKVCache.begin` writes them."""
         step = self.shared.rows_of_step(key_states.shape[0])
         rows = self.shared.row_numbers[step]
-        form, dtype = self.shared.form, key_states.dtype
-        self.keys[rows, :, places] = form.hold(key_states[:, :, 0])
-        self.values[rows, :, places] = form.hold(value_states[:, :, 0])
+        hold, dtype = self.shared.hold, key_states.dtype
+        self.keys[rows, :, places] = hold(key_states[:, :, 0])
+        self.values[rows, :, places] = hold(value_states[:, :, 0])
         length = min(self.places, self.shared.seen_places)
-        return form.read(self.keys[step, :, :length], dtype), form.read(self.values[step, :, :length], dtype)
+        return self.shared.read(self.keys[step, :, :length], dtype), self.shared.read(self.values[step, :, :length], dtype)
 
     def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
         """Take over one row's states: [1, H, S, D], of the last S of `length` positions."""
@@ -139,12 +139,12 @@ class PagedLayer(LayerCache):
 
     def _written(self, key_states: Tensor, value_states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         step, table = self.shared.rows_of_step(key_states.shape[0]), self.pool.table
-        form, dtype = self.shared.form, key_states.dtype
-        self.keys[:, places] = form.hold(key_states[:, :, 0]).transpose(0, 1)
-        self.values[:, places] = form.hold(value_states[:, :, 0]).transpose(0, 1)
+        hold, dtype = self.shared.hold, key_states.dtype
+        self.keys[:, places] = hold(key_states[:, :, 0]).transpose(0, 1)
+        self.values[:, places] = hold(value_states[:, :, 0]).transpose(0, 1)
         length = min(self.places, self.shared.seen_places)
         keys, values = (table.of(held, table.table[step], length) for held in (self.keys, self.values))
-        return form.read(keys, dtype), form.read(values, dtype)
+        return self.shared.read(keys, dtype), self.shared.read(values, dtype)
 
     def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
         if not self.is_initialized:
@@ -191,7 +191,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         super().__init__(layers=[])
         self._bytes_of, self._memory, self._used_bytes = bytes_of, torch.empty(0, dtype=torch.uint8, device=device), 0
-        self.kv, self.form = kv, hf_kv_int8.FORMS[kv]
+        self.kv = kv
         self.rows, self.context_tokens, self.device = rows, context_tokens, device
         self.positions = torch.zeros(rows, dtype=torch.long, device=device)
         # Families that count images along three axes go on after one at a position that is less than the token count.
@@ -210,6 +210,14 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         self.first_row, self.step_count = 0, rows
         # How many rows a step advances: states of padding rows, which may be placed ones, stay as they are.
         self.live = torch.full((1,), rows, dtype=torch.int32, device=device)
+
+    def hold(self, states: Tensor) -> Tensor:
+        """Return the stored form of new keys or values."""
+        return states if self.kv == "full" else hf_kv_int8.round_states(states)
+
+    def read(self, held: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return attention's input from the stored form."""
+        return held if self.kv == "full" else hf_kv_int8.read_states(held, dtype)
 
     def rows_of_step(self, count: int) -> slice:
         """Return which rows a step of `count` rows is of."""

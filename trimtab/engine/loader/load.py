@@ -54,19 +54,22 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Loaded:
-    """The result of `fill`: the model tree and everything that must be closed with it. left_out: slower computation -> reason."""
+    """The result of `fill`: the model tree and everything that must be closed with it. left_out: slower computation -> reason.
+    packs_experts: whether modules hold packed experts."""
 
     hf_model: Any
     streamer: tiers.Streamer | None
     file_rows: list[tables.FileRows] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    packs_experts: bool = False
 
     def close(self) -> None:
         if self.streamer is not None:
             self.streamer.close()
         for rows in self.file_rows:
             rows.close()
-        pieces.let_go(self.hf_model)
+        if self.packs_experts:
+            pieces.let_go(self.hf_model)
         self.hf_model, self.streamer, self.file_rows = None, None, []
 
 
@@ -95,7 +98,8 @@ def fill(
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
-        pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
+        if anatomy.routers:
+            pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
         undo.pop_all()
     return loaded, anatomy
 
@@ -164,7 +168,8 @@ class _Filler:
             left_out[head8.NAME] = why
         if (why := hf_attention.use_in(self.probe.model, self.device, self.dtype)) is not None:
             left_out[hf_attention.WHAT] = why
-        return Loaded(self.probe.model, streamer, self.file_rows, left_out)
+        is_packed = any(row.packs_experts for row in self.rows)
+        return Loaded(self.probe.model, streamer, self.file_rows, left_out, is_packed)
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
         """Return blocks in loading order: blocks that leave the device first, then those that stay, ties after their owners.

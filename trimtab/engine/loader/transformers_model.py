@@ -407,6 +407,7 @@ def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
     from trimtab.engine.kv import kv_cache as hf_slots
     from trimtab.engine.passes import chunk_forward as hf_prefill
     from trimtab.engine.passes import media_embeddings as hf_prompt_media
+    from trimtab.engine.towers.bounds_check import unknown_towers
 
     return replace(
         built,
@@ -415,6 +416,7 @@ def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
         prompts_unsupported=hf_prefill.why_not(probed.model),
         images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
         can_chunk=hf_slots.can_chunk(probed.model),
+        unknown_towers=unknown_towers(probed.config),
     )
 
 

@@ -372,10 +372,10 @@ def _check_modules(
 
 
 def _kind_of(module: nn.Module) -> str:
-    if isinstance(module, RouterModule) or takes_lora(module):
-        return "router"
     if hasattr(module, "dense_weight") or hasattr(module, "rows"):
         return "linear" if hasattr(module, "dense_weight") else "embedding"
+    if isinstance(module, RouterModule) or takes_lora(module):
+        return "router"
     if _is_conv1d(module):
         return "linear"
     return "experts" if why_no_lora(module) is None else "other"

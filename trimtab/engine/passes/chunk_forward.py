@@ -191,12 +191,12 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write the pass's keys and values. Return those that its tokens attend to: their own and the earlier ones."""
-        form, dtype = self.target.shared.form, key_states.dtype
-        key_states, value_states = form.hold(key_states), form.hold(value_states)
+        shared, dtype = self.target.shared, key_states.dtype
+        key_states, value_states = shared.hold(key_states), shared.hold(value_states)
         if not self.target.is_initialized:
             self.lazy_initialization(key_states, value_states)
         pairs = ((self.target.keys, key_states), (self.target.values, value_states))
-        keys, values = (form.read(self._one(kept, new), dtype) for kept, new in pairs)
+        keys, values = (shared.read(self._one(kept, new), dtype) for kept, new in pairs)
         return keys, values
 
     def _one(self, kept: Tensor, new: Tensor) -> Tensor:

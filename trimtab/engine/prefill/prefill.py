@@ -99,6 +99,7 @@ class PrefillRunner:
         self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
             self.fall_back(why)
+        self.is_on = bool(self.sizes)  # whether any prompt is computed in chunks of fixed shapes
         if self.is_on and batch.rows > 1:
             batch.cache.keep_prompt_row()
         self.packs = PackedPrefill(self)
@@ -106,19 +107,9 @@ class PrefillRunner:
             self.room.owners.add(self)
 
     @property
-    def is_on(self) -> bool:
-        """Whether any prompt is computed in chunks of fixed shapes."""
-        return bool(self.sizes)
-
-    @property
     def most_packed(self) -> int:
         """The most tokens of a pass of several prompts, padding included."""
         return max(self.sizes, default=0)
-
-    @property
-    def copies_bytes(self) -> int:
-        """Of the copies of adapters that graphs read."""
-        return self.layouts.nbytes
 
     @property
     def kernels_us(self) -> dict[str, tuple[float, float]]:

@@ -441,7 +441,7 @@ class Prefixes:
             self.batch.cache.prepare(prompt.cache)
         if not cache.learn(self.batch.cache):
             return
-        if self.batch.prompts.holds(prompt):
+        if self.batch.prompts.is_on and self.batch.prompts.holds(prompt):
             views = partial(self._views_of, self.batch.cache.prompt_row)
         else:
             assert cache.layout is not None

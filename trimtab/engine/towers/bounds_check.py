@@ -103,13 +103,11 @@ def unknown_towers(config: object) -> tuple[str, ...]:
 
 
 def guard_towers(hf_model: HFModel) -> tuple[str, ...]:
-    """Have every part of a model that is not its decoder checked while it runs, where a tower of it is not known.
+    """Have every part of a model that is not its decoder checked while it runs, for one with `unknown_towers`.
 
     Returns the names of those parts. They raise RequestError for media that lead beyond a table, or to shapes that do not go
     together.
     """
-    if not unknown_towers(getattr(hf_model, "config", None)):
-        return ()
     base = getattr(hf_model, "model", hf_model)
     decoder = hf_model.get_decoder() if hasattr(hf_model, "get_decoder") else None
     guarded = []

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from trimtab.engine.lora.store import covered
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Policy
-from trimtab.engine.towers.bounds_check import unknown_towers
 from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
 from trimtab.engine.towers.pieces import TowerPieces
 from trimtab.errors import gib
@@ -105,13 +104,13 @@ class Towers:
         planned = model.plan.execution.towers
         self.captures = mode == "auto" and planned is not None and planned.mode in CAPTURED
         self.captures &= model.device.type == "cuda"
-        if self.captures and unknown_towers(model.hf_model.config):
+        if self.captures and model.anatomy.unknown_towers:
             self.captures = False
             fall_back("the look-ups of an unknown tower are checked on the host", "captured towers")
         self.is_on = self.captures or mode == "static"
         self.all_layers = layers_of(model)
         self.layers = [layer for layer, tier in self.all_layers.items() if tier == "resident"] if self.is_on else []
-        self.may_cut = not unknown_towers(model.hf_model.config)
+        self.may_cut = not model.anatomy.unknown_towers
         self.replayed = 0
         self.most_bytes = planned.bytes.get(BUFFERS, 0) if self.captures and planned is not None else 2**62
         self._graphs = GraphCache()

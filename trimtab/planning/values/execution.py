@@ -407,14 +407,9 @@ def prompt_launch_s(
     return entered * (CHUNK_LINEAR_S if is_captured else plain_s) + (0.0 if is_captured else towers * plain_s)
 
 
-def head_rows(anatomy: Anatomy) -> tuple[ModuleRow, ...]:
-    """Return the modules of the output head."""
-    return anatomy.head_rows
-
-
 def head_bytes(anatomy: Anatomy) -> int:
     """Return the bytes of the output head that a step reads, tied to another matrix or not."""
     return sum(
         packed_bytes(row.weight.shape, HEAD8 if row.is_head8 else "none", row.weight.dtype)
-        for row in head_rows(anatomy) if row.weight is not None
+        for row in anatomy.head_rows if row.weight is not None
     )  # fmt: skip

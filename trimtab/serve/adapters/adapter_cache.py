@@ -202,11 +202,13 @@ class AdapterCache:
             return True
         wanted = self._wanted(name)
         new = [key for key in wanted if key not in self._resident]
+        if not new:
+            return True
         used = self._used(in_use) | set(wanted)
         movable, sizes = [key for key in self._resident if key not in used], self.model.adapter_sizes
         room = self.model.free_adapter_bytes() + sum(sizes[key] for key in movable)
         is_place = self._limit is None or len(self._resident) - len(movable) + len(new) <= self._limit
-        return not new or (is_place and sum(self._needed(key, name) for key in new) <= room)
+        return is_place and sum(self._needed(key, name) for key in new) <= room
 
     def bring(self, name: str | None, in_use: Iterable[str | None]) -> str | None:
         """Load an adapter or mix onto the model, instead of the least recently used one. Returns its key. in_use: keys

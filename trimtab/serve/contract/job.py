@@ -60,11 +60,6 @@ class Job:
     group: str = ""
     continue_final_message: bool = False
 
-    @property
-    def continues(self) -> bool:
-        """Whether the answer continues a text that the client has."""
-        return self.continue_final_message or isinstance(self.prompt, dict)
-
 
 @dataclass(frozen=True)
 class Token:

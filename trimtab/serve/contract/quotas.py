@@ -102,9 +102,8 @@ class Quotas:
                 best = limits
         return best
 
-    def enter(self, limits: KeyLimits | None) -> Use:
+    def enter(self, limits: KeyLimits) -> Use:
         """Count a new request, and return its key's use. Errors: QuotaError."""
-        used = Use() if limits is None else self._used.setdefault(limits.name, Use())
-        if limits is not None:
-            used.enter(limits, self._now())
+        used = self._used.setdefault(limits.name, Use())
+        used.enter(limits, self._now())
         return used

@@ -92,6 +92,8 @@ class Pool(Protocol):
     def models(self) -> Sequence[Mapping[str, Any]]:
         """Return every model and adapter as /v1/models shows it."""
 
+    async def refresh(self) -> None: ...
+
     def status(self) -> Mapping[str, Any]: ...
 
     async def start(self) -> None: ...
@@ -277,6 +279,7 @@ class _Api:
         return JSONResponse({"status": word}, 503)
 
     async def prometheus(self, request: Request) -> Response:
+        await self.pool.refresh()
         body, kind = self.metrics.text(self.pool.status())
         return Response(body, media_type=kind)
 
@@ -288,6 +291,7 @@ class _Api:
         return Response(self._described[has_key], media_type="application/json")
 
     async def status(self, request: Request) -> Response:
+        await self.pool.refresh()
         shown = {**self.pool.status(), "requests": self.metrics.recent()}
         return JSONResponse(without_paths(shown, folders=self.folders))
 
@@ -401,8 +405,8 @@ class _Api:
 
     def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
         """Return the events of a request. Errors: QuotaError if its key may have no more."""
-        limits = self.quotas.of(request.state.credential)
-        use = self.quotas.enter(limits)
+        limits = self.quotas.of(request.state.credential) if self.settings.key_limits else None
+        use = None if limits is None else self.quotas.enter(limits)
         return self.metrics.begin(model, adapter, choices=choices, key=None if limits is None else limits.name, use=use)
 
     # Other routes -----------------------------------------------------------------------------------------------------

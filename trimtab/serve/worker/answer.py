@@ -214,7 +214,7 @@ class Reading:
         self._held: tuple[Token, ...] = ()
         if is_chat(job):
             self._form = chat.answer_form(processor, with_tools=bool(job.tools))
-            self.shown = self._form.marks(with_calls=bool(job.tools))
+            self.shown = self._form.marks if job.tools else self._form.thought_marks
         if self.shown or job.tools:
             is_new = not job.continue_final_message  # the end of a continued prompt is always text
             self._is_in_thought = is_new and self._opens_thought(inputs.token_ids[-END_TOKENS:])

@@ -126,7 +126,8 @@ class LoadedEngine:
             may_end_in_step=True,
         )  # fmt: skip
         prompt.row.use_adapter(job.adapter)  # it may stay in host memory until its turn
-        before = inputs.token_ids if job.continues else ()
+        # The client has the text that an answer continues.
+        before = inputs.token_ids if job.continue_final_message or isinstance(job.prompt, dict) else ()
         hidden = self.inputs.hidden_ids(reading.shown)
         detokenizer = Detokenizer(self.inputs.tokenizer, job.request.stop, hidden=hidden, before=before)
         text = AnswerText(detokenizer, self.batch.ends)
@@ -200,7 +201,7 @@ class LoadedEngine:
     release = staticmethod(Answer.release)
 
     def goes_alone(self, answer: Answer) -> bool:
-        if answer.prompt is None or answer.is_complete:
+        if answer.prompt is None or answer.is_complete or not self.batch.prompts.is_on:
             return True
         try:
             return not self.batch.prompts.packs.has_place(answer.prompt)
