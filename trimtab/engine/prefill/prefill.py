@@ -120,11 +120,6 @@ class PrefillRunner:
         """Of the copies of adapters that graphs read."""
         return self.layouts.nbytes
 
-    @property
-    def kernels_us(self) -> dict[str, tuple[float, float]]:
-        """The times of our kernels when they were chosen: name -> (ours, theirs)."""
-        return {} if self._kernels is None else self._kernels.measured_us
-
     def fall_back(self, why: str, what: str = "captured prompts") -> None:
         one = Fallback(what, why)
         if one not in self.batch.steps.fallbacks:
@@ -409,11 +404,6 @@ class PrefillRunner:
         """Let the towers use the kernels of prompts while the block runs; on a CPU they run as they are."""
         self.kernels()
         return nullcontext() if self._tower_ops is None else self._tower_ops.running()
-
-    def without_tower_ops(self) -> None:
-        """Let the towers run as they are from now on, to compare both. Call it before a prompt: graphs are not made again."""
-        self.kernels()
-        self._tower_ops = None
 
     # Graphs ----------------------------------------------------------------------------------------------------------
 

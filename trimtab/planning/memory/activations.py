@@ -122,7 +122,6 @@ class Use:
     answer_tokens: int
     batch: int
     patches: int
-    soft_tokens: int
     sound_s: float
     pool_tokens: int | None = None
     kv: str = "full"
@@ -176,7 +175,7 @@ def use_of(
     return Use(
         context_tokens=request.context_tokens, prefill_tokens=min(request.context_tokens, piece),
         answer_tokens=min(answer_tokens, max(request.context_tokens - 1, 1)), batch=request.batch,
-        patches=images * patches, soft_tokens=images * soft, sound_s=sound_s,
+        patches=images * patches, sound_s=sound_s,
         pool_tokens=None if request.kv_tokens is None else pool_tokens(
             request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens
         ),
