@@ -167,7 +167,7 @@ def os_name() -> str:
 
 def full_cpu_name() -> str:
     """Return the processor's name, as far as the system reports it."""
-    named = read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _sysctl("machdep.cpu.brand_string")
+    named = read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _brand_of_mac()
     return named or platform.processor() or platform.machine()
 
 
@@ -189,13 +189,13 @@ def _registry_cpu() -> str:
     return ""
 
 
-def _sysctl(name: str) -> str:
+def _brand_of_mac() -> str:
     if sys.platform != "darwin":
         return ""
     library = ctypes.CDLL(None)
     size = ctypes.c_size_t(256)
     buffer = ctypes.create_string_buffer(size.value)
-    failed = library.sysctlbyname(name.encode(), buffer, ctypes.byref(size), None, 0)
+    failed = library.sysctlbyname(b"machdep.cpu.brand_string", buffer, ctypes.byref(size), None, 0)
     return "" if failed else buffer.value.decode("utf-8", "replace")
 
 

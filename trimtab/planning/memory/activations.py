@@ -160,7 +160,6 @@ def answer_tokens_of(request: LoadRequest) -> int:
 
 def use_of(
     request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int | None = None,
-    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
 ) -> Use:  # fmt: skip
     """Return the use of a request, with images and audio only if the model has a tower for them. answer_tokens: None is
     the request's planned answer length.
@@ -170,7 +169,7 @@ def use_of(
     images = request.images if "vision" in anatomy.parts else 0
     sound_s = request.audio_s if "audio" in anatomy.parts else 0.0
     media = images * soft + ceil(sound_s * SOUND_TOKENS_PER_S)
-    chunk_tokens = chunk_tokens if anatomy.cuts_texts else request.context_tokens
+    chunk_tokens = PREFILL_CHUNK_TOKENS if anatomy.cuts_texts else request.context_tokens
     piece = max(chunk_tokens, media + TEMPLATE_TOKENS if media else 0)
     return Use(
         context_tokens=request.context_tokens, prefill_tokens=min(request.context_tokens, piece),
