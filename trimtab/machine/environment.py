@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -94,25 +94,6 @@ class Environment:
         values = asdict(self)
         values["cpu_flags"], values["gpus"] = list(self.cpu_flags), [asdict(gpu) for gpu in self.gpus]
         return {"format": FORMAT} | values
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Environment:
-        """Return the environment that `to_json` wrote. Errors: RequestError for another format or other keys."""
-        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-            form = values.get("format") if isinstance(values, Mapping) else type(values).__name__
-            raise RequestError("not an environment of this format", field="environment.format", value=form)
-        kept = {key: value for key, value in values.items() if key != "format"}
-        known = {item.name for item in fields(cls)}
-        wrong = sorted(kept.keys() ^ known)
-        if wrong:
-            raise RequestError("keys are unknown or missing", field="environment", value=wrong, allowed=sorted(known))
-        try:
-            kept["packages"] = {name: Package(**form) for name, form in kept["packages"].items()}
-            kept["gpus"] = tuple(Gpu(**gpu) for gpu in kept["gpus"])
-            kept["cpu_flags"] = tuple(kept["cpu_flags"])
-        except (TypeError, AttributeError) as exc:
-            raise RequestError(f"holds a value of the wrong kind ({exc})", field="environment") from exc
-        return cls(**kept)
 
 
 def read_environment(python: str | os.PathLike[str] | None = None) -> Environment:

@@ -626,7 +626,7 @@ def test_judgement_is_json_and_text():
 def test_versions_are_of_the_interpreter_that_is_asked():
     found = preflight(BASE, machine=gpu(4), environment=read_environment())
     assert found.versions["transformers"] == transformers.__version__
-    assert found.worst in SEVERITIES
+    assert found.findings[0].severity in SEVERITIES
 
 
 def test_max_memory_is_both_budgets_and_a_machine_without_the_gpu_that_it_does_not_name():

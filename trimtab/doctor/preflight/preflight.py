@@ -54,11 +54,6 @@ class Preflight:
     findings: tuple[Foreseen, ...]
     answer: Answer
 
-    @property
-    def worst(self) -> str | None:
-        """The highest severity, None without a finding."""
-        return self.findings[0].severity if self.findings else None
-
     def to_json(self) -> dict[str, Any]:
         """Return the prediction as JSON-ready values, including the steps of the second plan."""
         return {
