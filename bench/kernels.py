@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.formats.weights import shell
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec
@@ -139,7 +140,9 @@ class Bench:
                 more["cut"] = str(matvec.choose(groups[0], n, self.module, pair=gate is not None))
                 more["tried_us"] = found if self.tune else None
                 more["overlap_us"] = self.overlapped_us(run, len(groups))
-            more["bitsandbytes_us"] = round(tuning.stock_us(groups, x), 2)
+            layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
+            stock_us = tuning.graph_us(lambda layers=layers, x=x: [layer(x) for layer in layers], x.device)
+            more["bitsandbytes_us"] = round(stock_us / len(groups), 2)
             self.add(model, product.name, shape, n, None if wrong else self.us(run, len(groups)), nbytes, **more)
             for rank in ranks if wrong is None else ():
                 lora = adapters_of(product, rank, n, self.device)

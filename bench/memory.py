@@ -142,7 +142,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
 
     import trimtab
     import trimtab.engine.model
-    from trimtab.engine.memory.rates import process_bytes
+    from trimtab.machine.memory import process_bytes
 
     torch.cuda.init()
     gpu_memory = None

@@ -37,9 +37,8 @@ def measured(request: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from trimtab.engine.loader import transformers_model as hf  # noqa: F401
-    from trimtab.engine.memory.rates import process_bytes
     from trimtab.engine.tiers import reader as read  # noqa: F401 - imported before the baseline is taken
-    from trimtab.machine.memory import peak_host_bytes
+    from trimtab.machine.memory import peak_host_bytes, process_bytes
     from trimtab.merging import merge
 
     torch.ones(8, 8) @ torch.ones(8, 8)  # the library's own buffers belong to the baseline

@@ -261,13 +261,14 @@ def run_trimtab(size: str, work: Path, lengths: Sequence[int], *, profile: bool)
         taken = {name: count - before[name] for name, count in device_bytes().items()}
         memory = {
             "counted_bytes": captured.prompts.extra_bytes(), "sizes": captured.prompts.sizes, "taken_bytes": taken,
-            "graphs": len(captured.prompts._graphs), "kernels_us": captured.prompts.kernels_us,
+            "graphs": len(captured.prompts._graphs), "kernels_us": captured.prompts.kernels().measured_us,
         }  # fmt: skip
         bench.rows.append({"model": size, "engine": "trimtab", "what": "memory", **memory})
         print("ROW " + json.dumps(bench.rows[-1]), flush=True)
         if size.startswith("e"):
             plain = bench.batch("auto")
-            plain.prompts.without_tower_ops()
+            plain.prompts.kernels()
+            plain.prompts._tower_ops = None  # before a prompt: graphs are not made again
             bench.parts(made, plain, "parts of a picture, its towers as transformers and bitsandbytes compute them")
         if profile:
             for tokens in lengths:

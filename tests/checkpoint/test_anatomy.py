@@ -282,11 +282,6 @@ def test_linear_attention_keeps_a_state_instead(tmp_path):
     assert (found[0].kv_heads, found[1].kv_heads, found[1].state_values) == (0, 2, 0)
 
 
-def test_soft_tokens_that_the_config_fixes(anatomy):
-    assert anatomy("gemma3").tower_tokens == (("vision", 4),)
-    assert anatomy("qwen3_vl").tower_tokens == anatomy("llama").tower_tokens == ()
-
-
 # Real sizes -----------------------------------------------------------------------------------------------------------
 
 

@@ -125,7 +125,7 @@ def test_a_loaded_model_uses_the_kernel_in_every_way_to_decode(tier, decode, mon
 
     with trimtab.load(plan, decode=decode) as model:
         # On so small a head torch may be as fast: then it is told by name, and here used all the same.
-        if head8.module_of(model.hf_model) is None:
+        if model.hf_model.get_output_embeddings().packed().kernel.module is None:
             assert head8.NAME in [one.what for one in model.fallbacks]
             monkeypatch.setattr(head8_choice, "wrong", lambda module, head, *args: head8_choice.check(module, head))
             assert head8_choice.choose(model.hf_model.lm_head) is None

@@ -226,15 +226,10 @@ def test_no_driver_without_nvml_or_when_it_refuses(monkeypatch):
 # JSON and text --------------------------------------------------------------------------------------------------------
 
 
-def test_json_comes_back_equal(here):
-    again = Environment.from_json(json.loads(json.dumps(here.to_json())))
-    assert again == here
-
-
-def test_gpus_come_back_and_are_shown():
+def test_gpus_are_shown():
     base = read_only_environment()
     text = Lines().show(environment_document(base))
-    assert Environment.from_json(json.loads(json.dumps(base.to_json()))) == base
+    assert json.loads(json.dumps(base.to_json()))["gpus"][0]["name"] == "Tesla T4"
     assert "GPU 0   Tesla T4, compute capability 7.5, 7.74 GiB free of 14.56 GiB" in text
     assert "torch   is built for CUDA 12.8; driver 580.65.06" in text
     assert re.search(r"peft +0\.19\.1 +index, pip", text)
@@ -249,22 +244,6 @@ def read_only_environment(**changed) -> Environment:
         "cpu_capability": "AVX2", "cores": 2, "threads": 2, "host_total_bytes": 2**34, "host_available_bytes": 2**33,
     } | changed  # fmt: skip
     return Environment(**values)
-
-
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ([], "environment.format"),
-        ({"format": 2}, "environment.format"),
-        ({"format": 1, "python": "3"}, "environment"),
-        ({**read_only_environment().to_json(), "more": 1}, "environment"),
-        ({**read_only_environment().to_json(), "gpus": [{"name": "x"}]}, "environment"),
-    ],
-)
-def test_json_that_is_no_environment_is_refused(values, field):
-    with pytest.raises(RequestError) as caught:
-        Environment.from_json(values)
-    assert caught.value.field == field
 
 
 def test_broken_torch_is_shown():

@@ -139,9 +139,7 @@ class Anatomy:
 
     missing_projections: paths of k/v projections that KV-shared layers do not have although their siblings do; an
     adapter key that aims at one has no effect. prequantized: the format of most values of a checkpoint that is
-    already quantized.
-    tower_tokens: (part, soft tokens of one image or audio clip) where the config fixes them; else the processor
-    decides. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or use the
+    already quantized. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or use the
     fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
     an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. can_chunk: whether a text is computed
     in chunks; else whole, of any length. unknown_towers: model types of towers whose look-ups are checked while they run. renames:
@@ -157,7 +155,6 @@ class Anatomy:
     vocab_size: int
     missing_projections: tuple[str, ...] = ()
     prequantized: str | None = None
-    tower_tokens: tuple[tuple[Part, int], ...] = ()
     capture_unsupported: str | None = None
     fused_unsupported: str | None = None
     prompts_unsupported: str | None = None

@@ -18,9 +18,10 @@ from torch import Tensor
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.layers.embedding import PackedTable
 from trimtab.engine.layers.linear import ResidentLeaf
-from trimtab.engine.memory.rates import peak_host_bytes, process_on_gpu
+from trimtab.engine.memory.rates import process_on_gpu
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.errors import gib
+from trimtab.machine.memory import peak_host_bytes
 from trimtab.planning.planner import ITEM
 from trimtab.report.document import Document, Table
 

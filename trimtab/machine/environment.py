@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
@@ -95,25 +95,6 @@ class Environment:
         values["cpu_flags"], values["gpus"] = list(self.cpu_flags), [asdict(gpu) for gpu in self.gpus]
         return {"format": FORMAT} | values
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Environment:
-        """Return the environment that `to_json` wrote. Errors: RequestError for another format or other keys."""
-        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-            form = values.get("format") if isinstance(values, Mapping) else type(values).__name__
-            raise RequestError("not an environment of this format", field="environment.format", value=form)
-        kept = {key: value for key, value in values.items() if key != "format"}
-        known = {item.name for item in fields(cls)}
-        wrong = sorted(kept.keys() ^ known)
-        if wrong:
-            raise RequestError("keys are unknown or missing", field="environment", value=wrong, allowed=sorted(known))
-        try:
-            kept["packages"] = {name: Package(**form) for name, form in kept["packages"].items()}
-            kept["gpus"] = tuple(Gpu(**gpu) for gpu in kept["gpus"])
-            kept["cpu_flags"] = tuple(kept["cpu_flags"])
-        except (TypeError, AttributeError) as exc:
-            raise RequestError(f"holds a value of the wrong kind ({exc})", field="environment") from exc
-        return cls(**kept)
-
 
 def read_environment(python: str | os.PathLike[str] | None = None) -> Environment:
     """Return the environment of an interpreter (None: this one) and of the machine. Takes a process and torch's import,
@@ -167,7 +148,7 @@ def os_name() -> str:
 
 def full_cpu_name() -> str:
     """Return the processor's name, as far as the system reports it."""
-    named = read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _sysctl("machdep.cpu.brand_string")
+    named = read_cpuinfo("model name") or read_cpuinfo("Hardware") or _registry_cpu() or _brand_of_mac()
     return named or platform.processor() or platform.machine()
 
 
@@ -189,13 +170,13 @@ def _registry_cpu() -> str:
     return ""
 
 
-def _sysctl(name: str) -> str:
+def _brand_of_mac() -> str:
     if sys.platform != "darwin":
         return ""
     library = ctypes.CDLL(None)
     size = ctypes.c_size_t(256)
     buffer = ctypes.create_string_buffer(size.value)
-    failed = library.sysctlbyname(name.encode(), buffer, ctypes.byref(size), None, 0)
+    failed = library.sysctlbyname(b"machdep.cpu.brand_string", buffer, ctypes.byref(size), None, 0)
     return "" if failed else buffer.value.decode("utf-8", "replace")
 
 

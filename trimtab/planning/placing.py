@@ -91,7 +91,6 @@ class Given:
     machine: Machine
     rates: Rates
     disk_free_bytes: int | None
-    chunk_tokens: int
     head8: Anatomy | None
     head_refused: str
     held_bytes: int
@@ -202,14 +201,14 @@ class _Planner:
         self.anatomy = anatomy = way.anatomy
         self.request = request = replace(given.request, head=way.head, quant=quant_of(anatomy, given.request.quant))
         machine, known, mode, chunks = given.machine, given.known, way.mode, way.chunks
-        adapters, chunk_tokens, captures_prompts = given.adapters, given.chunk_tokens, way.captures_prompts
+        adapters, captures_prompts = given.adapters, way.captures_prompts
         are_apart = way.expert_slots > 0
         key = id(anatomy), request.quant, are_apart
         if key not in known.blocks:
             known.blocks[key] = blocks_of(anatomy, request.quant, are_apart=are_apart)
         self.blocks = known.blocks[key]
         self.asked = _asked(request, anatomy, self.blocks, machine)
-        self.use = use_of(request, anatomy, chunk_tokens=chunk_tokens)
+        self.use = use_of(request, anatomy)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
         self.reads_packed = self.is_captured and reads_packed(mode, anatomy, request.quant)
         # A step of kernels around the stack's products takes the seconds of captured modules.

@@ -32,7 +32,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, first_equal
 from trimtab.errors import DoesNotFitError
 from trimtab.formats.record import stored_format
 from trimtab.planning.candidates import Candidates
-from trimtab.planning.memory.activations import PREFILL_CHUNK_TOKENS, Use, use_of
+from trimtab.planning.memory.activations import Use, use_of
 from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
 from trimtab.planning.memory.towers import with_towers
 from trimtab.planning.options import advised
@@ -130,7 +130,6 @@ def make_plan(
     checkpoint_stamps: Stamps = (),
     adapter_stamps: Mapping[str, Stamps] | None = None,
     disk_free_bytes: int | None = None,
-    prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     head8: Anatomy | None = None,
     head_refused: str = "",
     is_advised: bool = True,
@@ -153,8 +152,8 @@ def make_plan(
     """
     given = Given(
         request=request, anatomy=first_equal(anatomy), adapters=adapters, machine=machine, rates=rates,
-        disk_free_bytes=disk_free_bytes, chunk_tokens=prefill_chunk_tokens, head8=None if head8 is None else first_equal(head8),
-        head_refused=head_refused, held_bytes=held_bytes, media=media, expert_bytes=expert_bytes or {},
+        disk_free_bytes=disk_free_bytes, head8=None if head8 is None else first_equal(head8), head_refused=head_refused,
+        held_bytes=held_bytes, media=media, expert_bytes=expert_bytes or {},
     )  # fmt: skip
     try:
         plan = Candidates(given).best()
@@ -167,7 +166,7 @@ def make_plan(
     shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
     plan = with_unpacked(plan if machine.on_cpu else with_towers(plan, anatomy), anatomy, shared_bytes=shared)
     if machine.on_cpu:
-        plan = with_cpu_seconds(plan, anatomy, use_of(plan.request, anatomy, chunk_tokens=prefill_chunk_tokens))
+        plan = with_cpu_seconds(plan, anatomy, use_of(plan.request, anatomy))
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
 
 

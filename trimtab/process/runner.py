@@ -242,7 +242,7 @@ def _ending(exit_code: int, lines: tuple[dict[str, Any], ...]) -> str:
     return FAILED if exit_code == 1 else CRASHED
 
 
-def _tail(path: Path, limit: int = 20_000) -> str:
+def _tail(path: Path) -> str:
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - limit))
+        file.seek(max(0, path.stat().st_size - 20_000))
         return file.read().decode("utf-8", "replace")

@@ -41,7 +41,6 @@ class Case:
     reference: Route
     subject: Route
     adapter: str | None
-    subject_adapter: str | None
     adapters: Mapping[str, str]
     expected: str = compare.SAME
     merged: Path | None = None
@@ -113,7 +112,7 @@ def _of(route: Route, label: str, **changes: Any) -> Route:
 def _resident_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     whole = _of(ours, "every weight resident", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
     subject = replace(ours, label="the plan's tiers")
-    return Case(against="resident", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
+    return Case(against="resident", reference=whole, subject=subject, **common)
 
 
 def _stock_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any], python: Any) -> Case:
@@ -132,14 +131,14 @@ def _stock_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, commo
         quant=resolve_quant(request.quant, checkpoint), experts=request.experts, device=devices.resolve_device(request.device),
         adapters=common["adapters"], python=str(python) if python is not None else None,
     )  # fmt: skip
-    return Case(against="stock", reference=stock, subject=ours, subject_adapter=common["adapter"], **common)
+    return Case(against="stock", reference=stock, subject=ours, **common)
 
 
 def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     if common["adapter"] is None:
         raise RequestError("needs an adapter to compare with the base", field="adapter", hint="Give one with adapters=")
     reference, subject = replace(ours, label=f"adapter {common['adapter']}"), replace(ours, label="the base")
-    return Case(against="base", reference=reference, subject=subject, subject_adapter=None, expected=compare.DIFFERS, **common)
+    return Case(against="base", reference=reference, subject=subject, expected=compare.DIFFERS, **common)
 
 
 def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
@@ -151,7 +150,7 @@ def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
     whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full", experts=EXPERTS[0])
     experts = f", {request.experts} experts" if request.experts in MADE_EXPERTS else ""
     subject = replace(ours, label=f"{DEFAULT_QUANT if request.quant == 'auto' else request.quant} weights{experts}")
-    return Case(against="bf16", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
+    return Case(against="bf16", reference=whole, subject=subject, **common)
 
 
 def _full_head_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
@@ -162,7 +161,7 @@ def _full_head_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, c
         )  # fmt: skip
     whole = _of(ours, "the whole head", head="full", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
     subject = replace(ours, label="the 8-bit head")
-    return Case(against="full-head", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
+    return Case(against="full-head", reference=whole, subject=subject, **common)
 
 
 def _batched(ours: Route, word: str, label: str) -> Route:
@@ -176,7 +175,7 @@ def _batched(ours: Route, word: str, label: str) -> Route:
 def _single_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     subject = _batched(ours, "single", "in one batch")
     reference = replace(subject, label="each alone", batched=0)
-    return Case(against="single", reference=reference, subject=subject, subject_adapter=common["adapter"], **common)
+    return Case(against="single", reference=reference, subject=subject, **common)
 
 
 def _alone_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
@@ -184,12 +183,12 @@ def _alone_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, commo
         raise RequestError("needs at least two adapters", field="adapters", value=list(common["adapters"]))
     subject = _batched(ours, "alone", "adapters mixed in one batch")
     reference = replace(subject, label="each adapter alone", batched=0)
-    return Case(against="alone", reference=reference, subject=subject, subject_adapter=None, **common)
+    return Case(against="alone", reference=reference, subject=subject, **common)
 
 
 def _eager_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     reference, subject = replace(ours, label="one pass"), replace(ours, label="step by step", decode="auto")
-    return Case(against="eager", reference=reference, subject=subject, subject_adapter=common["adapter"], **common)
+    return Case(against="eager", reference=reference, subject=subject, **common)
 
 
 def _folder_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, folder: Path, common: Mapping[str, Any]) -> Case:
@@ -204,7 +203,7 @@ def _folder_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, fold
         **({"quant": "auto"} if packed else {"quant": "none"} if split_packed(checkpoint)[1] else {}),
     )  # fmt: skip
     reference = replace(ours, label=f"adapter {common['adapter']} loaded")
-    return Case(against=str(folder), reference=reference, subject=merged, subject_adapter=None, merged=folder, **common)
+    return Case(against=str(folder), reference=reference, subject=merged, merged=folder, **common)
 
 
 def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:

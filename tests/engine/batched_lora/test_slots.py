@@ -59,7 +59,7 @@ def test_every_layer_of_a_slot_has_its_adapters_addresses(model):
         args = slots.args([leaf], 3)
         # Towers run before there are rows, whatever adapters change in them.
         if not leaf.adapters.keys() & {"style", "specialist"} or "tower" in leaf.module_path:
-            assert args is None and not slots.covers(leaf)
+            assert args is None and leaf not in slots._covered
             continue
         assert args.low.shape == (3, 1, slots.largest_rank)
         for name, slot in (("specialist", 0), ("style", 1)):
@@ -152,7 +152,7 @@ def test_rows_that_switch_among_attached_adapters_never_change_the_shape(model, 
     for names in (["style", "one"], ["specialist"], [None, "gate"], ["gate", "specialist", None, "style"], [None]):
         slots.set_rows(names)
         assert slots.shape_key == shape
-    covered = {lora.kind_of(leaf.module_path) for leaf in leaves_of(model) if slots.covers(leaf)}
+    covered = {lora.kind_of(leaf.module_path) for leaf in leaves_of(model) if leaf in slots._covered}
     names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     assert covered == {f"{TEXT}.*.{name}" for name in [*names, "per_layer_input_gate"]}
 

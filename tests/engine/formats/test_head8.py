@@ -29,6 +29,10 @@ DEMO = Path(trimtab.__file__).parent / "demo"
 ASKED = [[2, 5, 9, 17, 4], [2, 40, 41]]
 
 
+def kernel_of(model):
+    return model.hf_model.get_output_embeddings().packed().kernel.module
+
+
 def rounded_by_hand(weight: Tensor) -> tuple[list[list[int]], list[float]]:
     """The definition, one value after the other in Python's own arithmetic."""
     q, scales = [], []
@@ -170,8 +174,8 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
         monkeypatch.setattr(head8, "load", lambda device: module)
         times = iter([5.0, 1.0, 1.0, 5.0])
         monkeypatch.setattr("trimtab.engine.kernels.autotune.graph_us", lambda run, device: next(times))
-        assert "slower here" in str(head8_choice.choose(leaf)) and head8.module_of(model.hf_model) is None
-        assert head8_choice.choose(leaf) is None and head8.module_of(model.hf_model) is module
+        assert "slower here" in str(head8_choice.choose(leaf)) and kernel_of(model) is None
+        assert head8_choice.choose(leaf) is None and kernel_of(model) is module
         module.launches.clear()
         torch.testing.assert_close(model.logits(ASKED[1]), wanted, rtol=2**-7, atol=2**-7)
         assert module.launches
@@ -224,7 +228,7 @@ def test_the_head_is_made_from_the_file_and_the_table_stays_bit_for_bit(demo_pla
         assert torch.equal(packed.parts["weight"], q) and torch.equal(packed.parts["scale"], scale)
         table = model.hf_model.get_input_embeddings()
         assert torch.equal(table.rows(torch.arange(len(weight))), weight.to(model.dtype))
-        assert head8.module_of(model.hf_model) is None  # no kernel on a CPU, and nothing to tell of it
+        assert kernel_of(model) is None  # no kernel on a CPU, and nothing to tell of it
         assert model.fallbacks == ()
 
 
@@ -304,7 +308,7 @@ def test_every_tier_gives_the_same_logits(demo_plan, tier, kind, tmp_path):
             model.streamer.poison = True
         for ids in ASKED:
             assert torch.equal(model.logits(ids), resident.logits(ids))
-        assert head8.module_of(model.hf_model) is None
+        assert kernel_of(model) is None
 
 
 def test_answers_stay_those_of_the_whole_head(demo_plan):

@@ -76,7 +76,7 @@ def test_without_any_measurement_the_best_estimate_is_compiled_checked_and_marke
     made, compiled = configured(module, product, monkeypatch)
     assert compiled == [best] and matvec.choose(product.groups[0], 2, module) == best
     assert made.configs == {product.key: launch_configs.ESTIMATED} and made.rejected == {}
-    assert not matvec.is_tuned(product.groups[0], 2, module)
+    assert matvec.cut_key(product.groups[0], 2) not in module.products.measured
 
 
 def test_a_shipped_configuration_wins_over_the_estimate_and_a_tuned_one_over_both(module, product, monkeypatch):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.engine.lora.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, peft_output, put_on, read, spec_of
 from trimtab.engine.lora import base_values
-from trimtab.engine.lora.layers import attach
+from trimtab.engine.lora.layers import attach_fitted, fit
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -206,7 +206,7 @@ def test_the_promised_bytes_are_the_bytes_attached(variant: str, tmp_path: Path)
     toy = Toy("none", torch.float32)
     spec = spec_of(make_adapter(tmp_path, toy, **VARIANTS[variant]), toy)
     model, store = ours(toy, torch.float32)
-    attach(model, spec, "one", read=read, device="cpu", store=store)
+    attach_fitted(fit(model, spec), "one", read=read, device="cpu", store=store)
     found = 0
     for module in model.modules():
         adapter = module.__dict__.get("adapters", {}).get("one")

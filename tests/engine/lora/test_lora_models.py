@@ -17,7 +17,7 @@ from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.loader.transformers_model import read_anatomy
-from trimtab.engine.lora.layers import attach, detach
+from trimtab.engine.lora.layers import attach_fitted, detach, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def test_logits_equal_pefts(family: str, variant: str, tmp_path: Path, tmp_path_
     stock, model = pico.make_model(family), pico.make_model(family)
     given = pico.inputs(family, stock.config)
     store = with_our_layers(model)
-    attach(model, match_adapter(read_adapter(adapter), anatomy), "one", read=read, device="cpu", store=store)
+    attach_fitted(fit(model, match_adapter(read_adapter(adapter), anatomy)), "one", read=read, device="cpu", store=store)
     with torch.no_grad():
         base = stock(**given).logits
         assert torch.equal(model(**given).logits, base)

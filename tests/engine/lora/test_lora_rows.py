@@ -16,7 +16,7 @@ from tests.engine.lora.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, put_
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.layers import SavedModule, attach, detach
+from trimtab.engine.lora.layers import SavedModule, attach_fitted, detach, fit
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import AdapterError, RequestError
 
@@ -207,7 +207,7 @@ def test_a_failing_read_attaches_nothing(tmp_path: Path) -> None:
     spec = spec_of(make_adapter(tmp_path, toy, modules_to_save=["norm"]), toy)
     norm = model.norm
     with pytest.raises(OSError, match="disk gone"):
-        attach(model, spec, "one", read=failing, device="cpu", store=store)
+        attach_fitted(fit(model, spec), "one", read=failing, device="cpu", store=store)
     assert not model.up.adapters
     assert not model.down.adapters
     assert model.norm is norm
@@ -222,7 +222,7 @@ def test_a_model_without_the_modules_is_refused_with_all_of_them(tmp_path: Path)
     model._modules["up"] = nn.Linear(WIDTH, 2 * WIDTH)
     model._modules["norm"] = nn.Identity()
     with pytest.raises(AdapterError) as caught:
-        attach(model, spec, "one", read=read, device="cpu", store=store)
+        attach_fitted(fit(model, spec), "one", read=read, device="cpu", store=store)
     words = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 4  # norm lacks two parameters
     assert "no module down" in words

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.engine.lora.layers import attach
+from trimtab.engine.lora.layers import attach_fitted, fit
 from trimtab.engine.lora.store import AdapterStore
 
 WIDTH, VOCABULARY = 64, 32
@@ -197,7 +197,7 @@ def spec_of(folder: Path, toy: Toy) -> AdapterSpec:
 
 
 def put_on(model: Toy, store: AdapterStore, toy: Toy, folder: Path, name: str) -> None:
-    attach(model, spec_of(folder, toy), name, read=read, device="cpu", store=store)
+    attach_fitted(fit(model, spec_of(folder, toy)), name, read=read, device="cpu", store=store)
 
 
 def peft_output(toy: Toy, folder: Path) -> Tensor:

@@ -106,7 +106,7 @@ def test_other_systems_have_no_groups(tmp_path):
 
 def test_the_container_limit_bounds_what_the_machine_has(monkeypatch):
     monkeypatch.setattr(memory, "cgroup_available_bytes", lambda: 123)
-    assert devices.host_available_bytes() == 123
+    assert memory.host_available_bytes() == 123
 
 
 # This process ---------------------------------------------------------------------------------------------------------
@@ -129,14 +129,14 @@ def test_the_peak_follows_an_allocation_stays_when_it_is_gone_and_is_not_the_par
 
 def test_the_spill_folder_is_the_one_asked_for_and_its_disk_is_measured(tmp_path):
     folder = tmp_path / "not" / "yet" / "there"
-    assert devices.spill_folder(str(folder)) == folder
-    assert 0 < devices.disk_free_bytes(str(folder)) == pytest.approx(psutil.disk_usage(str(tmp_path)).free, rel=0.2)
+    assert memory.spill_folder(str(folder)) == folder
+    assert 0 < memory.disk_free_bytes(str(folder)) == pytest.approx(psutil.disk_usage(str(tmp_path)).free, rel=0.2)
 
 
 def test_a_disk_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setattr(memory.Path, "exists", lambda self: False)
     with pytest.raises(RequestError) as caught:
-        devices.disk_free_bytes("E:/spill")
+        memory.disk_free_bytes("E:/spill")
     assert (caught.value.field, caught.value.value) == ("offload_dir", "E:/spill")
 
 

@@ -573,7 +573,7 @@ def test_bytes_of_captured_prompts_grow_with_what_is_captured(tmp_path):
     assert count((512,)) < count((512,), has_adapters=True)
     assert count((512,), adapter_bytes=12345) - count((512,)) == 12345
     # Pictures and other rows of the request are not in a captured prompt.
-    wide = replace(use, patches=2520, soft_tokens=280, batch=8)
+    wide = replace(use, patches=2520, batch=8)
     assert prompt_graph_bytes(anatomy, wide, (512,), quant="nf4-dq", has_adapters=False) == count((512,))
 
 

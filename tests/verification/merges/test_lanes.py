@@ -151,7 +151,7 @@ def run(folder, adapter, work, names, prompts=PROMPTS):
     report = run_lanes(folder, adapter, rows, work / "lanes", device=DEVICE, new_tokens=5, names=names, isolated=False)
     json.dumps(report.to_json(), allow_nan=False)
     assert not [path for path in (work / "lanes").iterdir() if path.name != "adapter_vs_base"]
-    return report.by_name()
+    return {run.lane.name: run for run in report.lanes}
 
 
 @pytest.fixture(scope="module")

@@ -220,9 +220,9 @@ class Point:
     text: str
     carried_by: Callable[[Run], bool]
 
-    def stated(self, runs: Iterable[Run], *, at_most: int = 3) -> Statement | None:
+    def stated(self, runs: Iterable[Run]) -> Statement | None:
         """Return it with the first runs that support it, None if none does."""
-        carrying = tuple(run for run in runs if self.carried_by(run))[:at_most]
+        carrying = tuple(run for run in runs if self.carried_by(run))[:3]
         return Statement(self.text, carrying) if carrying else None
 
 

@@ -54,11 +54,6 @@ class Preflight:
     findings: tuple[Foreseen, ...]
     answer: Answer
 
-    @property
-    def worst(self) -> str | None:
-        """The highest severity, None without a finding."""
-        return self.findings[0].severity if self.findings else None
-
     def to_json(self) -> dict[str, Any]:
         """Return the prediction as JSON-ready values, including the steps of the second plan."""
         return {
@@ -118,7 +113,7 @@ def preflight(
     asking = Asking(
         checkpoint=checkpoint, request=request, shape=shape, adapter=adapter_reading, machine=machine,
         rates=_rates(machine), given=_given(gpu_memory, host_memory),
-        towers_dense=_towers_dense(shape, environment), python=python,
+        towers_dense=_towers_dense(shape, environment),
     )  # fmt: skip
     return Preflight(
         model=os.fspath(model), model_class=shape.anatomy.model_class, quant=shape.quant, device_map=reading.devices,

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.anatomy import Anatomy, KVLayer, ModuleRow, TensorRow
+from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.checkpoint.names import Rename
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.machine.anatomy_cache import read_anatomy, write_anatomy
 from trimtab.process.runner import DONE, run_inside
 
 TIMEOUT_S = 300.0
@@ -49,7 +49,7 @@ class ModuleShape:
 class ModelShape:
     """A model as the stock stack builds it.
 
-    no_split: classes that accelerate does not split. quant: the requested format, resolved. skipped_by_key: module_path
+    quant: the requested format, resolved. skipped_by_key: module_path
     of a linear -> the map's key that prevents its quantization, by the installed rule. loaded_to: tensor_path ->
     device, for tensors that loading places differently from their longest key (keys match as prefixes there).
     takes_sdpa: whether every sub-model takes attn_implementation="sdpa".
@@ -57,43 +57,21 @@ class ModelShape:
 
     anatomy: Anatomy
     modules: tuple[ModuleShape, ...]
-    no_split: tuple[str, ...]
     quant: str
     skipped_by_key: Mapping[str, str]
     loaded_to: Mapping[str, str]
     takes_sdpa: bool
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "anatomy": write_anatomy(self.anatomy), "modules": [asdict(module) for module in self.modules]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelShape:
-        kept = dict(values)
-        kept["anatomy"] = _anatomy(kept["anatomy"])
-        kept["modules"] = tuple(
+        modules = tuple(
             ModuleShape(module["module_path"], module["class_name"], tuple(OwnTensor(**own) for own in module["tensors"]))
-            for module in kept["modules"]
+            for module in values["modules"]
         )
-        kept["no_split"] = tuple(kept["no_split"])
-        return cls(**kept)
-
-
-def _anatomy(values: Mapping[str, Any]) -> Anatomy:
-    kept = dict(values)
-    kept["rows"] = tuple(_row(row) for row in kept["rows"])
-    kept["kv_layers"] = tuple(KVLayer(**layer) for layer in kept["kv_layers"])
-    kept["missing_projections"] = tuple(kept["missing_projections"])
-    kept["renames"] = tuple(Rename(*rename) for rename in kept["renames"])
-    kept["tower_tokens"] = tuple((part, count) for part, count in kept["tower_tokens"])
-    return Anatomy(**kept)
-
-
-def _row(values: Mapping[str, Any]) -> ModuleRow:
-    tensors = tuple(
-        TensorRow(**{**tensor, "shape": tuple(tensor["shape"]), "sources": tuple(tensor["sources"])})
-        for tensor in values["tensors"]
-    )
-    return ModuleRow(**{**values, "tensors": tensors})
+        return cls(**{**values, "anatomy": read_anatomy(values["anatomy"]), "modules": modules})
 
 
 # Reading in a process -------------------------------------------------------------------------------------------------
@@ -151,7 +129,7 @@ def shape_of(model: str, device_map: Mapping[str, str], quant: str, dtype: str) 
     away = [key for key, device in device_map.items() if device in ("cpu", "disk")]
     return ModelShape(
         anatomy=anatomy, modules=tuple(_modules(probe.model, probe.ties)),
-        no_split=tuple(sorted(getattr(probe.model, "_no_split_modules", None) or ())), quant=kind,
+        quant=kind,
         skipped_by_key=_skipped(linears, away), loaded_to=_loaded_to(tensors, device_map),
         takes_sdpa=all(
             getattr(module, "_supports_sdpa", True) for module in probe.model.modules() if hasattr(module, "post_init")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 APPLIES, MAY_APPLY, FIXED = "applies", "may apply", "fixed"
 MERGED, LATER = "fixed upstream, release not known", "came later"
-STANDINGS = (APPLIES, MAY_APPLY, MERGED, FIXED, LATER)
 # The fault's name in `verify --against`, if it is one that it tries.
 FAULTS = (
     "ignored", "scale", "alpha_pattern ignored", "rank_pattern ignored", "DoRA ignored", "tower parts dropped",
@@ -45,7 +44,7 @@ class ServerBug:
     evidence: str = ""
 
     def standing(self, version: str | None) -> str:
-        """Return whether it applies to a release: one of STANDINGS.
+        """Return whether it applies to a release: one of the five texts above.
 
         "applies" from `since` on; if that is unknown, for the release of the report, including its patches.
         """

@@ -3,7 +3,7 @@
 A kernel that is captured in a CUDA graph cannot receive new arguments, so it looks them up: for every linear layer and
 every slot the table has the addresses of A and B, the rank and the scale of the adapter in that slot, rank 0 where the
 adapter does not touch the layer; a row has the number of its slot, -1 for the base. Nothing is copied or padded: the
-adapters stay where `lora.attach` put them, for any ranks. Only plain LoRA has this form; an adapter that replaces
+adapters stay where `lora.attach_fitted` put them, for any ranks. Only plain LoRA has this form; an adapter that replaces
 weights, biases or norms or that rescales (DoRA) is refused by `why_not`. A row has one token in a step, and several in a pass of
 prompts (packing.py); a pass of one prompt has a table of one row, whose adapter `set_layers` writes (last_layers.py).
 
@@ -175,10 +175,6 @@ class AdapterSlots:
         """
         self._cover_attached()
         return self.largest_rank, len(self._covered), *self.experts.shape_key
-
-    def covers(self, leaf: Leaf) -> bool:
-        """Whether a step looks the layer up: whether an adapter that was ever attached changes one of its kind."""
-        return leaf in self._covered
 
     def cover(self, fittings: Iterable[lora.Fitting]) -> None:
         """Look up all layers that these adapters need: layers covered before the capture need no second capture."""

@@ -61,7 +61,7 @@ def several(value: object) -> Sequence[object]:
     return tuple(value) if isinstance(value, (list, tuple)) and not (is_samples or is_swapped) else (value,)
 
 
-def read_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def read_image(source: object) -> Image.Image:
     """Return an RGB image from a path, bytes, a Pillow image, or uint8 values [H, W] or [H, W, 3 or 4].
 
     Errors: RequestError(field="image").
@@ -71,13 +71,13 @@ def read_image(source: object, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     if isinstance(source, np.ndarray):
         source = _of_array(source)
     if isinstance(source, Image.Image):
-        return _upright(source, max_pixels, _named(source))
+        return _upright(source, _named(source))
     stream = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
     if not isinstance(stream, (io.BytesIO, str, Path)):
         raise RequestError("is not a path, bytes, a Pillow image or an array", field="image", value=_named(source))
     try:
         with Image.open(stream, formats=IMAGE_FORMATS) as image:
-            return _upright(image, max_pixels, _named(source))
+            return _upright(image, _named(source))
     except FileNotFoundError as exc:
         raise RequestError("no such file", field="image", value=_named(source), hint=path_hint(_named(source))) from exc
     except UnidentifiedImageError as exc:
@@ -149,8 +149,8 @@ def _of_array(values: np.ndarray) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(values))
 
 
-def _upright(image: Image.Image, max_pixels: int, name: str) -> Image.Image:
-    check_picture_size(*image.size, max_pixels=max_pixels, field_name="image", value=name)  # before pixels are decoded
+def _upright(image: Image.Image, name: str) -> Image.Image:
+    check_picture_size(*image.size, max_pixels=MAX_PIXELS, field_name="image", value=name)  # before pixels are decoded
     # Each copy of a large image is 128 MB: none is made without a change.
     image.load()
     # Not by Pillow's exif_transpose: it writes the other tags again, and fails where one of them is no valid value.

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
-
-if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import HFModel
 
 NAME = "8-bit head"
 NAMES = ("head8",)
@@ -162,11 +158,3 @@ def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernel for a device. Errors: DeviceError if that is not possible here: compute capability 7.5 compiles it,
     and has no bf16 arithmetic to run it with."""
     return nvrtc.Module(source(), device=device, name="head8.cu", needs_bf16=True)
-
-
-def module_of(hf_model: HFModel) -> nvrtc.Module | None:
-    """Return the kernel that a loaded model's head uses, None if it uses torch or is no 8-bit head."""
-    leaf = hf_model.get_output_embeddings()
-    packed = getattr(leaf, "_packed", None) or getattr(getattr(leaf, "staged", None), "packed", None)
-    kernel: Kernel | None = getattr(packed, "kernel", None)
-    return None if kernel is None else kernel.module

@@ -571,9 +571,7 @@ def gated(
     )  # fmt: skip
 
 
-def add_gated(
-    y: Tensor, made: Tensor, gate: Tensor | None, module: nvrtc.Module | None = None, *, dependent: bool | None = None
-) -> Tensor:  # fmt: skip
+def add_gated(y: Tensor, made: Tensor, gate: Tensor | None, module: nvrtc.Module | None = None) -> Tensor:
     """Add made, or with a gate sigmoid(gate) * made, to y, and return y. Shapes: [n, D], gate [n, 1]; rows may be strided."""
     given = (made, y) if gate is None else (gate, made, y)
     if module is None or not _runs(module, y) or not all(_fits(x, y, 1) for x in given):
@@ -582,7 +580,7 @@ def add_gated(
     v = 8 if width % 8 == 0 and all(_fits(x, y, 8) for x in given[-2:]) else 1
     module.launch(
         f"add_gated_{v}", (-(-width // (128 * v)), n), (128,),
-        [y, y.stride(0), made, made.stride(0), gate, 0 if gate is None else gate.stride(0), width, _half(y)], dependent=dependent,
+        [y, y.stride(0), made, made.stride(0), gate, 0 if gate is None else gate.stride(0), width, _half(y)],
     )  # fmt: skip
     return y
 

@@ -24,7 +24,7 @@ from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
 from trimtab.engine.cuda.nvrtc import Job
 from trimtab.engine.formats.packed import Draw, Packed
-from trimtab.engine.formats.weights import quantize, random_parts, rounded, shell
+from trimtab.engine.formats.weights import quantize, random_parts, rounded
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends
@@ -39,8 +39,7 @@ from trimtab.request import DEFAULT_QUANT
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "compile_tried", "graph_us", "jobs", "keep_tuned",
-    "pair_us",
-    "relative_error", "stock_us", "tune", "why_not_cut",
+    "pair_us", "relative_error", "tune", "why_not_cut",
 ]  # fmt: skip
 
 _PIECE = 2**20
@@ -120,17 +119,6 @@ class RandomWeights:
         """Return as many groups of layers over one input as take up `nbytes`, each of different bytes; at least two."""
         count = max(2, min(96, round(nbytes / (sum(rows) * columns * 0.516))))
         return [[self.make(one, columns) for one in rows] for _ in range(count)]
-
-
-def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
-    """Return bitsandbytes' time for one group of layers, in a CUDA graph over all groups, in microseconds."""
-    layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
-
-    def run() -> None:
-        for layer in layers:
-            layer(x)
-
-    return graph_us(run, x.device) / len(groups)
 
 
 class _Product:

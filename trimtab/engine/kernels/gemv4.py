@@ -404,11 +404,6 @@ def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
     )  # fmt: skip
 
 
-def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
-    """Whether the cut of this product was measured on this card, now or by an earlier process."""
-    return cut_key(weights, n, pair=pair) in module.products.measured
-
-
 def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
     """Whether the norm in front of this product is to be a part of it on this card."""
     if module is None or not layouts.is_same(weights):

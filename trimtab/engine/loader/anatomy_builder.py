@@ -72,7 +72,7 @@ def build_anatomy(
         model_class=type(model).__name__, model_type=str(config.model_type), dtype=dtype, rows=rows,
         kv_layers=tuple(caches.layers()), hidden_size=int(text.hidden_size), vocab_size=int(text.vocab_size),
         missing_projections=tuple(caches.missing_projections()), prequantized=kinds[0] if kinds else None,
-        tower_tokens=tuple(_tower_tokens(config)), renames=renames,
+        renames=renames,
     )  # fmt: skip
 
 
@@ -487,15 +487,3 @@ class _Caches:
                 wanted = f"{path}.self_attn.{name}"
                 if f"{path}.self_attn" in present and wanted not in present:
                     yield wanted
-
-
-def _tower_tokens(config: Any) -> Iterator[tuple[Part, int]]:
-    """Yield (modality, soft tokens of one image or audio clip) where the config fixes the number."""
-    fields: tuple[tuple[Part, tuple[str, ...]], ...] = (
-        ("vision", ("mm_tokens_per_image", "vision_soft_tokens_per_image", "image_seq_length")),
-        ("audio", ("audio_soft_tokens_per_image",)),
-    )
-    for part, names in fields:
-        count = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-        if count is not None and getattr(config, f"{part}_config", None) is not None:
-            yield part, int(count)

@@ -29,7 +29,6 @@ from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.engine.loader import pieces
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.lora.store import AdapterStore
-from trimtab.engine.memory.rates import spill_folder
 from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.near_experts import NearWriter
@@ -38,6 +37,7 @@ from trimtab.engine.tiers.spill import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, packed_parts, stored_format
+from trimtab.machine.memory import spill_folder
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import row_bytes
 from trimtab.planning.plan.plan import FilesRead, anatomy_key

@@ -1,6 +1,6 @@
 """Adapters at run time: PEFT's mathematics on trimtab's layers, selected per batch row.
 
-`attach` puts a matched adapter on the model, all of it or nothing; `AdapterStore` (store.py) says which adapter each row
+`attach_fitted` puts a matched adapter on the model, all of it or nothing; `AdapterStore` (store.py) says which adapter each row
 uses now, and layers hand their output to its applier. Same operations in the same order and precision as PEFT
 0.19.1 to 0.21.2, so equal bit for bit where the kernels are the same; norms of DoRA are computed once, at attach.
 Unlike PEFT's mixed batches, which round once more, a row here equals the row run alone. Inference only.
@@ -292,18 +292,6 @@ def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], i
         A, B = (starts[entry.file, entry.start] for entry in (target.tensors["A"], target.tensors["B"]))
         plain.append(PlainPlace(modules[path], target.part, target.scale, target.rank, A, B))
     return Fitting(model, plain, rest, frozenset(ranks), max(ranks.values(), default=0))
-
-
-def attach(
-    model: nn.Module, spec: AdapterSpec, name: str, *, read: Callable[[TensorEntry], Tensor],
-    device: torch.device | str, store: AdapterStore, dtype: str = "float32",
-) -> None:  # fmt: skip
-    """Attach an adapter under a name: every tensor of it, or nothing and an error.
-
-    read: gives a tensor of the file on the CPU. dtype: of the LoRA tensors; PEFT casts half precision up to float32.
-    Errors: RequestError for a name in use; AdapterError for modules that the model does not hold or cannot adapt.
-    """
-    attach_fitted(fit(model, spec), name, read=read, device=device, store=store, dtype=dtype)
 
 
 def attach_fitted(

@@ -28,17 +28,11 @@ from trimtab.errors import DeviceError, gib
 from trimtab.machine import gpus
 from trimtab.machine import machine_cache as known
 from trimtab.machine.machine_cache import resolve
-from trimtab.machine.memory import cpu_name, disk_free_bytes, host_available_bytes, peak_host_bytes, process_bytes, spill_folder
+from trimtab.machine.memory import cpu_name, process_bytes, spill_folder
 from trimtab.planning import Machine, Plan, Rates
 from trimtab.planning.request.card_machine import THREAD_STACK_BYTES, context_bytes
 from trimtab.planning.values.execution import SMALL_BUDGET_BYTES
 from trimtab.request import DEFAULT_QUANT
-
-__all__ = [
-    "bound_stacks", "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes",
-    "host_available_bytes", "measure_rates", "outside_torch", "peak_host_bytes", "process_bytes", "process_on_gpu",
-    "read_machine", "resolve_device", "spill_folder",
-]  # fmt: skip
 
 # cuBLAS takes a workspace for every stream, 32 MiB on compute capability 9.0 and 8.1 MiB on most others, and keeps another one.
 # Within a small budget it gets the smaller one everywhere.

@@ -111,11 +111,6 @@ class PrefillRunner:
         """The most tokens of a pass of several prompts, padding included."""
         return max(self.sizes, default=0)
 
-    @property
-    def kernels_us(self) -> dict[str, tuple[float, float]]:
-        """The times of our kernels when they were chosen: name -> (ours, theirs)."""
-        return {} if self._kernels is None else self._kernels.measured_us
-
     def fall_back(self, why: str, what: str = "captured prompts") -> None:
         one = Fallback(what, why)
         if one not in self.batch.steps.fallbacks:
@@ -402,11 +397,6 @@ class PrefillRunner:
         """Let the towers use the kernels of prompts while the block runs; on a CPU they run as they are."""
         self.kernels()
         return nullcontext() if self._tower_ops is None else self._tower_ops.running()
-
-    def without_tower_ops(self) -> None:
-        """Let the towers run as they are from now on, to compare both. Call it before a prompt: graphs are not made again."""
-        self.kernels()
-        self._tower_ops = None
 
     # Graphs ----------------------------------------------------------------------------------------------------------
 

@@ -29,13 +29,13 @@ def row_count(shape: Sequence[int]) -> int:
     return shape[0] if shape else 1
 
 
-def row_pieces(shape: Sequence[int], values: int = PIECE_VALUES) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of row ranges of about `values` values."""
+def row_pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of row ranges of about PIECE_VALUES values."""
     rows = row_count(shape)
     width = 1
     for size in shape[1:]:
         width *= size
-    step = max(1, values // max(1, width))
+    step = max(1, PIECE_VALUES // max(1, width))
     for start in range(0, rows, step):
         yield start, min(rows, start + step)
 

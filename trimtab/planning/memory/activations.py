@@ -122,7 +122,6 @@ class Use:
     answer_tokens: int
     batch: int
     patches: int
-    soft_tokens: int
     sound_s: float
     pool_tokens: int | None = None
     kv: str = "full"
@@ -161,7 +160,6 @@ def answer_tokens_of(request: LoadRequest) -> int:
 
 def use_of(
     request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int | None = None,
-    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
 ) -> Use:  # fmt: skip
     """Return the use of a request, with images and audio only if the model has a tower for them. answer_tokens: None is
     the request's planned answer length.
@@ -171,12 +169,12 @@ def use_of(
     images = request.images if "vision" in anatomy.parts else 0
     sound_s = request.audio_s if "audio" in anatomy.parts else 0.0
     media = images * soft + ceil(sound_s * SOUND_TOKENS_PER_S)
-    chunk_tokens = chunk_tokens if anatomy.can_chunk else request.context_tokens
+    chunk_tokens = PREFILL_CHUNK_TOKENS if anatomy.can_chunk else request.context_tokens
     piece = max(chunk_tokens, media + TEMPLATE_TOKENS if media else 0)
     return Use(
         context_tokens=request.context_tokens, prefill_tokens=min(request.context_tokens, piece),
         answer_tokens=min(answer_tokens, max(request.context_tokens - 1, 1)), batch=request.batch,
-        patches=images * patches, soft_tokens=images * soft, sound_s=sound_s,
+        patches=images * patches, sound_s=sound_s,
         pool_tokens=None if request.kv_tokens is None else pool_tokens(
             request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens
         ),

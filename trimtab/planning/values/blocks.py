@@ -70,7 +70,7 @@ class Block:
 
     movable_bytes, fixed_bytes: exact. movable_allocated_bytes, fixed_allocated_bytes: the same as torch's CUDA
     allocator counts them when resident. buffer_bytes: the packed weights as one aligned buffer. leaves: module paths of
-    the movable weights. refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored.
+    the movable weights. refused: tier -> why it is not allowed.
     load_transient_bytes: the most that loading one weight takes at once. dense_bytes: file bytes of the weights that
     loading packs. flops_per_token: multiply-adds per row. row_bytes: one row of a table, 0 for other blocks.
     is_in_file: whether a table's rows can be read from the checkpoint: its tensors are there as they are computed with. pieces: the
@@ -91,7 +91,6 @@ class Block:
     leaves: tuple[str, ...]
     allowed_tiers: tuple[str, ...]
     refused: Mapping[str, str] = field(hash=False)
-    largest_leaf_bytes: int
     load_transient_bytes: int
     dense_bytes: int
     paid: Paid
@@ -214,7 +213,6 @@ def _block(
         buffer_bytes=sum(buffer_bytes(leaf.parts) for leaf in leaves),
         leaves=tuple(dict.fromkeys(leaf.module_path for leaf in leaves)),
         allowed_tiers=allowed, refused=refused,
-        largest_leaf_bytes=max((leaf.nbytes for leaf in leaves), default=0),
         load_transient_bytes=max((leaf.load_transient_bytes for leaf in every), default=0),
         dense_bytes=sum(leaf.dense_bytes for leaf in every if leaf.packs),
         paid=_paid(path, part),

@@ -74,32 +74,23 @@ class Grammar:
         source = GrammarSource("response_format.json_schema", schema=dict(schema))
         return SchemaConstraint(self._matchers(source, client)[""], self._ends)
 
-    def calls(
-        self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, field: str = "tools", client: str = ""
-    ) -> SchemaConstraint:
+    def calls(self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, client: str = "") -> SchemaConstraint:
         """Return the constraint of an answer that calls one of these functions. form: one of `answer_forms.CALL_MARKS`.
 
         Errors: as `constraint`, for parameters.
         """
-        source = GrammarSource(field, form=form, functions=list(functions), several=several, marks=self._marks(form))
+        source = GrammarSource("tools", form=form, functions=list(functions), several=several, marks=self._marks(form))
         return SchemaConstraint(self._matchers(source, client)[""], self._ends)
 
     def calls_once_opened(
-        self,
-        form: AnswerForm,
-        functions: Sequence[Mapping[str, Any]],
-        *,
-        several: bool,
-        in_thought: bool,
-        field: str = "tools",
-        client: str = "",
+        self, form: AnswerForm, functions: Sequence[Mapping[str, Any]], *, several: bool, in_thought: bool, client: str = ""
     ) -> HeldCalls:
         """Return the constraint of an answer that may call these functions: free text until it opens a call. in_thought: the
         prompt ends inside a thought, where nothing is a call. Errors: as `calls`."""
         calls = form.calls or ""
         openings = [CALL_MARKS[calls][0], *([BARE_HEAD] if calls == "llama" else ())]
         source = GrammarSource(
-            field, form=calls, functions=list(functions), several=several, openings=openings, marks=self._marks(calls)
+            "tools", form=calls, functions=list(functions), several=several, openings=openings, marks=self._marks(calls)
         )
         return HeldCalls(self._matchers(source, client), self._words, thoughts=form.thoughts, in_thought=in_thought)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Merge request["adapter"] into request["folder"] at request["out"]; emits seconds and the process's peak."""
-    from trimtab.engine.memory.rates import peak_host_bytes
+    from trimtab.machine.memory import peak_host_bytes
     from trimtab.merging import merge
 
     merged = merge(request["folder"], request["out"], adapters={"adapter": request["adapter"]}, requantize=request["requantize"])

@@ -165,10 +165,6 @@ class LaneReport(Report):
     lanes: tuple[LaneRun, ...]
     versions: Mapping[str, str]
 
-    def by_name(self) -> dict[str, LaneRun]:
-        """Return lane name -> run."""
-        return {run.lane.name: run for run in self.lanes}
-
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON-ready values."""
         return {

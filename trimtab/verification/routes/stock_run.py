@@ -223,7 +223,7 @@ def raised(exc: BaseException) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _library_frames(exc: BaseException, last: int = 4) -> list[str]:
+def _library_frames(exc: BaseException) -> list[str]:
     frames = []
     for frame in traceback.extract_tb(exc.__traceback__):
         path = frame.filename.replace("\\", "/")
@@ -231,4 +231,4 @@ def _library_frames(exc: BaseException, last: int = 4) -> list[str]:
             if f"/{name}/" in path:
                 frames.append(f"{name}/{path.rpartition(f'/{name}/')[2]}:{frame.lineno} {frame.name}")
                 break
-    return frames[-last:]
+    return frames[-4:]
