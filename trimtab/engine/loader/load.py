@@ -32,6 +32,7 @@ from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.memory.rates import spill_folder
 from trimtab.engine.passes import attention as hf_attention
+from trimtab.engine.passes import rotations
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.reader import Arena, Part, Reader, Wanted
@@ -93,6 +94,8 @@ def fill(
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
         pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
+        if request.context_tokens > (rotations.limit(loaded.hf_model) or request.context_tokens):
+            rotations.turn_alone(loaded.hf_model)
         undo.pop_all()
     return loaded, anatomy
 
@@ -153,6 +156,8 @@ class _Filler:
         for module in self.on_host:  # with what its submodules were filled with since
             leaves.compute_on_host(module.to("cpu"))
         self._check_nothing_left()
+        if next(self.probe.model.parameters(), None) is None:  # OLMo: transformers asks one for the model's device and type
+            self.probe.model.register_parameter("_own", nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), False))
         left_out = {}
         if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
             left_out[head8.NAME] = why
