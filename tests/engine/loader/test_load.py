@@ -373,3 +373,14 @@ def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_pa
     else:
         with pytest.raises(CheckpointError, match="a router of experts has values that are NaN or infinite"):
             trimtab.load(plan)
+
+
+def test_a_model_without_a_weight_outside_of_its_layers_answers(tmp_path):
+    """OLMo's norms have none, and transformers asks a parameter for the model's device."""
+    torch.manual_seed(0)
+    own = transformers.OlmoForCausalLM(transformers.OlmoConfig(**pico._TEXT | {"head_dim": 16})).eval()
+    own.save_pretrained(tmp_path)
+    with trimtab.load(plan_of(tmp_path, quant="none", dtype="float32")) as model:
+        answer = model.answer([5, 6, 7], max_new_tokens=1)
+        assert model.hf_model.device.type == model.device.type
+    assert answer.token_ids == (int(own(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].argmax()),)

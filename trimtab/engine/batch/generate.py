@@ -29,6 +29,7 @@ from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.prompt import check_fits, fitted
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.passes import rotations
 from trimtab.engine.prefill.rows import PrefillContext
 from trimtab.errors import CheckpointError
 from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
@@ -500,7 +501,8 @@ def stock_generate(
         **options,
     )  # fmt: skip
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, enabled=request.temperature > 0), torch.no_grad():
+    whole = rotations.text_of(model, tensors["input_ids"].shape[-1])
+    with torch.random.fork_rng(devices=devices, enabled=request.temperature > 0), torch.no_grad(), whole:
         if request.temperature > 0:
             if request.seed is not None:
                 torch.manual_seed(request.seed)

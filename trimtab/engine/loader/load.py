@@ -30,6 +30,7 @@ from trimtab.engine.loader import pieces
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.passes import attention as hf_attention
+from trimtab.engine.passes import rotations
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.reader import Arena, Part, Reader, Wanted
@@ -100,6 +101,8 @@ def fill(
         loaded = filler.run(progress)
         if anatomy.routers:
             pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
+        if request.context_tokens > (rotations.limit(loaded.hf_model) or request.context_tokens):
+            rotations.turn_alone(loaded.hf_model)
         undo.pop_all()
     return loaded, anatomy
 
@@ -163,6 +166,8 @@ class _Filler:
         if self.device.type == "cuda" and any(row.stacks for row in self.rows):
             if not groups_on_device(self.plan.request.dtype, torch.cuda.get_device_capability(self.device)):
                 self.adapter_store.set_reads_experts()
+        if next(self.probe.model.parameters(), None) is None:  # OLMo: transformers asks one for the model's device and type
+            self.probe.model.register_parameter("_own", nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), False))
         left_out = {}
         if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
             left_out[head8.NAME] = why

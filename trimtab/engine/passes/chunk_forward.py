@@ -40,6 +40,7 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer
 from trimtab.engine.lora.store import covered
+from trimtab.engine.passes import rotations
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -158,14 +159,13 @@ def why_not(hf_model: HFModel) -> str | None:
 
 def why_not_now(hf_model: HFModel, context_tokens: int = 0) -> str | None:
     """Return the same of what a loaded model may be given: another attention, and prompts of up to this many tokens."""
-    config, rotary = hf_model.config.get_text_config(), getattr(hf_model.get_decoder(), "rotary_emb", None)
-    attention = getattr(config, "_attn_implementation", None)
+    attention = getattr(hf_model.config.get_text_config(), "_attn_implementation", None)
     if attention not in ("sdpa", "eager"):
         return f"its attention is {attention}, not sdpa or eager"
-    if (kind := getattr(rotary, "rope_type", None)) not in ("dynamic", "longrope"):
+    most = rotations.limit(hf_model)
+    if most is None or context_tokens <= most:
         return None
-    limit = config.max_position_embeddings if kind == "dynamic" else config.rope_parameters["original_max_position_embeddings"]
-    return f"its rotation changes behind {limit} tokens, and its context has {context_tokens}" if context_tokens > limit else None
+    return f"its rotation changes behind {most} tokens, and its context has {context_tokens}"
 
 
 def _is_shared(layer: object) -> bool:

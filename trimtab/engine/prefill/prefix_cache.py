@@ -42,6 +42,7 @@ from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, RowViews, copy, 
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.engine.kv.recurrent import RecurrentLayer, set_states
 from trimtab.engine.kv.sequence import Inputs, PrefillState, Reuse, TokenSequence
+from trimtab.engine.passes import rotations
 from trimtab.engine.prefill import encoder_cache
 from trimtab.engine.prefill.rows import Rows
 from trimtab.engine.tiers.reader import HostMemory
@@ -74,6 +75,8 @@ class PrefixCache:
         self.device: torch.device = model.device
         self.why_not = model.anatomy.capture_unsupported
         self.context_tokens: int = model.context_tokens
+        # Keys of a text that is longer than its rotation's limit turn otherwise than those of a shorter one.
+        self.most_tokens = rotations.limit(model.hf_model) or self.context_tokens
         # The windows of sliding layers, and whether layers are recurrent. Without either a prompt resumes behind every block.
         self.windows = () if self.why_not else hf_slots.windows(model.hf_model, self.context_tokens)
         self.is_recurrent = self.why_not is None and hf_slots.keeps_states(model.hf_model)
@@ -290,6 +293,8 @@ class Prefixes:
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         row.begin_reuse(None, 0)
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
+            return Match()
+        if inputs.prompt_tokens > cache.most_tokens:
             return Match()
         piece = company.piece_tokens(self.batch.prompts.sizes, self.model.prefill_tokens) if self.batch.is_invariant else 0
         if piece and inputs.has_media:
@@ -510,7 +515,7 @@ class Prefixes:
     ) -> bool:  # fmt: skip
         """Keep the states of a row's first `count` tokens; returns whether they may be kept."""
         cache, reuse = self.cache, row.reuse
-        if cache is None or reuse is None or not cache.learn(self.batch.cache):
+        if cache is None or reuse is None or count > cache.most_tokens or not cache.learn(self.batch.cache):
             return False
         serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
         if serial != reuse.serial:  # another adapter has this name now
