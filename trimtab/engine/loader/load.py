@@ -44,7 +44,6 @@ from trimtab.planning.memory.expert_slots import row_bytes
 from trimtab.planning.plan.plan import FilesRead, anatomy_key
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
-from trimtab.planning.values.execution import groups_on_device
 from trimtab.process import phases
 
 CPU = torch.device("cpu")
@@ -82,16 +81,13 @@ def fill(
     progress: called with (bytes read, bytes to read). files: what planning read, used up here; read if not given, or if it
     changed since. Errors: CheckpointError, DeviceError; nothing is left behind.
     """
-    request = plan.request
-    known, probe = (None, None) if files is None else (files.checkpoint, files.tree)
-    is_known = known is not None and known.is_unchanged()
-    checkpoint = known if known is not None and is_known else read_checkpoint(request.model)
+    request, files = plan.request, files or FilesRead()
+    if (checkpoint := files.checkpoint) is None or not checkpoint.is_unchanged():
+        files, checkpoint = FilesRead(tree=files.tree), read_checkpoint(request.model)
     check_has_weights(checkpoint)
     plan.check_same_checkpoint(checkpoint)
-    probe = probe or hf.probe(checkpoint, dtype=request.dtype)
-    is_narrow = keeps_16bit(request.dtype, plan.dtype_reason)
-    anatomy = files.anatomies.get(anatomy_key(request, keeps_16bit=is_narrow)) if files is not None and is_known else None
-    anatomy = anatomy or hf.anatomy_of(
+    probe, is_narrow = files.tree or hf.probe(checkpoint, dtype=request.dtype), keeps_16bit(request.dtype, plan.dtype_reason)
+    anatomy = files.anatomies.get(anatomy_key(request, keeps_16bit=is_narrow)) or hf.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head, keeps_16bit=is_narrow,
         experts=request.experts,
     )  # fmt: skip
@@ -101,8 +97,7 @@ def fill(
         loaded = filler.run(progress)
         if anatomy.routers:
             pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
-        if request.context_tokens > (rotations.limit(loaded.hf_model) or request.context_tokens):
-            rotations.turn_alone(loaded.hf_model)
+        rotations.turn_alone(loaded.hf_model, request.context_tokens)
         undo.pop_all()
     return loaded, anatomy
 
@@ -163,9 +158,7 @@ class _Filler:
         for module in self.on_host:  # with what its submodules were filled with since
             leaves.compute_on_host(module.to("cpu"))
         self._check_nothing_left()
-        if self.device.type == "cuda" and any(row.stacks for row in self.rows):
-            if not groups_on_device(self.plan.request.dtype, torch.cuda.get_device_capability(self.device)):
-                self.adapter_store.set_reads_experts()
+        pieces.say_who_reads_experts(self.rows, self.adapter_store, self.device, self.plan.request.dtype)
         if next(self.probe.model.parameters(), None) is None:  # OLMo: transformers asks one for the model's device and type
             self.probe.model.register_parameter("_own", nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), False))
         left_out = {}
@@ -173,8 +166,7 @@ class _Filler:
             left_out[head8.NAME] = why
         if (why := hf_attention.use_in(self.probe.model, self.device, self.dtype)) is not None:
             left_out[hf_attention.WHAT] = why
-        is_packed = any(row.packs_experts for row in self.rows)
-        return Loaded(self.probe.model, streamer, self.file_rows, left_out, is_packed)
+        return Loaded(self.probe.model, streamer, self.file_rows, left_out, any(row.packs_experts for row in self.rows))
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
         """Return blocks in loading order: blocks that leave the device first, then those that stay, ties after their owners.

@@ -1,7 +1,7 @@
 """Rotations whose angles depend on the length of a text: every text turns as if it were computed alone and whole.
 
     most = limit(hf_model)                          # tokens of a text up to which angles are fixed, None for any
-    turn_alone(hf_model)                            # at load, for a longer context
+    turn_alone(hf_model, context_tokens)            # at load
     with text_of(hf_model, tokens): hf_model(...)   # a piece of a text of so many tokens
 
 "longrope" has other angles behind `original_max_position_embeddings`, "dynamic" for each length. transformers (5.6.2 to 5.23,
@@ -39,8 +39,11 @@ def limit(hf_model: HFModel) -> int | None:
     return min((most for module in hf_model.modules() for most in _limits(module)), default=None)
 
 
-def turn_alone(hf_model: HFModel) -> None:
-    """Make each row's angles those of its own text, whatever was computed before and is computed beside it."""
+def turn_alone(hf_model: HFModel, context_tokens: int) -> None:
+    """Make each row's angles those of its own text, whatever was computed before and is computed beside it, where a text of the
+    context's length changes them."""
+    if context_tokens <= (limit(hf_model) or context_tokens):
+        return
     own = _ALONE[hf_model] = _Alone()
     for module in hf_model.modules():
         if any(_limits(module)):
