@@ -11,7 +11,7 @@ modeling_rope_utils.py) chooses those of all rows of a pass by its longest posit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -50,24 +50,24 @@ def turn_alone(hf_model: HFModel, context_tokens: int) -> None:
             module.register_forward_hook(own.turn, with_kwargs=True)
 
 
-@contextmanager
-def text_of(hf_model: HFModel, tokens: int) -> Iterator[None]:
+def text_of(hf_model: HFModel, tokens: int) -> AbstractContextManager[None]:
     """Within: passes compute pieces of one text of at least `tokens` tokens."""
     own = _ALONE.get(hf_model)
-    if own is None:
-        yield
-        return
-    own.tokens = tokens
-    try:
-        yield
-    finally:
-        own.tokens = 0
+    return nullcontext() if own is None else own.text_of(tokens)
 
 
 class _Alone:
     """tokens: of the text whose pieces are computed; 0 where each row is as long as its last position says."""
 
     tokens = 0
+
+    @contextmanager
+    def text_of(self, tokens: int) -> Iterator[None]:
+        self.tokens = tokens
+        try:
+            yield
+        finally:
+            self.tokens = 0
 
     def turn(self, rotary: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         x, positions, *kind = *args, *kwargs.values()  # in the order of the signature
