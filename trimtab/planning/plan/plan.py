@@ -38,7 +38,7 @@ Tree = TypeVar("Tree")
 
 
 def anatomy_key(request: LoadRequest, *, keeps_16bit: bool) -> Hashable:
-    """Return what an anatomy depends on besides the checkpoint's files. request: its quant and dtype are not "auto"."""
+    """Return what an anatomy depends on other than the files of its checkpoint. request: its quant and dtype are not "auto"."""
     return request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit, request.experts
 
 
