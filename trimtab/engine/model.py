@@ -118,7 +118,7 @@ class LoadedModel(Asking):
             undo.callback(self.close)
             if attention_forms.is_left_out(plan):
                 self._give_back_attention = attention_forms.of_this_process().leave_out(self)
-            self._attention_at_load = self._why_without_cudnn()
+            self._attention_at_load = attention_forms.why_without(plan, self.device)
             if reads_text:
                 _ = self.processor
             with self._out_of_memory_named("loading"):
@@ -149,9 +149,6 @@ class LoadedModel(Asking):
     def mixes(self) -> mixes.Mixes:
         """The attached sums of adapters."""
         return mixes.Mixes(self)
-
-    def _why_without_cudnn(self) -> str | None:
-        return attention_forms.why_without(self.plan, self.device)
 
     def _attach_planned(self, name: str, held: HeldAdapter) -> None:
         """Attach an adapter of the plan. Errors: AdapterError if its files are no longer the ones that were planned."""
@@ -457,7 +454,7 @@ class LoadedModel(Asking):
         kept = None if self.prefix_cache is None else self.prefix_cache.why_not
         loaded |= {} if kept is None else {"prefix cache": kept}
         # Graphs captured while loading stay as they are when the other model is closed.
-        attention = self._why_without_cudnn() or self._attention_at_load
+        attention = attention_forms.why_without(self.plan, self.device) or self._attention_at_load
         loaded |= {} if attention is None else {"cuDNN's attention": attention}
         return tuple(dict.fromkeys((*(Fallback(what, why) for what, why in loaded.items()), *self.kept.fallbacks, *own)))
 

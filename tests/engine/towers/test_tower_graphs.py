@@ -465,7 +465,7 @@ def counting(most_bytes=2**62):
     model = SimpleNamespace(device=torch.device("cpu"), plan=SimpleNamespace(execution=SimpleNamespace(towers=None)))
     model.adapter_store = SimpleNamespace(serials={})
     model.hf_model = SimpleNamespace(config=SimpleNamespace(model_type="other"))
-    model.plan.tiers, model.anatomy = dict, SimpleNamespace(rows=())
+    model.plan.tiers, model.anatomy = dict, SimpleNamespace(rows=(), unknown_towers=())
     Towers.__init__(towers, model, "eager", lambda why, what: None)
     towers.is_on, towers.most_bytes = True, most_bytes
     layer = torch.nn.Identity()

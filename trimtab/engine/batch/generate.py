@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from trimtab.engine.batch.request import AnswerPenalties, check_logits, decodes_plainly
+from trimtab.engine.batch.request import AnswerPenalties, check_logits
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.prompt import check_fits, fitted
@@ -223,7 +223,8 @@ def _decoder(tokenizer: Tokenizer, *, hides_all: bool) -> Callable[[list[int]], 
 
     `decode` of a fast tokenizer is that of its `tokenizers` object behind checks of its arguments, which take ten times as long.
     """
-    if decodes_plainly(tokenizer):
+    fast, own = transformers.PreTrainedTokenizerFast, type(tokenizer)
+    if issubclass(own, fast) and all(getattr(own, name) is getattr(fast, name) for name in ("decode", "_decode")):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=hides_all)
 
     def decode(ids: list[int]) -> str:

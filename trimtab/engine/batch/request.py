@@ -24,14 +24,6 @@ if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch
 
 
-def decodes_plainly(tokenizer: object) -> bool:
-    """Return whether this is a fast tokenizer with transformers' own `decode`, so that its backend's may be called instead."""
-    fast = transformers.PreTrainedTokenizerFast
-    return isinstance(tokenizer, fast) and all(
-        getattr(type(tokenizer), name) is getattr(fast, name) for name in ("decode", "_decode")
-    )
-
-
 class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
     """Adds a bias to the logits of named tokens, and takes penalties from those of tokens that the answer already has.
 

@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 
 from trimtab.errors import RequestError
 
+OPENAI_TYPES = ("image_url", "input_audio")
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?:;[\w=.+-]{1,80}){0,8};base64,", re.ASCII | re.IGNORECASE)
 BASE64_PIECE = 2**16  # characters, a multiple of four
 # The largest file of a message: larger images and audio are refused anyway.
@@ -53,21 +54,17 @@ def parts_in(message: Message) -> list[Part]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def own_form(part: Any) -> Any:
-    """Return a part in this package's form; one of another form is returned as it is. Errors: RequestError."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "image_url" and kind in part:
-        given = part[kind]
+def own_form(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part of OPENAI_TYPES, with what it names, in this package's form. Errors: RequestError."""
+    given = part[part["type"]]
+    if part["type"] == "image_url":
         url = given.get("url") if isinstance(given, Mapping) else given
         detail = given.get("detail") if isinstance(given, Mapping) else None
         return {"type": "image", "image": _of_url(url, "image"), **({} if detail is None else {"detail": detail})}
-    if kind == "input_audio" and kind in part:
-        given = part[kind]
-        if not isinstance(given, Mapping) or not isinstance(given.get("data"), str):
-            raise RequestError("input_audio has no data", field="audio")
-        text = given["data"]
-        return {"type": "audio", "audio": _of_url(text, "audio") if text.startswith("data:") else from_base64(text, field="audio")}
-    return part
+    if not isinstance(given, Mapping) or not isinstance(given.get("data"), str):
+        raise RequestError("input_audio has no data", field="audio")
+    text = given["data"]
+    return {"type": "audio", "audio": _of_url(text, "audio") if text.startswith("data:") else from_base64(text, field="audio")}
 
 
 def _of_url(url: Any, field: str) -> bytes:

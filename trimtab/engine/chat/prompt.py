@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.engine.chat.answer_forms import AnswerForm, form_of
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
-from trimtab.engine.chat.content_parts import Message, Part, empty_place, own_form, parts_in
+from trimtab.engine.chat.content_parts import OPENAI_TYPES, Message, Part, empty_place, own_form, parts_in
 from trimtab.engine.chat.control_tokens import ControlTokens, PromptText, turns_of
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
@@ -70,7 +70,7 @@ def prepare(
     if isinstance(prompt, str) and not (prompt.strip() or images or audios):
         raise RequestError("is empty", field="prompt")
     messages, pictures, sounds = _messages(prompt, images, audios, system)
-    if (place := empty_place(messages)) is not None:
+    if not isinstance(prompt, str) and (place := empty_place(messages)) is not None:
         raise RequestError(f"message {place} is empty", field="prompt")
     if continue_final_message:
         _check_continues(messages[-1])
@@ -176,8 +176,11 @@ def _message(place: int, item: object, pictures: list[object], sounds: list[obje
     if not isinstance(parts, (list, tuple)):
         raise RequestError(f"message {place} has no content", field="prompt")
     described: list[Part] = []
-    for part in map(own_form, parts):
+    for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in OPENAI_TYPES and kind in part:
+            part = own_form(part)
+            kind = part["type"]
         if kind not in PART_TYPES or kind not in part:
             raise RequestError(f"message {place} has a part of unknown form {kind!r}", field="prompt", allowed=PART_TYPES)
         if kind == "text":

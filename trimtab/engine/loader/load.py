@@ -111,7 +111,7 @@ class _Filler:
         self.dtype = getattr(torch, plan.request.dtype)
         self.rows = [row for row in anatomy.rows if row.tensors]
         self.entries, self.packed = split_packed(checkpoint)
-        self.tier = {row.block: plan.tier_of(row.block) for row in self.rows}
+        self.tier = plan.tiers()
         self.home = {placement.block_path: placement.home for placement in plan.placements}
         self.slots = plan.execution.expert_slots
         self.planned = {one.block_path: one for one in blocks_of(anatomy, plan.request.quant, are_apart=self.slots > 0)}
