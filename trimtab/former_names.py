@@ -141,68 +141,40 @@ cli (commands): __init__ main</cli main<examples
 
 # former module (place of its former members): new<old; a bare name keeps its name. Of the same arguments, or with more.
 MEMBERS = """
-runtime/cuts (engine/cuda/launch_config): LaunchConfig<Cut
-runtime/prompt_room (engine/memory/shared_pool): PrefillMemoryPool<PromptRoom
-runtime/leaves (engine/layers/linear): StationaryLinear<StillLeaf StagedLinear<StagedLeaf
-runtime/hf_slots (engine/kv/kv_cache): BatchedKVCache<SlotCache
-runtime/hf_slots (engine/memory/graph_cache): restore
-runtime/kernels (engine/kernels/device_kernels): DeviceKernels<Kernels
-runtime/ends (engine/kernels/embed_and_logits): with_argmax<with_likeliest argmax_logits<likeliest
-runtime/packed_prefill (engine/passes/chunk_forward): Buffers<PackBuffers
-runtime/hf_gemma4 (engine/families/step): TokenPositions<Where
-runtime/hf_gemma4 (engine/families/families): why_not ACTIVATIONS
-runtime/hf_gemma4_last (engine/prefill/selection): select_adapter
-runtime/hf_gemma4_chunk (engine/prefill/selection): layers_of
-runtime/step_capture (engine/memory/graph_cache): REPLAY_TOLERANCE
-runtime/step_capture (engine/tiers/streaming): in_pass
-runtime/probe (engine/loader/tracing): TooLargeError<TooManyModulesError
-runtime/marks (engine/chat/control_tokens): turns_of
-runtime/packed_prompts (engine/prefill/packing): PackedPrefill<Packs
-runtime/prefill_graphs (engine/prefill/prefill): PrefillRunner<Prompts
-runtime/batch_request (engine/batch/request): SampledToken<Drawn PendingToken<First
-runtime/hf_generate (engine/chat/control_tokens): end_token_ids
-runtime/hf_generate (engine/batch/generate): Logprobs
-runtime/planned_adapters (engine/model_calls): match_planned<match read_held<read
-runtime/quant (engine/formats/packed): CodeTables PlainShell WideShell is_narrow widened keep
-merge/unpack (merging/changes/dequantize): StoredRows<PackedRows
-merge/unpack (engine/formats/coded_files): INT8_STEP
-merge/recipe (checkpoint/folder): check_has_weights
-merge/shards (formats/bitsandbytes): state_json
-proof/stock_route (stock/load): without_repacking<without_cpu_repacking
-proof/stock_route (stock/unsplit): loadable_adapter
-proof/packed_grid (engine/formats/coded_files): INT8_LEVELS
-proof/report (benchmark/report): check_save_path
-doctor/kit (stock/load): without_repacking
-doctor/case_model (stock/load): model_class
-plan/cost (formats/record): packed_parts packed_bytes WEIGHT_BLOCK NESTED_BLOCK CODE_BYTES HEAD8 HEAD_PIECE_VALUES
-plan/options (planning/placing): ModeRefusedError
-plan/options (planning/candidates): FASTEST_FIRST HEAD8_KL
-plan/planner (planning/placing): READ_BUFFER_BYTES
-plan/planner (planning/reasons): UNLIMITED_BYTES
-machine/installed (process/packages): deciding_versions<versions
-machine/rates_file (machine/machine_cache): rates_path<path_of read_rates<read write_rates<write
-checkpoint/packed (formats/bitsandbytes): STATE STATE_KEYS NESTED_KEYS BLOCKSIZES STORAGE_BYTES LOGICAL_DTYPES MAX_STATE_BYTES
-    ROW_FORMAT KINDS SIDES
-serve/faults (serve/contract/errors): error_from_worker<told_error
-serve/addresses (serve/http/auth): client_network THIS_MACHINE
-serve/line (serve/scheduling/queue): FairQueue<Lines
-serve/shelf (serve/adapters/adapter_cache): AdapterCache<AdapterShelf
-serve/engine (serve/worker/prompt_inputs): decoded_bytes
-serve/pieces (serve/worker/engine): run_chunk<run
-serve/door (serve/http/auth): AccessMiddleware<Door
-serve/front (serve/ray/ingress): Ingress<Front
-commands/pull (cli/flags/flags): add_pull
+runtime/cuts (engine/cuda/launch_config): LaunchConfig<Cut; runtime/prompt_room (engine/memory/shared_pool):
+PrefillMemoryPool<PromptRoom; runtime/leaves (engine/layers/linear): StationaryLinear<StillLeaf StagedLinear<StagedLeaf;
+runtime/hf_slots (engine/kv/kv_cache): BatchedKVCache<SlotCache; runtime/hf_slots (engine/memory/graph_cache): restore;
+runtime/kernels (engine/kernels/device_kernels): DeviceKernels<Kernels; runtime/ends (engine/kernels/embed_and_logits):
+with_argmax<with_likeliest argmax_logits<likeliest; runtime/packed_prefill (engine/passes/chunk_forward): Buffers<PackBuffers;
+runtime/hf_gemma4 (engine/families/step): TokenPositions<Where; runtime/hf_gemma4 (engine/families/families): why_not ACTIVATIONS;
+runtime/hf_gemma4_last (engine/prefill/selection): select_adapter; runtime/hf_gemma4_chunk (engine/prefill/selection): layers_of;
+runtime/step_capture (engine/memory/graph_cache): REPLAY_TOLERANCE; runtime/step_capture (engine/tiers/streaming): in_pass;
+runtime/probe (engine/loader/tracing): TooLargeError<TooManyModulesError; runtime/marks (engine/chat/control_tokens): turns_of;
+runtime/packed_prompts (engine/prefill/packing): PackedPrefill<Packs; runtime/prefill_graphs (engine/prefill/prefill):
+PrefillRunner<Prompts; runtime/batch_request (engine/batch/request): SampledToken<Drawn PendingToken<First; runtime/hf_generate
+(engine/chat/control_tokens): end_token_ids; runtime/hf_generate (engine/batch/generate): Logprobs; runtime/planned_adapters
+(engine/model_calls): match_planned<match read_held<read; runtime/quant (engine/formats/packed): CodeTables PlainShell WideShell
+is_narrow widened keep; merge/unpack (merging/changes/dequantize): StoredRows<PackedRows; merge/unpack
+(engine/formats/coded_files): INT8_STEP; merge/recipe (checkpoint/folder): check_has_weights; merge/shards (formats/bitsandbytes):
+state_json; proof/stock_route (stock/load): without_repacking<without_cpu_repacking; proof/stock_route (stock/unsplit):
+loadable_adapter; proof/packed_grid (engine/formats/coded_files): INT8_LEVELS; proof/report (benchmark/report): check_save_path;
+doctor/kit (stock/load): without_repacking; doctor/case_model (stock/load): model_class; plan/cost (formats/record): packed_parts
+packed_bytes WEIGHT_BLOCK NESTED_BLOCK CODE_BYTES HEAD8 HEAD_PIECE_VALUES; plan/options (planning/placing): ModeRefusedError;
+plan/options (planning/candidates): FASTEST_FIRST HEAD8_KL; plan/planner (planning/placing): READ_BUFFER_BYTES; plan/planner
+(planning/reasons): UNLIMITED_BYTES; machine/installed (process/packages): deciding_versions<versions; machine/rates_file
+(machine/machine_cache): rates_path<path_of read_rates<read write_rates<write; checkpoint/packed (formats/bitsandbytes): STATE
+STATE_KEYS NESTED_KEYS BLOCKSIZES STORAGE_BYTES LOGICAL_DTYPES MAX_STATE_BYTES ROW_FORMAT KINDS SIDES; serve/faults
+(serve/contract/errors): error_from_worker<told_error; serve/addresses (serve/http/auth): client_network THIS_MACHINE; serve/line
+(serve/scheduling/queue): FairQueue<Lines; serve/shelf (serve/adapters/adapter_cache): AdapterCache<AdapterShelf; serve/engine
+(serve/worker/prompt_inputs): decoded_bytes; serve/pieces (serve/worker/engine): run_chunk<run; serve/door (serve/http/auth):
+AccessMiddleware<Door; serve/front (serve/ray/ingress): Ingress<Front; commands/pull (cli/flags/flags): add_pull
 """
-
-
-def _lines(table: str) -> list[str]:
-    return table.strip().replace("\n    ", " ").splitlines()
 
 
 def moves() -> dict[str, str]:
     """Return old -> new, both as paths below trimtab/ without .py."""
     found: dict[str, str] = {}
-    for line in _lines(TABLE):
+    for line in TABLE.strip().replace("\n    ", " ").splitlines():
         head, _, names = line.partition("): ")
         room, _, former = (part.strip().removeprefix(".") for part in head.partition(" ("))
         for name in names.split():
@@ -223,8 +195,8 @@ def modules() -> dict[str, str]:
 def members() -> dict[tuple[str, str], tuple[str, str]]:
     """Return (former module, name) -> (module, name), dotted, for each function, class and constant that is elsewhere now."""
     found = {}
-    for line in _lines(MEMBERS):
-        head, _, names = line.partition("): ")
+    for entry in " ".join(MEMBERS.split()).split("; "):
+        head, _, names = entry.partition("): ")
         former, _, place = head.partition(" (")
         for name in names.split():
             new, _, old = name.partition("<")
