@@ -95,14 +95,10 @@ checkpoint/packed (formats/bitsandbytes): STATE STATE_KEYS NESTED_KEYS BLOCKSIZE
 """
 
 
-def _lines(table: str) -> list[str]:
-    return table.strip().replace("\n    ", " ").splitlines()
-
-
 def moves() -> dict[str, str]:
     """Return old -> new, both as paths below trimtab/ without .py."""
     found: dict[str, str] = {}
-    for line in _lines(TABLE):
+    for line in TABLE.strip().replace("\n    ", " ").splitlines():
         head, _, names = line.partition("): ")
         room, _, former = (part.strip().removeprefix(".") for part in head.partition(" ("))
         for name in names.split():
@@ -123,7 +119,7 @@ def modules() -> dict[str, str]:
 def members() -> dict[tuple[str, str], tuple[str, str]]:
     """Return (former module, name) -> (module, name), dotted, for each function, class and constant that is elsewhere now."""
     found = {}
-    for line in _lines(MEMBERS):
+    for line in MEMBERS.strip().replace("\n    ", " ").splitlines():
         head, _, names = line.partition("): ")
         former, _, place = head.partition(" (")
         for name in names.split():

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.adapters.file import check_vocabulary, stamps_of
-from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.names import check_options
 from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.calls import batch_calls as many
@@ -314,7 +313,8 @@ def read_planned(
 ) -> Iterator[tuple[str, HeldAdapter]]:
     """Yield name and adapter of a model's plan, in its order. files: what planning read. held: gets the adapters by name, for a
     server, which keeps them in host memory; None: not kept. Errors: as `LoadedModel.read_adapter`."""
-    known = {} if files is None else _specs_of(files, model.anatomy)
+    specs = {} if files is None else files.specs
+    known = {path: spec for (path, _), (spec, anatomy) in specs.items() if anatomy is model.anatomy}
     threads = AHEAD if held is None else AHEAD_KEPT
     pool = ThreadPoolExecutor(threads, "trimtab-adapter", initializer=partial(_use_device, model.device))
     reading: deque[tuple[str, Future[HeldAdapter]]] = deque()
@@ -337,12 +337,3 @@ def read_planned(
             yield first()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _specs_of(files: FilesRead[Probe], anatomy: Anatomy) -> dict[str, AdapterSpec]:
-    """Return the specs by folder that were matched with an equal anatomy."""
-    equal: dict[int, bool] = {}  # by identity: comparing thousands of rows takes milliseconds
-    for _, one in files.specs.values():
-        if id(one) not in equal:
-            equal[id(one)] = one is anatomy or one == anatomy
-    return {path: spec for (path, _), (spec, one) in files.specs.items() if equal[id(one)]}

@@ -123,7 +123,6 @@ class Batch:
             raise RequestError("a batch has at least one row", field="rows", value=self.rows)
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(end_token_ids(self.model.hf_model))
-        self._unsupported = self.model.anatomy.capture_unsupported
         self.cache = hf_slots.BatchedKVCache(
             self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
@@ -186,7 +185,8 @@ class Batch:
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded; DeviceError for a family
         whose states cannot be kept by rows.
         """
-        self.check_family()
+        if (why := self.model.anatomy.capture_unsupported) is not None:
+            raise self._no_rows(why)
         request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.adapter_store.names:
             raise RequestError(
@@ -359,11 +359,6 @@ class Batch:
             self.cache.fill(number, prompt.cache, prompt.done_tokens, offset=prompt.offset)
         except hf_slots.UnsupportedLayersError as exc:
             raise self._no_rows(exc) from exc
-
-    def check_family(self) -> None:
-        """Raise DeviceError for a family whose states cannot be kept by rows."""
-        if self._unsupported is not None:
-            raise self._no_rows(self._unsupported)
 
     def _no_rows(self, why: object) -> DeviceError:
         hint = "`trimtab run` and `model.answer` run requests one at a time"

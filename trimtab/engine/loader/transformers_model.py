@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,6 @@ class Probe:
     to make it. missing: persistent buffers that no file holds and that keep their initial value. unexpected: file
     tensors that the model does not use (after its own list of known ones). ties: tensor_path -> the tensor_path that
     owns the storage. dtype: the requested one. compares_values: whether the loader asked if stored tensors are equal.
-    anatomies: those that were made of it, by request.
     """
 
     model: HFModel
@@ -74,7 +73,6 @@ class Probe:
     ties: dict[str, str]
     dtype: str
     compares_values: bool = False
-    anatomies: dict[tuple[str, tuple[str, ...], str, bool, str], Anatomy] = field(default_factory=dict)
 
 
 # Configs and classes --------------------------------------------------------------------------------------------------
@@ -372,15 +370,12 @@ def anatomy_of(
     probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full",
     keeps_16bit: bool = False, experts: str = EXPERTS[1],
 ) -> Anatomy:  # fmt: skip
-    """Return the anatomy of a probed checkpoint, made once.
+    """Return the anatomy of a probed checkpoint.
 
     keeps_16bit: unquantized weights stay in 16 bits with a computing dtype of 32 (`planning/values/byte_sizes.py`). Errors:
     RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits, or no experts
     that could be in the format `experts`; without one they are dequantized.
     """
-    key = quant, tuple(keep_unquantized), head, keeps_16bit, experts
-    if key in probed.anatomies:
-        return probed.anatomies[key]
     plain, packed = split_packed(checkpoint)
     try:
         windows = _cache_windows(probed.config)
@@ -392,13 +387,12 @@ def anatomy_of(
             windows=windows, head=head, experts=experts, renames=read_renames(probed.model),
             file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
         )  # fmt: skip
-        anatomy = probed.anatomies[key] = _with_ways(built, probed)
+        return _with_ways(built, probed)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
         raise CheckpointError(
             f"has values that do not go together for {type(probed.model).__name__} ({type(exc).__name__}: {exc})",
             path=checkpoint.folder / CONFIG,
         ) from exc
-    return anatomy
 
 
 def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
