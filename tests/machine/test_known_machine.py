@@ -225,7 +225,7 @@ def test_a_gpu_is_known_from_the_driver(without_torch, monkeypatch):
         assert machine == Machine(
             execution_device="cuda:0", gpu_total_bytes=24 * GIB, gpu_free_bytes=20 * GIB - known.context_bytes(58),
             host_available_bytes=machine.host_available_bytes, context_bytes=known.context_bytes(58),
-            process_bytes=650 * MIB + known.FIRST_FORWARD_BYTES, capability=(8, 9), multiprocessors=58,
+            process_bytes=650 * MIB + known.FIRST_FORWARD_BYTES, capability=(8, 9),
         )  # fmt: skip
 
 

@@ -68,12 +68,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """All tensors of one file, its string metadata and its length."""
+    """All tensors of one file, and its string metadata."""
 
     path: Path
     metadata: dict[str, str]
     tensors: dict[str, TensorEntry]
-    file_bytes: int
 
 
 class _Doubled(dict[str, Any]):
@@ -213,7 +212,7 @@ def _parse(file: Path, raw: bytes, file_bytes: int) -> Header:
             problems.append((_shown(name), str(exc)))
     _refuse_tensors(file, problems)
     _check_layout(file, tensors, data_start, file_bytes)
-    return Header(file, metadata, tensors, file_bytes)
+    return Header(file, metadata, tensors)
 
 
 def _metadata(file: Path, values: Any) -> dict[str, str]:

@@ -65,8 +65,7 @@ def gpu_machine(
     return Machine(
         execution_device=device, gpu_total_bytes=total_bytes, gpu_free_bytes=free_bytes,
         host_available_bytes=host_available_bytes(), context_bytes=context_bytes(multiprocessors),
-        process_bytes=process + FIRST_FORWARD_BYTES, capability=capability, multiprocessors=multiprocessors,
-        reads_host=reads_host,
+        process_bytes=process + FIRST_FORWARD_BYTES, capability=capability, reads_host=reads_host,
     )  # fmt: skip
 
 

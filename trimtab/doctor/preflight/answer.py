@@ -7,6 +7,7 @@ so weights, adapter, cache, activations and the driver's share are counted.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -17,12 +18,13 @@ from typing import Any
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.doctor.preflight.adapter import AdapterReading
-from trimtab.doctor.preflight.shape import ModelShape, device_of
+from trimtab.doctor.preflight.shape import ModelShape, device_of, read_shape
 from trimtab.doctor.preflight.unquantized import quantized_paths, stock_bytes, stock_kept
 from trimtab.errors import DoesNotFitError, TrimtabError, gib
 from trimtab.planning import Plan, make_plan
 from trimtab.planning.values.budget import Machine
 from trimtab.planning.values.byte_sizes import Rates
+from trimtab.process.work_folder import work_folder
 from trimtab.report.render import filled
 from trimtab.request import LoadRequest
 
@@ -75,6 +77,7 @@ class Asking:
     rates: Rates
     given: Mapping[str, str]
     towers_dense: bool = False
+    python: str | os.PathLike[str] | None = None
 
 
 def answer_for(asking: Asking) -> Answer:
@@ -113,9 +116,30 @@ def _by_trimtab(asking: Asking, kind: str, reason: str) -> Answer:
 
 
 def _what_would_fit(asking: Asking) -> str:
-    """Return the settings that fit, with figures."""
+    """Return fitting alternatives, with figures: other settings, and the smaller model of the family."""
+    smaller = _smaller_model(asking)
     fits = _fitting_ways(asking)
-    return f"What fits: {'; '.join(fits[:MOST_WAYS])}. " if fits else "No smaller context, head or prompt fits. "
+    if fits:
+        return f"What fits: {'; '.join([*fits[:MOST_WAYS], *smaller])}. "
+    nothing = "No smaller context, head or prompt fits"
+    return f"{nothing}; what fits: {smaller[0]}. " if smaller else f"{nothing}. "
+
+
+def _smaller_model(asking: Asking) -> list[str]:
+    """Return the smaller model of the family with its memory, nothing if there is none or if it does not fit either.
+    The adapter counts with the bytes of the given one, because an adapter of the smaller model is not larger.
+    """
+    if not has_smaller(asking.checkpoint.config):
+        return []
+    try:
+        shape = smaller_shape(quant=asking.shape.quant, dtype=asking.request.dtype, python=asking.python)
+        plan = _try(replace(asking, shape=shape), asking.request)
+    except TrimtabError:  # this transformers cannot build it
+        return []
+    if isinstance(plan, Plan):
+        return [f"{SMALLER_NAME} of the same family, as asked ({gib(plan.gpu_needed_bytes)} of {gib(plan.gpu_budget_bytes)})"]
+    ways = _fitting_ways(replace(asking, shape=shape))
+    return [f"{SMALLER_NAME} of the same family with {ways[0]}"] if ways else []
 
 
 def _fitting_ways(asking: Asking) -> list[str]:
@@ -289,3 +313,38 @@ def _with_calls(asking: Asking, kind: str, reason: str, plan: Plan, stock: str) 
     words.append("What is trim?")
     command = subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
     return Answer(kind=kind, reason=reason, stock=stock, python=python, command=command, plan=plan)
+
+
+SMALLER_NAME = "E2B"
+# E4B is recognized by the text model's type, width and layers.
+_E4B = ("gemma4_text", 2560, 42)
+_LAYERS, _FULL_EVERY = 35, 5
+E2B: Mapping[str, Any] = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 1536, "intermediate_size": 6144,
+        "num_hidden_layers": _LAYERS, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+        "global_head_dim": 512, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20, "sliding_window": 512,
+        "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+        "layer_types": [
+            "sliding_attention" if (layer + 1) % _FULL_EVERY else "full_attention" for layer in range(_LAYERS)
+        ],
+    },
+    "vision_config": {"model_type": "gemma4_vision", "use_clipped_linears": True},
+    "audio_config": {"model_type": "gemma4_audio", "output_proj_dims": 1536},
+}  # fmt: skip
+
+
+def has_smaller(config: Mapping[str, Any]) -> bool:
+    """Return whether a model of this config.json has a smaller one in its family."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return False
+    return (text.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")) == _E4B
+
+
+def smaller_shape(*, quant: str, dtype: str, python: str | os.PathLike[str] | None) -> ModelShape:
+    """Return the shape of the smaller model. Errors: as those of `read_shape`."""
+    with work_folder("smaller") as folder:
+        (folder / "config.json").write_text(json.dumps(E2B), encoding="utf-8")
+        return read_shape(str(folder), {}, quant=quant, dtype=dtype, python=python)

@@ -113,7 +113,7 @@ def preflight(
     asking = Asking(
         checkpoint=checkpoint, request=request, shape=shape, adapter=adapter_reading, machine=machine,
         rates=_rates(machine), given=_given(gpu_memory, host_memory),
-        towers_dense=_towers_dense(shape, environment),
+        towers_dense=_towers_dense(shape, environment), python=python,
     )  # fmt: skip
     return Preflight(
         model=os.fspath(model), model_class=shape.anatomy.model_class, quant=shape.quant, device_map=reading.devices,

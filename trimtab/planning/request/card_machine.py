@@ -40,7 +40,6 @@ def machine_of(card: Card, *, host_available_bytes: int) -> Machine:
         execution_device="cuda:0", gpu_total_bytes=card.memory_bytes,
         gpu_free_bytes=max(card.memory_bytes - DRIVER_BYTES - context, 0), host_available_bytes=host_available_bytes,
         context_bytes=context, process_bytes=PROCESS_BYTES, capability=(int(major), int(minor)),
-        multiprocessors=card.multiprocessors,
     )  # fmt: skip
 
 

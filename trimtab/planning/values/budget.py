@@ -20,8 +20,7 @@ class Machine:
     execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. *_free_bytes, *_available_bytes:
     bytes that can still be allocated in addition to context_bytes, the driver's share of the device that torch does not
     count, and process_bytes, the host memory of the process before any weight. Budgets include these two. capability:
-    the compute capability, multiprocessors: their number; None and 0 if not read. reads_host: whether kernels read page-locked
-    host memory at its own address.
+    the compute capability, None if not read. reads_host: whether kernels read page-locked host memory at its own address.
     """
 
     execution_device: str
@@ -32,7 +31,6 @@ class Machine:
     process_bytes: int = 2**30
     has_pinned: bool = True
     capability: tuple[int, int] | None = None
-    multiprocessors: int = 0
     reads_host: bool = True
 
     @property
