@@ -23,7 +23,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import dequantize, prequantized, quantize
-from trimtab.engine.kv import kv_cache
+from trimtab.engine.kv import kv_cache, sequence
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
 from trimtab.engine.loader import head_kernel as head8_choice
@@ -32,7 +32,6 @@ from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.memory.rates import spill_folder
 from trimtab.engine.passes import attention as hf_attention
-from trimtab.engine.passes import rotations
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.reader import Arena, Part, Reader, Wanted
@@ -94,8 +93,9 @@ def fill(
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
         pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
-        if request.context_tokens > (rotations.limit(loaded.hf_model) or request.context_tokens):
-            rotations.turn_alone(loaded.hf_model)
+        growing = hf_attention.growing_rotations(loaded.hf_model)
+        if request.context_tokens > min(growing.values(), default=request.context_tokens):
+            sequence.turn_alone(loaded.hf_model, growing)
         undo.pop_all()
     return loaded, anatomy
 
