@@ -36,7 +36,9 @@ class Embedding(TextPass):
         """Compute the next chunk, of at most `most_tokens`; True when it was the last. Errors: DeviceError for
         states that are no numbers."""
         chunk = self._model.prefill_tokens or self.prompt_tokens
-        states = self._next(self._model.hf_model.base_model, min(chunk, most_tokens or chunk)).last_hidden_state
+        hf_model = self._model.hf_model
+        inner = hf_model.get_submodule("model") if hf_model.base_model is hf_model else hf_model.base_model  # Llama 4 names it otherwise
+        states = self._next(inner, min(chunk, most_tokens or chunk)).last_hidden_state
         added = states[0, -1].float() if self._pooling == "last" else states[0].float().sum(0)
         self._sum = added if self._sum is None or self._pooling == "last" else self._sum + added
         return self._done == self.prompt_tokens
