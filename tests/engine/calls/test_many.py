@@ -123,14 +123,19 @@ OWN_CACHES = {
         "mamba_d_state": 8,
     },
     "OpenAIGPT": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "Llama4Text": {
+        "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 8, "no_rope_layers": [1, 0],
+    },
 }  # fmt: skip
+CUT = ("Bamba", "Llama4Text")  # their texts may be computed in pieces
 
 
 @pytest.mark.parametrize("name", OWN_CACHES)
 def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(name, tmp_path, monkeypatch):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(vocab_size=320, **OWN_CACHES[name])
-    kind = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
     plain = kind(config).eval()
     for path, value in plain.named_parameters():  # so that the next token depends on those before it
         if name != "OpenAIGPT":
@@ -143,7 +148,7 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
         torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(ids) :].tolist()
     plan, longer = (trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=n) for n in (64, 4096))
-    assert longer.prefill_tokens == (1024 if name == "Bamba" else 4096)  # of what is computed whole, memory is counted whole
+    assert longer.prefill_tokens == (1024 if name in CUT else 4096)  # of what is computed whole, memory is counted whole
     for served, invariant, field in ((False, True, "batch_invariant"), (True, False, "model")):
         with pytest.raises(RequestError, match=f"{type(plain).__name__} cannot be batched: ") as refused:
             plan_request(replace(plan.request, batch_invariant=invariant), inputs=PlanInputs(is_served=served))
@@ -155,7 +160,7 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
         with pytest.raises(DeviceError, match="this family cannot be batched"):
             Batch(one, rows=1).begin(one.prepare(ids), GenerateRequest(max_new_tokens=2))
     cut = replace(plan, prefill_tokens=8)  # the prompt has more tokens than a chunk
-    if name != "Bamba":
+    if name not in CUT:
         with pytest.raises(RequestError, match=f"{type(plain).__name__} are computed whole") as caught:
             trimtab.load(cut)
         assert caught.value.field == "plan.prefill_tokens"

@@ -463,9 +463,11 @@ def _prompt_layer(kind: str, config: Any) -> DynamicLayer:
 
 def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's state cannot be kept by rows, None if it can."""
-    model_type = hf_model.config.get_text_config().model_type
+    config = hf_model.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):  # kept in transformers' sliding layers
+        return "it has layers of the kind chunked_attention"
     for number, layer in enumerate(prompt_cache(hf_model).layers):
-        if is_recurrent(layer) and model_type in MODEL_TYPES:
+        if is_recurrent(layer) and config.model_type in MODEL_TYPES:
             continue
         if type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS) and type(layer).__name__ != "DummyLayer":
             return _unsupported(number, layer)

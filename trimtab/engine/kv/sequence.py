@@ -1,19 +1,28 @@
-"""The state of a request below its batch: its inputs, its tokens, and how much of its prompt is computed."""
+"""The state of a request below its batch: its inputs, its tokens, how much of its prompt is computed, and how its positions turn.
+
+Every text turns as if it were computed alone and whole. The rotation "longrope" has other angles behind
+`original_max_position_embeddings`, "dynamic" for each length. transformers (5.6.2 to 5.23, modeling_rope_utils.py) chooses those of
+all rows of a pass by its longest position, and "dynamic" keeps an earlier, longer text's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.engine.kv.prefix_store import Mark, PrefixKey
 from trimtab.request import GenerateRequest
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
+
+    from trimtab.engine.formats.hf_types import HFModel
 
 
 @dataclass(frozen=True)
@@ -206,3 +215,53 @@ class PrefillState:
         self.cache, self.done_tokens = None, 0
         if not keeps_logits:
             self.logits = None
+
+
+# How positions turn ----------------------------------------------------------------------------------------------------
+
+
+def turn_alone(hf_model: HFModel, rotations: Mapping[nn.Module, int], context_tokens: int) -> None:
+    """Make each row's angles those of its own text, whatever was computed before and is computed beside it. rotations: up to how
+    many tokens of a text their angles are fixed; nothing is changed for a context that has no more."""
+    if context_tokens <= min(rotations.values(), default=context_tokens):
+        return
+    own = _ALONE[hf_model] = _Alone()
+    for module in rotations:
+        module.register_forward_hook(own.turn, with_kwargs=True)
+
+
+def text_of(hf_model: HFModel, tokens: int) -> AbstractContextManager[None]:
+    """Return a context in which passes compute pieces of one text of at least `tokens` tokens."""
+    return _ALONE[hf_model].text(tokens) if hf_model in _ALONE else nullcontext()
+
+
+class _Alone:
+    """tokens: of the text whose pieces are computed; 0 where each row is as long as its last position says."""
+
+    tokens = 0
+
+    @contextmanager
+    def text(self, tokens: int) -> Iterator[None]:
+        self.tokens = tokens
+        try:
+            yield
+        finally:
+            self.tokens = 0
+
+    def turn(self, rotary: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
+        """Return cos and sin [..., B, S, D] of positions [..., B, S], or both as complex numbers."""
+        x, positions, *kind = *args, *kwargs.values()  # in the order of the signature
+        assert isinstance(positions, Tensor)
+        more, count = {"layer_type": kind[0]} if kind else {}, positions.shape[-1]
+        if self.tokens:
+            positions = torch.cat((positions, torch.full_like(positions[..., :1], self.tokens - 1)), dim=-1)
+        rows = []
+        for row in positions.split(1, dim=-2):
+            rotary.forward(x, torch.zeros_like(row), **more)  # a short text: "dynamic" forgets an earlier one
+            rows.append(rotary.forward(x, row, **more))
+        if isinstance(output, Tensor):
+            return torch.cat(rows, dim=-3)[..., :count, :]
+        return tuple(torch.cat(parts, dim=-3)[..., :count, :] for parts in zip(*rows, strict=True))
+
+
+_ALONE: WeakKeyDictionary[HFModel, _Alone] = WeakKeyDictionary()

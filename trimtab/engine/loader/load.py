@@ -23,6 +23,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import dequantize, prequantized, quantize
+from trimtab.engine.kv import sequence
 from trimtab.engine.layers import embedding as tables
 from trimtab.engine.layers import linear as leaves
 from trimtab.engine.loader import head_kernel as head8_choice
@@ -30,7 +31,6 @@ from trimtab.engine.loader import pieces
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.passes import attention as hf_attention
-from trimtab.engine.passes import rotations
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.reader import Arena, Part, Reader, Wanted
@@ -97,7 +97,7 @@ def fill(
         loaded = filler.run(progress)
         if anatomy.routers:
             pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
-        rotations.turn_alone(loaded.hf_model, request.context_tokens)
+        sequence.turn_alone(loaded.hf_model, hf_attention.growing_rotations(loaded.hf_model), request.context_tokens)
         undo.pop_all()
     return loaded, anatomy
 

@@ -1,6 +1,7 @@
 """Attention of one sequence that reads grouped keys and values in place, with the bits of transformers' repeated form.
 
     why = use_in(hf_model, device, dtype)    # the decoder's attention modules, once, while a model is loaded
+    most = most_tokens(hf_model)             # of a text up to which its rotation is fixed, None for any (kv/sequence.py)
 
 transformers' `sdpa` form copies keys and values to every query head (`repeat_kv`) wherever several tokens have a mask or heads are
 wider than 256 (transformers 5.23.0, integrations/sdpa_attention.py): 64 MiB for 4,096 places of Gemma 4 E4B. Here the query
@@ -31,13 +32,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -253,3 +254,22 @@ def why_without(plan: Plan, device: torch.device) -> str | None:
         return None
     gib = SMALL_BUDGET_BYTES // 2**30
     return f"another open model of this process has a GPU budget below {gib} GiB, where it takes memory that no plan counts"
+
+
+def most_tokens(hf_model: HFModel) -> int | None:
+    """Return how many tokens a text has at most before its rotations change, None if they never do."""
+    return min(growing_rotations(hf_model).values(), default=None)
+
+
+def growing_rotations(hf_model: HFModel) -> dict[nn.Module, int]:
+    """Return the modules whose angles depend on the length of a text, and up to how many tokens they do not."""
+    found: dict[nn.Module, int] = {}
+    for module in hf_model.modules():
+        kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+        for name, kind in kinds.items() if isinstance(kinds, Mapping) else ((None, kinds),):
+            if config is not None and kind == "longrope":
+                own = config.rope_parameters if name is None else config.rope_parameters[name]
+                found[module] = int(own["original_max_position_embeddings"])
+            elif config is not None and kind is not None and "dynamic" in kind:
+                found[module] = int(config.max_position_embeddings)
+    return found

@@ -40,7 +40,7 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer
 from trimtab.engine.lora.store import covered
-from trimtab.engine.passes import rotations
+from trimtab.engine.passes import attention as hf_attention
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -162,7 +162,7 @@ def why_not_now(hf_model: HFModel, context_tokens: int = 0) -> str | None:
     attention = getattr(hf_model.config.get_text_config(), "_attn_implementation", None)
     if attention not in ("sdpa", "eager"):
         return f"its attention is {attention}, not sdpa or eager"
-    most = rotations.limit(hf_model)
+    most = hf_attention.most_tokens(hf_model)
     if most is None or context_tokens <= most:
         return None
     return f"its rotation changes behind {most} tokens, and its context has {context_tokens}"

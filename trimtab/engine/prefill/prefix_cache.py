@@ -42,7 +42,7 @@ from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, RowViews, copy, 
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.engine.kv.recurrent import RecurrentLayer, set_states
 from trimtab.engine.kv.sequence import Inputs, PrefillState, Reuse, TokenSequence
-from trimtab.engine.passes import rotations
+from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.prefill import encoder_cache
 from trimtab.engine.prefill.rows import Rows
 from trimtab.engine.tiers.reader import HostMemory
@@ -76,7 +76,7 @@ class PrefixCache:
         self.why_not = model.anatomy.capture_unsupported
         self.context_tokens: int = model.context_tokens
         # Keys of a text that is longer than its rotation's limit turn otherwise than those of a shorter one.
-        self.most_tokens = rotations.limit(model.hf_model) or self.context_tokens
+        self.most_tokens = hf_attention.most_tokens(model.hf_model) or self.context_tokens
         # The windows of sliding layers, and whether layers are recurrent. Without either a prompt resumes behind every block.
         self.windows = () if self.why_not else hf_slots.windows(model.hf_model, self.context_tokens)
         self.is_recurrent = self.why_not is None and hf_slots.keeps_states(model.hf_model)

@@ -6,6 +6,7 @@ The reference is transformers' own generation by a model that has computed no ot
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def base(request, tmp_path):
 
 
 def planned(base: Any, **options: Any) -> Any:
-    return trimtab.load(trimtab.plan(base, quant="none", dtype="float32", context=420, device="cpu", **options))
+    return trimtab.plan(base, quant="none", dtype="float32", context=420, device="cpu", **options)
 
 
 def theirs(base: Any, ids: list[int], tokens: int) -> tuple[list[int], torch.Tensor]:
@@ -63,7 +64,7 @@ def is_theirs(base: Any, ids: list[int], answer: Any) -> None:
 
 def test_rows_of_unlike_lengths_turn_by_their_own(base):
     texts = [TEXT[:9], TEXT[:300], TEXT[5:45]]
-    with planned(base, batch=3) as model:
+    with trimtab.load(planned(base, batch=3)) as model:
         answers = model.batch([{"prompt": one} for one in texts], max_new_tokens=4, logprobs=5)
         for ids, answer in zip(texts, answers, strict=True):
             is_theirs(base, ids, answer)
@@ -71,16 +72,16 @@ def test_rows_of_unlike_lengths_turn_by_their_own(base):
 
 @pytest.mark.parametrize("options", [{}, {"prefix_cache": "16MiB"}], ids=["alone", "prefix cache"])
 def test_a_text_does_not_turn_as_an_earlier_one(base, options):
-    with planned(base, **options) as model:
+    with trimtab.load(planned(base, **options)) as model:
         for count in (100, 300, 200, 100, 300):
             is_theirs(base, TEXT[:count], model.answer(TEXT[:count], max_new_tokens=4, logprobs=5))
 
 
 def test_the_pieces_of_a_long_text_turn_as_all_of_it(base):
-    with planned(base) as model:
-        batch = Batch(model, rows=1)
-        prompt = batch.begin(model.prepare(TEXT[:300]), GenerateRequest(max_new_tokens=4))
-        while not prompt.step(64):
+    with trimtab.load(replace(planned(base), prefill_tokens=64)) as model:
+        is_theirs(base, TEXT[:300], model.answer(TEXT[:300], max_new_tokens=4, logprobs=5))
+        prompt = Batch(model, rows=1).begin(model.prepare(TEXT[:300]), GenerateRequest(max_new_tokens=4))
+        while not prompt.step():
             pass
         assert prompt.logits is not None
         assert (prompt.logits.log_softmax(-1) - theirs(base, TEXT[:300], 1)[1][0]).abs().max() < TOLERANCE
