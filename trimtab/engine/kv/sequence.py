@@ -221,8 +221,8 @@ class PrefillState:
 
 
 def turn_alone(hf_model: HFModel, rotations: Mapping[nn.Module, int], context_tokens: int) -> None:
-    """Make each row's angles those of its own text, whatever was computed before and is computed beside it. rotations: up to how
-    many tokens of a text their angles are fixed; nothing is changed for a context that has no more."""
+    """Make each row's angles depend on that row's text alone, not on earlier texts or other rows. rotations: up to how many tokens
+    of a text their angles are fixed; nothing is changed for a context that has no more."""
     if context_tokens <= min(rotations.values(), default=context_tokens):
         return
     own = _ALONE[hf_model] = _Alone()
