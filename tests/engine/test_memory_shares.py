@@ -85,7 +85,7 @@ def test_the_shares_of_a_gpu_add_up_to_the_process(monkeypatch, is_estimate):
     )  # fmt: skip
     batch = SimpleNamespace(
         cache=SimpleNamespace(nbytes=lambda: 60), steps=SimpleNamespace(graph_bytes=10),
-        prompts=SimpleNamespace(graph_bytes=1, copies_bytes=0),
+        prompts=SimpleNamespace(graph_bytes=1, layouts=SimpleNamespace(nbytes=0)),
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1205)
     monkeypatch.setattr(memory_shares, "process_on_gpu", lambda device: (1520, is_estimate))
