@@ -206,7 +206,8 @@ def test_a_bug_that_is_not_known_is_named_by_its_flag(ask):
 @pytest.mark.parametrize(
     ("given", "blamed"),
     [
-        (("--max-memory", '{"0": "4GiB"}'), "--max-memory 0"), (("--max-memory", '{"cuda": "4GiB"}'), "--max-memory cuda"),
+        (("--max-memory", '{"0": "4GiB"}'), "--max-memory 0"),
+        (("--max-memory", '{"cuda": "4GiB"}'), "--max-memory cuda"),
         (("--device", "cuda:0"), "--device cuda:0"),
         (("--device", "cuda:0", "--max-memory", '{"0": "4GiB"}'), "--device cuda:0"),
     ],
