@@ -32,8 +32,8 @@ SHAPING_FILES = (CONFIG, "generation_config.json")
 # This package's files that make an anatomy: an editable installation keeps its version when they change.
 MAKERS = (
     "checkpoint/anatomy.py", "formats/*.py", "engine/loader/anatomy_builder.py", "engine/loader/transformers_model.py",
-    "engine/loader/tracing.py", "engine/loader/pieces.py", "engine/families/step.py", "engine/kv/kv_cache.py",
-    "engine/passes/chunk_forward.py", "engine/lora/experts.py", "engine/lora/routers.py", "engine/towers/bounds_check.py",
+    "engine/loader/tracing.py", "engine/loader/pieces.py", "engine/families/*.py", "engine/kv/*.py", "engine/passes/*.py",
+    "engine/lora/experts.py", "engine/lora/routers.py", "engine/towers/bounds_check.py",
 )  # fmt: skip
 
 

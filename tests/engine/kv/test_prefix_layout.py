@@ -40,7 +40,8 @@ def made(sliding=3, full=2, *, staging=None, pages=None, kv="full"):
             states.view(torch.uint8).random_(generator=generator)
     for row, numbers in enumerate(pages or ()):
         slots.bind(row, numbers)
-    model = SimpleNamespace(hf_model=hf_model, device=slots.device, context_tokens=CONTEXT)
+    anatomy = SimpleNamespace(capture_unsupported=None)
+    model = SimpleNamespace(hf_model=hf_model, device=slots.device, context_tokens=CONTEXT, anatomy=anatomy)
     cache = model.prefix_cache = PrefixCache(model, 2**20, block_tokens=SIZE)
     cache._staging = None if staging is None else torch.empty(staging, dtype=torch.uint8)
     assert cache.learn(slots)
