@@ -221,7 +221,7 @@ class PrefillState:
 
 
 def turn_alone(hf_model: HFModel, rotations: Iterable[nn.Module]) -> None:
-    """Make each row's angles those of its own text, whatever was computed before and is computed beside it."""
+    """Make the angles of each row independent of other rows and of earlier texts."""
     own = _ALONE[hf_model] = _Alone()
     for module in rotations:
         module.register_forward_hook(own.turn, with_kwargs=True)
