@@ -8,9 +8,10 @@ case, where the residual is the token's embedding for the most part, and tokens 
 half of each layer's experts has scores times that. COPIES: every copy to the GPU is issued so often, as a slow link would take. A
 row, of the public API, token ids in and text out, an adapter of rank 8 on attention and dense parts: `tok_s` of one row behind a
 prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too; `rows8_tok_s`: eight rows, each with its
-own of these. `predicted_tok_s`: of the plan; of a plan of eight rows `predicted_row_tok_s`, the rate of each. `hits`: of
-the experts chosen by steps, those that were on the card. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock:
-transformers and PEFT, 16 bits, an adapter on attention.
+own of these. `predicted_tok_s`: of the plan of one row; of that of eight `predicted_row_tok_s`, the rate of each. `hits`: of
+the experts chosen by steps, those that were on the card; `link_limit_tok_s`: what copying the others allows at `link_gb_s`, and
+`link_share` of it was reached. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16
+bits, an adapter on attention.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ def run(
         "weights_gib": round(plan.gpu["weights"] / 2**30, 2),
         "slots": plan.execution.expert_slots, "planned_gib": round(plan.gpu_needed_bytes / 2**30, 2),
     }  # fmt: skip
+    if rows > 1:
+        alone = trimtab.plan(
+            folder, adapters={"linears": named["linears"]}, context=CONTEXT, device=DEVICE, experts=experts, **asked
+        )
+        found["predicted_tok_s"] = round(alone.execution.tokens_per_s, 1)
     asks = prompts(1)
     say(f"planned, {plan.execution.expert_slots} slots")
     with trimtab.load(plan) as model:
@@ -129,7 +135,8 @@ def run(
                 say(f"{name} {found[name]}")
         if (hits := expert_hits(model)) is not None:
             found["hits"] = round(hits, 3)
-            say(f"hits {found['hits']}")
+            found |= _link_row(model, plan, hits, found["tok_s"])
+            say(f"hits {found['hits']}, {found['link_share']} of the link's limit")
 
         def several(tokens: int) -> list[float]:
             requests = [{"prompt": next(asks)[:33], "adapter": f"e{number}"} for number in range(rows)]
@@ -146,6 +153,17 @@ def run(
     if DEVICE == "cuda":
         found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return found
+
+
+def _link_row(model: Any, plan: Any, hits: float, tok_s: float) -> dict[str, float]:
+    """Return the measured rate of the link, the tokens per second that copying the missed experts allows, and the share reached."""
+    config = model.hf_model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+    limit = plan.rates.pinned_h2d_Bps / ((1 - hits) * chosen * plan.experts.bytes / plan.experts.count)
+    return {
+        "link_gb_s": round(plan.rates.pinned_h2d_Bps / 1e9, 2), "link_limit_tok_s": round(limit, 1),
+        "link_share": round(tok_s / limit, 3),
+    }  # fmt: skip
 
 
 def _slow_link(copies: int) -> None:

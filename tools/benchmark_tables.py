@@ -185,13 +185,14 @@ def experts(results: Mapping[str, Any]) -> str:
     for row in results["rows"]:
         if "error" in row:
             continue
-        size, _, card, _, copies, *_ = [*row["case"].split(":"), "", "", "", ""]
-        near = f"{row['slots']} of 128" if row["slots"] else "all"
+        size, kind, card, _, copies, *_ = [*row["case"].split(":"), "", "", "", ""]
+        near = f"{row['slots']} of 128" if row.get("slots") else "all"
         hits = f"{row['hits']:.0%}" if "hits" in row else "-"
         names = ("predicted_tok_s", "tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")
         cells = [f"{row[name]:,.0f}" if name in row else "-" for name in names]
         where = f"{card} GiB, 1/{copies} of the link" if copies else f"{card} GiB" if card else "whole"
-        rows.append([MIXTURES[size], where, near, hits, *cells, f"{row['process_gib']:.2f} GiB"])
+        name = f"{MIXTURES[size]}, stock, 16 bits" if kind == "stock" else MIXTURES[size]
+        rows.append([name, where, near, hits, *cells, f"{row.get('process_gib', row['peak_gib']):.2f} GiB"])
     heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "planned", "tokens/s",
              "adapter on experts", "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
     table = _table(heads, 7, rows)

@@ -43,7 +43,6 @@ REFUSED: Mapping[str, str] = {
     "arrow_config": "Arrow routing between adapters",
     "kasa_config": "KaSA, which truncates the base weight",
 }
-# What to do about a change that PEFT's merge makes part of the base's weights.
 MERGED = "; merge_and_unload() of PEFT and save_pretrained() make a checkpoint with it"
 MOST_RANK = 2**20
 _RANK = f"a rank is an integer of at least 1 and at most {MOST_RANK}"

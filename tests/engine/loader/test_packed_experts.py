@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -184,6 +185,14 @@ def test_a_plan_counts_packed_experts_says_so_and_keeps_the_choice(work: tuple[P
     step, prompt = on_card.execution.step, on_card.execution.prompt
     assert (step.mode, prompt.mode) == (("eager", "eager") if "gpt_oss" in str(base) else ("fused", "graph"))
     assert step.mode == "fused" or "chosen on the host" in step.reason
+    # torch's grouped product is captured in bfloat16 and of compute capability 9 and 10 alone.
+    for card, dtype in itertools.product(("RTX 4060 8GB", "H100 80GB"), ("bfloat16", "float16", "float32")):
+        on_card = trimtab.plan(base, **options | {"device": "auto"}, card=card, dtype=dtype, experts="16bit")
+        step, prompt = on_card.execution.step, on_card.execution.prompt
+        is_read = "gpt_oss" not in str(base) and dtype != "float32"
+        is_captured = is_read or (card, dtype) == ("H100 80GB", "bfloat16")
+        assert (step.mode, prompt.mode) == (("fused", "graph") if is_captured else ("eager", "eager"))
+        assert step.mode == "fused" or "chosen on the host" in step.reason
 
 
 @pytest.mark.parametrize("kind", ["nf4-dq", "int8"])

@@ -37,7 +37,6 @@ class Embedding(TextPass):
         states that are no numbers."""
         chunk = self._model.prefill_tokens or self.prompt_tokens
         hf_model = self._model.hf_model
-        # Llama 4 has another `base_model_prefix`.
         inner = hf_model.get_submodule("model") if hf_model.base_model is hf_model else hf_model.base_model
         states = self._next(inner, min(chunk, most_tokens or chunk)).last_hidden_state
         added = states[0, -1].float() if self._pooling == "last" else states[0].float().sum(0)

@@ -27,7 +27,7 @@ from trimtab.request import DECODE_MODES, check_choice
 if TYPE_CHECKING:
     from trimtab.engine.layers.context import EngineContext
 
-PACKED_EXPERTS = "packed experts of a token are chosen on the host"
+CHOSEN_ON_HOST = "the experts of a token are chosen on the host"
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class StepChoice:
         self.is_captured = mode != "eager" and self._may_capture()
         with naming_out_of_memory("choosing kernels", model.plan, self.device):
             self._choose()
-        if self.is_captured and self.model.adapter_store.packs_experts and self.kernels.experts is None:
+        if self.is_captured and self.model.adapter_store.reads_experts and self.kernels.experts is None:
             self.is_captured = False
-            self.fall_back("graph", self.kernels.left_out.get(EXPERTS, PACKED_EXPERTS), requested=self.mode == "fused")
+            self.fall_back("graph", self.kernels.left_out.get(EXPERTS, CHOSEN_ON_HOST), requested=self.mode == "fused")
         if self.is_captured and not self.kernels.is_empty:
             torch.cuda.empty_cache()  # the tensors of checks and timings are free
 
@@ -95,8 +95,8 @@ class StepChoice:
         for row in self.model.plan.placements:
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every step"
-        if self.model.adapter_store.packs_experts and self.mode == "graph":
-            return PACKED_EXPERTS
+        if self.model.adapter_store.reads_experts and self.mode == "graph":
+            return CHOSEN_ON_HOST
         planned = self.model.plan.execution.step
         if self.mode == "auto" and planned.mode == "eager":
             return f"planned so: {planned.reason}"

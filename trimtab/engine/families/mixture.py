@@ -64,8 +64,8 @@ def experts_of(
     if store.selection.rows is None and used:
         lora = own.tables.get(used[0])
     is_apart = bool(used) and lora is None  # adapters that no table holds are added by the module's own way
-    # Of many tokens without adapters torch's grouped product is for 16 bits.
-    is_plain = len(x) > kernels.MOST_ROWS and lora is None and not own.is_packed
+    # Many tokens without adapters over unpacked experts: torch's grouped product, where a capture allows it.
+    is_plain = len(x) > kernels.MOST_ROWS and lora is None and not (own.is_packed or store.reads_experts)
     if module is None or is_apart or is_plain or not own.has_mixture:
         made: Tensor = own.module(x, numbers, weights)
         return made

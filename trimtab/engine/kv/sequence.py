@@ -217,9 +217,6 @@ class PrefillState:
             self.logits = None
 
 
-# How positions turn ----------------------------------------------------------------------------------------------------
-
-
 def turn_alone(hf_model: HFModel, rotations: Iterable[nn.Module]) -> None:
     """Make the angles of each row independent of other rows and of earlier texts."""
     own = _ALONE[hf_model] = _Alone()

@@ -44,6 +44,7 @@ from trimtab.planning.memory.expert_slots import row_bytes
 from trimtab.planning.plan.plan import FilesRead
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
+from trimtab.planning.values.execution import groups_on_device
 from trimtab.process import phases
 
 CPU = torch.device("cpu")
@@ -93,8 +94,7 @@ def fill(
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
         pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
-        growing = hf_attention.growing_rotations(loaded.hf_model)
-        if request.context_tokens > min(growing.values(), default=request.context_tokens):
+        if growing := hf_attention.growing_rotations(loaded.hf_model, request.context_tokens):
             sequence.turn_alone(loaded.hf_model, growing)
         undo.pop_all()
     return loaded, anatomy
@@ -156,8 +156,11 @@ class _Filler:
         for module in self.on_host:  # with what its submodules were filled with since
             leaves.compute_on_host(module.to("cpu"))
         self._check_nothing_left()
-        if next(self.probe.model.parameters(), None) is None:  # OLMo: transformers asks one for the model's device and type
+        if not any(True for _ in self.probe.model.parameters()):  # OLMo: transformers asks one for the model's device
             self.probe.model.register_parameter("_own", nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), False))
+        if self.device.type == "cuda" and any(row.stacks for row in self.rows):
+            if not groups_on_device(self.plan.request.dtype, torch.cuda.get_device_capability(self.device)):
+                self.adapter_store.set_reads_experts()
         left_out = {}
         if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
             left_out[head8.NAME] = why

@@ -227,7 +227,7 @@ def hold_packed(module: nn.Module, stacks: Mapping[str, Packed | Staged], store:
             own["staged"] = held
     own.update(stacks=stacks, module_path=module_path)
     own["forward"] = _Forward(module, store, None)
-    store.packs_experts = True
+    store.set_reads_experts()
 
 
 def cover(module: nn.Module, store: AdapterStore, module_path: str, part: str) -> None:

@@ -157,14 +157,8 @@ def why_not(hf_model: HFModel, context_tokens: int = 0) -> str | None:
         return f"the layers of {type(hf_model).__name__} were not recognized"
     if getattr(config, "use_bidirectional_attention", None) == "all":
         return "its attention is not causal"
-    return _why_not_long(hf_model, context_tokens)
-
-
-def _why_not_long(hf_model: HFModel, context_tokens: int) -> str | None:
-    most = hf_attention.most_tokens(hf_model)
-    if most is None or context_tokens <= most:
-        return None
-    return f"its rotation changes behind {most} tokens, and its context has {context_tokens}"
+    is_fixed = (most := hf_attention.most_tokens(hf_model)) is None or context_tokens <= most
+    return None if is_fixed else f"its rotation changes behind {most} tokens, and its context has {context_tokens}"
 
 
 def _is_shared(layer: object) -> bool:

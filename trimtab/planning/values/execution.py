@@ -12,6 +12,7 @@ Not covered: graphs of several GPUs; the driver's memory for a kernel that spill
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -84,7 +85,7 @@ WIDE_ROWS, WIDE_ROW_SHARE = 32, 1 / 3
 STATE_LAYER_S, STATE_ROW_S = 28e-6, 6e-6
 # A fused layer with packed experts beyond another: in an MLP's place, next to one, and with a shared expert. Kernels decode the
 # experts of each row by themselves, at this share of the rate at which memory is read. From Gemma 4 26B-A4B, Qwen3-30B-A3B and
-# Qwen3.5-35B-A3B, one row and eight on an H200 (bench/results/experts.json: `rows`, which are older than `few_layers`).
+# Qwen3.5-35B-A3B, one row and eight on an H200; each predicted rate is within 8 % (bench/results/experts.json).
 EXPERT_LAYER_S = {"": 0.0, "mlp": 38e-6, "shared": 13e-6}
 EXPERT_RATE_SHARE = 0.31
 # bitsandbytes' one-row product reads memory at this share of the rate.
@@ -168,8 +169,9 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return "CUDA graphs require a GPU"
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
-    if mode == "graph" and anatomy.packs_experts:
-        return "the packed experts of a token are chosen on the host"
+    on_device = groups_on_device(anatomy.dtype, capability)
+    if mode == "graph" and any(row.stacks and (row.packs_experts or not on_device) for row in anatomy.rows):
+        return "the experts of a token are chosen on the host"
     is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
     if mode == "graph":
         return "states of recurrent layers need the kernels of a step" if is_recurrent else None
@@ -182,19 +184,24 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
         return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
     if stored_format(quant).layout is None and not is_recurrent:  # whose captured steps only kernels compute; products stay cuBLAS'
         return f"trimtab's kernels do not read weights in {quant}"
-    return next((why for row in anatomy.rows if (why := _unread_experts(row)) is not None), None)
+    on_host = (row for row in anatomy.rows if row.stacks and (row.packs_experts or not on_device))
+    return next((why for row in on_host if (why := _unread_experts(row)) is not None), None)
+
+
+def groups_on_device(dtype: str, capability: tuple[int, int] | None) -> bool:
+    """Whether torch's grouped product over unpacked experts keeps their counts on the device; else the host reads them, which no
+    capture allows. Source: torch 2.11, aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda and its fallback."""
+    return dtype == "bfloat16" and capability is not None and capability[0] in (9, 10) and sys.platform != "win32"
 
 
 def _unread_experts(row: ModuleRow) -> str | None:
-    """Return why kernels do not read a row's packed experts, which are then chosen on the host; None if they do."""
-    if not row.packs_experts:
-        return None
+    """Return why kernels do not read a row's experts, which are then chosen on the host; None if they do."""
     shapes = [stack.shape[1:] for stack in row.stacks]
     if row.is_transposed or row.is_interleaved or any(size % STACK_MULTIPLE for shape in shapes for size in shape):
-        return "the packed experts of a token are chosen on the host: kernels do not know how their stacks lie"
+        return "the experts of a token are chosen on the host: kernels do not know how their stacks lie"
     unread = (form for stack in row.stacks if (form := row.form_of(stack)) is not None and stored_format(form).layout is None)
     form = next(unread, None)
-    return None if form is None else f"the packed experts of a token are chosen on the host: no kernel reads {form}"
+    return None if form is None else f"the experts of a token are chosen on the host: no kernel reads {form}"
 
 
 def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
