@@ -43,6 +43,7 @@ def test_a_field_that_changes_the_output_is_refused_by_name(field: str, tmp_path
     (problem,) = refused(write_adapter(tmp_path, q_proj(), **{field: REFUSED_VALUES[field]}))
     assert problem.startswith(f"{field}=")
     assert adapter_config.REFUSED[field] in problem
+    assert ("merge_and_unload" in problem) == (field == "trainable_token_indices")  # what makes the same answers
     read_adapter(write_adapter(tmp_path, q_proj(), **{field: None}))
 
 

@@ -43,6 +43,7 @@ REFUSED: Mapping[str, str] = {
     "arrow_config": "Arrow routing between adapters",
     "kasa_config": "KaSA, which truncates the base weight",
 }
+MERGED = "; merge_and_unload() of PEFT and save_pretrained() make a checkpoint with it"
 MOST_RANK = 2**20
 _RANK = f"a rank is an integer of at least 1 and at most {MOST_RANK}"
 FIELDS = frozenset((*SUPPORTED, *HARMLESS, *REFUSED))
@@ -61,7 +62,7 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         shown = "is missing" if kind is None else f"is {kind!r}"
         return [f"peft_type {shown}: only LORA adapters can be applied"]
     problems = [
-        f"{field}={short(config[field])}: {reason} is not supported"
+        f"{field}={short(config[field])}: {reason} is not supported{MERGED if field == 'trainable_token_indices' else ''}"
         for field, reason in REFUSED.items()
         if _is_on(config.get(field))
     ]

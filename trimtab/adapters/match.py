@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
-from trimtab.adapters.config import FIELDS
+from trimtab.adapters.config import FIELDS, MERGED
 from trimtab.adapters.experts import EXPERT_LINEARS, EXPERT_MATRICES, ExpertPaths, StackBuilder
 from trimtab.adapters.file import AdapterFile
 from trimtab.adapters.keys import REWRITES, AdapterKey, Rewrite, own_path, parse_key, part_of_key
@@ -449,10 +449,10 @@ class _Builder:
     def _check_saved(self, row: ModuleRow, roles: dict[str, AdapterKey], entries: Mapping[str, TensorEntry]) -> None:
         tensors = {tensor.tensor_path.removeprefix(f"{row.module_path}."): tensor for tensor in row.tensors}
         if row.kind == "experts":
-            self.problems.append(f"{next(iter(entries.values())).tensor_name}: saved fused experts are not supported")
+            self.problems.append(f"{next(iter(entries.values())).tensor_name}: saved fused experts are not supported{MERGED}")
         if row.kind == "other" and self._is_in_recurrent(row):
             # Its parameters are read as such, and its state has advanced when a module finds that rows differ.
-            self.problems.append(f"{row.module_path}: a saved {row.class_name} inside a recurrent layer is not supported")
+            self.problems.append(f"{row.module_path}: a saved {row.class_name} inside a recurrent layer is not supported{MERGED}")
         vocabulary = row.kind == "embedding" or row.part == "head"
         for name, entry in entries.items():
             own = tensors[name].shape
@@ -463,7 +463,9 @@ class _Builder:
             if not self._is_announced(row, roles[name]):
                 option = self.config.get("bias", "none")
                 why = f" (bias={option!r})" if name == "bias" and option != "none" else ""
-                self.problems.append(f"{entry.tensor_name}: a full {name} that modules_to_save does not name{why} is not supported")
+                self.problems.append(
+                    f"{entry.tensor_name}: a full {name} that modules_to_save does not name{why} is not supported{MERGED}"
+                )
 
     def _is_in_recurrent(self, row: ModuleRow) -> bool:
         """Whether a module is inside what mixes the tokens of a layer that keeps a state; the layer's own norms are not."""

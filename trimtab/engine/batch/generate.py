@@ -28,8 +28,7 @@ from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.prompt import check_fits, fitted
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
-from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.kv.sequence import Inputs, text_of
 from trimtab.engine.prefill.rows import PrefillContext
 from trimtab.errors import CheckpointError
 from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
@@ -502,7 +501,7 @@ def stock_generate(
         **options,
     )  # fmt: skip
     devices = [device] if device.type == "cuda" else []
-    pieces = nullcontext() if prefill_chunk_tokens is None else sequence.text_of(model, tensors["input_ids"].shape[-1])
+    pieces = nullcontext() if prefill_chunk_tokens is None else text_of(model, tensors["input_ids"].shape[-1])
     with torch.random.fork_rng(devices=devices, enabled=request.temperature > 0), torch.no_grad(), pieces:
         if request.temperature > 0:
             if request.seed is not None:

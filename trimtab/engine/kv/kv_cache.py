@@ -464,13 +464,13 @@ def _prompt_layer(kind: str, config: Any) -> DynamicLayer:
 def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's state cannot be kept by rows, None if it can."""
     config = hf_model.config.get_text_config()
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):  # kept in transformers' sliding layers
-        return "it has layers of the kind chunked_attention"
     for number, layer in enumerate(prompt_cache(hf_model).layers):
         if is_recurrent(layer) and config.model_type in MODEL_TYPES:
             continue
         if type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS) and type(layer).__name__ != "DummyLayer":
             return _unsupported(number, layer)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):  # kept in transformers' sliding layers
+        return "it has layers of the kind chunked_attention"
     return None if takes_states(hf_model) else f"{type(hf_model).__name__} takes no keys and values of earlier tokens"
 
 

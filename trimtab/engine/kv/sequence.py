@@ -7,7 +7,7 @@ all rows of a pass by its longest position, and "dynamic" keeps an earlier, long
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -217,14 +217,8 @@ class PrefillState:
             self.logits = None
 
 
-# How positions turn ----------------------------------------------------------------------------------------------------
-
-
-def turn_alone(hf_model: HFModel, rotations: Mapping[nn.Module, int], context_tokens: int) -> None:
-    """Make each row's angles depend on that row's text alone, not on earlier texts or other rows. rotations: up to how many tokens
-    of a text their angles are fixed; nothing is changed for a context that has no more."""
-    if context_tokens <= min(rotations.values(), default=context_tokens):
-        return
+def turn_alone(hf_model: HFModel, rotations: Iterable[nn.Module]) -> None:
+    """Make the angles of each row independent of other rows and of earlier texts."""
     own = _ALONE[hf_model] = _Alone()
     for module in rotations:
         module.register_forward_hook(own.turn, with_kwargs=True)

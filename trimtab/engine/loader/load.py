@@ -97,7 +97,7 @@ def fill(
         loaded = filler.run(progress)
         if anatomy.routers:
             pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
-        sequence.turn_alone(loaded.hf_model, hf_attention.growing_rotations(loaded.hf_model), request.context_tokens)
+        sequence.turn_alone(loaded.hf_model, hf_attention.growing_rotations(loaded.hf_model, request.context_tokens))
         undo.pop_all()
     return loaded, anatomy
 

@@ -1,7 +1,6 @@
 """Attention of one sequence that reads grouped keys and values in place, with the bits of transformers' repeated form.
 
     why = use_in(hf_model, device, dtype)    # the decoder's attention modules, once, while a model is loaded
-    most = most_tokens(hf_model)             # of a text up to which its rotation is fixed, None for any (kv/sequence.py)
 
 transformers' `sdpa` form copies keys and values to every query head (`repeat_kv`) wherever several tokens have a mask or heads are
 wider than 256 (transformers 5.23.0, integrations/sdpa_attention.py): 64 MiB for 4,096 places of Gemma 4 E4B. Here the query
@@ -30,6 +29,7 @@ user changes in between is seen only where it is on: an explicit off counts as t
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -261,8 +261,8 @@ def most_tokens(hf_model: HFModel) -> int | None:
     return min(growing_rotations(hf_model).values(), default=None)
 
 
-def growing_rotations(hf_model: HFModel) -> dict[nn.Module, int]:
-    """Return the modules whose angles depend on the length of a text, and up to how many tokens they do not."""
+def growing_rotations(hf_model: HFModel, context_tokens: int = sys.maxsize) -> dict[nn.Module, int]:
+    """Return the modules whose angles change within a text of the context, and up to how many tokens they do not."""
     found: dict[nn.Module, int] = {}
     for module in hf_model.modules():
         kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
@@ -272,4 +272,4 @@ def growing_rotations(hf_model: HFModel) -> dict[nn.Module, int]:
                 found[module] = int(own["original_max_position_embeddings"])
             elif config is not None and kind is not None and "dynamic" in kind:
                 found[module] = int(config.max_position_embeddings)
-    return found
+    return {module: most for module, most in found.items() if most < context_tokens}

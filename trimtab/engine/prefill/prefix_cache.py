@@ -294,10 +294,8 @@ class Prefixes:
         row.begin_reuse(None, 0)
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
             return Match()
-        if inputs.prompt_tokens > cache.most_tokens:
-            return Match()
         piece = company.piece_tokens(self.batch.prompts.sizes, self.model.prefill_tokens) if self.batch.is_invariant else 0
-        if piece and inputs.has_media:
+        if inputs.prompt_tokens > cache.most_tokens or (piece and inputs.has_media):
             return Match()
         serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
         scope = cache.scope(row.client, self.model.adapter_content(row.adapter))

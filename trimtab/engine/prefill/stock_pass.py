@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
-from trimtab.engine.kv.sequence import Inputs, PrefillState
+from trimtab.engine.kv.sequence import Inputs, PrefillState, text_of
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import PrefillContext, Rows
 from trimtab.engine.towers.pieces import PausedError
@@ -46,7 +45,7 @@ class TextPass:
         if self._gives_positions:
             tensors |= {"position_ids": torch.arange(start, end, device=self._model.device)[None]}
         _begin(self._model, self.adapter)
-        with torch.no_grad(), sequence.text_of(self._model.hf_model, self.prompt_tokens):
+        with torch.no_grad(), text_of(self._model.hf_model, self.prompt_tokens):
             output = self._module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
         self._done = end
         return output
@@ -97,7 +96,7 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     def compute() -> Any:
         return model.hf_model(**tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True)
 
-    with torch.no_grad(), sequence.text_of(model.hf_model, count):
+    with torch.no_grad(), text_of(model.hf_model, count):
         try:
             if is_whole:
                 output = batch.prompts.tower_passes.with_towers(prompt, compute)
