@@ -1,8 +1,12 @@
-"""Which cases of a cross product every run has, and that a lent model comes back as it was."""
+"""Which cases of a cross product every run has, that a lent model comes back as it was, and what a test draws without a seed."""
 
+import random
+import zlib
 from itertools import combinations, product
 
+import numpy as np
 import pytest
+import torch
 
 from tests.lent import DEVICE, lent
 from tests.long_runs import crossed, halved
@@ -60,3 +64,10 @@ def test_a_model_of_a_test_that_failed_is_lent_to_no_other():
         _ = first.hf_model
     with lent("llama", context=40) as second:
         assert second is not first and second.hf_model is not None
+
+
+def test_a_name_alone_decides_what_its_test_draws(request):
+    seed = zlib.crc32(request.node.nodeid.encode())
+    assert random.random() == random.Random(seed).random()
+    assert np.random.random() == np.random.RandomState(seed).random()
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(seed)))

@@ -49,13 +49,13 @@ def train(folder):
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         examples.append((prompt, tokenizer(answer, add_special_tokens=False)["input_ids"] + [1]))
     torch.manual_seed(0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(400):
         losses = [loss_of(model, *example) for example in examples]
         torch.stack(losses).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if max(losses) < 0.01:
+        if max(losses) < 0.02:
             break
     assert max(losses) < 0.05
     model.save_pretrained(folder)

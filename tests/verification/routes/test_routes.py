@@ -283,10 +283,14 @@ def test_an_error_of_ours_keeps_its_kind_and_fields(tmp_path):
     assert caught.value.budget_bytes == 1000 and caught.value.needed_bytes > 1000 and "budget" in str(caught.value)
 
 
-def test_an_error_that_leaves_its_process_is_raised_here():
+def test_an_error_that_leaves_its_process_is_raised_here(tmp_path, monkeypatch):
+    (tmp_path / "refusing.py").write_text(
+        "from trimtab.errors import RequestError\n\n\ndef main(request, emit):\n    raise RequestError('', field='x', **request)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RequestError) as caught:
-        routes.run_module(routes.OWN, {"route": {"plan": {"version": 0}}}, "it", isolated=True)
-    assert (caught.value.field, caught.value.value) == ("plan.version", 0)
+        routes.run_module("refusing", {"value": 0}, "it", isolated=True)
+    assert (caught.value.field, caught.value.value) == ("x", 0)
 
 
 def test_what_stock_raises_is_an_upstream_error_with_its_package(tmp_path):
