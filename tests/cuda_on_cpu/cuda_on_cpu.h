@@ -60,22 +60,8 @@ constexpr size_t STACK_BYTES = (256 << 10) + 832;  // of a power of two all tops
 constexpr int GUARD_BYTES = 256;
 inline const char* const ENDED = "its end";
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-using Place = void*[5];  // where to go on: the C library's own keeps every register
-#define SAVE_PLACE(place) __builtin_setjmp(place)
-[[noreturn]] __attribute__((noinline)) inline void go_to(void** place) {  // in a function that saves none
-  asm volatile("" ::: "memory");
-  __builtin_longjmp(place, 1);
-}
-#define GO_TO(place) go_to(place)
-#else
-using Place = jmp_buf;
-#define SAVE_PLACE(place) _setjmp(place)
-#define GO_TO(place) _longjmp(place, 1)
-#endif
-
 struct Fiber {
-  Place here;
+  jmp_buf here;
   bool started = false;  // on its stack; between two blocks it waits in `entry`
   Wait wait = DONE;
   uint3 thread;
@@ -91,7 +77,7 @@ struct Warp {
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline Fiber* now;
-inline Place scheduler;
+inline jmp_buf scheduler;
 inline uint3 block_index;
 inline dim3 block_size, grid_size;
 inline unsigned char* shared_memory;
@@ -107,7 +93,7 @@ __attribute__((noinline)) inline void pause(Wait wait, unsigned mask, const char
   now->wait = wait;
   now->mask = mask;
   now->at = at;
-  if (!SAVE_PLACE(now->here)) GO_TO(scheduler);
+  if (!_setjmp(now->here)) _longjmp(scheduler, 1);
 }
 inline void entry() {  // a fiber goes on with the next block's thread: to begin one takes calls of the system
   for (;;) {
@@ -118,8 +104,8 @@ inline void entry() {  // a fiber goes on with the next block's thread: to begin
 __attribute__((noinline)) inline void resume(Fiber& fiber) {
   now = &fiber;
   fiber.wait = RUNS;
-  if (SAVE_PLACE(scheduler)) return;
-  if (fiber.started) GO_TO(fiber.here);
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.here, 1);
   fiber.started = true;
   static ucontext_t first;
   getcontext(&first);

@@ -30,7 +30,7 @@ from tests import cuda_on_cpu
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 # As on a GPU, a product and a sum become one operation only where the source says fmaf.
-FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # fmt: skip
+FLAGS = ("-std=c++17", "-Og", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # fmt: skip
 _GUARD_BYTES = 512
 _UNUSED_DAYS = 30
 
