@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import DEVICE
+from bench import DEVICE, empty_cache
 from bench.families import CONTEXT, LONG, SHORT, prompts, stock_rates
 from bench.memory import environment
 
@@ -43,10 +43,12 @@ def prepare(size: str, work: Path, layers: int | None = None) -> Path:
         return folder
     config = checkpoints.config_of(size)
     config = config if layers is None else checkpoints.first_layers(config, layers)
+    config.eos_token_id = config.get_text_config().eos_token_id = None  # a drawn token may be one
     checkpoints.write_checkpoint(size, folder, device=DEVICE, packed=True, config=config)
     voices.give(folder)
     checkpoints.write_adapter(folder, adapters / "linears", RANK, size=size)
     _write_expert_adapter(size, folder, adapters)
+    empty_cache()
     return folder
 
 

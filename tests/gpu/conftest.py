@@ -1,5 +1,6 @@
 """On the GPU an answer is computed from captured steps, whose kernels round in another order than stock's."""
 
+import gc
 import os
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch
 
 import trimtab
 
+if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") != "cpu":
+    gc.set_threshold(700, 10, 10)  # Python's own: what a test left on the device counts in the memory of the next one
 # As a model with a small budget does while it is open: a stock model that answers before one is loaded rounds alike.
 torch.backends.cuda.enable_cudnn_sdp(False)
 

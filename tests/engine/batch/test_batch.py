@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -308,6 +309,7 @@ def test_a_family_with_another_kind_of_state_is_refused_by_name(model, monkeypat
         return cache
 
     monkeypatch.setattr(hf_slots, "prompt_cache", strange_cache)
+    monkeypatch.setattr(model, "anatomy", replace(model.anatomy, prompts_unsupported="layer 1 keeps a Strange"))
     batch = Batch(model, rows=1)
     with pytest.raises(DeviceError) as caught:
         through(batch, model.prepare("Hello"), GenerateRequest(max_new_tokens=2))
