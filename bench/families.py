@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import DEVICE, synchronize
+from bench import DEVICE, empty_cache, synchronize
 from bench.memory import environment
 
 MODELS = ("qwen3-8b", "llama-3-8b", "gemma3-4b", "qwen3-vl-4b", "qwen3.5-9b", "e4b")
@@ -42,6 +42,7 @@ def prepare(size: str, work: Path) -> Path:
         write_adapter(folder, adapters / "a0", 8, size=size)
         for number in range(1, 8):
             turned(adapters / "a0", adapters / f"a{number}", number)
+        empty_cache()
     return folder
 
 

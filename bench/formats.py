@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import DEVICE, synchronize
+from bench import DEVICE, empty_cache, synchronize
 
 PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT = 512, 256, 5, 1024
 REPEATS_LOAD = 3
@@ -225,8 +225,7 @@ def run(size: str, form: str, work: Path, layers: int | None, *, tunes: bool) ->
     from bench.checkpoints import TINY, text_inputs
 
     folder = write(size, form, folder_of(size, form, work, layers), layers)
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
+    empty_cache()
     prompt_tokens, answer_tokens, repeats = (48, 8, 1) if size.endswith(TINY) else (PROMPT_TOKENS, ANSWER_TOKENS, REPEATS)
     start = time.perf_counter()
     model_path = folder / "model.gguf" if form == "q4_k_m" else folder
