@@ -11,7 +11,7 @@ prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on ex
 own of these. `predicted_tok_s`: of the plan of one row; of that of eight `predicted_row_tok_s`, the rate of each. `hits`: of
 the experts chosen by steps, those that were on the card; `link_limit_tok_s`: what copying the others allows at `link_gb_s`, and
 `link_share` of it was reached. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16
-bits, an adapter on attention.
+bits, the same adapter, greedy, one row behind 512 tokens.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _link_row(model: Any, plan: Any, hits: float, tok_s: float) -> dict[str, flo
     """Return the measured rate of the link, the tokens per second that copying the missed experts allows, and the share reached."""
     config = model.hf_model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
-    limit = plan.rates.pinned_h2d_Bps / ((1 - hits) * chosen * plan.experts.bytes / plan.experts.count)
+    limit = plan.rates.pinned_h2d_Bps / max(1.0, (1 - hits) * chosen * plan.experts.bytes / plan.experts.count)
     return {
         "link_gb_s": round(plan.rates.pinned_h2d_Bps / 1e9, 2), "link_limit_tok_s": round(limit, 1),
         "link_share": round(tok_s / limit, 3),

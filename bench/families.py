@@ -98,7 +98,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         step = model.plan.execution.step
         found |= {
             "step": step.mode, "reason": step.reason, "head": model.plan.execution.head,
-            "predicted_tok_s": round(model.plan.execution.tokens_per_s, 1),
+            "predicted_tok_s" if rows == 1 else "predicted_row_tok_s": round(model.plan.execution.tokens_per_s, 1),
             "fallbacks": sorted({f"{one.what}: {one.why}" for one in getattr(model, "fallbacks", [])}),
         }  # fmt: skip
     return found

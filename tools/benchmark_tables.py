@@ -32,6 +32,13 @@ def _where(results: Mapping[str, Any]) -> str:
     return f"{where['gpu']}, Python {where['python']}, {', '.join(f'{name} {where[name]}' for name in PACKAGES)}"
 
 
+EARLIER = "*: an earlier call."
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    return " *" if row.get("earlier") else ""
+
+
 def _run(results: Mapping[str, Any], run: int | None) -> list[Mapping[str, Any]]:
     return [row for row in results["rows"] if run is None or row["run"] == run]
 
@@ -164,19 +171,19 @@ def families(results: Mapping[str, Any]) -> str:
         if engine != "trimtab":
             continue
         stock = found.get((model, "stock", card))
-        beside = [f" ({stock[key]:,.1f})" if stock is not None else "" for key in ("tok_s", "first_ms")]
+        beside = [f" ({stock[key]:,.1f}{_mark(stock)})" if stock is not None else "" for key in ("tok_s", "first_ms")]
         many = f"{own['rows8_tok_s']:,.0f}" if "rows8_tok_s" in own else "-"
         gpu = own.get("gpu", results["environment"]["gpu"]).split()[1]
         rows.append([
-            names[model], f"{card:g} GiB" if card else "whole", gpu, own["step"], f"{own['tok_s']:,.0f}{beside[0]}",
+            names[model] + _mark(own), f"{card:g} GiB" if card else "whole", gpu, own["step"], f"{own['tok_s']:,.0f}{beside[0]}",
             f"{own['predicted_tok_s']:,.0f}" if card else "-", many, f"{own['first_ms']:.1f}{beside[1]}",
         ])  # fmt: skip
-    rows.sort(key=lambda row: list(names.values()).index(row[0]))
+    rows.sort(key=lambda row: list(names.values()).index(row[0].removesuffix(" *")))
     heads = ["model", "card", "GPU", "steps", "tokens/s, one row (stock)", "planned", "eight rows, eight adapters",
              "first token of 512, ms (stock)"]  # fmt: skip
     where = _where(results).partition(", ")[2]
     what = "random weights, NF4 with double quantization, adapters of rank 8 on all linears"
-    return f"{_table(heads, 4, rows)}\n\n{where}; {what}.\n"
+    return f"{_table(heads, 4, rows)}\n\n{where}; {what}. {EARLIER}\n"
 
 
 def experts(results: Mapping[str, Any]) -> str:
@@ -189,15 +196,15 @@ def experts(results: Mapping[str, Any]) -> str:
         near = f"{row['slots']} of 128" if row.get("slots") else "all"
         hits = f"{row['hits']:.0%}" if "hits" in row else "-"
         names = ("predicted_tok_s", "tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")
-        cells = [f"{row[name]:,.0f}" if name in row else "-" for name in names]
+        cells = [f"{row[name]:,.{int(row[name] < 10)}f}" if name in row else "-" for name in names]
         where = f"{card} GiB, 1/{copies} of the link" if copies else f"{card} GiB" if card else "whole"
-        name = f"{MIXTURES[size]}, stock, 16 bits" if kind == "stock" else MIXTURES[size]
-        rows.append([name, where, near, hits, *cells, f"{row.get('process_gib', row['peak_gib']):.2f} GiB"])
+        name = (f"{MIXTURES[size]}, stock, 16 bits" if kind == "stock" else MIXTURES[size]) + _mark(row)
+        rows.append([name, where, near, hits, *cells, f"{row['process_gib']:.2f} GiB" if "process_gib" in row else "-"])
     heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "planned", "tokens/s",
              "adapter on experts", "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
     table = _table(heads, 7, rows)
     what = "random weights, NF4 with double quantization, an adapter of rank 8 on attention and dense parts"
-    return f"{table}\n\n{_where(results)}; {what}. The process holds the adapters.\n"
+    return f"{table}\n\n{_where(results)}; {what}. The process holds the adapters. {EARLIER}\n"
 
 
 LOOPS = {"outside": "sampled, whole, all of the time counted", "closed": "greedy, streamed"}
@@ -209,10 +216,10 @@ def load_outside(results: Mapping[str, Any]) -> str:
     for row in results["rows"]:
         times = [f"{row[name][part]:.0f}" if row[name] else "-" for name in ("ttft_ms", "between_ms") for part in ("p50", "p99")]
         how = "sampled, streamed" if "temperature" in row else LOOPS[row["loop"]]
-        rows.append([TITLES[row["model"]], f"{row['text_tokens']:,}", how, f"{row['tok_s']:,.0f}", *times])
+        rows.append([TITLES[row["model"]] + _mark(row), f"{row['text_tokens']:,}", how, f"{row['tok_s']:,.0f}", *times])
     heads = ["model", "tokens of a text", "answers", "tokens/s", "first token ms, p50", "p99", "between tokens ms, p50", "p99"]
     what = "32 clients, 8 adapters, answers of 128 tokens, random weights, NF4 with double quantization, no errors"
-    return f"{_table(heads, 5, rows)}\n\n{_where(results)}; {what}.\n"
+    return f"{_table(heads, 5, rows)}\n\n{_where(results)}; {what}. {EARLIER}\n"
 
 
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {

@@ -20,7 +20,7 @@ from trimtab.request import LoadRequest
 
 # Bytes per second that the runs measured on their cards: their recorded predictions, solved for it with the constants of then.
 RATES = {"NVIDIA H200": 3.455e12, "NVIDIA H100 80GB HBM3": 2.6e12}
-# The recorded runs of one model on cards of one kind differ by up to 10 % (Qwen3-8B, one row: 303 and 336).
+# Runs of one model on cards of one kind differed by up to 10 %.
 NEAR = 0.15
 # Of each kind of layer one: attention alone, few heads, recurrent, experts.
 OFTEN = ("qwen3-8b", "gemma3-4b", "qwen3.5-9b", "26b-a4b", "qwen3.5-35b-a3b")
