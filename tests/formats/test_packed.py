@@ -13,6 +13,7 @@ import pytest
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.errors import CheckpointError
+from trimtab.formats import bitsandbytes
 from trimtab.formats.packed import split_packed
 
 BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
@@ -385,3 +386,14 @@ def test_a_file_that_went_away_is_refused(tmp_path: Path) -> None:
     gone = {name: replace(entry, file=tmp_path / "gone") for name, entry in found.tensors.items()}
     with pytest.raises(CheckpointError, match="quant_state cannot be read"):
         split_packed(replace(found, tensors=gone))
+
+
+def test_the_states_of_a_checkpoint_are_read_once(tmp_path, monkeypatch):
+    """A plan and a load ask several times; what one of them takes out stays for the others, and a changed copy is read anew."""
+    read, asked = bitsandbytes._read_state, list[str]()
+    monkeypatch.setattr(bitsandbytes, "_read_state", lambda entry: asked.append(entry.tensor_name) or read(entry))
+    known = checkpoint(tmp_path, four_bit())
+    split_packed(known)[1].clear()
+    assert list(split_packed(known)[1]) == ["l.weight"] and len(asked) == 1
+    split_packed(replace(known, folder=known.folder))
+    assert len(asked) == 2

@@ -57,6 +57,8 @@ class Checkpoint:
     quantization: dict[str, Any] | None
     stamps: tuple[Stamp, ...]
     orders: Mapping[str, Mapping[str, Order]] = field(default_factory=dict)
+    # By who asked: what was made of the headers and of small tensors, once; a changed copy has none of it.
+    made: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def is_unchanged(self) -> bool:
         """Whether its files are still those that were read, and those of the cache are there."""

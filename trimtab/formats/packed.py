@@ -38,6 +38,13 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
     Errors: CheckpointError with every inconsistent weight, for a format that is not read, and for a config that declares
     quantization although the files are not quantized.
     """
+    if __name__ not in checkpoint.made:
+        checkpoint.made[__name__] = _split(checkpoint)
+    plain, packed = checkpoint.made[__name__]
+    return dict(plain), dict(packed)
+
+
+def _split(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
     method = quant_method(checkpoint.quantization)
     if method is None:
         marked = next((name for name in checkpoint.tensors if name.endswith(MARKS)), None)
