@@ -183,11 +183,6 @@ class Anatomy:
         """Whether the output head is in 8 bits."""
         return any(row.is_head8 for row in self.rows)
 
-    @cached_property
-    def packs_experts(self) -> bool:
-        """Whether experts are packed in memory: a pass then reads on the host which are chosen."""
-        return any(row.packs_experts for row in self.rows)
-
     @property
     def routers(self) -> tuple[ModuleRow, ...]:
         """The modules that choose experts, and those inside."""

@@ -117,7 +117,7 @@ def test_a_prompt_is_the_modules_and_captured(family, kind, on_cpu, replayed, pr
     with loaded(family, tmp_path, "16bit" if kind == "host" else kind, context=192) as model:
         with_kernels(on_cpu, model)
         if kind == "host":
-            model.adapter_store.set_reads_experts()
+            model.adapter_store.set_groups_on_host()
         expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
         expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (32, 128))
         batch.prompts.captures = True
@@ -329,3 +329,22 @@ def test_prompts_of_one_pass_find_adapters_on_experts_in_tables(on_cpu, replayed
             for found, wanted in zip(both(batch, prompts), expected, strict=True):
                 assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
         assert [one.replays for one in prompts_replayed] == [2]
+
+
+def test_kernels_compute_no_prompt_over_odd_experts(on_cpu, replayed, prompts_replayed, tmp_path, monkeypatch):  # noqa: F811
+    """As an older plan asks on a card where torch's product reads on the host: steps by kernels, prompts by the modules."""
+    kind, made = pico._CONFIGS["qwen3_moe"]
+    config = made()
+    config.moe_intermediate_size = 72
+    monkeypatch.setitem(pico._CONFIGS, "qwen3_moe", (kind, lambda: config))
+    base = pico.build("qwen3_moe", tmp_path / "base", seed=72)
+    with trimtab.load(trimtab.plan(base, device="cpu", quant="nf4-dq", context=192, experts="16bit")) as model:
+        with_kernels(on_cpu, model)
+        model.adapter_store.set_groups_on_host()
+        expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
+        expected.prompts, batch.prompts = PrefillRunner(expected, "eager"), PrefillRunner(batch, "static", (128,))
+        batch.prompts.captures = True
+        for _ in range(3):
+            wanted, found = (through(one, model.prepare(list(range(5, 75)))).logits for one in (expected, batch))
+            assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()
+        assert not prompts_replayed

@@ -131,7 +131,7 @@ def test_every_family_says_what_transformers_says_of_rounded_states(family):
             assert [list(model.answer(prompt, max_new_tokens=24).token_ids) for prompt in PROMPTS] == [
                 answer for answer, _ in expected
             ]
-            is_captured = model.anatomy.fused_unsupported is None and not model.adapter_store.reads_experts
+            is_captured = model.anatomy.fused_unsupported is None and not model.adapter_store.reads_on_host(())
             modes = ["eager", "fused"] if is_captured else ["eager"]
             for decode in modes:
                 for sizes in ((), (16, 64)):

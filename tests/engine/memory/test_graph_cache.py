@@ -141,7 +141,7 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
             ended.append(self)
 
     def garbage():
-        for _ in range(20_000):  # many times the threshold of the youngest generation
+        for _ in range(2 * gc.get_threshold()[0]):
             node = Node()
             node.itself = node
         return len(ended)

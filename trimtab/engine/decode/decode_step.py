@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode.step_capture import StepCapture
-from trimtab.engine.decode.step_choice import Fallback, StepChoice
+from trimtab.engine.decode.step_choice import CHOSEN_ON_HOST, Fallback, StepChoice
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -310,7 +310,7 @@ class DecodeStep:
         """Return the outputs of a replayed graph of these rows, captured first where there is none; None where that failed."""
         count, names = state.count, state.adapters
         if self._reads_experts(names):
-            self._choice.fall_back("graph", "packed or adapted experts are chosen on the host", requested=False)
+            self._choice.fall_back("graph", CHOSEN_ON_HOST, requested=False)
             return None
         bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
         if self.is_invariant:

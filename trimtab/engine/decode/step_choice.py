@@ -53,7 +53,7 @@ class StepChoice:
         self.is_captured = mode != "eager" and self._may_capture()
         with naming_out_of_memory("choosing kernels", model.plan, self.device):
             self._choose()
-        if self.is_captured and self.model.adapter_store.reads_experts and self.kernels.experts is None:
+        if self.is_captured and self.model.adapter_store.reads_on_host(()) and self.kernels.experts is None:
             self.is_captured = False
             self.fall_back("graph", self.kernels.left_out.get(EXPERTS, CHOSEN_ON_HOST), requested=self.mode == "fused")
         if self.is_captured and not self.kernels.is_empty:
@@ -93,7 +93,7 @@ class StepChoice:
         for row in self.model.plan.placements:
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every step"
-        if self.model.adapter_store.reads_experts and self.mode == "graph":
+        if self.model.adapter_store.reads_on_host(()) and self.mode == "graph":
             return CHOSEN_ON_HOST
         planned = self.model.plan.execution.step
         if self.mode == "auto" and planned.mode == "eager":

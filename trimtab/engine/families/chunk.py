@@ -42,6 +42,7 @@ class ChunkLayers:
         self.layers = step.layers
         # Whether kernels add all that the adapter of the next pass changes of experts.
         self.adds_experts = True
+        self.takes_many = all(layer.experts is None or layer.experts.takes_many for layer in step.layers)
         self.matmuls = MatmulTable[LayerProduct](
             None if columns is None else columns.matmul(),
             None if step.unpacked is None else Matmul("kept", step.unpacked.layers, self._kept),

@@ -64,8 +64,9 @@ def experts_of(
     if store.selection.rows is None and used:
         lora = own.tables.get(used[0])
     is_apart = bool(used) and lora is None  # adapters that no table holds are added by the module's own way
-    # Many tokens without adapters over unpacked experts: torch's grouped product, where a capture allows it.
-    is_plain = len(x) > kernels.MOST_ROWS and lora is None and not (own.is_packed or store.reads_experts)
+    # Many tokens without adapters over unpacked experts: torch's grouped product, unless only the kernels can be captured.
+    is_many = len(x) > kernels.MOST_ROWS and lora is None
+    is_plain = is_many and not (own.is_packed or (store.groups_on_host and own.takes_many))
     if module is None or is_apart or is_plain or not own.has_mixture:
         made: Tensor = own.module(x, numbers, weights)
         return made

@@ -158,7 +158,7 @@ class _Filler:
         for module in self.on_host:  # with what its submodules were filled with since
             leaves.compute_on_host(module.to("cpu"))
         self._check_nothing_left()
-        pieces.say_who_reads_experts(self.rows, self.adapter_store, self.device, self.plan.request.dtype)
+        pieces.say_who_groups(self.rows, self.adapter_store, self.device, self.plan.request.dtype)
         if next(self.probe.model.parameters(), None) is None:  # OLMo: transformers asks one for the model's device and type
             self.probe.model.register_parameter("_own", nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), False))
         left_out = {}

@@ -74,11 +74,11 @@ def check_routers(model: nn.Module, rows: Iterable[ModuleRow], path: str) -> Non
                 )  # fmt: skip
 
 
-def say_who_reads_experts(rows: Iterable[ModuleRow], store: AdapterStore, device: torch.device, dtype: str) -> None:
-    """Tell the store if torch's product over unpacked experts reads their counts on the host."""
-    if device.type == "cuda" and any(row.stacks for row in rows):
+def say_who_groups(rows: Iterable[ModuleRow], store: AdapterStore, device: torch.device, dtype: str) -> None:
+    """Tell the store if torch's product over unpacked experts reads on the host how many tokens each has."""
+    if device.type == "cuda" and any(row.stacks and not row.packs_experts for row in rows):
         if not groups_on_device(dtype, torch.cuda.get_device_capability(device)):
-            store.set_reads_experts()
+            store.set_groups_on_host()
 
 
 def formats_of_files(

@@ -164,7 +164,7 @@ class AdapterStore:
 
     def __init__(self) -> None:
         self._attached = 0
-        self.reads_experts = False
+        self.reads_experts = self.groups_on_host = False
         # The one registry of attached adapters, and how often it changed.
         self.holders: dict[str, Holders] = {}
         self.changes = 0
@@ -204,12 +204,16 @@ class AdapterStore:
         return None if holders is None else holders.serial
 
     def set_reads_experts(self) -> None:
-        """Say that modules read on the host which experts were chosen: of packed stacks, or of a product that needs it."""
+        """Say that modules of packed stacks read on the host which experts were chosen."""
         self.reads_experts = True
+
+    def set_groups_on_host(self) -> None:
+        """Say that torch's product over unpacked stacks reads on the host how many tokens each expert has."""
+        self.groups_on_host = True
 
     def reads_on_host(self, names: Sequence[str | None] | None = None) -> bool:
         """Whether a pass with these adapters (None: those in use) reads chosen experts on the host: it cannot be captured."""
-        return self.reads_experts or self.changes_experts(names)
+        return self.reads_experts or self.groups_on_host or self.changes_experts(names)
 
     def changes_experts(self, names: Sequence[str | None] | None = None) -> bool:
         """Whether one of these adapters (None: those in use) changes experts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.decode.step_choice import CHOSEN_ON_HOST
 from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.families.mixture import hold
@@ -72,8 +73,8 @@ def reads_experts(prompts: Passes) -> bool:
     if not store.reads_on_host():
         return False
     steps = prompts.batch.steps
-    has_kernels = steps.kernels.experts is not None and steps.fused_step() is not None and prompts.firsts is not None
-    if has_kernels and (not store.changes_experts() or (prompts.firsts is not None and prompts.firsts.adds_experts)):
+    firsts = None if steps.kernels.experts is None or steps.fused_step() is None else prompts.firsts
+    if firsts is not None and firsts.takes_many and (firsts.adds_experts or not store.changes_experts()):
         return False
-    prompts.fall_back("packed or adapted experts of a token are chosen on the host")
+    prompts.fall_back(CHOSEN_ON_HOST)
     return True

@@ -256,8 +256,8 @@ def row_cache_bytes(
 class Widths:
     """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers.
 
-    own_bytes: of the largest weight that is dequantized for one row as well, and of its temporary values. packs_experts: whether
-    chosen experts are dequantized one at a time. chosen: experts of a token.
+    own_bytes: of the largest weight that is dequantized for one row as well, and of its temporary values. chosen: experts of a
+    token.
     """
 
     hidden: int
@@ -266,7 +266,6 @@ class Widths:
     dequantized: int
     expert: int = 0
     own_bytes: int = 0
-    packs_experts: bool = False
     chosen: int = 0
 
 
@@ -295,8 +294,7 @@ def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
         else:
             mlp = max(mlp, out_features, in_features)
         hidden = max(hidden, min(out_features, in_features))
-    packs = any(row.packs_experts and row.part == part for row in anatomy.rows)
-    return Widths(hidden, query, mlp, dequantized, expert, own_bytes, packs, chosen)
+    return Widths(hidden, query, mlp, dequantized, expert, own_bytes, chosen)
 
 
 def _expert_bytes(stack: TensorRow, made: str | None) -> int:
@@ -516,10 +514,7 @@ class _Counter:
                 rows * (normed + mlp * self.dtype_bytes + self.extra(mlp, wide.hidden)) + weight,
                 pairs_of * wide.expert * self.dtype_bytes,
                 # Half of the outputs of both stacks is more than an inner row and A x of ranks up to D / 8 - 8.
-                pairs_of
-                * (wide.packs_experts or self.has_adapters)
-                * (self.f("experts.sums", wide.hidden) + wide.expert // 2 * self.dtype_bytes)
-                + wide.own_bytes,
+                pairs_of * (self.f("experts.sums", wide.hidden) + wide.expert // 2 * self.dtype_bytes) + wide.own_bytes,
                 rows * self.f("hidden.norm", wide.hidden),
             )
             + self.widened
