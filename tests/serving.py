@@ -49,7 +49,7 @@ class MockPool:
     def __init__(self, answers=None, *, adapters=("style",), takes=("text", "image", "audio"), context=384):
         self.answers = answers or answered
         self.adapters, self._takes, self._context = list(adapters), takes, context
-        self.jobs, self.left, self.calls = [], [], []
+        self.jobs, self.left, self.calls, self.refreshes = [], [], [], 0
         self.is_ready, self.is_started, self.drained = True, False, None
 
     def resolve(self, name, *, field="model"):
@@ -67,7 +67,7 @@ class MockPool:
         return self._takes
 
     async def refresh(self):
-        pass
+        self.refreshes += 1
 
     async def submit(self, model, job, on_dropped=None):
         self.jobs.append(job)

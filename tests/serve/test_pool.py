@@ -188,10 +188,12 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again_later(monkeyp
             await ask(pool, "a", job("1"))
         error = getattr(caught.value, "error", None) or {"class": "ModelFailedError", "message": str(caught.value)}
         assert error["class"] == "ModelFailedError" and "no model" in error["message"]
-        await until(lambda: supervisor.state == "failed")
+        await until(lambda: pool._members["a"].failed_at is not None)  # counted from the failure, not from the next request
         for number in range(3):
-            with pytest.raises(ModelFailedError):
+            with pytest.raises(ModelFailedError) as caught:
                 await ask(pool, "a", job(f"at once {number}"))
+            assert 26 - 9 * number < caught.value.retry_after_s <= 30 - 9 * number
+            pool._members["a"].failed_at -= 9
         assert starts == [] and not pool.is_ready
         with pytest.raises(ModelFailedError):
             await pool.load_adapter("a", "x", "y")
@@ -397,19 +399,9 @@ def test_with_several_models_an_adapters_model_has_to_be_said():
     assert run(model("a"), model("b"), work=work) == ("b", "x")
 
 
-@pytest.mark.parametrize("has_queue", (False, True))
-def test_the_status_has_every_model_and_its_numbers(has_queue, monkeypatch):
-    monkeypatch.setattr(slots, "TICK_S", 0.02)
-
+def test_the_status_has_every_model_and_its_numbers():
     async def work(pool):
         await ask(pool, "a", job("1"))
-        member = pool._members["a"]
-        assert member.supervisor.numbers != {"what": "numbers"}
-        if has_queue:  # they are requested unread: a refusal says when to try again
-            member.in_flight = member.served.expected_rows + 1
-            await until(lambda: member.supervisor.numbers == {"what": "numbers"})
-            monkeypatch.setattr(slots, "NUMBERS_S", 0.02)
-            member.in_flight, member.numbers = 0, Future()  # which never come, and are not awaited
         await pool.refresh()
         first, second = pool.status()["models"]
         assert (first["name"], first["state"], first["takes"]) == ("a", "ready", ("text", "image"))
@@ -417,6 +409,40 @@ def test_the_status_has_every_model_and_its_numbers(has_queue, monkeypatch):
         assert first["numbers"] == {"what": "numbers"}
 
     run(model("a", supports=("image",)), model("b"), work=work)
+
+
+def test_numbers_are_requested_unread_where_a_refusal_or_the_next_reader_needs_them(monkeypatch):
+    monkeypatch.setattr(slots, "NUMBERS_S", 0.02)
+
+    async def is_asked(pool, member, why):
+        asked, knows_step, is_late = [], why != "no step is known", why == "they come too late"
+
+        def call(what):
+            asked.append(Future())
+            if not is_late:
+                asked[-1].set_result(None)
+            return asked[-1]
+
+        member.supervisor.call, member.supervisor.numbers = call, {"counts": {"steps": 64 * knows_step, "step_s": 3.0}}
+        await ask(pool, "a", job(f"after {why}"))
+        assert len(asked) == (not knows_step) and member.retry_after_s == (3.0 if knows_step else 5.0)
+        monkeypatch.setattr(slots, "TICK_S", 0.01)
+        await pool.refresh()
+        if is_late:
+            asked[0].set_result(None)
+        known, member.in_flight = len(asked), {"requests wait": member.served.expected_rows + 1}.get(why, not is_late)
+        await asyncio.sleep(0.05)
+        member.in_flight = 0
+        return len(asked) > known
+
+    async def work(pool):
+        await ask(pool, "a", job("1"))
+        member = pool._members["a"]
+        await until(member.numbers.done)
+        whys = ("no step is known", None, "requests wait", "they come too late")
+        return [why for why in whys if await is_asked(pool, member, why)]
+
+    assert run(work=work) == ["no step is known", "requests wait", "they come too late"]
 
 
 def test_the_status_says_nothing_of_a_worker_that_is_gone():

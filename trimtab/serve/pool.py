@@ -190,6 +190,8 @@ class Pool:
         finally:
             if not is_over:
                 member.supervisor.cancel(job.id)
+            if not member.is_counted:
+                member.ask_numbers()
             self.slots.leave(member)
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:
@@ -302,12 +304,12 @@ class Pool:
         )
 
     async def refresh(self) -> None:
-        """Let `status` have the present numbers of every worker, as `Slots.refresh`."""
+        """Let `status` have the present numbers of every worker that answers in time, as `Slots.refresh`."""
         await self.slots.refresh()
 
     def status(self) -> Mapping[str, Any]:
         """Return the current state of every model for the page and the metrics, without paths. plan: None before the first
-        load. numbers: those of the last `refresh`, none while no worker answers."""
+        load. numbers: the last ones that its worker sent, none while no worker answers."""
         return {"models": [member.status(self.folders) for member in self._members.values()]}
 
     @property

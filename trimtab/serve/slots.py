@@ -23,13 +23,13 @@ from trimtab.adapter_names import check_mix, is_mix, parse_mix
 from trimtab.serve.contract.errors import UnknownModelError, error_from_worker
 from trimtab.serve.scheduling.scheduler import QueueFullError, StoppingError
 from trimtab.serve.worker.registry import ServedModel
-from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor
+from trimtab.serve.worker.supervisor import FAILED_S, ModelFailedError, Supervisor
 
 TICK_S = 0.5
 # How long a reader of the status waits for its worker's numbers; then it gets the last ones.
 NUMBERS_S = 0.5
-# A model that could not be loaded is not tried again for each request.
-FAILED_S = 30.0
+# After such a reader, the keeper requests them at each tick for this time: the next reader's are a turn old at most.
+LATE_S = 60.0
 LIVING = ("loading", "ready", "unresponsive", "restarting")
 
 log = logging.getLogger("trimtab.serve")
@@ -52,6 +52,7 @@ class Member:
     is_leaving: bool = False
     failed_at: float | None = None
     numbers: Future[Any] | None = None
+    late_until: float = 0.0
     # The last shown plan and its values, cached for frequent status requests.
     _shown: tuple[Mapping[str, Any] | None, dict[str, Any] | None] = (None, None)
 
@@ -66,13 +67,13 @@ class Member:
         return self.supervisor.state in LIVING and not self.is_leaving
 
     @property
-    def has_failed(self) -> bool:
-        """Whether it could not be loaded recently."""
+    def failed_s(self) -> float:
+        """The seconds until a model that could not be loaded is tried again; 0 if it may be started."""
         if self.supervisor.state != "failed":
             self.failed_at = None
-            return False
+            return 0.0
         self.failed_at = self.failed_at or time.monotonic()
-        return time.monotonic() - self.failed_at < FAILED_S
+        return max(0.0, self.failed_at + FAILED_S - time.monotonic())
 
     def start(self) -> None:
         """Start its worker, and its turn."""
@@ -112,9 +113,16 @@ class Member:
         return time.monotonic() - self.last_used if is_quiet else 0.0
 
     @property
-    def has_queue(self) -> bool:
-        """Whether requests wait for rows: a refusal then says when to try again."""
-        return self.in_flight + self.waiting > self.served.expected_rows
+    def is_counted(self) -> bool:
+        """Whether its numbers have the time of a step, which a refusal needs."""
+        return bool((self.supervisor.numbers.get("counts") or {}).get("steps"))
+
+    @property
+    def needs_numbers(self) -> bool:
+        """Whether they are requested unread: for a long queue, before a step is counted, or where readers get them late."""
+        is_first = self.in_flight > 0 and not self.is_counted
+        is_full = self.in_flight + self.waiting > self.served.expected_rows
+        return is_first or is_full or time.monotonic() < self.late_until
 
     def ask_numbers(self) -> Future[Any] | None:
         """Request its numbers, if they are not requested, and return them; None while no worker answers."""
@@ -127,9 +135,9 @@ class Member:
     @property
     def retry_after_s(self) -> float:
         """The seconds until a slot is probably free: a typical answer's steps, or a load."""
-        counts = self.supervisor.numbers.get("counts") or {}
-        if self.supervisor.state != "ready" or not counts.get("steps"):
+        if self.supervisor.state != "ready" or not self.is_counted:
             return 5.0
+        counts = self.supervisor.numbers["counts"]
         return min(60.0, max(1.0, counts["step_s"] / counts["steps"] * 64))
 
     def has(self, text: str) -> bool:
@@ -224,7 +232,7 @@ class Slots:
         self._changed = asyncio.Event()
 
     async def _keep(self) -> None:
-        """Give slots to waiting models, stop idle ones, and request the numbers of those with a queue."""
+        """Give slots to waiting models, stop idle ones, and request the numbers of those that need them."""
         # Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result, so the end is
         # requested twice.
         while not self.is_stopping:
@@ -233,7 +241,7 @@ class Slots:
                 await self._give_places()
                 await self._stop_idle()
                 for member in self.members.values():
-                    if member.has_queue:
+                    if member.needs_numbers:
                         member.ask_numbers()
             except Exception:
                 log.exception("internal error while models were swapped")
@@ -243,15 +251,24 @@ class Slots:
                 await asyncio.wait_for(changed.wait(), TICK_S)
 
     async def refresh(self) -> None:
-        """Wait for the present numbers of every worker that answers, NUMBERS_S at most."""
-        asked = [asyncio.wrap_future(one) for member in self.members.values() if (one := member.ask_numbers()) is not None]
+        """Wait for the present numbers of every worker that answers, NUMBERS_S at most. Numbers that come later are kept.
+
+        A worker answers between two turns. Where a turn takes longer, this reader's numbers are the last known ones; those of
+        a reader in the next LATE_S are from the end of a turn shortly before it.
+        """
+        asked = {asyncio.wrap_future(one): member for member in self.members.values() if (one := member.ask_numbers()) is not None}
         for call in asked:
             call.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed call leaves the last numbers
         if asked:
             await asyncio.wait(asked, timeout=NUMBERS_S)
+        now = time.monotonic()
+        for call, member in asked.items():
+            if not call.done() or now < member.late_until:
+                member.late_until = now + LATE_S
 
     async def _give_places(self) -> None:
-        wanting = [m for m in self.members.values() if m.wanted_since is not None and not m.is_living and not m.has_failed]
+        # The time of a failure counts from the change of the state, so it is read first.
+        wanting = [m for m in self.members.values() if not m.failed_s and m.wanted_since is not None and not m.is_living]
         for member in sorted(wanting, key=lambda m: m.wanted_since or 0.0):
             living = [other for other in self.members.values() if other.is_living]
             if len(living) >= self._together:
@@ -291,8 +308,8 @@ class Slots:
     def _may_enter(self, member: Member) -> bool:
         if self.is_stopping:
             raise StoppingError
-        if member.has_failed:
-            raise ModelFailedError(member.supervisor.failure)
+        if failed_s := member.failed_s:
+            raise ModelFailedError(member.supervisor.failure, failed_s)
         return member.is_living and not self._is_turn_over(member)
 
     def _is_turn_over(self, member: Member) -> bool:
@@ -307,7 +324,7 @@ class Slots:
         """Wait until a model that was entered answers. Errors: ModelFailedError, StoppingError."""
         while member.supervisor.state != "ready":
             if member.supervisor.state == "failed":
-                raise ModelFailedError(member.supervisor.failure)
+                raise ModelFailedError(member.supervisor.failure, member.failed_s)
             if self.is_stopping:
                 raise StoppingError
             await self._changed.wait()

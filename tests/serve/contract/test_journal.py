@@ -137,12 +137,12 @@ def test_a_line_has_no_line_end_of_a_clients(lines):
 
 def test_statuses_are_counted_by_route_and_no_path_of_a_clients_is_a_series(lines):
     lines("json")
-    found = client(MockPool(lambda job: words(job, "fine")))
+    found = client(pool := MockPool(lambda job: words(job, "fine")))
     for path in ("/v1/models", "/v1/models/none", "/v1/models/other", "/nowhere", "/elsewhere"):
         found.get(path)
     text = found.get("/metrics").text
     counted = dict(re.findall(r'^trimtab_http_responses_total\{path="([^"]+)",status="\d+"\} (\S+)$', text, re.M))
-    assert counted == {"/v1/models": "1.0", "/v1/models/{name:path}": "2.0", "other": "2.0"}
+    assert counted == {"/v1/models": "1.0", "/v1/models/{name:path}": "2.0", "other": "2.0"} and pool.refreshes == 1
 
 
 @pytest.mark.parametrize(("field", "form", "level"), [("log_format", "xml", "info"), ("log_level", "text", "loud")])

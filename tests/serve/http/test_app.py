@@ -745,10 +745,10 @@ def test_the_pool_starts_and_drains_with_the_app():
 
 
 def test_what_the_page_reads_has_no_paths_and_the_last_requests():
-    found = client()
+    found = client(pool := MockPool())
     chat(found)
     status = found.get("/api/status").json()
-    assert status["models"][0]["plan"]["request"]["model"] == "[path]"
+    assert pool.refreshes == 1 and status["models"][0]["plan"]["request"]["model"] == "[path]"
     assert [(seen["model"], seen["ended"]) for seen in status["requests"]] == [("demo", "done")]
 
 

@@ -44,8 +44,6 @@ ERRORS: Mapping[str, tuple[int, str, str]] = {
     "UpstreamError": (500, "server_error", "upstream"),
 }
 BUG = (500, "server_error", "bug")
-# Of status 503, but no client gets past it by trying again: the operator has to act first.
-UNTIL_REPAIRED = ("ModelFailedError",)
 # Refusals before routing, with HTTP's names.
 HTTP_CODES = {
     401: "invalid_api_key", 403: "admin_off", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "not_json",
@@ -144,7 +142,7 @@ def error_response(status: int, body: Mapping[str, Any]) -> Response:
     retry = body["error"]["fields"].get("retry_after_s")
     if retry is not None:
         headers["retry-after"] = str(max(1, round(retry)))
-    elif status == 503 and body["error"]["class"] not in UNTIL_REPAIRED:
+    elif status == 503:
         headers["retry-after"] = "1"
     return JSONResponse(body, status, headers=headers)
 

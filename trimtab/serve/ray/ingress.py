@@ -231,7 +231,7 @@ class Replicas:
     # Calls ------------------------------------------------------------------------------------------------------------
 
     def call(self, what: str, **arguments: Any) -> Future[Any]:
-        """Run an operation on the worker between two turns: "load_adapter", "unload_adapter", "numbers"."""
+        """Run "load_adapter" or "unload_adapter" on the copies. The result is of the last poll; "numbers" does not ask them."""
         if self._loop is None:
             future: Future[Any] = Future()
             future.set_exception(StoppingError())

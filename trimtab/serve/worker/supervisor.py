@@ -9,6 +9,7 @@ Threads: one receives from the pipe, one sends to it (ipc.py); callers may be on
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -31,6 +32,8 @@ Emit = Callable[[Event], None]
 # A dead worker is restarted at once, and then after growing pauses while it keeps dying without an answer.
 PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
 PATIENCE = Patience()
+# A model that could not be loaded is not tried again for each request.
+FAILED_S = 30.0
 # "unresponsive": a ready worker has become silent (ipc.py). Requests wait for it, or for the next one.
 # The first phase of a worker, before it tells its own.
 STARTING = ("starting the worker process", "")
@@ -50,10 +53,10 @@ class WorkerDiedError(DeviceError):
 
 
 class ModelFailedError(DeviceError):
-    """The worker could not load its model, or kept dying; the operator has to act."""
+    """The worker could not load its model, or kept dying. `retry_after_s`: whole seconds until a request starts it again."""
 
-    def __init__(self, failure: Mapping[str, Any] | None) -> None:
-        why = ""
+    def __init__(self, failure: Mapping[str, Any] | None, retry_after_s: float = FAILED_S) -> None:
+        self.retry_after_s, why = math.ceil(retry_after_s), ""
         if failure is not None:
             message, _ = for_clients(failure["class"], failure["message"], failure.get("fields", {}))
             why = f" ({failure['class']}: {message})"
