@@ -138,7 +138,10 @@ class _Folder(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        new = None if name.startswith("__") else modules().get(self.__name__)
+        new = None if name.startswith("__") and name != "__all__" else modules().get(self.__name__)
+        if new is not None and name == "__all__":
+            here = (one for one in dir(importlib.import_module(new)) if not one.startswith("_"))
+            return sorted({*here, *(former for module, former in members() if module == self.__name__)})
         if new is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         place, present = members().get((self.__name__, name), (new, name))
@@ -149,7 +152,12 @@ class _Folder(ModuleType):
         )  # fmt: skip
         return value
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.__getattr__("__all__")]
+
     def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.__name__ != "trimtab.plan":
+            raise TypeError(f"module {self.__name__!r} is not callable")
         return importlib.import_module("trimtab.api").plan(*args, **options)
 
 

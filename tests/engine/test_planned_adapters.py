@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections import Counter
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import trimtab
+from tests import pico
 from trimtab import api
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine import model_calls
@@ -156,3 +159,14 @@ def test_adapters_with_equal_ends_are_told_apart_and_copies_are_held_once(folder
         shelf = LoadedEngine(model, rows=1, held=held).shelf
         assert shelf._held["a0"] is shelf._held["copy"] and shelf._held["other"] is held["other"]
         assert len(shelf.held) == 4
+
+
+def test_what_was_made_of_files_goes_when_they_change(tmp_path):
+    """Of two plans of the same inputs the second has the config of then, its load too."""
+    folder, inputs = pico.build("llama", tmp_path / "base"), api.PlanInputs()
+    asked = trimtab.plan(folder, device="cpu", quant="none", context=64).request
+    api.plan_request(asked, inputs=inputs)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    with trimtab.load(api.plan_request(asked, inputs=inputs)) as model:
+        assert model.hf_model.get_decoder().norm.variance_epsilon == 0.25

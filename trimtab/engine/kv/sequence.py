@@ -1,6 +1,6 @@
 """The state of a request below its batch: its inputs, its tokens, how much of its prompt is computed, and how its positions turn.
 
-Every text turns as if it were computed alone and whole. The rotation "longrope" has other angles behind
+Every prompt turns as if it were computed alone and whole. The rotation "longrope" has other angles behind
 `original_max_position_embeddings`, "dynamic" for each length. transformers (5.6.2 to 5.23, modeling_rope_utils.py) chooses those of
 all rows of a pass by its longest position, and "dynamic" keeps an earlier, longer text's.
 """
@@ -236,11 +236,11 @@ class _Alone:
 
     @contextmanager
     def text(self, tokens: int) -> Iterator[None]:
-        self.tokens = tokens
+        before, self.tokens = self.tokens, tokens
         try:
             yield
         finally:
-            self.tokens = 0
+            self.tokens = before
 
     def turn(self, rotary: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         """Return cos and sin [..., B, S, D] of positions [..., B, S], or both as complex numbers."""

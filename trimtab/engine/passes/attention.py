@@ -265,7 +265,9 @@ def growing_rotations(hf_model: HFModel, context_tokens: int = sys.maxsize) -> d
     """Return the modules whose angles change within a text of the context, and up to how many tokens they do not."""
     found: dict[nn.Module, int] = {}
     for module in hf_model.modules():
-        kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+        if (kinds := vars(module).get("rope_type")) is None:
+            continue
+        config = getattr(module, "config", None)
         for name, kind in kinds.items() if isinstance(kinds, Mapping) else ((None, kinds),):
             if config is not None and kind == "longrope":
                 own = config.rope_parameters if name is None else config.rope_parameters[name]
