@@ -102,8 +102,8 @@ def normed(kind, dtype, **options):
     return nn.ModuleList([module.to(dtype).requires_grad_(False)])
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(
+# most: operations, or kernels of a GPU.
+every_norm = pytest.mark.parametrize(
     "kind, options, form, most",
     [
         (Gemma4RMSNorm, {}, "inside", 1),
@@ -113,6 +113,10 @@ def normed(kind, dtype, **options):
         (Qwen3RMSNorm, {}, "after", 2),
     ],
 )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@every_norm
 def test_a_norm_takes_the_form_that_rounds_as_it_does(kind, options, form, most, dtype):
     model, told = normed(kind, dtype, **options), []
     x = (torch.randn(40, 1, WIDTH, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
