@@ -67,10 +67,18 @@ def keep_rates():
         machine_cache.write_rates(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), rates)
 
 
-def pytest_fixture_setup(fixturedef):
-    """Draw what tests share as whichever of them asks first would."""
-    if fixturedef.scope != "function":
-        _seed(f"{fixturedef.baseid}::{fixturedef.argname}")
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """Draw what tests share as whichever of them asks first would, and leave that one's own draws as they are."""
+    if fixturedef.scope == "function":
+        return (yield)
+    states = [(put_back, state()) for _, state, put_back in _generators()]
+    _seed(f"{fixturedef.baseid}::{fixturedef.argname}{request.param_index or ''}")
+    try:
+        return (yield)
+    finally:
+        for put_back, state in states:
+            put_back(state)
 
 
 @pytest.fixture(autouse=True)
@@ -80,16 +88,22 @@ def own_draws(request):
 
 
 def _seed(name):
-    """Seed with a name what is imported, and import nothing."""
-    seed = zlib.crc32(name.encode())
-    random.seed(seed)
+    for seed, _, _ in _generators():
+        seed(zlib.crc32(name.encode()))
+
+
+def _generators():
+    """Yield how to seed, read and put back each generator of what is imported; import nothing."""
+    yield random.seed, random.getstate, random.setstate
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        one = sys.modules["numpy"].random
+        yield one.seed, one.get_state, one.set_state
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` formats the stack each time, for a GPU not yet used
+        one = torch.default_generator  # `torch.manual_seed` formats the stack each time, for a GPU not yet used
+        yield one.manual_seed, one.get_state, one.set_state
         if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
+            yield torch.cuda.manual_seed_all, torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
 
 
 @pytest.fixture(autouse=True)

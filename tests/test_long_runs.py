@@ -66,8 +66,26 @@ def test_a_model_of_a_test_that_failed_is_lent_to_no_other():
         assert second is not first and second.hf_model is not None
 
 
+@pytest.fixture(scope="module")
+def late():
+    return random.random(), np.random.random(), torch.rand(3)
+
+
 def test_a_name_alone_decides_what_its_test_draws(request):
+    request.getfixturevalue("late")
     seed = zlib.crc32(request.node.nodeid.encode())
     assert random.random() == random.Random(seed).random()
     assert np.random.random() == np.random.RandomState(seed).random()
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(seed)))
+
+
+DRAWN = []
+
+
+@pytest.fixture(scope="module", params=range(2))
+def shared():
+    DRAWN.append(random.random())
+
+
+def test_a_shared_fixture_draws_something_else_for_each_parameter(shared):
+    assert len(set(DRAWN)) == len(DRAWN)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.machine.test_environment import read_only_environment
+from tests.planning.plan.test_picture import check_labels
 from tests.planning.test_planner import plan
 from trimtab.benchmark import bench as benching
 from trimtab.benchmark import chart as picture
@@ -18,7 +19,7 @@ from trimtab.benchmark.bench import BenchRequest, bench
 from trimtab.benchmark.chart import draw
 from trimtab.benchmark.report import check_save_path
 from trimtab.errors import DeviceError, RequestError, UpstreamError
-from trimtab.report.charts import WIDTH, Box, Label, Stroke
+from trimtab.report.charts import WIDTH, Box, Stroke
 from trimtab.request import LoadRequest
 from trimtab.verification.routes.prompts import Prompt
 
@@ -296,15 +297,7 @@ def test_labels_stay_on_the_page_and_off_each_other(world):
 
     world.says = says
     shapes, height = picture.layout(bench(asked()))
-    spans = []
-    for label in (shape for shape in shapes if isinstance(shape, Label)):
-        width = 0.55 * label.size * len(label.text)
-        left = label.left - {"start": 0.0, "middle": width / 2, "end": width}[label.anchor]
-        spans.append((left, left + width, label.base - 0.75 * label.size, label.base + 0.2 * label.size, label.text))
-    assert all(left >= 0 and right <= WIDTH and top >= 0 and bottom <= height for left, right, top, bottom, _ in spans)
-    for place, one in enumerate(spans):
-        for other in spans[place + 1 :]:
-            assert one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2], (one, other)
+    check_labels(shapes, height, letter=0.55)
     boxes = [shape for shape in shapes if isinstance(shape, Box)]
     assert all(box.left >= 0 and box.left + box.width <= WIDTH for box in boxes)
 

@@ -220,29 +220,22 @@ def test_gguf_file_is_named(tmp_path: Path) -> None:
 # What is refused: the header ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("header", [b"", b'[{"a":1}]', b'"a"', b" {}", b"\xef\xbb\xbf{}"])
-def test_header_that_does_not_start_with_a_brace_is_refused(tmp_path: Path, header: bytes) -> None:
-    assert "does not start with '{'" in str(refusal(tmp_path, framed(header)))
+SIZE = '{"a":{"dtype":"U8","shape":[%s],"data_offsets":[0,0]}}'
+HEADERS = {
+    "does not start with '{'": [b"", b'[{"a":1}]', b'"a"', b" {}", b"\xef\xbb\xbf{}"],
+    "not UTF-8": [b'{"\xff":1}'],
+    "not JSON": [b'{"a":', b"{}{}", b"{}\0", b"{'a':1}", b'{"a":' + b"[" * 100_000],
+    "keys twice: a": [b'{"__metadata__":{"a":"1","a":"2"}}'],
+    "is not a size": [(SIZE % number).encode() for number in ("-0", "1" * 21, "1" * 5000)],
+    **{f"{constant} is not JSON": [f'{{"a":{constant}}}'.encode()] for constant in ("NaN", "Infinity", "-Infinity")},
+}
 
 
-def test_header_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
-    assert "not UTF-8" in str(refusal(tmp_path, framed(b'{"\xff":1}')))
-
-
-@pytest.mark.parametrize("header", [b'{"a":', b"{}{}", b"{}\0", b"{'a':1}", b'{"a":' + b"[" * 100_000])
-def test_header_that_is_not_json_is_refused(tmp_path: Path, header: bytes) -> None:
-    assert "not JSON" in str(refusal(tmp_path, framed(header)))
-
-
-@pytest.mark.parametrize("constant", [b"NaN", b"Infinity", b"-Infinity"])
-def test_constant_that_is_not_json_is_refused(tmp_path: Path, constant: bytes) -> None:
-    assert f"{constant.decode()} is not JSON" in str(refusal(tmp_path, framed(b'{"a":' + constant + b"}")))
-
-
-@pytest.mark.parametrize("number", ["-0", "1" * 21, "1" * 5000], ids=len)
-def test_number_that_is_no_64_bit_size_is_refused(tmp_path: Path, number: str) -> None:
-    header = f'{{"a":{{"dtype":"U8","shape":[{number}],"data_offsets":[0,0]}}}}'.encode()
-    assert "is not a size" in str(refusal(tmp_path, framed(header)))
+@pytest.mark.parametrize(
+    ("said", "header"), [(said, one) for said, headers in HEADERS.items() for one in headers], ids=lambda value: str(value)[:40]
+)
+def test_what_is_no_header_is_refused(tmp_path: Path, said: str, header: bytes) -> None:
+    assert said in str(refusal(tmp_path, framed(header)))
 
 
 def test_tensor_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
@@ -270,17 +263,25 @@ def test_metadata_that_is_not_text_by_text_is_refused(tmp_path: Path, found: Any
     assert "__metadata__ is not a map from text to text" in str(refusal_of(tmp_path, {"__metadata__": found}, b""))
 
 
-def test_metadata_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
-    assert "keys twice: a" in str(refusal(tmp_path, framed(b'{"__metadata__":{"a":"1","a":"2"}}')))
+ITEMS = {
+    "is not {dtype, shape, data_offsets}": [1, None, [], "U8", {}, {"dtype": "U8", "shape": [4]}, entry() | {"strides": [1]}],
+    "bad shape": [entry(shape=one) for one in (
+        [-4], [4.0], [True, 4], ["4"], [None], 4, "4", None, {}, [2**63], [1] * 65, [[4]],
+    )],
+    "too large": [entry(shape=one, offsets=[0, 0]) for one in (
+        [2**62, 2], [2**32, 2**31], [2**32, 2**32], [2**40, 0, 2**40], [2**62, 4, 0],
+    )],
+    "bad offsets": [entry(offsets=one) for one in (
+        [0], [0, 4, 8], [0.0, 4], [0, "4"], [-4, 0], [False, 4], [0, 2**63], [4, 0], None, 4, "04", {},
+    )],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "item", [1, None, [], "U8", {}, {"dtype": "U8", "shape": [4]}, entry() | {"strides": [1]}], ids=repr
-)  # fmt: skip
-def test_tensor_with_other_keys_is_refused(tmp_path: Path, item: Any) -> None:
+@pytest.mark.parametrize(("said", "item"), [(said, item) for said, items in ITEMS.items() for item in items], ids=repr)
+def test_what_describes_no_tensor_is_refused(tmp_path: Path, said: str, item: Any) -> None:
     error = refusal_of(tmp_path, {"a": item})
     assert error.tensor_name == "a"
-    assert "is not {dtype, shape, data_offsets}" in str(error)
+    assert said in str(error)
 
 
 @pytest.mark.parametrize("dtype", ["F128", "f16", "", 1, None, ["U8"], "F4", "x" * 10_000])
@@ -290,29 +291,6 @@ def test_unknown_dtype_is_refused_with_the_known_ones(tmp_path: Path, dtype: Any
     assert "unknown dtype" in str(error)
     assert "BF16" in str(error)
     assert len(str(error)) < 1000
-
-
-@pytest.mark.parametrize("shape", [[-4], [4.0], [True, 4], ["4"], [None], 4, "4", None, {}, [2**63], [1] * 65, [[4]]], ids=repr)
-def test_bad_shape_is_refused(tmp_path: Path, shape: Any) -> None:
-    error = refusal_of(tmp_path, {"a": entry(shape=shape)})
-    assert error.tensor_name == "a"
-    assert "bad shape" in str(error)
-
-
-@pytest.mark.parametrize("shape", [[2**62, 2], [2**32, 2**31], [2**32, 2**32], [2**40, 0, 2**40], [2**62, 4, 0]], ids=repr)
-def test_shape_that_overflows_is_refused(tmp_path: Path, shape: list[int]) -> None:
-    error = refusal_of(tmp_path, {"a": entry(shape=shape, offsets=[0, 0])})
-    assert error.tensor_name == "a"
-    assert "too large" in str(error)
-
-
-@pytest.mark.parametrize(
-    "offsets", [[0], [0, 4, 8], [0.0, 4], [0, "4"], [-4, 0], [False, 4], [0, 2**63], [4, 0], None, 4, "04", {}], ids=repr
-)
-def test_bad_offsets_are_refused(tmp_path: Path, offsets: Any) -> None:
-    error = refusal_of(tmp_path, {"a": entry(offsets=offsets)})
-    assert error.tensor_name == "a"
-    assert "bad offsets" in str(error)
 
 
 @pytest.mark.parametrize(("dtype", "shape", "need"), [("U8", [3], 3), ("U8", [5], 5), ("F32", [], 4), ("F16", [2, 0], 0)], ids=repr)
@@ -333,10 +311,21 @@ def test_offsets_beyond_the_data_are_refused_as_cut_short(tmp_path: Path) -> Non
     assert "truncated" in error.hint
 
 
-def test_overlap_is_refused(tmp_path: Path) -> None:
-    error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[3, 7])}, bytes(7))
-    assert error.tensor_name == "b"
-    assert "overlaps the tensor before it by 1 B" in str(error)
+@pytest.mark.parametrize(
+    ("entries", "nbytes", "name", "said"),
+    [
+        ({"a": entry(), "b": entry(offsets=[3, 7])}, 7, "b", "overlaps the tensor before it by 1 B"),
+        ({"a": entry(), "b": entry()}, 4, "b", "overlaps the tensor before it by 4 B"),
+        ({"a": entry(), "b": entry(shape=[0], offsets=[2, 2])}, 4, "b", "overlaps"),
+        ({"a": entry(offsets=[1, 5])}, 5, "a", "a gap of 1 B"),
+        ({"a": entry(), "b": entry(offsets=[6, 10])}, 10, "b", "a gap of 2 B"),
+    ],
+    ids=["by a byte", "the same bytes", "an empty one inside", "a hole in front", "a hole between"],
+)
+def test_overlaps_and_holes_are_refused(tmp_path: Path, entries: dict[str, Any], nbytes: int, name: str, said: str) -> None:
+    error = refusal_of(tmp_path, entries, bytes(nbytes))
+    assert error.tensor_name == name
+    assert said in str(error)
 
 
 def test_every_tensor_inside_a_larger_one_is_named(tmp_path: Path) -> None:
@@ -344,25 +333,6 @@ def test_every_tensor_inside_a_larger_one_is_named(tmp_path: Path) -> None:
     error = refusal_of(tmp_path, {"a": entry(shape=[6], offsets=[0, 6])} | inside, bytes(6))
     assert error.tensor_name == "b"
     assert "overlaps the tensor before it by 5 B (and 1 more: c: overlaps the tensor before it by 3 B)" in str(error)
-
-
-def test_two_tensors_over_the_same_bytes_are_refused(tmp_path: Path) -> None:
-    assert "overlaps the tensor before it by 4 B" in str(refusal_of(tmp_path, {"a": entry(), "b": entry()}))
-
-
-def test_empty_tensor_inside_another_is_refused(tmp_path: Path) -> None:
-    error = refusal_of(tmp_path, {"a": entry(), "b": entry(shape=[0], offsets=[2, 2])})
-    assert (error.tensor_name, "overlaps" in str(error)) == ("b", True)
-
-
-def test_hole_before_the_first_tensor_is_refused(tmp_path: Path) -> None:
-    error = refusal_of(tmp_path, {"a": entry(offsets=[1, 5])}, bytes(5))
-    assert (error.tensor_name, "a gap of 1 B" in str(error)) == ("a", True)
-
-
-def test_hole_between_tensors_is_refused(tmp_path: Path) -> None:
-    error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[6, 10])}, bytes(10))
-    assert (error.tensor_name, "a gap of 2 B" in str(error)) == ("b", True)
 
 
 def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:

@@ -356,29 +356,21 @@ def test_count_of_nested_blocks_is_rounded_up(tmp_path: Path) -> None:
     assert split_packed(checkpoint(tmp_path, right))[1]["l.weight"].shape == (257, 64)
 
 
-@pytest.mark.parametrize(
-    "weight",
-    [Part("bfloat16", (4, 8)), Part("uint8", (4, 8)), Part("int8", (4,)), Part("int8", (4, 2, 4)), Part("int8", (4, 0))]
-)  # fmt: skip
-def test_int8_scale_beside_something_else_is_refused(tmp_path: Path, weight: Part) -> None:
-    message = problem(tmp_path, eight_bit() | {"l.weight": weight})
-    assert f"has an SCB but is {weight.dtype} {list(weight.shape)}, not an int8 matrix" in message
+INT8 = {
+    ("l.weight", "has an SCB but is {}, not an int8 matrix"): [
+        Part("bfloat16", (4, 8)), Part("uint8", (4, 8)), Part("int8", (4,)), Part("int8", (4, 2, 4)), Part("int8", (4, 0)),
+    ],
+    ("l.SCB", "SCB is {}, float32 [4] is needed"): [
+        Part("float32", (8,)), Part("float32", (4, 1)), Part("float32", ()), Part("float16", (4,)),
+    ],
+    ("l.weight_format", "weight_format is {}, only 0 (rows) is known"): [Part("uint8", (2,)), Part("float32", ())],
+    ("l.weight_format", "weight_format is 1, only 0 (rows) is known"): [Part("uint8", (), b"\1")],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("scale", [Part("float32", (8,)), Part("float32", (4, 1)), Part("float32", ()), Part("float16", (4,))])
-def test_int8_scale_of_the_wrong_size_or_type_is_refused(tmp_path: Path, scale: Part) -> None:
-    message = problem(tmp_path, eight_bit() | {"l.SCB": scale})
-    assert f"SCB is {scale.dtype} {list(scale.shape)}, float32 [4] is needed" in message
-
-
-@pytest.mark.parametrize(
-    ("part", "shown"),
-    [(Part("uint8", (), b"\1"), "1"), (Part("uint8", (2,)), "uint8 [2]"), (Part("float32", ()), "float32 []")],
-    ids=["col32", "two", "float"],
-)
-def test_int8_weight_in_another_order_than_rows_is_refused(tmp_path: Path, part: Part, shown: str) -> None:
-    message = problem(tmp_path, eight_bit() | {"l.weight_format": part})
-    assert f"weight_format is {shown}, only 0 (rows) is known" in message
+@pytest.mark.parametrize(("name", "said", "part"), [(*key, part) for key, parts in INT8.items() for part in parts])
+def test_a_part_that_int8_does_not_have_is_refused(tmp_path: Path, name: str, said: str, part: Part) -> None:
+    assert said.format(f"{part.dtype} {list(part.shape)}") in problem(tmp_path, eight_bit() | {name: part})
 
 
 def test_a_file_that_went_away_is_refused(tmp_path: Path) -> None:

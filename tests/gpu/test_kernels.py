@@ -185,6 +185,25 @@ def test_a_dependent_launch_waits_for_what_it_reads(module, weights):
         assert torch.equal(plain, early)
 
 
+def overlaps_in_graphs(run, module, held, last, monkeypatch):
+    """Replay launches in plain order and overlapping, what they write poisoned before: all give the same bits."""
+    found = []
+    for overlap in (False, True):
+        monkeypatch.setattr(module, "overlap", overlap)
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        for _ in range(20):
+            for tensor in held:
+                tensor.fill_(math.nan)
+            graph.replay()
+            found.append(last.clone())
+    assert found[0].isfinite().all()
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.skipif(torch.cuda.get_device_capability() < (9, 0), reason="dependent launch begins with 9.0")
 def test_a_chain_of_overlapping_launches_gives_the_bits_of_plain_order(module, weights, monkeypatch):
     """Each product reads what the one in front wrote, in one graph: a missing wait would read old bytes."""
@@ -202,21 +221,7 @@ def test_a_chain_of_overlapping_launches_gives_the_bits_of_plain_order(module, w
             wide.div_(wide.abs().amax())
             matvec.matvec4(wide, [down], y, module=module)
 
-    results = []
-    for overlap in (False, True):
-        monkeypatch.setattr(module, "overlap", overlap)
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        for _ in range(20):
-            for y in (*narrow, wide, lora.low):
-                y.fill_(math.nan)
-            graph.replay()
-            results.append(narrow[-1].clone())
-    assert results[0].isfinite().all()
-    assert all(torch.equal(result, results[0]) for result in results)
+    overlaps_in_graphs(run, module, (*narrow, wide, lora.low), narrow[-1], monkeypatch)
 
 
 @pytest.mark.parametrize("round_change", [False, True])
@@ -396,7 +401,6 @@ def test_overlapping_small_kernels_give_the_bits_of_plain_order(small, monkeypat
     q = torch.empty(n, heads, dim, dtype=torch.bfloat16, device=DEVICE)
     scratch = torch.empty(fused.scratch_values(n, heads, dim, places), device=DEVICE)
     h, x, looked, gated = (torch.empty_like(start) for _ in range(4))
-    held = (h, x, looked, gated, q, scratch)
 
     def run():
         h.copy_(start)
@@ -409,21 +413,7 @@ def test_overlapping_small_kernels_give_the_bits_of_plain_order(small, monkeypat
             fused.gated(looked, x, gated, "gelu_tanh", small)
             fused.add_norm(gated, h, weight, weight, 1e-6, None, h, x, small)
 
-    found = []
-    for overlap in (False, True):
-        monkeypatch.setattr(small, "overlap", overlap)
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        for _ in range(20):
-            for tensor in held:
-                tensor.fill_(math.nan)
-            graph.replay()
-            found.append(x.clone())
-    assert found[0].isfinite().all()
-    assert all(torch.equal(one, found[0]) for one in found)
+    overlaps_in_graphs(run, small, (h, x, looked, gated, q, scratch), x, monkeypatch)
 
 
 def test_a_small_kernel_that_does_nothing_is_found(small, monkeypatch):

@@ -8,10 +8,8 @@ if not torch.cuda.is_available():
 
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tests.engine.lora.test_short_ops import every_norm
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora.store import AdapterStore
 
@@ -30,15 +28,7 @@ def kernels(call):
 @pytest.mark.skipif(short_ops.why_not(DEVICE) is not None, reason=str(short_ops.why_not(DEVICE)))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [128, 256, 512, 1536, 2560, 5376])
-@pytest.mark.parametrize(
-    "kind, options, form, most",
-    [
-        (Gemma4RMSNorm, {}, "inside", 1),
-        (Gemma4RMSNorm, {"with_scale": False}, "inside", 1),
-        (Gemma3RMSNorm, {}, "plus one", 3),
-        (LlamaRMSNorm, {}, "after", 2),
-    ],
-)
+@every_norm
 def test_a_norm_takes_its_form_and_few_kernels(kind, options, form, most, width, dtype):
     torch.manual_seed(width)
     model, told = nn.ModuleList([kind(width, **options).to(DEVICE, dtype).requires_grad_(False)]), []

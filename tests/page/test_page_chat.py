@@ -183,26 +183,22 @@ def test_an_answer_is_compared_with_another_adapter_and_the_differing_words_are_
     assert answers(page, 2)[1] == asked["answers"]["style"]
 
 
-def test_punctuation_is_marked_and_is_no_word(opened):
+@pytest.mark.parametrize(
+    ("other", "between", "marked"),
+    [
+        ("one two, three!", "Only punctuation differs", [",", "!"]),
+        ("four five six seven", "Most words differ: 3 of 3 and 4 of 4", []),
+    ],
+)
+def test_punctuation_is_no_word_and_answers_that_share_hardly_one_are_not_marked_all_over(opened, other, between, marked):
     page = opened()
-    stand_in(page, "one two three", "one two, three!")
+    stand_in(page, "one two three", other)
     page.click("#beside")
     page.select_option("#voice-b", "gemma-demo:style")
     ask(page, "Hello")
     answers(page, 2)
-    expect(page.locator(".between")).to_contain_text("Only punctuation differs")
-    assert page.locator(".answer").nth(1).locator("mark").all_inner_texts() == [",", "!"]
-
-
-def test_answers_that_share_hardly_a_word_are_not_marked_all_over(opened):
-    page = opened()
-    stand_in(page, "one two three", "four five six seven")
-    page.click("#beside")
-    page.select_option("#voice-b", "gemma-demo:style")
-    ask(page, "Hello")
-    answers(page, 2)
-    expect(page.locator(".between")).to_contain_text("Most words differ: 3 of 3 and 4 of 4")
-    assert page.locator("mark").count() == 0
+    expect(page.locator(".between")).to_contain_text(between)
+    assert [one.locator("mark").all_inner_texts() for one in page.locator(".answer").all()] == [[], marked]
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,6 @@ def test_plan_stays_a_function_beside_its_former_folder():
     assert ran.stdout == "called\n", ran.stderr
 
 
-def test_every_former_name_leads_to_a_file():
-    for old, new in former_names.moves().items():
-        assert (rooms.PACKAGE / f"{new}.py").is_file(), (old, new)
-
-
 def test_a_former_folder_has_the_names_of_its_package_and_warns():
     code = (
         "import warnings\n"

@@ -9,14 +9,10 @@ import threading
 
 import pytest
 
+from tests.cli.flags.test_colors import Terminal
 from trimtab.cli import main as cli
 from trimtab.cli.flags import phase_line
 from trimtab.process import phases
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def screen(text):

@@ -45,19 +45,25 @@ def to_the_end(batch, rows):
     return [tuple(row.answer_ids) for row in rows]
 
 
+def check_alone(model, tokens):
+    """Return the batch of rows that said what each says alone."""
+    alone = [model.answer(prompt, max_new_tokens=tokens).token_ids for prompt in PROMPTS]
+    batch = Batch(model, rows=4)
+    request = GenerateRequest(max_new_tokens=tokens)
+    rows = [through(batch, model.prepare(prompt), request).row for prompt in PROMPTS]
+    # The first step's logits against the model's own, teacher-forced on the same tokens.
+    expected = torch.stack([model.logits(row.token_ids)[-1] for row in rows])
+    found = batch.logits().cpu()
+    assert (found - expected).abs().max() < STEP_TOLERANCE * expected.abs().max()
+    batch.cache.positions[:3] -= 1  # the step was only looked at: do it again
+    assert to_the_end(batch, rows) == alone
+    return batch
+
+
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_rows_of_every_family_say_what_they_say_alone(family):
     with lent(family) as model:
-        alone = [model.answer(prompt, max_new_tokens=24).token_ids for prompt in PROMPTS]
-        batch = Batch(model, rows=4)
-        request = GenerateRequest(max_new_tokens=24)
-        rows = [through(batch, model.prepare(prompt), request).row for prompt in PROMPTS]
-        # The first step's logits against the model's own, teacher-forced on the same tokens.
-        expected = torch.stack([model.logits(row.token_ids)[-1] for row in rows])
-        found = batch.logits().cpu()
-        assert (found - expected).abs().max() < STEP_TOLERANCE * expected.abs().max()
-        batch.cache.positions[:3] -= 1  # the step was only looked at: do it again
-        assert to_the_end(batch, rows) == alone
+        check_alone(model, 24)
 
 
 @pytest.fixture(scope="module")

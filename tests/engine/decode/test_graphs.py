@@ -76,6 +76,19 @@ def joined(model, decode, asked, *, tokens=48, rows=None):
     return batch
 
 
+def forced_scores(batch, steps):
+    """Return the scores of steps of the same tokens, whatever is drawn."""
+    batch.ends, scores = frozenset(), []
+    for number in range(steps):
+        for row in batch.active:
+            row.token_ids[-1] = 20 + number
+        batch.write_last_tokens()
+        scores.append(batch.logits().clone())
+        for row in batch.active:
+            row.token_ids.append(0)
+    return torch.stack(scores)
+
+
 def answers(batch):
     rows = list(batch.active)
     while batch.active:
@@ -280,17 +293,7 @@ def test_teacher_forced_scores_agree_past_the_sliding_window(family, decode):
         prompt = list(range(5, 12))
         seen = {}
         for way in ("eager", decode):
-            batch = joined(loaded, way, [(None, prompt, {}), (None, prompt[:3], {})], tokens=60)
-            batch.ends = frozenset()
-            scores = []
-            for number in range(40):
-                for row in batch.active:
-                    row.token_ids[-1] = 20 + number
-                batch.write_last_tokens()
-                scores.append(batch.logits().clone())
-                for row in batch.active:
-                    row.token_ids.append(0)
-            seen[way] = torch.stack(scores)
+            seen[way] = forced_scores(joined(loaded, way, [(None, prompt, {}), (None, prompt[:3], {})], tokens=60), 40)
         largest = seen["eager"].abs().max()
         # float32: sums in another order, over 40 positions (largest seen on a CPU: 2e-6 of the largest score).
         assert (seen[decode] - seen["eager"]).abs().max() <= 1e-4 * largest

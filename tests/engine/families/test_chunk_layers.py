@@ -9,15 +9,13 @@ import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from tests.engine.decode.test_graphs import demo
-from tests.engine.families.test_last_layers import ADAPTERS, BFLOAT16_TOLERANCE
+from tests.engine.families.test_last_layers import ADAPTERS, BFLOAT16_TOLERANCE, batch_of
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
 from tests.engine.prefill.test_packed_prompts import both, together, wide
 from tests.engine.prefill.test_prefill import DEVICE, ON_GPU, REQUEST, TOLERANCE, answered, differ, eager, ids, through  # fmt: skip
 from tests.long_runs import skip_without_rings
-from trimtab.engine.batch.batch import Batch
 from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.prefill import packing as packed_prompts
-from trimtab.engine.prefill.prefill import PrefillRunner
 
 # On both sides of a chunk of 8 and 16 tokens and of the window of 8; several chunks, the last one nearly empty and full.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)
@@ -38,12 +36,6 @@ def load(family, folder, **options):
     adapters = {name: pico.adapter(base, folder / name, **given) for name, given in ADAPTERS.items()}
     given = {"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE, "adapters": adapters} | options
     return trimtab.load(trimtab.plan(base, **given), decode="auto")
-
-
-def batch_of(model, *, sizes=(8, 16), rows=1):
-    batch = Batch(model, rows=rows, decode="fused")
-    batch.prompts = PrefillRunner(batch, "auto" if ON_GPU else "static", sizes)
-    return batch
 
 
 # In float32 the gated delta rule has no kernels, and grouped products of experts cannot be captured (torch 2.11).

@@ -9,11 +9,10 @@ from __future__ import annotations
 import gc
 
 import pytest
-import torch
 
 import trimtab
 from tests import long_runs, pico
-from tests.engine.batch.test_batch import DEVICE, PROMPTS, STEP_TOLERANCE, through, to_the_end
+from tests.engine.batch.test_batch import DEVICE, PROMPTS, check_alone, through
 from tests.engine.batch.test_company import (
     alone,
     asks,
@@ -61,15 +60,8 @@ def test_rows_in_pages_say_what_they_say_alone(family, tmp_path):
         pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE, batch=4, kv_tokens=448
     )
     with trimtab.load(plan) as model:
-        answers = [model.answer(prompt, max_new_tokens=70).token_ids for prompt in PROMPTS]
-        batch = Batch(model, rows=4)
-        request = GenerateRequest(max_new_tokens=70)
-        rows = [through(batch, model.prepare(prompt), request).row for prompt in PROMPTS]
-        expected = torch.stack([model.logits(row.token_ids)[-1] for row in rows])
-        found = batch.logits().cpu()
-        assert (found - expected).abs().max() < STEP_TOLERANCE * expected.abs().max()
-        batch.cache.positions[:3] -= 1  # the step was only looked at: do it again
-        assert to_the_end(batch, rows) == answers and is_all_free(batch)
+        batch = check_alone(model, 70)
+        assert is_all_free(batch)
         layers = [layer for layer in batch.cache.layers if isinstance(layer, PagedLayer)]
         if not layers:  # every layer has a window
             assert family == "mistral3"

@@ -33,6 +33,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def as_in_peft(toy: Toy, folder: Path, dtype: torch.dtype = torch.float32) -> Toy:
+    """Return a model with an adapter, whose answer has the bits of PEFT's."""
+    model, store = ours(toy, dtype)
+    put_on(model, store, toy, folder, "one")
+    store.set("one")
+    with torch.no_grad():
+        assert torch.equal(model(IDS), peft_output(toy, folder))
+    return model
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["none", "nf4", "int8"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -59,12 +69,8 @@ def test_an_adapter_stored_in_half_precision_is_computed_in_float32_as_peft_does
     folder = make_adapter(tmp_path, toy, dtype=stored)
     spec = spec_of(folder, toy)
     assert {entry.dtype for target in spec.targets for entry in target.tensors.values()} == {str(stored)[6:]}
-    model, store = ours(toy, torch.bfloat16)
-    put_on(model, store, toy, folder, "one")
+    model = as_in_peft(toy, folder, torch.bfloat16)
     assert model.up.adapters["one"].A.dtype == torch.float32
-    store.set("one")
-    with torch.no_grad():
-        assert torch.equal(model(IDS), peft_output(toy, folder))
 
 
 @pytest.mark.parametrize("option", ["velora_config", "monteclora_config"])
@@ -77,11 +83,7 @@ def test_training_only_variants_are_plain_lora_at_inference(option: str, tmp_pat
     folder = make_adapter(tmp_path, toy, **{option: made()})
     spec = spec_of(folder, toy)
     assert {why for _, why in spec.no_effect} == {"used in training only"}
-    model, store = ours(toy, torch.float32)
-    put_on(model, store, toy, folder, "one")
-    store.set("one")
-    with torch.no_grad():
-        assert torch.equal(model(IDS), peft_output(toy, folder))
+    as_in_peft(toy, folder)
 
 
 def test_plain_and_dora_agree_with_float64(tmp_path: Path) -> None:
@@ -142,11 +144,7 @@ def test_an_embedding_that_peft_writes_next_to_lora_acts_as_in_peft(tied: bool, 
     folder = make_adapter(tmp_path, toy, target_modules=["embed", "up"])
     table = toy.embed.weight.detach().clone() + (0.5 if changed else 0)
     with_tensor(folder, "base_model.model.embed.base_layer.weight", table)
-    model, store = ours(toy, torch.float32)
-    put_on(model, store, toy, folder, "one")
-    store.set("one")
-    with torch.no_grad():
-        assert torch.equal(model(IDS), peft_output(toy, folder))
+    model = as_in_peft(toy, folder)
     kept = [model.embed.adapters["one"].weight, model.head.adapters["one"].weight if "one" in model.head.adapters else None]
     # PEFT loads the copy into the base weight itself, so a tied head changes with it; an unchanged copy costs nothing.
     assert [weight is not None for weight in kept] == [changed, changed and tied]
@@ -160,11 +158,7 @@ def test_dora_next_to_a_changed_base_weight_takes_the_changed_one(tmp_path: Path
     for name in ("embed", "head"):
         changed = getattr(toy, name).weight.detach() + 0.5
         with_tensor(folder, f"base_model.model.{name}.base_layer.weight", changed)
-    model, store = ours(toy, torch.float32)
-    put_on(model, store, toy, folder, "one")
-    store.set("one")
-    with torch.no_grad():
-        assert torch.equal(model(IDS), peft_output(toy, folder))
+    as_in_peft(toy, folder)
 
 
 def test_a_copy_that_differs_in_one_late_row_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,23 +176,15 @@ def test_a_copy_that_differs_in_one_late_row_is_kept(tmp_path: Path, monkeypatch
 def test_a_saved_linear_takes_its_own_bias(tmp_path: Path) -> None:
     toy = Toy("none", torch.float32)
     folder = make_adapter(tmp_path, toy, target_modules=["down"], modules_to_save=["up"])
-    model, store = ours(toy, torch.float32)
-    put_on(model, store, toy, folder, "one")
-    store.set("one")
-    with torch.no_grad():
-        assert torch.equal(model(IDS), peft_output(toy, folder))
+    as_in_peft(toy, folder)
 
 
 def test_modules_to_save_leaves_a_tied_partner_alone(tmp_path: Path) -> None:
     toy = Toy("none", torch.float32, tied=True)
     folder = make_adapter(tmp_path, toy, modules_to_save=["head"])
-    model, store = ours(toy, torch.float32)
-    put_on(model, store, toy, folder, "one")
-    store.set("one")
+    model = as_in_peft(toy, folder)
     assert "one" not in model.embed.adapters
     assert model.head.adapters["one"].weight is not None
-    with torch.no_grad():
-        assert torch.equal(model(IDS), peft_output(toy, folder))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

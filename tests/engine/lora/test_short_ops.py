@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import trimtab
 from tests import pico
-from tests.engine.decode.test_graphs import ASKED, answers, demo, joined, of_modules, replayed  # noqa: F401 - a fixture
+from tests.engine.decode.test_graphs import ASKED, answers, demo, forced_scores, joined, of_modules, replayed  # noqa: F401
 from tests.engine.lora.toy_lora import Toy, make_adapter, ours, put_on
 from tests.long_runs import crossed
 from trimtab.engine.decode import decode_step
@@ -102,8 +102,8 @@ def normed(kind, dtype, **options):
     return nn.ModuleList([module.to(dtype).requires_grad_(False)])
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(
+# most: operations, or kernels of a GPU.
+every_norm = pytest.mark.parametrize(
     "kind, options, form, most",
     [
         (Gemma4RMSNorm, {}, "inside", 1),
@@ -113,6 +113,10 @@ def normed(kind, dtype, **options):
         (Qwen3RMSNorm, {}, "after", 2),
     ],
 )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@every_norm
 def test_a_norm_takes_the_form_that_rounds_as_it_does(kind, options, form, most, dtype):
     model, told = normed(kind, dtype, **options), []
     x = (torch.randn(40, 1, WIDTH, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
@@ -512,16 +516,7 @@ def test_scores_of_every_family_are_the_modules(family, dtype, allowed, tmp_path
         found, batch = {}, None
         for decode in ("eager", "auto"):
             batch = joined(loaded, decode, [(None, list(range(5, 12)), {}), (None, [9, 8, 7], {})], tokens=40)
-            batch.ends = frozenset()
-            scores = []
-            for number in range(12):
-                for row in batch.active:
-                    row.token_ids[-1] = 20 + number
-                batch.write_last_tokens()
-                scores.append(batch.logits().clone())
-                for row in batch.active:
-                    row.token_ids.append(0)
-            found[decode] = torch.stack(scores)
+            found[decode] = forced_scores(batch, 12)
         assert batch.steps._short_ops.proved and all(batch.steps._short_ops.proved.values())
         assert batch.steps.fallbacks == []
         # float32: sums in another order. bfloat16: single values one step away, through two layers.

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import trimtab
 from tests import pico
-from tests.engine.prefill.test_prefill import picture
+from tests.engine.prefill.test_prefill import load, picture
 from tests.lent import lent
 from tests.long_runs import crossed
 from trimtab.engine.batch.batch import Batch
@@ -152,13 +152,6 @@ def test_arguments_that_change_the_computation_reach_transformers(uses):
 
 
 # Models --------------------------------------------------------------------------------------------------------------
-
-
-def load(family, folder, **options):
-    plan = trimtab.plan(
-        pico.build(family, folder), **{"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE} | options
-    )
-    return trimtab.load(plan, decode="auto")
 
 
 def in_chunks(model, inputs, rows=1):

@@ -60,12 +60,11 @@ def test_a_picture_names_what_the_plan_was_made_for(made):
     assert f"context {made.request.context_tokens}, answer {made.answer_tokens}, batch 1" in line
 
 
-def test_labels_stay_on_the_page_and_off_each_other(made):
-    shapes, height = layout(made)
+def check_labels(shapes, height, letter=0.62):
     # A letter of a sans-serif face is at most 0.62 of the size wide on average, its height 0.75 above the baseline.
     spans = []
     for label in (shape for shape in shapes if isinstance(shape, Label)):
-        width = 0.62 * label.size * len(label.text)
+        width = letter * label.size * len(label.text)
         left = label.left - {"start": 0.0, "middle": width / 2, "end": width}[label.anchor]
         spans.append((left, left + width, label.base - 0.75 * label.size, label.base + 0.2 * label.size, label.text))
     assert all(left >= 0 and right <= WIDTH and top >= 0 and bottom <= height for left, right, top, bottom, _ in spans)
@@ -73,6 +72,10 @@ def test_labels_stay_on_the_page_and_off_each_other(made):
         for other in spans[place + 1 :]:
             apart = one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] or other[3] <= one[2]
             assert apart, (one[4], other[4])
+
+
+def test_labels_stay_on_the_page_and_off_each_other(made):
+    check_labels(*layout(made))
 
 
 def test_svg_is_the_same_every_time_and_names_every_segment(made, tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.serve.contract.test_settings import refused
 from trimtab.engine.chat import media_headers
 from trimtab.engine.chat.media_headers import webp_size
 from trimtab.errors import RequestError
@@ -56,12 +57,6 @@ def flac(samples=1600, rate=16_000, channels=1):
 def flac_claiming(samples, rate=16_000, channels=1):
     packed = rate << 44 | (channels - 1) << 41 | 15 << 36 | samples
     return b"fLaC\x80\0\0\x22" + b"\x10\0\x10\0" + b"\0" * 6 + packed.to_bytes(8, "big") + b"\0" * 16
-
-
-def refused(call, *arguments, **options):
-    with pytest.raises(RequestError) as caught:
-        call(*arguments, **options)
-    return caught.value
 
 
 def check_image(data, **limits):

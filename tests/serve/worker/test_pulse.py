@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.serve.scheduling.test_scheduler import Clock
 from trimtab.process.runner import Activity, activity_of
 from trimtab.serve.worker.ipc import FIRST_S, LEAST_S, MOST_S, Patience, Pulse, Silence
 
@@ -105,13 +106,6 @@ def test_time_in_which_this_process_was_stopped_too_does_not_count():
 
 def test_a_worker_that_loads_has_more_time():
     assert Worker().ended_after_s(is_loading=True) == pytest.approx(PATIENCE.loading_s, abs=1)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_work_is_announced_where_it_is_expected_to_be_long_or_not_known():
