@@ -162,7 +162,6 @@ def test_adapters_with_equal_ends_are_told_apart_and_copies_are_held_once(folder
 
 
 def test_what_was_made_of_files_goes_when_they_change(tmp_path):
-    """Of two plans of the same inputs the second has the config of then, its load too."""
     folder, inputs = pico.build("llama", tmp_path / "base"), api.PlanInputs()
     asked = trimtab.plan(folder, device="cpu", quant="none", context=64).request
     api.plan_request(asked, inputs=inputs)

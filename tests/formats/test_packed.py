@@ -381,7 +381,6 @@ def test_a_file_that_went_away_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_states_of_a_checkpoint_are_read_once(tmp_path, monkeypatch):
-    """A plan and a load ask several times; what one of them takes out stays for the others, and a changed copy is read anew."""
     read, asked = bitsandbytes._read_state, list[str]()
     monkeypatch.setattr(bitsandbytes, "_read_state", lambda entry: asked.append(entry.tensor_name) or read(entry))
     known = checkpoint(tmp_path, four_bit())

@@ -6,6 +6,7 @@ axe-core comes from npm, for the tests alone: `make test-page` puts it where AXE
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,22 +69,10 @@ def chances(page):
     expect(page.locator("#chance")).to_be_visible()
 
 
-def editing(page):
+def editing(page, button="Edit this message", shown=".edited"):
     answered(page, TEXT)
-    page.get_by_role("button", name="Edit this message").click()
-    expect(page.locator(".edited")).to_be_visible()
-
-
-def editing_an_answer(page):
-    answered(page, TEXT)
-    page.get_by_role("button", name="Edit this answer").click()
-    expect(page.locator(".edited")).to_be_visible()
-
-
-def undoing(page):
-    answered(page, TEXT)
-    page.get_by_role("button", name="Delete A message").click()
-    expect(page.locator("#undo")).to_be_visible()
+    page.get_by_role("button", name=button).click()
+    expect(page.locator(shown)).to_be_visible()
 
 
 def enlarged(page):
@@ -125,20 +114,11 @@ def renaming(page):
     expect(page.locator(".title-box")).to_be_focused()
 
 
-STATES = (
-    empty,
-    renaming,
-    conversation,
-    chances,
-    editing,
-    editing_an_answer,
-    undoing,
-    enlarged,
-    memory,
-    options,
-    unloading,
-    refused,
-)
+EDITING = {"editing_an_answer": ("Edit this answer", ".edited"), "undoing": ("Delete A message", "#undo")}
+STATES = {
+    state.__name__: state
+    for state in (empty, renaming, conversation, chances, editing, enlarged, memory, options, unloading, refused)
+} | {name: partial(editing, button=button, shown=shown) for name, (button, shown) in EDITING.items()}
 
 
 def findings(page):
@@ -149,7 +129,7 @@ def findings(page):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_axe_finds_nothing(opened, state, scheme):
     page = opened(key=ADMIN_KEY, color_scheme=scheme, reduced_motion="reduce")
     state(page)

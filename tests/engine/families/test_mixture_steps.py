@@ -40,8 +40,8 @@ FAMILIES = ("qwen3_moe", "gemma4_moe")
 KINDS = ("nf4", "nf4-dq", "int8", "16bit")
 
 
-def loaded(family: str, folder: Path, kind: str, slots: int = 0, **options: Any) -> Any:
-    base = pico.build(family, folder / "base")
+def loaded(family: str, folder: Path, kind: str, slots: int = 0, seed: int = 0, **options: Any) -> Any:
+    base = pico.build(family, folder / "base", seed=seed)
     adapters = {"a": pico.adapter(base, folder / "a", rank=4), "b": stack_adapter(base, folder / "b", list(BOTH))}
     given = {"adapters": adapters, "device": "cpu", "quant": "nf4-dq", "context": 96, "experts": kind} | options
     plan = trimtab.plan(base, **given)
@@ -333,12 +333,10 @@ def test_prompts_of_one_pass_find_adapters_on_experts_in_tables(on_cpu, replayed
 
 def test_kernels_compute_no_prompt_over_odd_experts(on_cpu, replayed, prompts_replayed, tmp_path, monkeypatch):  # noqa: F811
     """As an older plan asks on a card where torch's product reads on the host: steps by kernels, prompts by the modules."""
-    kind, made = pico._CONFIGS["qwen3_moe"]
-    config = made()
+    config = pico._CONFIGS["qwen3_moe"][1]()
     config.moe_intermediate_size = 72
-    monkeypatch.setitem(pico._CONFIGS, "qwen3_moe", (kind, lambda: config))
-    base = pico.build("qwen3_moe", tmp_path / "base", seed=72)
-    with trimtab.load(trimtab.plan(base, device="cpu", quant="nf4-dq", context=192, experts="16bit")) as model:
+    monkeypatch.setitem(pico._CONFIGS, "qwen3_moe", ("Qwen3MoeForCausalLM", lambda: config))
+    with loaded("qwen3_moe", tmp_path, "16bit", seed=72, context=192) as model:  # the seed: no checkpoint of another width
         with_kernels(on_cpu, model)
         model.adapter_store.set_groups_on_host()
         expected, batch = Batch(model, rows=1, decode="eager"), Batch(model, rows=1, decode="fused")
