@@ -163,9 +163,7 @@ class PlanInputs:
         known = self.checkpoints.get(model)
         if known is None or not known.is_unchanged():
             if known is not None:  # what was made of its files goes with them
-                self.probe = None
-                for made in (self.anatomies, self.specs, self.files_read):
-                    made.clear()
+                self.probe, self.anatomies, self.specs, self.files_read = None, {}, {}, {}
             known = self.checkpoints[model] = read_checkpoint(model)
         return known
 
@@ -286,7 +284,7 @@ def _planned(
     window = window_reason(checkpoint, request.context_tokens) if checkpoint.is_gguf else ""
     made = replace(made, card=card, dtype_reason=dtype_reason, prefix_reason=kept_reason, window_reason=window)
     # The probed module tree takes a second to make and holds no weights. Only the first load of any of these plans can use it.
-    read = Handover(FilesRead(checkpoint, inputs.specs, dict(inputs.anatomies), inputs.probe), made.made_of)
+    read = Handover(FilesRead(checkpoint, inputs.specs, inputs.anatomies, inputs.probe), made.made_of)
     return replace(made, files_read=inputs.files_read.setdefault((made.made_of, inputs.probe is None), read))
 
 

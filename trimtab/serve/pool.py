@@ -190,9 +190,9 @@ class Pool:
         finally:
             if not is_over:
                 member.supervisor.cancel(job.id)
+            self.slots.leave(member)
             if not member.is_counted:
                 member.ask_numbers()
-            self.slots.leave(member)
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:
         """Load an adapter for a client, from below the server's adapter folder. Errors: those of the worker."""

@@ -263,7 +263,7 @@ class Slots:
             await asyncio.wait(asked, timeout=NUMBERS_S)
         now = time.monotonic()
         for call, member in asked.items():
-            if not call.done() or now < member.late_until:
+            if not call.done():
                 member.late_until = now + LATE_S
 
     async def _give_places(self) -> None:

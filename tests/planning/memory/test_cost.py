@@ -175,17 +175,19 @@ def test_experts_count_their_repeated_rows():
     assert many.activation_bytes >= few.activation_bytes
 
 
-@pytest.mark.parametrize("has_adapters", [False, True])
-def test_experts_count_a_row_for_each_that_a_token_chooses(has_adapters):
-    """A float32 sum, and half of what both stacks make in bfloat16: as kernels compute them."""
+@pytest.mark.parametrize(
+    ("inner", "hidden", "bytes_of_a_row"), [(64, 4096, 5 * 4096 + 2 * 64), (8192, 1024, 2 * (2 * 8192 + 1024))]
+)
+def test_experts_count_a_row_for_each_that_a_token_chooses(inner, hidden, bytes_of_a_row):
+    """A float32 sum, and half of what both stacks make in bfloat16, as kernels compute them; or all of that, as modules do."""
 
     def activations(chosen):
-        wide = small([(64, 4096)], experts=32, hidden=4096)
+        wide = small([(inner, hidden)], experts=32, hidden=hidden)
         rows = tuple(replace(row, chosen=chosen) if row.kind == "experts" else row for row in wide.rows)
         asked = {"quant": "none", "context_tokens": 512, "images": 0, "audio_s": 0}
-        return needs(replace(wide, rows=rows), has_adapters=has_adapters, **asked).phases["prompt"][1]
+        return needs(replace(wide, rows=rows), **asked).phases["prompt"][1]
 
-    assert activations(22) - activations(10) == 512 * 12 * (4 * 4096 + 2 * 64 + 4096)
+    assert activations(22) - activations(10) == 512 * 12 * bytes_of_a_row
     assert activations(0) == activations(8)  # the usual number
 
 
