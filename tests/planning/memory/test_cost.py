@@ -175,10 +175,8 @@ def test_experts_count_their_repeated_rows():
     assert many.activation_bytes >= few.activation_bytes
 
 
-@pytest.mark.parametrize(
-    ("inner", "hidden", "bytes_of_a_row"), [(64, 4096, 5 * 4096 + 2 * 64), (8192, 1024, 2 * (2 * 8192 + 1024))]
-)
-def test_experts_count_a_row_for_each_that_a_token_chooses(inner, hidden, bytes_of_a_row):
+@pytest.mark.parametrize(("inner", "hidden", "row_bytes"), [(64, 4096, 5 * 4096 + 2 * 64), (8192, 1024, 4 * 8192 + 2 * 1024)])
+def test_experts_count_a_row_for_each_that_a_token_chooses(inner, hidden, row_bytes):
     """A float32 sum, and half of what both stacks make in bfloat16, as kernels compute them; or all of that, as modules do."""
 
     def activations(chosen):
@@ -187,7 +185,7 @@ def test_experts_count_a_row_for_each_that_a_token_chooses(inner, hidden, bytes_
         asked = {"quant": "none", "context_tokens": 512, "images": 0, "audio_s": 0}
         return needs(replace(wide, rows=rows), **asked).phases["prompt"][1]
 
-    assert activations(22) - activations(10) == 512 * 12 * bytes_of_a_row
+    assert activations(22) - activations(10) == 512 * 12 * row_bytes
     assert activations(0) == activations(8)  # the usual number
 
 
