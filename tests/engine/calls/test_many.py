@@ -128,7 +128,7 @@ OWN_CACHES = {
         "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 8, "no_rope_layers": [1, 0],
     },
 }  # fmt: skip
-CUT = ("Bamba", "Llama4Text")  # their texts may be computed in pieces
+CUT = ("Bamba", "Llama4Text")  # their texts may be computed in chunks
 
 
 @pytest.mark.parametrize("name", OWN_CACHES)

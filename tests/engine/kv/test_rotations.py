@@ -77,7 +77,7 @@ def test_a_text_does_not_turn_as_an_earlier_one(base, options):
             is_theirs(base, TEXT[:count], model.answer(TEXT[:count], max_new_tokens=4, logprobs=5))
 
 
-def test_the_pieces_of_a_long_text_turn_as_all_of_it(base):
+def test_the_chunks_of_a_long_text_turn_as_all_of_it(base):
     with trimtab.load(replace(planned(base), prefill_tokens=64)) as model:
         is_theirs(base, TEXT[:300], model.answer(TEXT[:300], max_new_tokens=4, logprobs=5))
         prompt = Batch(model, rows=1).begin(model.prepare(TEXT[:300]), GenerateRequest(max_new_tokens=4))

@@ -501,8 +501,8 @@ def stock_generate(
         **options,
     )  # fmt: skip
     devices = [device] if device.type == "cuda" else []
-    pieces = nullcontext() if prefill_chunk_tokens is None else text_of(model, tensors["input_ids"].shape[-1])
-    with torch.random.fork_rng(devices=devices, enabled=request.temperature > 0), torch.no_grad(), pieces:
+    in_chunks = nullcontext() if prefill_chunk_tokens is None else text_of(model, tensors["input_ids"].shape[-1])
+    with torch.random.fork_rng(devices=devices, enabled=request.temperature > 0), torch.no_grad(), in_chunks:
         if request.temperature > 0:
             if request.seed is not None:
                 torch.manual_seed(request.seed)

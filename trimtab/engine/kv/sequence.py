@@ -225,12 +225,12 @@ def turn_alone(hf_model: HFModel, rotations: Iterable[nn.Module]) -> None:
 
 
 def text_of(hf_model: HFModel, tokens: int) -> AbstractContextManager[None]:
-    """Return a context in which passes compute pieces of one text of at least `tokens` tokens."""
+    """Return a context in which passes compute chunks of one text of at least `tokens` tokens."""
     return _ALONE[hf_model].text(tokens) if hf_model in _ALONE else nullcontext()
 
 
 class _Alone:
-    """tokens: of the text whose pieces are computed; 0 where each row is as long as its last position says."""
+    """tokens: of the text whose chunks are computed; 0 where each row is as long as its last position says."""
 
     tokens = 0
 
