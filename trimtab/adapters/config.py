@@ -43,7 +43,7 @@ REFUSED: Mapping[str, str] = {
     "arrow_config": "Arrow routing between adapters",
     "kasa_config": "KaSA, which truncates the base weight",
 }
-MERGED = "; merge_and_unload() of PEFT and save_pretrained() make a checkpoint with it"
+MERGED = "; PEFT's merge_and_unload() and save_pretrained() make a checkpoint that has it"
 MOST_RANK = 2**20
 _RANK = f"a rank is an integer of at least 1 and at most {MOST_RANK}"
 FIELDS = frozenset((*SUPPORTED, *HARMLESS, *REFUSED))

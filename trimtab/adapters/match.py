@@ -462,10 +462,10 @@ class _Builder:
                 self.problems.append(f"{entry.tensor_name}: shape {list(entry.shape)}, the model's is {list(own)}{why}")
             if not self._is_announced(row, roles[name]):
                 option = self.config.get("bias", "none")
-                why = f" (bias={option!r})" if name == "bias" and option != "none" else ""
-                self.problems.append(
-                    f"{entry.tensor_name}: a full {name} that modules_to_save does not name{why} is not supported{MERGED}"
-                )
+                # PEFT loads biases that its option names; other full tensors it may drop, so a merge would lose them.
+                is_named = name == "bias" and option != "none"
+                why = f" (bias={option!r}) is not supported{MERGED}" if is_named else " is not supported"
+                self.problems.append(f"{entry.tensor_name}: a full {name} that modules_to_save does not name{why}")
 
     def _is_in_recurrent(self, row: ModuleRow) -> bool:
         """Whether a module is inside what mixes the tokens of a layer that keeps a state; the layer's own norms are not."""

@@ -244,9 +244,10 @@ class _Alone:
 
     def turn(self, rotary: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
         """Return cos and sin [..., B, S, D] of positions [..., B, S], or both as complex numbers."""
-        x, positions, *kind = *args, *kwargs.values()  # in the order of the signature
+        more = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        x, positions = more.pop("x"), more.pop("position_ids")
         assert isinstance(positions, Tensor)
-        more, count = {"layer_type": kind[0]} if kind else {}, positions.shape[-1]
+        count = positions.shape[-1]
         if self.tokens:
             positions = torch.cat((positions, torch.full_like(positions[..., :1], self.tokens - 1)), dim=-1)
         rows = []

@@ -85,7 +85,7 @@ WIDE_ROWS, WIDE_ROW_SHARE = 32, 1 / 3
 STATE_LAYER_S, STATE_ROW_S = 28e-6, 6e-6
 # A fused layer with packed experts beyond another: in an MLP's place, next to one, and with a shared expert. Kernels decode the
 # experts of each row by themselves, at this share of the rate at which memory is read. From Gemma 4 26B-A4B, Qwen3-30B-A3B and
-# Qwen3.5-35B-A3B, one row and eight on an H200; each predicted rate is within 8 % (bench/results/experts.json).
+# Qwen3.5-35B-A3B, one row and eight on an H200 (bench/results/experts.json: rates of even routing within 8 %, within 16 GiB 15 %).
 EXPERT_LAYER_S = {"": 0.0, "mlp": 38e-6, "shared": 13e-6}
 EXPERT_RATE_SHARE = 0.31
 # bitsandbytes' one-row product reads memory at this share of the rate.
