@@ -51,6 +51,7 @@ def opened(browser, url):
         page.goto(url)
         if wait:
             page.locator("#memory-bar .slim-line").wait_for(state="attached")
+            page.locator(":is(#load-adapter, #adapters-closed):not([hidden])").wait_for(state="attached")
         return page
 
     yield open_page

@@ -118,6 +118,12 @@ def test_everything_can_be_done_with_keys_alone(opened):
     expect(page.locator("#welcome")).to_be_visible()
 
 
+def test_what_may_not_be_there_is_not_shown_before_it_is_known(opened):
+    page = opened(wait=False, java_script_enabled=False)
+    shown = page.locator(":is(#search-field, #load-adapter, #adapters-closed, #key-change, #model-many, #mix):not([hidden])")
+    expect(shown).to_have_count(0)
+
+
 def test_the_focus_order_is_the_order_of_the_page_and_nothing_is_trapped(opened):
     page = opened()
     expected = page.evaluate(
