@@ -73,7 +73,7 @@ def timed(call: Any) -> float:
 def token_bytes(model: Any) -> int:
     """Return the bytes that one token has to read: the decoder's and the head's weights as they are packed."""
     from trimtab.engine.families.families import describe
-    from trimtab.engine.layers.linear import Leaf
+    from trimtab.engine.layers.leaves import Leaf
 
     inside = {id(module) for module in describe(model.hf_model).text.modules()} | {id(model.hf_model.lm_head)}
     leaves = [module for module in model.hf_model.modules() if isinstance(module, Leaf) and id(module) in inside]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.together import ids, timed
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS, pages_of
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS, pages_of
 
 ANSWER = 128
 COUNTS = (32, 8, 1)
@@ -31,7 +31,7 @@ def kernels(model: Any) -> list[dict[str, Any]]:
     from trimtab.engine.families.families import describe
     from trimtab.engine.kernels import attention_and_norms as fused
     from trimtab.engine.kernels.autotune import graph_us
-    from trimtab.engine.kv.pages import PagePool
+    from trimtab.engine.kv.sequence import PagePool
 
     found, module = [], fused.load(model.device)
     for heads, kv_heads, dim, *_ in describe(model.hf_model).shapes(full_only=True):

@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS, pages_of
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS, pages_of
 
 CONTEXT = 1024
 ANSWER = 128

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.engine.layers.embedding import GatheredTable, reading_staged
+from trimtab.engine.layers.leaves import GatheredTable, reading_staged
 from trimtab.engine.memory.graph_cache import GraphCache, restore
 from trimtab.engine.tiers.streaming import in_pass
 

@@ -11,7 +11,7 @@ import pytest
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER
 from trimtab.errors import RequestError
-from trimtab.machine import preload
+from trimtab.process import before_torch
 
 # What the command has imported when its first worker starts.
 COMMAND = """
@@ -71,25 +71,25 @@ def thresholds():
 
 def test_garbage_is_looked_for_as_often_as_before_once_a_model_is_loaded(thresholds):
     before = gc.get_threshold()
-    with preload.collecting_rarely():
+    with before_torch.collecting_rarely():
         assert gc.get_threshold()[0] > before[0]
-        preload.collect_again()
+        before_torch.collect_again()
         assert gc.get_threshold() == before
-    with pytest.raises(RequestError), preload.collecting_rarely():
+    with pytest.raises(RequestError), before_torch.collecting_rarely():
         raise RequestError("no such model", field="model")
     assert gc.get_threshold() == before
     gc.set_threshold(1234, 5, 6)  # a program's own
-    preload.collect_again()
+    before_torch.collect_again()
     assert gc.get_threshold()[:2] == (1234, 5)
 
 
 def test_imports_are_left_out_of_garbage_collections_only_while_a_command_imports(thresholds):
     gc.unfreeze()
     try:
-        preload.keep_imports()
+        before_torch.keep_imports()
         assert gc.get_freeze_count() == 0
-        with preload.collecting_rarely():
-            preload.keep_imports()
+        with before_torch.collecting_rarely():
+            before_torch.keep_imports()
         assert gc.get_freeze_count() > 10_000
     finally:
         gc.unfreeze()

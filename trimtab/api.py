@@ -30,18 +30,17 @@ from trimtab.planning.options import TOWERS, Option, options_of, with_larger_car
 from trimtab.planning.plan.plan import FilesRead, Handover, anatomy_key
 from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.request.max_memory import device_refusal, merged_budgets
-from trimtab.planning.values.byte_sizes import choose_dtype, keeps_16bit, reason_of
+from trimtab.planning.values.byte_sizes import check_batched, check_pool, choose_dtype, keeps_16bit, reason_of
 from trimtab.planning.values.cards import check_budget, check_here, find_card
 from trimtab.planning.values.execution import formats_on_gpu
-from trimtab.planning.values.kv_bytes import check_batched, check_pool
-from trimtab.process import phases, threads
+from trimtab.process import before_torch, phases
 from trimtab.request import DEFAULT_NEW_TOKENS, DEFAULT_QUANT, EXPERTS, QUANTS, LoadRequest, full_dtype, parse_bytes, token_count
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
 
-    from trimtab.engine.lora.host_adapter import HeldAdapter
+    from trimtab.engine.lora.store import HeldAdapter
     from trimtab.engine.model import LoadedModel
     from trimtab.request import PlanOptions
 
@@ -213,7 +212,7 @@ def _planned(
     request: LoadRequest, *, later: Mapping[str, str] | None, inputs: PlanInputs, is_advised: bool, media: ServedMedia | None
 ) -> Plan:  # fmt: skip
     """Return the plan of a request, as `plan_request` does. Its errors consider only this card."""
-    from trimtab.machine import anatomy_cache as anatomies
+    from trimtab.machine import machine_cache as anatomies
     from trimtab.machine import machine_cache as known
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
@@ -316,7 +315,7 @@ def anatomy_for(
     checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool
 ) -> Anatomy:
     """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe."""
-    from trimtab.machine import anatomy_cache as anatomies
+    from trimtab.machine import machine_cache as anatomies
 
     key = anatomy_key(request, keeps_16bit=keeps_16bit)
     if key in inputs.anatomies:
@@ -440,7 +439,7 @@ def load_plan(
 
     phases.begin("loading")
     # A program's environment is not changed; the command line has set it already.
-    threads.use(None, beside_others=False, environ=dict(os.environ))
+    before_torch.use_threads(None, beside_others=False, environ=dict(os.environ))
     is_on_gpu = made.execution_device != "cpu"
     if made.card is not None:
         check_here(made.card, devices.gpu_names(), made.execution_device)

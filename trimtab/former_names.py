@@ -17,24 +17,24 @@ from typing import Any
 # room (former folder): new<old; a bare name keeps its name; new</folder/old comes from another folder.
 TABLE = """
 formats (checkpoint): packed
-adapters (checkpoint): adapter config<adapter_config file<adapter_file keys<adapter_keys match<adapter_match
-planning/values (plan): blocks budget byte_sizes<cost byte_sizes<dtypes cards copy_order<pieces execution kv_bytes<kv_form
-    kv_bytes<kv_pool budget<machine pipeline reading rows
+adapters (checkpoint): adapter config<adapter_config file<adapter_file config<adapter_keys match<adapter_match
+planning/values (plan): blocks blocks<budget blocks<machine byte_sizes<cost byte_sizes<dtypes byte_sizes<kv_form
+    byte_sizes<kv_pool cards copy_order<pieces execution pipeline reading rows
 planning/request (plan): card_machine max_memory overrides<placing
 planning/plan (plan): chart<picture plan<module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory prompts<prompt_memory
     towers<tower_memory
-planning (plan): __init__ candidates<head_cost options planner planner<unpacked placing<step_work reasons search
+planning (plan): __init__ candidates<head_cost options planner planner<unpacked placing<step_work search search<reasons
 engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks launch_config<cuts nvrtc nvrtc<product_cuts
     shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
 engine/tiers (runtime): reader<read reader<arena spill streaming<tiers
 engine/memory (runtime): graph_cache out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
     shared_pool<memory_segments step_memory
-engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops host_adapter<held_adapter layers<lora mixes
+engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops store<held_adapter layers<lora mixes
     routers store<adapter_store
-engine/layers (runtime): embedding<tables linear<leaves linear<unpacked_weights
-engine/kv (runtime): int8<hf_kv_int8 kv_cache<hf_slots pages<kv_pages prefix_layout prefix_store
+engine/layers (runtime): leaves leaves<tables leaves<unpacked_weights
+engine/kv (runtime): int8<hf_kv_int8 kv_cache<hf_slots sequence<kv_pages prefix_layout prefix_store
 engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<compile_ahead dequantize<prompt_kernels
     device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns table<slots
@@ -64,7 +64,7 @@ cli/commands (.): plan_run<show
 MEMBERS = """
 runtime/cuts (engine/cuda/launch_config): LaunchConfig<Cut
 runtime/prompt_room (engine/memory/shared_pool): PrefillMemoryPool<PromptRoom
-runtime/leaves (engine/layers/linear): StationaryLinear<StillLeaf StagedLinear<StagedLeaf
+runtime/leaves (engine/layers/leaves): StationaryLinear<StillLeaf StagedLinear<StagedLeaf
 runtime/hf_slots (engine/kv/kv_cache): BatchedKVCache<SlotCache
 runtime/hf_slots (engine/memory/graph_cache): restore
 runtime/kernels (engine/kernels/device_kernels): DeviceKernels<Kernels
@@ -89,7 +89,7 @@ plan/cost (formats/record): packed_parts packed_bytes WEIGHT_BLOCK NESTED_BLOCK 
 plan/options (planning/placing): ModeRefusedError
 plan/options (planning/candidates): FASTEST_FIRST HEAD8_KL
 plan/planner (planning/placing): READ_BUFFER_BYTES
-plan/planner (planning/reasons): UNLIMITED_BYTES
+plan/planner (planning/search): UNLIMITED_BYTES
 checkpoint/packed (formats/bitsandbytes): STATE STATE_KEYS NESTED_KEYS BLOCKSIZES STORAGE_BYTES LOGICAL_DTYPES MAX_STATE_BYTES
     ROW_FORMAT KINDS SIDES
 """

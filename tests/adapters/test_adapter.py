@@ -11,7 +11,7 @@ import pytest
 
 from tests.adapter_files import PEFT_HEAD, TEXT, VISION, big_adapter, e2b_anatomy, header_only, match, pair, q_proj, write_adapter
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
-from trimtab.adapters.rules import Rules
+from trimtab.adapters.config import Rules
 
 
 def test_without_a_model_the_report_counts_by_names(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.adapter_files import VISION, match, pair, problems_of, q_proj, refuse
 from tests.examples import examples
 from trimtab.adapters import config as adapter_config
 from trimtab.adapters.adapter import read_adapter
-from trimtab.checkpoint.patterns import Matcher
+from trimtab.checkpoint.names import Matcher
 
 # The configuration
 

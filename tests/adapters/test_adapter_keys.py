@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapter_files import PEFT_HEAD, TEXT, Shapes, match, pair, problems_of, q_proj, row, small_anatomy
-from trimtab.adapters.keys import parse_key
+from trimtab.adapters.config import parse_key
 
 # Spellings
 

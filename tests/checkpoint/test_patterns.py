@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.adapter_files import TEXT, match, problems_of, q_proj
-from trimtab.checkpoint import patterns
-from trimtab.checkpoint.patterns import MAX_PATTERNS, Matcher, PatternError, is_quick, parse, shown
+from trimtab.checkpoint import names
+from trimtab.checkpoint.names import MAX_PATTERNS, Matcher, PatternError, is_quick, parse, shown
 
 # As in adapters that others published, and as LLaMA-Factory, Unsloth, ms-swift, axolotl and PEFT's documentation write them.
 PUBLIC = (
@@ -150,7 +150,7 @@ def test_what_is_not_matched_is_an_error_that_names_the_pattern(pattern: str, wo
 
 
 def test_the_limit_is_of_work_and_not_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "WORK", 1_000_000)
+    monkeypatch.setattr(names, "WORK", 1_000_000)
     assert Matcher(NAMES).matching(r".*\.q_proj")
     with pytest.raises(PatternError, match="too much work"):
         for matcher in [Matcher(NAMES)]:

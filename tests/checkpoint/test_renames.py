@@ -17,8 +17,8 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.names import Rename, renamed
 from trimtab.engine.loader.transformers_model import read_anatomy, read_renames
 from trimtab.errors import AdapterError
-from trimtab.machine.anatomy_cache import read_anatomy as from_json
-from trimtab.machine.anatomy_cache import write_anatomy
+from trimtab.machine.machine_cache import read_anatomy as from_json
+from trimtab.machine.machine_cache import write_anatomy
 
 # Module paths of layer 0 in transformers 4.51.3, 4.57.3 and 5.6.2 that 5.23.0 has under another name, by model class. Written
 # by tools/former_names.py from those releases' own models, not by hand.

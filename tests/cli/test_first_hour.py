@@ -531,7 +531,7 @@ def test_a_module_that_a_known_model_does_not_have_is_told_before_torch_is_impor
     def known(checkpoint, request, **_):
         return None if request.keep_unquantized else small_anatomy()
 
-    monkeypatch.setattr("trimtab.machine.anatomy_cache.find_anatomy", known)
+    monkeypatch.setattr("trimtab.machine.machine_cache.find_anatomy", known)
     monkeypatch.setattr(api.phases, "begin_imports", lambda: pytest.fail("imports torch"))
     wrong = LoadRequest(model=str(BASE), quant="none", keep_unquantized=("q_porj",))
     with pytest.raises(RequestError, match="names no linear module") as caught:
@@ -547,7 +547,7 @@ def test_an_adapter_is_matched_with_a_known_model_before_torch_is_imported(ask, 
         asked.append((request.quant, request.dtype, request.head, request.experts))
         return small_anatomy()
 
-    monkeypatch.setattr("trimtab.machine.anatomy_cache.find_anatomy", known)
+    monkeypatch.setattr("trimtab.machine.machine_cache.find_anatomy", known)
     monkeypatch.setattr(api.phases, "begin_imports", lambda: pytest.fail("imports torch"))
     code, out, err = ask(*words)
     assert asked == [("none", "bfloat16", "full", "16bit")]  # what engine/loader/transformers_model.py::read_anatomy builds

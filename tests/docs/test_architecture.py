@@ -45,7 +45,7 @@ def test_the_ten_classes_are_in_their_files():
 def test_the_picture_names_files_of_the_package():
     picture = request_path.SLOT.search(PAGES["docs/architecture.md"]).group(0)
     files = request_path.files_of(picture)
-    assert {"serve/http/app.py", "serve/scheduling/scheduler.py", "engine/layers/linear.py", "engine/lora/store.py"} <= set(files)
+    assert {"serve/http/app.py", "serve/scheduling/scheduler.py", "engine/layers/leaves.py", "engine/lora/store.py"} <= set(files)
     assert [file for file in files if not (PACKAGE / file).is_file()] == []
 
 

@@ -13,7 +13,7 @@ from tests import ROOT
 from tests.rules import each
 from trimtab.demo.demo import ADAPTERS
 from trimtab.planning.candidates import HEAD8_KL
-from trimtab.planning.values.kv_bytes import KV8_KL
+from trimtab.planning.values.byte_sizes import KV8_KL
 
 RESULTS = ROOT / "bench" / "results"
 

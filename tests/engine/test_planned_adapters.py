@@ -17,7 +17,7 @@ from trimtab import api
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine import model_calls
 from trimtab.engine.loader import load, transformers_model
-from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.engine.lora.store import HeldAdapter
 from trimtab.errors import AdapterError
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters import adapter_cache as held_adapters

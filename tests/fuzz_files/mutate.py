@@ -15,7 +15,7 @@ TEXTS = (
     "a{100000000000000000000}", "(?P<a>", "[", "*" * 50, "C:\\a", "{{ 1 / 0 }}", "NaN",
 )  # fmt: skip
 # Patterns that take for ever, where a matcher bounds them.
-HARD = (r"([\w.]+)+!", r"(a|a)*$", r"(.*){30}!") if find_spec("trimtab.checkpoint.patterns") else ()
+HARD = (r"([\w.]+)+!", r"(a|a)*$", r"(.*){30}!") if find_spec("trimtab.checkpoint.names") else ()
 VALUES = (None, *NUMBERS, *TEXTS, *HARD, [], {}, [None], {"a": 1}, [[1, 2], [3]], [5], ["a", "a"])
 # Stands for text that `json` would not write.
 RAW = "@raw@"

@@ -18,7 +18,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv.int8 import read_states, round_states
 from trimtab.engine.kv.kv_cache import LayerCache
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 from trimtab.request import GenerateRequest
 
 

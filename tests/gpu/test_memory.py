@@ -22,7 +22,7 @@ from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.engine.layers import linear as leaves
+from trimtab.engine.layers import leaves
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.memory import rates as devices
 from trimtab.engine.memory import reserve as transient_room

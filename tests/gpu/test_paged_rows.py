@@ -16,7 +16,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 ROWS = 4
 # Of rows that find their adapters in a table, and with one beside them that no table holds: DoRA.

@@ -18,10 +18,10 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.memory import rates as devices
 from trimtab.errors import RequestError
-from trimtab.machine import anatomy_cache as anatomies
+from trimtab.machine import machine_cache as anatomies
 from trimtab.machine import machine_cache as known
-from trimtab.machine.anatomy_cache import read_anatomy, write_anatomy
 from trimtab.machine.gpus import Gpu
+from trimtab.machine.machine_cache import read_anatomy, write_anatomy
 from trimtab.planning import Machine, Plan, Rates
 from trimtab.planning.plan.plan import FilesRead
 from trimtab.process import packages

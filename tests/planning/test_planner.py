@@ -20,7 +20,7 @@ from trimtab.planning import Machine, Plan, Rates, blocks_of, make_plan, search
 from trimtab.planning.plan.chart import bars_of, layout
 from trimtab.planning.plan.table import verdict
 from trimtab.planning.search import Search
-from trimtab.planning.values.budget import Choice, Item, Limits, totals_of
+from trimtab.planning.values.blocks import Choice, Item, Limits, totals_of
 from trimtab.planning.values.rows import OUTSIDE_PEAK
 from trimtab.report.charts import Label
 from trimtab.report.render import WIDTH, Lines

@@ -12,7 +12,7 @@ from tests.planning import test_planner
 from tests.planning.test_planner import CPU, GIB, MIB, TABLE
 from trimtab.errors import gib
 from trimtab.planning import Rates, planner
-from trimtab.planning import reasons as reasons_module
+from trimtab.planning import search as reasons_module
 from trimtab.planning.values.byte_sizes import allocator_reserve_bytes
 
 E2B = e_series("E2B")
@@ -117,7 +117,7 @@ def test_a_place_given_by_hand_is_the_reason():
 
 
 def _literals():
-    """Return every piece of text that reasons.py can put into a reason."""
+    """Return every piece of text that search.py can put into a reason."""
     tree = ast.parse(Path(reasons_module.__file__).read_text("utf-8"))
     names = ("of", "_too_much", "_far", "_shared")
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]

@@ -49,7 +49,7 @@ def test_an_import_for_the_type_checker_counts(tmp_path, monkeypatch):
 def test_a_former_name_is_the_module_itself_and_warns():
     with pytest.warns(DeprecationWarning, match=r"trimtab\.plan\.kv_form is trimtab\.planning\.values\.kv_bytes now") as told:
         module = importlib.import_module("trimtab.plan.kv_form")
-    assert module is importlib.import_module("trimtab.planning.values.kv_bytes") and len(told) == 1
+    assert module is importlib.import_module("trimtab.planning.values.byte_sizes") and len(told) == 1
 
 
 def test_plan_stays_a_function_beside_its_former_folder():

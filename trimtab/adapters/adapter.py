@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from trimtab.adapters.config import Rules, ends_of, own_path
 from trimtab.adapters.file import AdapterFile, read_adapter
-from trimtab.adapters.keys import own_path
 from trimtab.adapters.match import AdapterSpec, AdapterTarget, match_adapter, parts_of
-from trimtab.adapters.rules import Rules, ends_of
 
 __all__ = ["AdapterFile", "AdapterSpec", "AdapterTarget", "describe", "match_adapter", "read_adapter"]
 

@@ -27,10 +27,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from trimtab.adapters.config import STACKED_ORDER
+from trimtab.adapters.config import STACKED_ORDER, AdapterKey, Rules, own_path
 from trimtab.adapters.file import AdapterFile
-from trimtab.adapters.keys import AdapterKey, own_path
-from trimtab.adapters.rules import Rules
 from trimtab.adapters.stack_layout import VERSION, Layout, Stack, decided, shapes_of, unsure_words
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.headers import TensorEntry

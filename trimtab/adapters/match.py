@@ -12,11 +12,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
-from trimtab.adapters.config import FIELDS, MERGED
+from trimtab.adapters.config import FIELDS, MERGED, REWRITES, AdapterKey, Rewrite, Rules, own_path, parse_key, part_of_key
 from trimtab.adapters.experts import EXPERT_LINEARS, EXPERT_MATRICES, ExpertPaths, StackBuilder
 from trimtab.adapters.file import AdapterFile
-from trimtab.adapters.keys import REWRITES, AdapterKey, Rewrite, own_path, parse_key, part_of_key
-from trimtab.adapters.rules import Rules
 from trimtab.adapters.stack_layout import Stack
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.checkpoint.headers import TensorEntry

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapters.config import PEFT_HEAD, Rules
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME, AdapterFile, read_adapter
-from trimtab.adapters.keys import PEFT_HEAD
 from trimtab.adapters.match import AdapterSpec, match_adapter
-from trimtab.adapters.rules import Rules
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import AdapterError, RequestError
 from trimtab.process.files import whole_folder

@@ -28,7 +28,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow,
 from trimtab.formats.record import packed_bytes
 from trimtab.planning import Plan
 from trimtab.planning.values.blocks import leaves_of, quant_of, tied_paths
-from trimtab.planning.values.kv_bytes import position_bytes
+from trimtab.planning.values.byte_sizes import position_bytes
 
 # The parts of a model that a decode step computes.
 STEP_PARTS = ("language", "head", "table")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trimtab.adapters.config import Rules
 from trimtab.adapters.match import AdapterSpec
-from trimtab.adapters.rules import Rules
-from trimtab.checkpoint.names import near_names
-from trimtab.checkpoint.patterns import is_plain, is_quick
+from trimtab.checkpoint.names import is_plain, is_quick, near_names
 from trimtab.errors import AdapterError, RequestError
 
 ALLOWED = ("autocast_adapter_dtype", "is_trainable")

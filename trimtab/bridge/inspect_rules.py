@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.adapters.keys import part_of_key
+from trimtab.adapters.config import part_of_key
 from trimtab.bridge.hooks import CPU, DISK, execution_device, hooks_of, is_sequential, offload_hook, offloaded_to
 from trimtab.bridge.inspect_findings import Finding
 from trimtab.bridge.live import QUANTIZED, is_linear

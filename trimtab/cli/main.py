@@ -26,8 +26,7 @@ from trimtab.cli.flags.flags import give_model, group_of
 from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
 from trimtab.cli.flags.wording import Words
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, choices_text, public_fields
-from trimtab.machine import preload
-from trimtab.process import interrupts, threads
+from trimtab.process import before_torch, interrupts
 from trimtab.process.exit_codes import EXIT_TEXT_COLUMN, exit_code, exit_codes_text
 from trimtab.process.packages import versions_of
 
@@ -179,10 +178,10 @@ def _main(arguments: Sequence[str] | None) -> int:
             if options.color:
                 use_color(options.color)
             if options.name_of_command not in WITHOUT_THREADS:
-                threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
+                before_torch.use_threads(options.threads, beside_others=options.name_of_command not in LASTING)
             interrupts.raise_again()
             interrupts.raise_at_end()
-            with preload.collecting_rarely(options.name_of_command in IMPORTING and interrupts.is_command()):
+            with before_torch.collecting_rarely(options.name_of_command in IMPORTING and interrupts.is_command()):
                 code = int(options.command(options))
         print(end="", flush=True)  # a disk that is full is known here, not at exit
         return code
@@ -339,7 +338,7 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
     for name, each in commands.choices.items():
         if name not in WITHOUT_THREADS:
             group_of(each, "execution").add_argument(
-                "--threads", metavar="N", help=f"CPU threads (default: {threads.VARIABLE}, or the number of free cores)",
+                "--threads", metavar="N", help=f"CPU threads (default: {before_torch.VARIABLE}, or the number of free cores)",
             )  # fmt: skip
     return top
 

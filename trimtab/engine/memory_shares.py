@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.layers.embedding import PackedTable
-from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.layers.leaves import PackedTable, ResidentLeaf
 from trimtab.engine.memory.rates import process_on_gpu
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.errors import gib

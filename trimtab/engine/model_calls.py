@@ -25,7 +25,7 @@ from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.calls import batch_calls as many
 from trimtab.engine.calls import hidden_states as inner
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.engine.lora.store import HeldAdapter
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning.plan.plan import FilesRead
 from trimtab.request import GenerateRequest

@@ -13,7 +13,7 @@ from math import prod
 
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.patterns import Matcher, PatternError, shown
+from trimtab.checkpoint.names import Matcher, PatternError, shown
 from trimtab.errors import CheckpointError
 from trimtab.formats.record import PackedEntry, Split, gathered, split
 

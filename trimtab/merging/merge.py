@@ -24,11 +24,10 @@ from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_has_weights, che
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
 from trimtab.gguf.folders import TABLE
-from trimtab.machine import preload
 from trimtab.merging.changes.request import AdapterOption, MergeRequest, full_dtype, parts_of
 from trimtab.merging.files.output_dir import Workplace, check_place, check_room, disk_error
 from trimtab.merging.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
-from trimtab.process import phases
+from trimtab.process import before_torch, phases
 from trimtab.process.json_file import read_own
 from trimtab.process.packages import versions_of
 
@@ -144,8 +143,8 @@ def import_libraries(checkpoint: Checkpoint, *, check: bool) -> None:
 
     with suppress(TrimtabError):  # what is wrong with it is said where it is read
         hf.model_class(checkpoint, hf.read_config(checkpoint))
-    preload.keep_imports()
-    preload.collect_again()
+    before_torch.keep_imports()
+    before_torch.collect_again()
 
 
 # Before the first byte ------------------------------------------------------------------------------------------------

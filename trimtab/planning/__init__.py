@@ -2,8 +2,7 @@
 
 from trimtab.planning.plan.plan import Plan
 from trimtab.planning.planner import make_plan
-from trimtab.planning.values.blocks import Block, blocks_of
-from trimtab.planning.values.budget import Machine
+from trimtab.planning.values.blocks import Block, Machine, blocks_of
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.rows import Placement, Unquantized
 

@@ -21,7 +21,7 @@ from trimtab.planning.placing import Given, ModeRefusedError, Way, place
 from trimtab.planning.plan.plan import Plan
 from trimtab.planning.plan.table import predicted_rate
 from trimtab.planning.values.blocks import quant_of
-from trimtab.planning.values.byte_sizes import Rates
+from trimtab.planning.values.byte_sizes import Rates, check_family
 from trimtab.planning.values.execution import (
     CAPTURED,
     CAPTURED_CHUNKS,
@@ -34,7 +34,6 @@ from trimtab.planning.values.execution import (
     reads_packed,
     unsupported_reason,
 )
-from trimtab.planning.values.kv_bytes import check_family
 from trimtab.request import LoadRequest
 
 # Modes of a decode step, the fastest first.

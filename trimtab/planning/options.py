@@ -14,8 +14,8 @@ from trimtab.planning.candidates import Candidates, why_no_kernel
 from trimtab.planning.placing import Given
 from trimtab.planning.plan.plan import Plan
 from trimtab.planning.plan.table import rate_text
+from trimtab.planning.values.byte_sizes import why_not_int8
 from trimtab.planning.values.cards import Card, find_card, larger_cards
-from trimtab.planning.values.kv_bytes import why_not_int8
 from trimtab.report.document import Document, Table, Text
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 

@@ -17,22 +17,37 @@ from trimtab.planning.memory.prefix_cache import prefix_bytes
 from trimtab.planning.memory.prompts import BESIDE_ROOM_BYTES, ROOM_SLACK_BYTES, has_room, prompt_bytes, uncaptured_bytes
 from trimtab.planning.memory.towers import PARTS
 from trimtab.planning.plan.plan import Plan
-from trimtab.planning.reasons import Reasons, Refusal
 from trimtab.planning.request.overrides import Asked, resolve_device_map, resolve_place
-from trimtab.planning.search import Search
+from trimtab.planning.search import Reasons, Refusal, Search
 from trimtab.planning.values.blocks import (
+    STAGING_SLOTS,
     Block,
+    Choice,
+    Item,
+    Limits,
+    Machine,
     Paid,
+    Totals,
     blocks_of,
     experts_of,
     places_of,
     quant_of,
+    slots_of,
     stored_of,
+    totals_of,
     unquantized_of,
     widened_bytes,
 )
-from trimtab.planning.values.budget import STAGING_SLOTS, Choice, Item, Limits, Machine, Totals, slots_of, totals_of
-from trimtab.planning.values.byte_sizes import Rates, Weights, Work, allocated_bytes, allocator_reserve_bytes, seconds, unhidden_s
+from trimtab.planning.values.byte_sizes import (
+    Rates,
+    Weights,
+    Work,
+    added_step_s,
+    allocated_bytes,
+    allocator_reserve_bytes,
+    seconds,
+    unhidden_s,
+)
 from trimtab.planning.values.execution import (
     CAPTURED,
     EXPERT_LAYER_S,
@@ -55,7 +70,6 @@ from trimtab.planning.values.execution import (
     step_bytes,
     step_s,
 )
-from trimtab.planning.values.kv_bytes import added_step_s
 from trimtab.planning.values.pipeline import evened
 from trimtab.planning.values.rows import OUTSIDE_PEAK, Placement
 from trimtab.request import LoadRequest

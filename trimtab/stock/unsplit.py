@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from trimtab.adapters.config import Rules
 from trimtab.adapters.file import for_peft
-from trimtab.adapters.rules import Rules
 from trimtab.process.json_file import read_object
 from trimtab.request import MADE_EXPERTS
 from trimtab.stock.load import load_adapter, load_base, model_class, quantization, without_repacking

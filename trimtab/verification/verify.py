@@ -17,9 +17,8 @@ from trimtab.adapters.file import check_vocabulary
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.formats.packed import split_packed
-from trimtab.machine import preload
 from trimtab.planning import Plan
-from trimtab.process import phases
+from trimtab.process import before_torch, phases
 from trimtab.process.packages import STOCK, check_installed, stack_versions
 from trimtab.process.runner import check_python
 from trimtab.process.work_folder import work_folder
@@ -88,8 +87,8 @@ def verify(
         if lanes and case.adapter is None:
             raise RequestError("the merge lanes need an adapter", field="adapter", hint="Give one with adapters=")
         check_adapters(checkpoint, request.adapters)
-        preload.keep_imports()
-        preload.collect_again()
+        before_torch.keep_imports()
+        before_torch.collect_again()
         speak(f"{len(given)} prompts; {case.reference.label} and {case.subject.label}")
         asking = to_prepare(checkpoint.folder, request.dtype, given, work)
         rows: Sequence[Mapping[str, Any]] | None = None  # the reference's process prepares them, if it can

@@ -33,7 +33,7 @@ from trimtab.doctor.preflight.preflight import Preflight, preflight, preflight_d
 from trimtab.doctor.preflight.shape import ModelShape, read_shape, shape_of
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.machine.environment import Environment, Package, read_environment
-from trimtab.planning.values.budget import Machine
+from trimtab.planning.values.blocks import Machine
 from trimtab.process.runner import DONE, Outcome
 from trimtab.report.render import Lines
 

@@ -22,7 +22,7 @@ from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels
-from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS

@@ -13,7 +13,7 @@ from tests.anatomies import small
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batched_lora.expert_table import ExpertSlots
 from trimtab.engine.batched_lora.table import RANK_STEP, AdapterSlots
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.errors import RequestError
 from trimtab.planning.values.execution import expert_table_bytes

@@ -21,7 +21,7 @@ from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.batched_lora.columns import Columns, KeptWeights, are_inside, inside_of, wrong_kept
 from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.layers.linear import UnpackedWeights
+from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.engine.lora.store import Selection
 from trimtab.engine.prefill.selection import layers_of
 from trimtab.errors import DeviceError

@@ -19,7 +19,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.decode import batch_invariant as company
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
 from trimtab.planning.values import execution
@@ -192,7 +192,7 @@ def test_a_placeholder_that_was_drawn_changes_nobody_elses_bits(model):
         rows.append(batch.join(prompt))
     said = {one.row: [(one.token_id, one.logprob)] for one in rows}
     third = rows[2].row
-    third.token_ids[-1] = min(hf_slots.placeholder_ids(model.hf_model))
+    third.token_ids[-1] = min(sequence.placeholder_ids(model.hf_model))
     batch.write_last_tokens()
     while any(row.finish is None for row in batch.active):
         for one in batch.step():

@@ -20,7 +20,8 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.decode import decode_step, step_capture, step_choice
-from trimtab.engine.layers import embedding as tables
+from trimtab.engine.kv import sequence
+from trimtab.engine.layers import leaves
 from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.memory import step_memory
 from trimtab.engine.memory.graph_cache import GraphCache, check_replay
@@ -301,7 +302,7 @@ def test_teacher_forced_scores_agree_past_the_sliding_window(family, decode):
 
 @pytest.mark.parametrize("decode", MODES)
 def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
-    token = next(iter(decode_step.hf_slots.placeholder_ids(model.hf_model)))
+    token = next(iter(sequence.placeholder_ids(model.hf_model)))
     found = {}
     for way in ("eager", decode):
         batch = joined(model, way, ASKED[:1])
@@ -315,7 +316,7 @@ def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
 def in_place(monkeypatch):
     """A lean model whose tables the device reads in host memory, as a GPU does; a CPU needs no page locks for that."""
     if not ON_GPU:
-        monkeypatch.setattr(tables, "seen_by", lambda source, device: source)
+        monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
     with demo("lean") as loaded:
         yield loaded
 
@@ -323,14 +324,14 @@ def in_place(monkeypatch):
 @pytest.fixture
 def streamed_in_place(monkeypatch):
     if not ON_GPU:
-        monkeypatch.setattr(tables, "seen_by", lambda source, device: source)
+        monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
     with demo("streamed") as loaded:
         yield loaded
 
 
 @pytest.mark.parametrize("decode", MODES)
 def test_tables_in_host_memory_are_read_by_the_step_itself(in_place, decode):
-    found = [one for one in in_place.hf_model.modules() if isinstance(one, tables.GatheredTable)]
+    found = [one for one in in_place.hf_model.modules() if isinstance(one, leaves.GatheredTable)]
     assert found and all(one.seen.device.type == in_place.device.type for one in found)
     assert all(torch.equal(one.seen.cpu(), one.source) for one in found)
     for one in found:

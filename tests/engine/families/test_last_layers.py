@@ -17,7 +17,7 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batched_lora.table import AdapterSlots
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.prefill.prefill import PrefillRunner
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 # bfloat16, other kernels: as of a whole step in tests/engine/kernels/test_fused_kernels.py.
 BFLOAT16_TOLERANCE = 2**-4

@@ -17,7 +17,7 @@ from tests import pico, quantized_files, stock
 from tests.long_runs import slow_on_cpu
 from tests.quantized_files import FAMILIES, FORMS, TIERS, base_of, write
 from trimtab.engine.formats import weights
-from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.stock import unsplit
 

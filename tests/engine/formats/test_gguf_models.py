@@ -18,8 +18,7 @@ from tests import gguf_files, gguf_towers, pico, stock
 from tests.long_runs import slow_on_cpu
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.formats import weights
-from trimtab.engine.layers.embedding import PackedTable
-from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.layers.leaves import PackedTable, ResidentLeaf
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.plan.plan import Plan

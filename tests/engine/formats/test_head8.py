@@ -14,8 +14,7 @@ from tests import pico
 from tests.cuda_on_cpu import run
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.layers.embedding import GatheredTable
-from trimtab.engine.layers.linear import HostLeaf, ResidentLeaf, StagedLinear
+from trimtab.engine.layers.leaves import GatheredTable, HostLeaf, ResidentLeaf, StagedLinear
 from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.tiers.reader import read_small

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
-from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
 

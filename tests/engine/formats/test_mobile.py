@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import mobile_files, pico, stock
-from trimtab.engine.layers import embedding as tables
+from trimtab.engine.layers import leaves
 from trimtab.errors import CheckpointError
 from trimtab.stock import unsplit
 
@@ -120,10 +120,10 @@ def test_logits_are_those_of_transformers_own_layers(folder, adapters, expected,
 
 def test_rows_in_host_memory_are_read_by_the_device(folder, expected, monkeypatch):
     """Packed tables too: a host that fetched the rows of each step would hold up the next one."""
-    monkeypatch.setattr(tables, "seen_by", lambda part, device: part)
+    monkeypatch.setattr(leaves, "seen_by", lambda part, device: part)
     given, truth = expected
     with trimtab.load(planned(folder, "stream")) as model:
-        found = [one for one in model.hf_model.modules() if isinstance(one, tables.GatheredTable)]
+        found = [one for one in model.hf_model.modules() if isinstance(one, leaves.GatheredTable)]
         assert len(found) == 2 and all(one.stored is not None and not one.asks_host for one in found)
         for one in found:
             one.source.read = None  # nothing is fetched by the host

@@ -16,7 +16,7 @@ from tests.long_runs import slow_on_cpu
 from trimtab.engine.batch.request import check_logits
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.layers import embedding as tables
+from trimtab.engine.layers import leaves
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import DeviceError
 
@@ -276,9 +276,9 @@ def test_a_table_says_what_lies_on_the_device():
         "padding_idx": 0,
     }  # fmt: skip
     weight = torch.nn.Parameter(random(6, 8), requires_grad=False)
-    table = tables.ResidentTable("t", weight, **facts)
+    table = leaves.ResidentTable("t", weight, **facts)
     assert table.held()[0] is weight and table.held()[1] is False
-    gathered = tables.GatheredTable("t", (6, 8), random(6, 8), 1, **facts)
+    gathered = leaves.GatheredTable("t", (6, 8), random(6, 8), 1, **facts)
     assert gathered.held() is None
     gathered.stage(torch.tensor([4, 2]), 3)
     assert gathered.held() is None  # not before a step reads what was staged
@@ -288,10 +288,10 @@ def test_a_table_says_what_lies_on_the_device():
 
 
 def test_a_table_that_the_device_sees_is_read_where_it_is(monkeypatch):
-    monkeypatch.setattr(tables, "seen_by", lambda source, device: source)
+    monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
     facts = {"embed_scale": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": AdapterStore()}
     source = random(6, 8)
-    table = tables.GatheredTable("t", (6, 8), source, 1, padding_idx=0, **facts)
+    table = leaves.GatheredTable("t", (6, 8), source, 1, padding_idx=0, **facts)
     assert table.held() == (source, False) and table.held()[0] is source
     assert torch.equal(table(torch.tensor([[4, 2]])), source[[4, 2]][None])
 

@@ -11,6 +11,7 @@ from tests.long_runs import crossed
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES
 
@@ -33,14 +34,14 @@ def test_the_offset_is_kept_by_the_model_or_within_its_head(depth):
     model = Keeper()
     for _ in range(depth):
         model = within(model)
-    assert hf_slots.has_three_axes(model) and hf_slots.read_offset(model) == 0
-    assert not hf_slots.has_three_axes(within(nn.Linear(2, 2)))
+    assert sequence.has_three_axes(model) and sequence.read_offset(model) == 0
+    assert not sequence.has_three_axes(within(nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "gemma3n", "mistral3", "llama"])
 def test_real_models_keep_it_where_a_walk_over_all_modules_finds_it(family, tmp_path):
     model = hf.probe(read_checkpoint(pico.build(family, tmp_path / "base"))).model
-    assert hf_slots._rope_module(model) is next((one for one in model.modules() if hasattr(one, "rope_deltas")), None)
+    assert sequence.rope_module(model) is next((one for one in model.modules() if hasattr(one, "rope_deltas")), None)
 
 
 CACHES = {"full": {}, "int8": {"kv": "int8"}, "pages": {"batch": 4, "kv_tokens": 160}}

@@ -51,8 +51,8 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning import Plan, make_plan
 from trimtab.planning import options as plan_options
 from trimtab.planning.memory.activations import needs_of, row_cache_bytes, use_of
+from trimtab.planning.values.byte_sizes import LAYER_KERNELS, NODE_BYTES, PAGE_TOKENS, ROUNDING_BYTES, check_kv, copy_bytes
 from trimtab.planning.values.execution import graph_bytes
-from trimtab.planning.values.kv_bytes import LAYER_KERNELS, NODE_BYTES, PAGE_TOKENS, ROUNDING_BYTES, check_kv, copy_bytes
 from trimtab.report.render import WIDTH, Lines
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.worker.registry import read_registry

@@ -14,9 +14,9 @@ from tests.cuda_on_cpu.modules import small as cpu_module
 from tests.long_runs import slow_on_cpu
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.engine.kv.pages import PagePool
+from trimtab.engine.kv.sequence import PagePool
 from trimtab.errors import DoesNotFitError
-from trimtab.planning.values.kv_bytes import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool_tokens
+from trimtab.planning.values.byte_sizes import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool_tokens
 
 # Of the mixes of bench/kv_waste.py in the docs.
 TITLES = (

@@ -31,7 +31,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv.kv_cache import PagedLayer
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError
-from trimtab.planning.values.kv_bytes import FIRST, PAGE_TOKENS, SCRAP
+from trimtab.planning.values.byte_sizes import FIRST, PAGE_TOKENS, SCRAP
 from trimtab.request import GenerateRequest
 
 CONTEXT = 256

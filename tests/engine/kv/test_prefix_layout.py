@@ -13,7 +13,7 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.prefix_layout import RowViews
 from trimtab.engine.kv.prefix_store import PrefixKey
 from trimtab.engine.prefill.prefix_cache import PrefixCache, Prefixes
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 SIZE, WINDOW, CONTEXT, HEADS, WIDTH = 8, 24, 200, 2, 16
 TOKENS = 5 * SIZE + 3

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico, stock
 from tests.long_runs import FIRST, crossed
-from trimtab.engine.layers import linear as leaves
+from trimtab.engine.layers import leaves
 from trimtab.engine.loader import load
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.streaming import in_pass

@@ -15,8 +15,7 @@ from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats import weights
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import Packed, keep
-from trimtab.engine.layers import embedding as tables
-from trimtab.engine.layers import linear as leaves
+from trimtab.engine.layers import leaves
 from trimtab.engine.lora import base_values
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.formats.record import HEAD8
@@ -55,7 +54,7 @@ def model_with(kind, dtype=torch.bfloat16):
     common = {"device": CPU, "dtype": dtype, "store": AdapterStore()}
     if kind == "table":
         weight = nn.Parameter(torch.randn(ROWS, WIDTH).to(dtype), requires_grad=False)
-        it = tables.ResidentTable("it", weight, embed_scale=None, padding_idx=None, **common)
+        it = leaves.ResidentTable("it", weight, embed_scale=None, padding_idx=None, **common)
         shapes = {"A": (RANK, ROWS), "B": (WIDTH, RANK)}
     else:
         packed = packed_of(kind, ROWS, WIDTH, dtype)

@@ -22,7 +22,7 @@ from tests.engine.lora.toy_lora import Toy, make_adapter, ours, put_on
 from tests.long_runs import crossed
 from trimtab.engine.decode import decode_step
 from trimtab.engine.kv.kv_cache import step_masks
-from trimtab.engine.layers.linear import ResidentLeaf
+from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.fewer_ops import ShortAdapters, ShortOps

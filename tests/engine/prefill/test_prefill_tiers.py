@@ -31,7 +31,7 @@ from tests.planning.values.test_execution import plan as narrow_plan
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.layers.embedding import FileRows, GatheredTable
+from trimtab.engine.layers.leaves import FileRows, GatheredTable
 from trimtab.engine.prefill.prefill import PrefillRunner
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="static chunks on a CPU")

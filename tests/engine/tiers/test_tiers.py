@@ -10,7 +10,7 @@ import torch
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed, keep
 from trimtab.engine.formats.weights import dequantize, shell
-from trimtab.engine.layers import linear as leaves
+from trimtab.engine.layers import leaves
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers import reader as read
 from trimtab.engine.tiers import streaming as tiers

@@ -28,7 +28,7 @@ from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS, PAYING_RANK, PromptKernels
-from trimtab.engine.layers.linear import HostLeaf, StagedLinear
+from trimtab.engine.layers.leaves import HostLeaf, StagedLinear
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import EAGER

@@ -290,7 +290,7 @@ def test_options_read_the_model_once(monkeypatch, tmp_path):
     """Also where nothing is kept from earlier processes and the machine is asked anew."""
     from trimtab import api
     from trimtab.engine.loader import transformers_model as hf
-    from trimtab.machine import anatomy_cache as anatomies
+    from trimtab.machine import machine_cache as anatomies
     from trimtab.machine import machine_cache as known
 
     seen = []

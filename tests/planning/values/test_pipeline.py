@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.planning.values.test_execution import E4B, GIB, card, off_device, plan, with_int8_head
 from trimtab.errors import DoesNotFitError
-from trimtab.planning.values.blocks import blocks_of
-from trimtab.planning.values.budget import Choice, Item
+from trimtab.planning.values.blocks import Choice, Item, blocks_of
 from trimtab.planning.values.byte_sizes import Rates, Weights, Work, unhidden_s
 from trimtab.planning.values.pipeline import Stage, evened, pipeline_s
 

@@ -10,7 +10,7 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
-from trimtab.serve.api.openai_shape import ChatShape, CompletionShape
+from trimtab.serve.api.answers import ChatShape, CompletionShape
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.worker.ipc import job_from_message, job_to_message
 

@@ -24,10 +24,9 @@ from tests import ROOT
 from tests.serving import MockPool, client, failed, forever, token, words
 from trimtab import errors
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve.api import body
-from trimtab.serve.api import responses as answers
+from trimtab.serve.api import answers, body
 from trimtab.serve.api.answer_types import Error
-from trimtab.serve.api.openai_shape import ChatShape
+from trimtab.serve.api.answers import ChatShape
 from trimtab.serve.api.routes import BESIDE, COMPLETIONS, MESSAGES, ROUTES, Described
 from trimtab.serve.api.routes import CHAT as CHATS
 from trimtab.serve.contract import errors as faults

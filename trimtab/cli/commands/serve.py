@@ -30,7 +30,7 @@ from trimtab.cli.flags.flags import (
 from trimtab.cli.flags.output import Command, print_text, use_color
 from trimtab.cli.flags.pull import pull_if_asked
 from trimtab.errors import RequestError
-from trimtab.process import threads
+from trimtab.process import before_torch
 from trimtab.process.files import write_text
 from trimtab.serve.ray.config import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 
@@ -164,7 +164,7 @@ def run_serve(options: argparse.Namespace) -> int:
     if options.color != command_line.color:
         use_color(options.color)
     if options.threads != command_line.threads:
-        threads.use(options.threads, beside_others=False)
+        before_torch.use_threads(options.threads, beside_others=False)
     if options.print_config is None:  # else its file is the output
         journal.keep_streams()
     journal.set_up(options.log_format, options.log_level)

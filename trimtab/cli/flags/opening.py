@@ -11,8 +11,7 @@ import trimtab
 from trimtab.adapters.file import peft_folder, weights_beside
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.flags.output import print_text
-from trimtab.machine import preload
-from trimtab.process import phases
+from trimtab.process import before_torch, phases
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
@@ -44,9 +43,9 @@ def opened(
     phases.begin("reading the tokenizer")
     # A folder without a tokenizer is detected before its weights are loaded for minutes.
     processor = load_processor(find_folder(plan.request.model))
-    preload.keep_imports()
+    before_torch.keep_imports()
     model = trimtab.load(plan, decode=None if decode == "auto" else decode)
-    preload.collect_again()
+    before_torch.collect_again()
     model.processor = processor
     missing = control_tokens.stop_at_turn_end(model, is_asked=stop_at_turn_end)
     if missing is not None and is_told:

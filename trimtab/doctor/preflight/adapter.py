@@ -12,9 +12,8 @@ import os
 from dataclasses import dataclass
 
 from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
-from trimtab.adapters.keys import PEFT_HEAD, own_path
+from trimtab.adapters.config import PEFT_HEAD, Rules, own_path
 from trimtab.adapters.patch import short_pattern
-from trimtab.adapters.rules import Rules
 from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.errors import AdapterError
 

@@ -22,7 +22,7 @@ from trimtab.doctor.preflight.shape import ModelShape, device_of, read_shape
 from trimtab.doctor.preflight.unquantized import quantized_paths, stock_bytes, stock_kept
 from trimtab.errors import DoesNotFitError, TrimtabError, gib
 from trimtab.planning import Plan, make_plan
-from trimtab.planning.values.budget import Machine
+from trimtab.planning.values.blocks import Machine
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.process.work_folder import work_folder
 from trimtab.report.render import filled

@@ -27,7 +27,7 @@ from trimtab.doctor.preflight.shape import ModelShape, read_shape
 from trimtab.errors import gib
 from trimtab.machine.environment import Environment, read_environment
 from trimtab.planning.request.max_memory import merged_budgets
-from trimtab.planning.values.budget import Machine
+from trimtab.planning.values.blocks import Machine
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.report.document import Block, Code, Document, Facts, Heading, Table, Text
 from trimtab.request import LoadRequest, parse_bytes

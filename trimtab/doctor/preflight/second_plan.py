@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapters.keys import PEFT_HEAD
+from trimtab.adapters.config import PEFT_HEAD
 from trimtab.adapters.patch import patched_config
 from trimtab.doctor.preflight.adapter import AdapterReading
 from trimtab.doctor.preflight.device_map import OFF, MapReading

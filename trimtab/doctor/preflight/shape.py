@@ -17,7 +17,7 @@ from typing import Any
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.machine.anatomy_cache import read_anatomy, write_anatomy
+from trimtab.machine.machine_cache import read_anatomy, write_anatomy
 from trimtab.process.runner import DONE, run_inside
 
 TIMEOUT_S = 300.0

@@ -36,8 +36,7 @@ from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
 from trimtab.engine.decode.decode_step import BatchState, StepBuffers
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv.pages import RowPages
-from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.kv.sequence import Inputs, RowPages
 from trimtab.engine.prefill import prefill as prefill_graphs
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.prefill import stock_pass as hf_own_pass
@@ -45,12 +44,11 @@ from trimtab.engine.prefill.rows import PrefillContext
 from trimtab.engine.prefill.warm_up import CaptureAhead
 from trimtab.errors import DeviceError, RequestError
 from trimtab.planning.memory.activations import row_cache_bytes
-from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES
-from trimtab.planning.values.kv_bytes import pool_tokens
+from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, pool_tokens
 from trimtab.request import GenerateRequest
 
 if TYPE_CHECKING:
-    from trimtab.engine.lora.host_adapter import HeldAdapter
+    from trimtab.engine.lora.store import HeldAdapter
 
 # What a row was when the step was queued: its tokens, the last of them, and the serial of its adapter.
 _Seen = tuple[int, int, tuple[str, int | None] | None]

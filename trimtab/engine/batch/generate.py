@@ -28,6 +28,7 @@ from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.prompt import check_fits, fitted
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import Inputs, text_of
 from trimtab.engine.prefill.rows import PrefillContext
 from trimtab.errors import CheckpointError
@@ -317,7 +318,7 @@ class Generation:
             if rows is not None:
                 self._run_rows(rows)
                 return
-            hf_slots.reset_offset(self._model.hf_model)
+            sequence.reset_offset(self._model.hf_model)
             stock_generate(
                 self._model.hf_model, dict(self._inputs.tensors), self.request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
@@ -420,7 +421,7 @@ def generate_text(model: AnsweringModel, inputs: Inputs, request: GenerateReques
 def logits(model: BatchModel, inputs: Inputs) -> Tensor:
     """Return teacher-forced logits of the whole prompt: [S, V] float32 on the CPU."""
     check_fits(model, inputs, 0)
-    hf_slots.reset_offset(model.hf_model)
+    sequence.reset_offset(model.hf_model)
     model.lend_prompt_room()
     with torch.no_grad():
         logits_of_prompt: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits

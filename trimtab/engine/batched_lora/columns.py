@@ -40,7 +40,7 @@ from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, relative_error
-from trimtab.engine.layers.linear import Leaf, ResidentLeaf, UnpackedWeights
+from trimtab.engine.layers.leaves import Leaf, ResidentLeaf, UnpackedWeights
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.formats.record import stored_format

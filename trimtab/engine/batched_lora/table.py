@@ -29,7 +29,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.experts import ExpertsAdapter
 from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable

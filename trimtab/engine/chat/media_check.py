@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from torch import Tensor
 
-from trimtab.engine.kv.kv_cache import media_ids
+from trimtab.engine.kv.sequence import media_ids
 from trimtab.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:

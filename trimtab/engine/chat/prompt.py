@@ -21,8 +21,7 @@ from trimtab.engine.chat.control_tokens import ControlTokens, PromptText, turns_
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken, check_tower
-from trimtab.engine.kv.kv_cache import media_ids, placeholder_ids
-from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.kv.sequence import Inputs, media_ids, placeholder_ids
 from trimtab.engine.loader.processor import TOKENIZER_HINT
 from trimtab.engine.templates.budget import REFUSALS
 from trimtab.engine.templates.budget import render as render_template

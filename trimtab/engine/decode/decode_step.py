@@ -30,8 +30,9 @@ from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.engine.kernels.experts import MOST_ROWS as MOST_EXPERT_ROWS
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.kv.kv_cache import BatchedKVCache
-from trimtab.engine.layers import embedding as tables
+from trimtab.engine.layers import leaves
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy
 from trimtab.engine.memory.rates import outside_torch
@@ -132,10 +133,10 @@ class DecodeStep:
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, ...] | None = None
         self._live = -1  # rows that `cache.live` says
-        self._tables = tables.asking_host(self.model.hf_model)
+        self._tables = leaves.asking_host(self.model.hf_model)
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.
         is_recurrent = hf_slots.keeps_states(self.model.hf_model)
-        self._placeholders = frozenset[int]() if is_recurrent else hf_slots.placeholder_ids(self.model.hf_model)
+        self._placeholders = frozenset[int]() if is_recurrent else sequence.placeholder_ids(self.model.hf_model)
         self._capturing = StepCapture(self._choice, self.tokens, self._graphs)
 
     @property
@@ -493,7 +494,7 @@ class DecodeStep:
         # Passes in front of a capture compute the step too: states of recurrent layers stay as they are until it is replayed.
         self.cache.live.zero_()
         try:
-            with tables.reading_staged(self._tables), store.applying(slots):
+            with leaves.reading_staged(self._tables), store.applying(slots):
                 overlap = is_ours and self._capturing.overlap_pays(body, count)
                 with self.kernels.overlapping(overlap):
                     yield

@@ -16,7 +16,7 @@ import torch
 
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.device_kernels import EXPERTS, DeviceKernels
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.step_memory import check_room
 from trimtab.errors import DeviceError, DoesNotFitError

@@ -23,7 +23,7 @@ from trimtab.engine.kernels.embed_and_logits import argmax_logits
 from trimtab.engine.kernels.plain_attention import attention_torch, norm_torch, turned_torch
 from trimtab.engine.kv.kv_cache import BatchedKVCache, prompt_cache
 from trimtab.engine.kv.recurrent import RecurrentLayer
-from trimtab.engine.layers.linear import staged_in
+from trimtab.engine.layers.leaves import staged_in
 from trimtab.engine.lora.store import EAGER
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 

@@ -26,7 +26,7 @@ from trimtab.engine.formats.matmul_table import LayerProduct, Matmul, MatmulTabl
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.plain_attention import attention_torch
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.leaves import Leaf
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.columns import Columns, KeptWeights

@@ -28,7 +28,7 @@ from trimtab.engine.lora.experts import stack_facts, stack_of, stack_shape
 from trimtab.engine.tiers.near_experts import NearExperts
 
 if TYPE_CHECKING:
-    from trimtab.engine.layers.linear import Leaf
+    from trimtab.engine.layers.leaves import Leaf
     from trimtab.engine.lora.store import AdapterStore
 
 

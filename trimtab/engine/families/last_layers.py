@@ -23,7 +23,7 @@ from trimtab.engine.batched_lora.table import AdapterSlots, why_not_plain
 from trimtab.engine.families.step import FusedStep, TokenPositions
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
-from trimtab.engine.kv.pages import PageTable
+from trimtab.engine.kv.sequence import PageTable
 
 if TYPE_CHECKING:
     from trimtab.engine.families.decoder import Norm

@@ -15,7 +15,7 @@ from trimtab.engine.kernels import routers
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
     from trimtab.engine.families.decoder import Experts, Layer
-    from trimtab.engine.layers.linear import Leaf
+    from trimtab.engine.layers.leaves import Leaf
     from trimtab.engine.lora.experts import ExpertsAdapter
     from trimtab.engine.lora.store import AdapterStore
 

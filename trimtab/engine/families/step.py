@@ -28,16 +28,15 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.kv.recurrent import RecurrentLayer
-from trimtab.engine.layers.embedding import PackedTable, Table
-from trimtab.engine.layers.linear import Leaf, ResidentLeaf, packed_together, staged_in
+from trimtab.engine.layers.leaves import Leaf, PackedTable, ResidentLeaf, Table, packed_together, staged_in
 from trimtab.engine.lora.layers import SavedModule
 from trimtab.process import phases
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.kernels.device_kernels import DeviceKernels
-    from trimtab.engine.kv.pages import PageTable
-    from trimtab.engine.layers.linear import UnpackedWeights
+    from trimtab.engine.kv.sequence import PageTable
+    from trimtab.engine.layers.leaves import UnpackedWeights
 
 
 # Writes products over one input, x [n, D_in] -> out [n, all D_out], with the adapters of a table.

@@ -29,8 +29,8 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels.plain_attention import Growth, Scores, attention_torch, norm_torch, turned_torch
-from trimtab.engine.kv.pages import PageTable
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS
+from trimtab.engine.kv.sequence import PageTable
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 ACTIVATIONS = ("gelu_tanh", "silu", "gelu")
 MODES = ("own", "shared", "k_is_v")

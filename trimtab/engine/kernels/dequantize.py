@@ -28,8 +28,7 @@ from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, pair_us, random_values, relative_error
-from trimtab.engine.layers.embedding import GatheredTable, PackedTable
-from trimtab.engine.layers.linear import Leaf, ResidentLeaf
+from trimtab.engine.layers.leaves import GatheredTable, Leaf, PackedTable, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.memory.out_of_memory import reason_of

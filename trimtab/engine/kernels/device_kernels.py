@@ -35,7 +35,7 @@ from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, slower
-from trimtab.engine.layers.linear import Leaf, ResidentLeaf
+from trimtab.engine.layers.leaves import Leaf, ResidentLeaf
 from trimtab.formats.record import stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
 

@@ -33,7 +33,7 @@ from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import fits_type
 from trimtab.engine.kernels.gemv4 import LoraArgs
 from trimtab.engine.kernels.selfcheck import random_values
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.leaves import Leaf
 from trimtab.formats.record import rounds_change, stored_format
 from trimtab.planning.values.execution import CHECK_BYTES
 

@@ -40,7 +40,7 @@ from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import exact_rows
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.leaves import Leaf
 from trimtab.errors import DeviceError
 from trimtab.formats.kernels import LAYOUTS
 from trimtab.formats.record import rounds_change, stored_format

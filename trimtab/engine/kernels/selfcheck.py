@@ -33,10 +33,10 @@ from trimtab.engine.kernels.attention_and_norms import (
     turn,
 )
 from trimtab.engine.kernels.plain_attention import Growth
-from trimtab.engine.kv.pages import PagePool
+from trimtab.engine.kv.sequence import PagePool
 from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.memory.out_of_memory import reason_of
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 # name -> (ours, what it replaces), in microseconds
 Times = dict[str, tuple[float, float]]

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from trimtab.planning.values.kv_bytes import SCALE_BYTES
+from trimtab.planning.values.byte_sizes import SCALE_BYTES
 
 LARGEST = 127
 # Tokens of one head that a CPU reads at a time.

@@ -7,7 +7,7 @@ the rows, which a CUDA graph requires, and rows of different length share one st
 
 A full layer has a place for every position; a sliding layer is a ring: position p is at place p % window. The keys are
 already rotated when they get here, so their order among the places does not matter to attention. Where rows share a pool that is
-smaller than all their contexts, full layers are in pages (pages.py): a row has as many as its request reserved. In 8 bits
+smaller than all their contexts, full layers are in pages (sequence.py): a row has as many as its request reserved. In 8 bits
 (int8.py) D + 4 bytes replace D values: new states are rounded before they are written, and attention reads a copy.
 """
 
@@ -25,10 +25,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from trimtab.engine.kv import int8 as hf_kv_int8
-from trimtab.engine.kv.pages import PagePool
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer, is_recurrent
-from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, round_up
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS, pool_tokens
+from trimtab.engine.kv.sequence import PagePool, rope_module
+from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, PAGE_TOKENS, pool_tokens, round_up
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -534,7 +533,7 @@ def _as_taken(mask: Tensor, config: object, dtype: torch.dtype, is_added: bool) 
 
 def step_positions(hf_model: HFModel, cache: BatchedKVCache, count: int) -> Tensor:
     """Return the `position_ids` of a decode step: [count, 1], or the same for each of three axes [3, count, 1]."""
-    if _rope_module(hf_model) is None:
+    if rope_module(hf_model) is None:
         return cache.positions[cache.rows_of_step(count), None]
     return (cache.positions + cache.offsets)[cache.rows_of_step(count), None].expand(3, count, 1)
 
@@ -544,54 +543,6 @@ def prompt_positions(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return `position_ids` of a piece of text where the family would else take them from its last request. offset: the number of
     positions that earlier images save."""
-    if _rope_module(hf_model) is None:
+    if rope_module(hf_model) is None:
         return {}
     return {"position_ids": torch.arange(start + offset, end + offset, device=device).expand(3, 1, end - start)}
-
-
-def reset_offset(hf_model: HFModel) -> None:
-    """Forget the last request's offset: Qwen-VL keeps it on the model."""
-    module = _rope_module(hf_model)
-    if module is not None:
-        module.rope_deltas = None
-
-
-def copy_offset(hf_model: HFModel) -> None:
-    """Let the model keep a copy of its offset: later passes use the memory of this pass."""
-    module = _rope_module(hf_model)
-    if module is not None and module.rope_deltas is not None:
-        module.rope_deltas = module.rope_deltas.clone()
-
-
-def read_offset(hf_model: HFModel) -> int:
-    """Return the position offset of the answer, from the prompt that was computed last."""
-    module = _rope_module(hf_model)
-    deltas = None if module is None else module.rope_deltas
-    return 0 if deltas is None else int(deltas)
-
-
-def _rope_module(hf_model: HFModel) -> Any:
-    """Return the module that keeps the offset, if there is one: the model itself or the one within its head. Every pass needs it,
-    and a model has thousands of modules below."""
-    near = (hf_model, *(one for child in hf_model.children() for one in (child, *child.children())))
-    return next((module for module in near if "rope_deltas" in vars(module)), None)
-
-
-def has_three_axes(hf_model: HFModel) -> bool:
-    """Whether the family's positions count along three axes."""
-    return _rope_module(hf_model) is not None
-
-
-def placeholder_ids(hf_model: HFModel) -> frozenset[int]:
-    """Return the token ids that represent an image, frame or audio clip in a prompt."""
-    return frozenset().union(*media_ids(hf_model))
-
-
-def media_ids(hf_model: HFModel) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the token ids that represent images and frames, and those that represent audio clips."""
-
-    def named(*kinds: str) -> frozenset[int]:
-        names = (f"{what}_token_{word}" for what in kinds for word in ("id", "index"))
-        return frozenset(value for name in names if isinstance(value := getattr(hf_model.config, name, None), int))
-
-    return named("image", "video"), named("audio")

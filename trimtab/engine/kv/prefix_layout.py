@@ -21,7 +21,7 @@ from torch import Tensor
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
 from trimtab.engine.kv.recurrent import RecurrentLayer, is_recurrent, states_of
 from trimtab.planning.memory.prefix_cache import ALIGNED, LEAST_PAGE_BYTES
-from trimtab.planning.values.kv_bytes import PAGE_TOKENS
+from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.engine.layers.linear import UnpackedWeights
+from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.streaming import Streamer
 from trimtab.planning import Plan

@@ -20,7 +20,7 @@ from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, relative_error, slower
 
 if TYPE_CHECKING:
-    from trimtab.engine.layers.linear import Leaf
+    from trimtab.engine.layers.leaves import Leaf
 
 LARGEST_ERROR = 3e-3
 _CHECKED_ROWS = 512

@@ -1,8 +1,7 @@
 """A plan becomes a model: every tensor is read once, quantized on the execution device and put into its tier.
 
-The module tree is transformers' own, built on tensors without data (`engine/loader/transformers_model.py::probe`); `load` fills it
-block by block. Our leaves replace modules that a tier can move; norms, convolutions, biases and buffers become plain tensors on the
-execution device. On any error all memory is freed.
+The module tree is transformers' own, built on tensors without data (transformers_model.py); `load` fills it block by block. Leaves
+replace modules that a tier can move; other tensors are on the execution device. On any error all memory is freed.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import dequantize, prequantized, quantize
 from trimtab.engine.kv import sequence
-from trimtab.engine.layers import embedding as tables
-from trimtab.engine.layers import linear as leaves
+from trimtab.engine.layers import leaves
 from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.engine.loader import pieces
 from trimtab.engine.loader import transformers_model as hf
@@ -44,6 +42,7 @@ from trimtab.planning.memory.expert_slots import row_bytes
 from trimtab.planning.plan.plan import FilesRead, anatomy_key
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
+from trimtab.planning.values.execution import groups_on_device
 from trimtab.process import phases
 
 CPU = torch.device("cpu")
@@ -59,7 +58,7 @@ class Loaded:
 
     hf_model: Any
     streamer: tiers.Streamer | None
-    file_rows: list[tables.FileRows] = field(default_factory=list)
+    file_rows: list[leaves.FileRows] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     packs_experts: bool = False
 
@@ -122,7 +121,7 @@ class _Filler:
         # Streamed weights are put in place at the end: which buffers they share is known when the last block is read.
         self.waiting: list[Callable[[tiers.Streamer], None]] = []
         self.on_host: list[nn.Module] = []
-        self.file_rows: list[tables.FileRows] = []
+        self.file_rows: list[leaves.FileRows] = []
         self.spill: Spill | None = None
         self.uses: Counter[str] = Counter()
         owned = (tensor for row in self.rows for tensor in row.tensors if tensor.tied_to is None)
@@ -158,12 +157,13 @@ class _Filler:
         for module in self.on_host:  # with what its submodules were filled with since
             leaves.compute_on_host(module.to("cpu"))
         self._check_nothing_left()
-        pieces.say_who_groups(self.rows, self.adapter_store, self.device, self.plan.request.dtype)
+        is_grouped = self.device.type == "cuda" and any(row.stacks and not row.packs_experts for row in self.rows)
+        if is_grouped and not groups_on_device(self.plan.request.dtype, torch.cuda.get_device_capability(self.device)):
+            self.adapter_store.set_groups_on_host()
         if next(self.probe.model.parameters(), None) is None:  # OLMo: transformers asks one for the model's device and type
             self.probe.model.register_parameter("_own", nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), False))
-        left_out = {}
-        if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
-            left_out[head8.NAME] = why
+        why = head8_choice.choose(self.head) if self.head is not None and self.device.type == "cuda" else None
+        left_out = {} if why is None else {head8.NAME: why}
         if (why := hf_attention.use_in(self.probe.model, self.device, self.dtype)) is not None:
             left_out[hf_attention.WHAT] = why
         return Loaded(self.probe.model, streamer, self.file_rows, left_out, any(row.packs_experts for row in self.rows))
@@ -507,26 +507,26 @@ class _Filler:
         }  # fmt: skip
         if row.stored and stored_format(row.stored).has_exact_scale:
             common["exact_scale"] = float(getattr(module, "scalar_embed_scale", 1.0))
-        table: tables.Table
+        table: leaves.Table
         first_rows = int(getattr(module, "padding_idx", None) or 0) + 1
         if resident is not None:
-            table = tables.PackedTable(row.module_path, resident, first_rows, **common)
+            table = leaves.PackedTable(row.module_path, resident, first_rows, **common)
         elif parameter is not None:
-            table = tables.ResidentTable(row.module_path, parameter, **common)
+            table = leaves.ResidentTable(row.module_path, parameter, **common)
         else:
             assert source is not None
-            table = tables.GatheredTable(row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common)
+            table = leaves.GatheredTable(row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common)
         self.probe.model.set_submodule(row.module_path, table.eval())
 
-    def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tables.FileRows | tables.PackedRows:
+    def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | leaves.FileRows | leaves.PackedRows:
         """Return where the rows of a gathered table are: in host memory, or left in the checkpoint file."""
         is_in_file = self.home[row.block] == "file"
         if row.stored and is_in_file:
             stored = self.packed[self.probe.sources[weight.tensor_path].leaves[0]]
             files = {name: self._file_rows(part) for name, part in stored.parts.items()}
-            return tables.PackedRows(Packed(stored.kind, stored.shape, self.dtype, {}, {}), files)
+            return leaves.PackedRows(Packed(stored.kind, stored.shape, self.dtype, {}, {}), files)
         if row.stored:
-            return tables.PackedRows(self._packed(row, weight))
+            return leaves.PackedRows(self._packed(row, weight))
         if not is_in_file:
             dense = self._dense(weight)
             assert dense is not None
@@ -537,8 +537,8 @@ class _Filler:
         )  # fmt: skip
         return self._file_rows(entry)
 
-    def _file_rows(self, entry: TensorEntry) -> tables.FileRows:
-        rows = tables.FileRows(entry.file, entry.start, (entry.shape[0], entry.shape[1]), getattr(torch, entry.dtype))
+    def _file_rows(self, entry: TensorEntry) -> leaves.FileRows:
+        rows = leaves.FileRows(entry.file, entry.start, (entry.shape[0], entry.shape[1]), getattr(torch, entry.dtype))
         self.file_rows.append(rows)
         return rows
 

@@ -25,7 +25,6 @@ from trimtab.engine.tiers.near_experts import NearExperts, NearWriter
 from trimtab.engine.tiers.streaming import Staged, Streamer
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import HEAD_PIECE_VALUES, PackedEntry, stored_format
-from trimtab.planning.values.execution import groups_on_device
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Take = Callable[[TensorEntry], Tensor]
@@ -72,13 +71,6 @@ def check_routers(model: nn.Module, rows: Iterable[ModuleRow], path: str) -> Non
                     "a router of experts has values that are NaN or infinite", path=path, tensor_name=tensor.tensor_path,
                     hint="The file is damaged, or its values are too large for the dtype",
                 )  # fmt: skip
-
-
-def say_who_groups(rows: Iterable[ModuleRow], store: AdapterStore, device: torch.device, dtype: str) -> None:
-    """Tell the store if torch's product over unpacked experts reads on the host how many tokens each has."""
-    if device.type == "cuda" and any(row.stacks and not row.packs_experts for row in rows):
-        if not groups_on_device(dtype, torch.cuda.get_device_capability(device)):
-            store.set_groups_on_host()
 
 
 def formats_of_files(

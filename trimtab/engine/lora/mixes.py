@@ -28,10 +28,9 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.attached import AttachedAdapter
 from trimtab.engine.lora.base_values import LinearLayer, TableLayer
 from trimtab.engine.lora.experts import ExpertsAdapter
-from trimtab.engine.lora.host_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.engine.lora.layers import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
 from trimtab.engine.lora.routers import RouterAdapter
-from trimtab.engine.lora.store import TOWERS, AdapterStore
+from trimtab.engine.lora.store import ADAPTER_DTYPE, TOWERS, AdapterStore, HeldAdapter
 from trimtab.errors import DoesNotFitError, RequestError, gib
 
 MOST_MIXES = 8

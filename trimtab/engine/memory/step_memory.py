@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from trimtab.errors import DoesNotFitError, gib
 from trimtab.planning.memory.activations import row_cache_bytes
+from trimtab.planning.values.byte_sizes import pool_tokens
 from trimtab.planning.values.execution import CAPTURED, MOST_GRAPHS, graph_bytes, graph_count, step_bytes
-from trimtab.planning.values.kv_bytes import pool_tokens
 
 if TYPE_CHECKING:
     import torch

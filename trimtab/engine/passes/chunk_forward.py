@@ -37,6 +37,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer
 from trimtab.engine.lora.store import covered
@@ -357,7 +358,7 @@ class ChunkForward:
         self._cache = Cache(layers=[self._in_chunks(one) for one in cache.layers])
         # Eager attention is causal by its mask alone.
         self.adds_masks = getattr(self.config, "_attn_implementation", None) == "eager"
-        self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
+        self._axes = 3 if sequence.has_three_axes(hf_model) else 1
         self._buffers: dict[tuple[int, int], Buffers] = {}
         self.least_places = least_places
         self._places = torch.arange(cache.context_tokens, device=self.device)

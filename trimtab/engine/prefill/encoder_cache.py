@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.kv.prefix_store import scope_of
 from trimtab.engine.towers.pieces import TowersDoneError
 
@@ -49,7 +49,7 @@ def encoders(
     decoder is left (TowersDoneError)."""
     owner = getattr(hf_model, "model", None)
     names = [name for name in FUNCTIONS if hasattr(owner, name)]
-    kinds = hf_slots.media_ids(hf_model)
+    kinds = sequence.media_ids(hf_model)
     before, is_complete = cache.encoder_counts.copy(), False
     try:
         for name, ids in zip(FUNCTIONS, kinds, strict=True):

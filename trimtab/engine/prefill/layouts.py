@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trimtab.engine.families.decoder import Experts
-    from trimtab.engine.layers.linear import Leaf
+    from trimtab.engine.layers.leaves import Leaf
 
 
 @dataclass(eq=False)

@@ -34,9 +34,10 @@ from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import PrefillState
-from trimtab.engine.layers import embedding as tables
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers import leaves
+from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Policy
 from trimtab.engine.memory.rates import outside_torch
@@ -95,8 +96,8 @@ class PrefillRunner:
         self._outputs: dict[tuple[bool, int], list[Tensor]] = {}
         self.is_recurrent = hf_slots.keeps_states(self.model.hf_model)
         self.tower_passes = TowerPasses(self)
-        self.staged_tables = tables.asking_host(self.model.hf_model)
-        self.placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        self.staged_tables = leaves.asking_host(self.model.hf_model)
+        self.placeholders = sequence.placeholder_ids(self.model.hf_model)
         if (self.captures or mode == "static") and (why := self._why_not(sizes)) is not None:
             self.fall_back(why)
         self.is_on = bool(self.sizes)  # whether any prompt is computed in chunks of fixed shapes
@@ -232,7 +233,7 @@ class PrefillRunner:
             media = self.tower_passes.media_of(prompt)
             if media is None:
                 return None
-            offset = hf_slots.read_offset(self.model.hf_model)
+            offset = sequence.read_offset(self.model.hf_model)
         may_end_at = (lambda _: True) if media is None else media.may_end_at
         kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
         chunks: list[Chunk] | None = []
@@ -452,7 +453,7 @@ class PrefillRunner:
     def _capturing(self) -> Iterator[None]:
         self.kernels()  # not chosen in the pass
         torch.cuda.empty_cache()  # memory of uncaptured passes must not stay in the graphs' pool
-        with tables.reading_staged(self.staged_tables):
+        with leaves.reading_staged(self.staged_tables):
             yield
 
     def _end_captures(self, why: str) -> None:

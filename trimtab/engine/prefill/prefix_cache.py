@@ -37,6 +37,7 @@ from torch import Tensor
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
 from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, RowViews, copy, holds_window
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
@@ -361,7 +362,7 @@ class Prefixes:
         """
         behind = max((mark.end for mark in prompt.inputs.marks), default=0)
         match = self.find(prompt, may_end_at=lambda place: place >= behind)
-        needs_offset = prompt.inputs.has_media and hf_slots.has_three_axes(self.model.hf_model)
+        needs_offset = prompt.inputs.has_media and sequence.has_three_axes(self.model.hf_model)
         if not match.tokens or (needs_offset and match.offset is None):
             prompt.row.begin_reuse(prompt.row.reuse, 0)
             return

@@ -14,20 +14,19 @@ from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.kernels.dequantize import PromptKernels
 from trimtab.engine.kv.kv_cache import BatchedKVCache
-from trimtab.engine.kv.pages import RowPages
 from trimtab.engine.kv.prefix_store import Match
-from trimtab.engine.kv.sequence import PrefillState, TokenSequence
+from trimtab.engine.kv.sequence import PrefillState, RowPages, TokenSequence
 from trimtab.engine.layers.context import EngineContext
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.engine.lora.store import HeldAdapter
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 from trimtab.engine.passes.chunk_forward import ChunkForward
 from trimtab.engine.passes.prompt_job import PromptJob
 from trimtab.engine.towers.graphs import Towers
 
 if TYPE_CHECKING:
-    from trimtab.engine.layers.embedding import GatheredTable
+    from trimtab.engine.layers.leaves import GatheredTable
 
 T = TypeVar("T")
 

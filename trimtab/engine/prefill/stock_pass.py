@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import Inputs, PrefillState, text_of
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import PrefillContext, Rows
@@ -54,7 +55,7 @@ class TextPass:
 def _begin(model: PrefillContext, adapter: str | None) -> None:
     model.adapter_store.set(adapter)
     model.lend_prompt_room()
-    hf_slots.reset_offset(model.hf_model)
+    sequence.reset_offset(model.hf_model)
 
 
 def _tensors(model: PrefillContext, inputs: Inputs, start: int, end: int, offset: int = 0) -> dict[str, Tensor]:
@@ -107,5 +108,5 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
             prompt.begin_chunk(0)
             return False
     logits = output.logits[0, -1].float() if end == count else None
-    prompt.end_chunk(end, logits=logits, offset=hf_slots.read_offset(model.hf_model) if is_whole else None)
+    prompt.end_chunk(end, logits=logits, offset=sequence.read_offset(model.hf_model) if is_whole else None)
     return end == last

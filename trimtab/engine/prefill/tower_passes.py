@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.lora.store import covered
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -54,7 +55,7 @@ class TowerPasses:
         """
         is_busy, pieces = bool(self.prompts.batch.active), self._begin_pieces(prompt)
         key = self.prompts.layouts.set_towers(prompt.row.adapter)
-        hf_slots.reset_offset(self.prompts.model.hf_model)
+        sequence.reset_offset(self.prompts.model.hf_model)
         ops, room = self.prompts.tower_ops(), self._room()
         try:
             with (
@@ -82,7 +83,7 @@ class TowerPasses:
         else:
             if room is not None:
                 media = _copied(media)
-                hf_slots.copy_offset(self.prompts.model.hf_model)
+                sequence.copy_offset(self.prompts.model.hf_model)
                 del pieces  # it keeps the last layer's output
                 room.check()
             return media

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.engine.kv import sequence
+from trimtab.engine.lora.store import HeldAdapter
 from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.prefill.rows import Rows
 from trimtab.errors import RequestError
@@ -69,7 +69,7 @@ class CaptureAhead:
 
     def _token(self) -> int:
         """Return a token that is no placeholder."""
-        placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        placeholders = sequence.placeholder_ids(self.model.hf_model)
         middle = int(self.model.hf_model.config.get_text_config().vocab_size) // 2
         return next(number for number in range(middle, 0, -1) if number not in placeholders)
 

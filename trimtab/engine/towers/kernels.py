@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels.dequantize import PromptKernels, is_read
-from trimtab.engine.layers.linear import HostLeaf, Leaf
+from trimtab.engine.layers.leaves import HostLeaf, Leaf
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import TOWERS
 

@@ -20,10 +20,12 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow,
 from trimtab.checkpoint.config_limits import USUAL_CHOSEN
 from trimtab.formats.record import DEQUANTIZED_BYTES, DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.blocks import Paid, quant_of, widened_bytes
-from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES, Work
-from trimtab.planning.values.kv_bytes import (
+from trimtab.planning.values.byte_sizes import (
+    ADAPTER_PIECE_VALUES,
     FIRST,
+    HEAD_CHUNK_VALUES,
     PAGE_TOKENS,
+    Work,
     copy_bytes,
     paged_copy_bytes,
     pages_of,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer
 from trimtab.errors import RequestError, gib
 from trimtab.planning.memory.activations import STATE_BYTES
-from trimtab.planning.values.kv_bytes import position_bytes
+from trimtab.planning.values.byte_sizes import position_bytes
 from trimtab.request import LoadRequest
 
 # Tokens of a block: common prefixes of prompts are found in multiples of it.

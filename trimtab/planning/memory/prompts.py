@@ -14,9 +14,9 @@ from trimtab.formats.record import stored_format
 from trimtab.planning.memory.activations import FLOAT32_BYTES, KEPT, Use, needs_of, use_of
 from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.blocks import quant_of
+from trimtab.planning.values.byte_sizes import LAYER_KERNELS as KV8_KERNELS
+from trimtab.planning.values.byte_sizes import NODE_BYTES, copy_bytes
 from trimtab.planning.values.execution import CAPTURED, SMALL_BUDGET_BYTES
-from trimtab.planning.values.kv_bytes import LAYER_KERNELS as KV8_KERNELS
-from trimtab.planning.values.kv_bytes import NODE_BYTES, copy_bytes
 
 # Allocator slack of a separate graph pool (towers): bytes beyond its tensors, in segments that torch never joins, per
 # captured kernel. No run that measures it is recorded.

@@ -20,10 +20,9 @@ from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.record import stored_format
 from trimtab.planning.plan import chart as picture
 from trimtab.planning.plan.table import document_of
-from trimtab.planning.values.byte_sizes import Rates
+from trimtab.planning.values.byte_sizes import Rates, check_family, pool_tokens
 from trimtab.planning.values.cards import Card
 from trimtab.planning.values.execution import MODES, Execution
-from trimtab.planning.values.kv_bytes import check_family, pool_tokens
 from trimtab.planning.values.reading import read_row
 from trimtab.planning.values.rows import OUTSIDE_PEAK, ExpertWeights, Placement, StoredWeights, Unquantized
 from trimtab.process.files import write_text

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from trimtab.adapters.file import GGUF, TENSORS_NAME
 from trimtab.errors import gib
-from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
+from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES, KV8_KL
 from trimtab.planning.values.cards import marked
 from trimtab.planning.values.execution import Execution, Phase, how_computed
-from trimtab.planning.values.kv_bytes import KV8_KL
 from trimtab.planning.values.rows import OUTSIDE_PEAK, PHASE_WORDS, ExpertWeights, Placement, Unquantized
 from trimtab.report.document import Block, Document, Facts, Table, Text
 from trimtab.request import EXPERTS, MADE_EXPERTS

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.planning.values.budget import Machine
+from trimtab.planning.values.blocks import Machine
 from trimtab.planning.values.byte_sizes import Rates
 from trimtab.planning.values.cards import MIB, Card
 

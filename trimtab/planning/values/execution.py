@@ -20,9 +20,8 @@ from typing import Any
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.formats.packed import formats_of
 from trimtab.formats.record import HEAD8, STACK_MULTIPLE, PackedEntry, packed_bytes, stored_format
-from trimtab.planning.values.budget import STAGING_SLOTS
-from trimtab.planning.values.byte_sizes import Rates
-from trimtab.planning.values.kv_bytes import added_node_bytes, step_copy_bytes
+from trimtab.planning.values.blocks import STAGING_SLOTS
+from trimtab.planning.values.byte_sizes import Rates, added_node_bytes, step_copy_bytes
 from trimtab.planning.values.pipeline import Stage, pipeline_s
 
 MIB = 2**20

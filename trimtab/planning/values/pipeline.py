@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from trimtab.planning.values.blocks import Block
-from trimtab.planning.values.budget import Choice, Item
+from trimtab.planning.values.blocks import Block, Choice, Item
 from trimtab.planning.values.copy_order import CopyOrder, Piece
 
 # Positions of the first of the spread layers, as shares of the distance between two.

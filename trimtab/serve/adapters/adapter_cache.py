@@ -25,8 +25,8 @@ import torch
 from trimtab.adapter_names import is_lora_file, is_mix, parts_of, weights_of
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME, check_beside, stamps_of
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.lora.host_adapter import HeldAdapter
 from trimtab.engine.lora.mixes import MOST_MIXES
+from trimtab.engine.lora.store import HeldAdapter
 from trimtab.engine.model import LoadedModel
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from trimtab.serve.api.answer_types import AnthropicUsage
-from trimtab.serve.api.openai_shape import NamedEvents
+from trimtab.serve.api.answers import NamedEvents
 from trimtab.serve.contract.job import Event
 
 # HTTP status -> Anthropic's name of the error.

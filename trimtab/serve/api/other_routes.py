@@ -18,7 +18,7 @@ from trimtab.request import GenerateRequest
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
 from trimtab.serve.api.answer_types import Embedding, Embeddings, EmbeddingsUsage, TokenCount, Tokens, TokensText
-from trimtab.serve.api.openai_shape import Fragments, Shape
+from trimtab.serve.api.answers import Fragments, Shape
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.settings import Limits
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.serve.api.openai_shape import NamedEvents
+from trimtab.serve.api.answers import NamedEvents
 from trimtab.serve.contract.job import Event
 
 

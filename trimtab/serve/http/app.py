@@ -32,10 +32,9 @@ from trimtab.serve.api import messages_api, responses_api
 from trimtab.serve.api import other_routes as beside
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
+from trimtab.serve.api.answers import CLIENT_LEFT, ChatShape, CompletionShape, Merged, Shape, answer
 from trimtab.serve.api.body import FREE_BYTES, BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.api.messages_shape import MessagesShape, error_object
-from trimtab.serve.api.openai_shape import ChatShape, CompletionShape, Shape
-from trimtab.serve.api.responses import CLIENT_LEFT, Merged, answer
 from trimtab.serve.api.responses_shape import ResponsesShape
 from trimtab.serve.api.routes import (
     ANTHROPICS,

@@ -23,7 +23,7 @@ from trimtab.engine.batch.request import Row, SampledToken, Sampler
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
 from trimtab.engine.kv.sequence import Inputs
-from trimtab.engine.lora.host_adapter import HeldAdapter
+from trimtab.engine.lora.store import HeldAdapter
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import RequestError
 from trimtab.planning.memory.activations import passing_tokens

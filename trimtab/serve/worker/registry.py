@@ -37,7 +37,7 @@ from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint, request_refusal
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
-from trimtab.planning.values.kv_bytes import check_pool
+from trimtab.planning.values.byte_sizes import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
 from trimtab.serve.contract.settings import Limits, Settings

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.machine import machine_cache as known
-from trimtab.machine import preload
 from trimtab.machine.memory import process_bytes
-from trimtab.process import phases
+from trimtab.process import before_torch, phases
 from trimtab.process.child import end_after
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
@@ -40,7 +39,7 @@ from trimtab.serve.worker.row_count import plan_rows
 
 if TYPE_CHECKING:
     from trimtab.api import PlanInputs
-    from trimtab.engine.lora.host_adapter import HeldAdapter
+    from trimtab.engine.lora.store import HeldAdapter
     from trimtab.planning import Plan
     from trimtab.planning.memory.media import ServedMedia
 
@@ -80,7 +79,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
         end_after(parent.join, grace_s=ORPHAN_S)  # also during loading, when it does not read the pipe
     channel = Channel(connection)
     try:
-        with preload.collecting_rarely():
+        with before_torch.collecting_rarely():
             with phases.watched(partial(_tell_phase, channel)):
                 worker = _Worker(channel, settings)
             worker.run()
@@ -96,10 +95,10 @@ def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
     device = request["device"]
     found = None if request.get("card") else known.find_machine(device, inputs.process_bytes)
     if found is None:
-        preload.load_libraries()
+        before_torch.load_libraries()
         return
     inputs.machines[device, None] = found
-    preload.import_module("trimtab.engine.model")
+    before_torch.import_module("trimtab.engine.model")
 
 
 def _tell_phase(channel: Channel, phase: str, far: str) -> None:
@@ -140,7 +139,7 @@ class _Worker:
             if is_same and before is not None
             else _planned(request, rows, later, inputs, media=_media(settings), is_first=before is None)
         )
-        preload.make_context(self.plan.execution_device)  # while torch is imported
+        before_torch.make_context(self.plan.execution_device)  # while torch is imported
         self._told = 0.0
         # Adapters that are read for the device stay in host memory, and are neither matched nor read again.
         read: dict[str, HeldAdapter] = {}
@@ -180,7 +179,7 @@ class _Worker:
             self.engine.capture()
         sys.setswitchinterval(SWITCH_S)
         gc.collect()
-        preload.collect_again()
+        before_torch.collect_again()
         gc.freeze()  # a garbage collection over the model's objects and all modules would stop all answers for 0.1 s
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
         self.adapters.watcher.start()

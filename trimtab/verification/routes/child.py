@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.errors import TrimtabError
-from trimtab.machine import preload
-from trimtab.process import phases
+from trimtab.process import before_torch, phases
 
 PHASE = "phase"
 
@@ -18,9 +17,9 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     try:
         with phases.watched(lambda phase, far: emit({"event": PHASE, "phase": phase, "far": far})):
             phases.begin_imports()
-            with preload.collecting_rarely():
+            with before_torch.collecting_rarely():
                 module = importlib.import_module(request["module"])
-                preload.keep_imports()
+                before_torch.keep_imports()
             module.main(request["request"], emit)
     except TrimtabError as exc:
         emit({"event": "error", **exc.to_dict()})

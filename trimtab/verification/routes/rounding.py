@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.formats.coded_files import packed_once
-from trimtab.engine.layers.linear import Leaf
+from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora.layers import EmbeddingAdapter, Fitting, Holders, LinearAdapter
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.alarm_rate import DRAWS

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterSpec, AdapterTarget
+from trimtab.adapters.config import own_path
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
-from trimtab.adapters.keys import own_path
 from trimtab.verification.server.verdict import OTHER_VALUES
 
 TOWERS = ("vision", "audio", "connector")

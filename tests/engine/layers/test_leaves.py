@@ -18,7 +18,7 @@ from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.layers.linear import UnpackedWeights
+from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.planner import ITEM, unpacked_bytes
 from trimtab.request import LoadRequest

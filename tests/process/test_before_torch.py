@@ -12,7 +12,7 @@ import pytest
 
 from tests import ROOT
 from trimtab.errors import RequestError
-from trimtab.process import threads
+from trimtab.process import before_torch
 
 
 def group(folder: Path, **files: str) -> Path:
@@ -28,7 +28,7 @@ def group(folder: Path, **files: str) -> Path:
 )
 def test_a_quota_is_whole_cores(tmp_path: Path, text: str, cores: int | None) -> None:
     group(tmp_path / "cg", cpu__max=text)
-    assert threads.quota_cores(tmp_path / "cg", tmp_path / "none") == cores
+    assert before_torch.quota_cores(tmp_path / "cg", tmp_path / "none") == cores
 
 
 def test_the_tightest_quota_above_a_process_holds(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_the_tightest_quota_above_a_process_holds(tmp_path: Path) -> None:
     group(tmp_path / "cg", cpu__max="max 100000")
     group(tmp_path / "cg" / "pod", cpu__max="300000 100000")
     group(tmp_path / "cg" / "pod" / "one", cpu__max="800000 100000")
-    assert threads.quota_cores(tmp_path / "cg", member) == 3
+    assert before_torch.quota_cores(tmp_path / "cg", member) == 3
 
 
 def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
     member.write_text("5:cpuset:/a\n4:cpu,cpuacct:/box\n")
     group(tmp_path / "cg" / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     group(tmp_path / "cg" / "cpu" / "box", cpu__cfs_quota_us="400000\n", cpu__cfs_period_us="100000\n")
-    assert threads.quota_cores(tmp_path / "cg", member) == 4
+    assert before_torch.quota_cores(tmp_path / "cg", member) == 4
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
 def test_threads_have_cores_of_their_own(
     monkeypatch: pytest.MonkeyPatch, cores: int, quota: int | None, load: float, expected: int | None
 ) -> None:
-    monkeypatch.setattr(threads, "_cores", lambda: cores)
-    monkeypatch.setattr(threads, "quota_cores", lambda: quota)
+    monkeypatch.setattr(before_torch, "_cores", lambda: cores)
+    monkeypatch.setattr(before_torch, "quota_cores", lambda: quota)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
-    assert (threads.choose(beside_others=True) or cores) == (expected or cores)
+    assert (before_torch.choose(beside_others=True) or cores) == (expected or cores)
     alone = min(cores, quota or cores)
-    assert (threads.choose(beside_others=False) or cores) == alone
+    assert (before_torch.choose(beside_others=False) or cores) == alone
 
 
 @pytest.mark.parametrize(
@@ -75,20 +75,20 @@ def test_threads_have_cores_of_their_own(
 def test_a_flag_comes_first_then_our_variable_then_openmps(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, environ: dict[str, str], expected: str
 ) -> None:
-    monkeypatch.setattr(threads, "choose", lambda **_: 4)
+    monkeypatch.setattr(before_torch, "choose", lambda **_: 4)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    threads.use(asked, environ=environ)
+    before_torch.use_threads(asked, environ=environ)
     assert environ["OMP_NUM_THREADS"] == expected
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "", "5000"])
 def test_what_is_no_number_of_threads_is_refused(value: str) -> None:
     with pytest.raises(RequestError) as caught:
-        threads.use(value, environ={})
+        before_torch.use_threads(value, environ={})
     assert (caught.value.field, caught.value.value) == ("--threads", value)
     if value:
         with pytest.raises(RequestError) as caught:
-            threads.use(None, environ={"TRIMTAB_THREADS": value})
+            before_torch.use_threads(None, environ={"TRIMTAB_THREADS": value})
         assert caught.value.field == "TRIMTAB_THREADS"
 
 
