@@ -47,7 +47,7 @@ def test_an_import_for_the_type_checker_counts(tmp_path, monkeypatch):
 
 
 def test_a_former_name_is_the_module_itself_and_warns():
-    with pytest.warns(DeprecationWarning, match=r"trimtab\.plan\.kv_form is trimtab\.planning\.values\.kv_bytes now") as told:
+    with pytest.warns(DeprecationWarning, match=r"trimtab\.plan\.kv_form is trimtab\.planning\.values\.byte_sizes now") as told:
         module = importlib.import_module("trimtab.plan.kv_form")
     assert module is importlib.import_module("trimtab.planning.values.byte_sizes") and len(told) == 1
 

@@ -1,7 +1,11 @@
-"""adapter_config.json: every field is supported, harmless or refused.
+"""What an adapter's files say: tensor names, the fields of adapter_config.json, and what these mean for modules by PEFT's rules.
 
-Fields are those of LoraConfig in PEFT 0.19.1 and 0.21.2. An unknown field is refused by name unless it is off (null,
-false, empty), because PEFT adds new fields switched off. Imports no torch.
+`parse_key` reads one name. `Rewrite` is one known spelling of module paths (PEFT, older transformers, text-only classes, servers);
+`REWRITES` lists all of them in order. Whether a path exists is checked by the caller.
+
+Fields are those of LoraConfig in PEFT 0.19.1 and 0.21.2: each is supported, harmless or refused. An unknown field is refused by
+name unless it is off (null, false, empty), because PEFT adds new fields switched off. `Rules` are rank and scale, targets, saved
+modules and idle entries; patterns are matched over all paths at once (checkpoint/names.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -192,6 +196,8 @@ _MOVES: tuple[tuple[tuple[str, str], ...], ...] = (
 REWRITES: tuple[Rewrite, ...] = tuple(Rewrite(head, moves) for head in (PEFT_HEAD, "") for moves in _MOVES)
 
 
+# Fields of a configuration --------------------------------------------------------------------------------------------
+
 # Of lora_B's columns on a stack of experts, where two programs give one file two meanings (adapters/experts.py): our own field.
 STACKED_ORDER, STACKED_ORDERS = "stacked_lora_B", ("peft", "unsloth")
 
@@ -363,6 +369,8 @@ def _is_number(value: Any) -> bool:
     except OverflowError:  # an integer beyond the range of a float
         return False
 
+
+# What they mean for modules -------------------------------------------------------------------------------------------
 
 # PEFT adds these to modules_to_save depending on the task, and ignores those that a model does not have. Source: PEFT
 # 0.21.2, peft_model.py, PeftModelForSequenceClassification and the like; utils/constants.py.

@@ -1,7 +1,13 @@
-"""Names of modules and options: patterns with boundaries, prefixes, the names most similar to a mistyped one, and former names.
+"""Names of modules and options: patterns, prefixes, the names most similar to a mistyped one, and former names.
 
 transformers renames parts of models between releases, but adapters keep the names of their training. The renames come from the
 installed release's table for checkpoints (engine/loader/transformers_model.py) and are part of the anatomy. Imports no torch.
+
+Regular expressions from files (`Matcher`) are matched over many names at once in bounded time and memory, without backtracking.
+Python's parser reads a pattern. Its tree is evaluated with one set of positions in the text of all names, stored as the bits of an
+integer. A character moves the set by one position, a repeated character fills runs by an addition, and a look-ahead is evaluated
+backwards. Greediness does not change whether a pattern matches, so the result equals that of `re` (docs/decisions/0040). Not
+supported: back-references, conditions on groups, atomic groups, possessive repeats.
 """
 
 from __future__ import annotations
@@ -188,6 +194,8 @@ def _of_re(name: str, former: str) -> Any:
 
 
 compiler, sre, parser = (_of_re("compiler", "sre_compile"), _of_re("constants", "sre_constants"), _of_re("parser", "sre_parse"))
+
+# Regular expressions --------------------------------------------------------------------------------------------------
 
 # Limits: characters and nested groups of a pattern; names or patterns of one list; patterns among them that are more
 # than a name. A separate rank for each module of 128 experts in 48 layers needs 18,432 names.

@@ -1,10 +1,15 @@
-"""The Machine and Rates that an earlier process measured through torch, in the user's cache, so that a plan needs no torch.
+"""What an earlier process found, kept in the user's cache: a plan needs neither torch nor transformers. Machine, Rates, anatomies.
 
-Cached values: the host memory of the libraries, and torch's thread count. Their keys are the installed releases and the
+Cached of the machine: the host memory of the libraries, and torch's thread count. Their keys are the installed releases and the
 settings of the thread count. Rates of a busy machine are cached for minutes only. Free memory is read now, from the driver. If
 torch is loaded already, torch is queried instead (engine/memory/rates.py).
 
 Not known: unused memory that torch's allocator in another process keeps.
+
+The key of an anatomy has everything that shapes the tree: the hashes of config.json and of the other files that transformers reads
+for it, the tensors' names, types and shapes, the request's formats, the releases of Python, torch, transformers, bitsandbytes and
+this package, and this package's files. If the loader compared stored values, the weight files must be the same files. An
+unreadable entry counts as missing.
 """
 
 from __future__ import annotations
@@ -178,6 +183,8 @@ def write_rates(device_name: str, torch_version: str, threads: int, rates: Rates
         path = rates_path(device_name, torch_version, threads)
         write_own(path, path.name, json.dumps(values, indent=1).encode())
 
+
+# Anatomies ------------------------------------------------------------------------------------------------------------
 
 ANATOMIES = "anatomies"
 MOST_FILES, MOST_FILES_BYTES, MOST_FILE_BYTES = 64, 64 * 2**20, 16 * 2**20

@@ -1,4 +1,4 @@
-"""The search: the cheapest placement that keeps every budget.
+"""The search: the cheapest placement that keeps every budget, and the reason for each block's place, or that there is none.
 
 The candidates do not depend on the budgets, so more memory never gives a slower plan. They are *prefixes* of an order
 in which blocks leave the device: tables first, since fetching rows is very cheap, then the fewest seconds per byte.
@@ -11,6 +11,9 @@ device and host are both full to the last block, it may miss a placement that fi
 
 Identical blocks (with the same choices) form groups, so a search handles ten kinds of blocks instead of hundreds of
 blocks.
+
+A reason is one sentence with bytes, a fact about this plan. Its numbers come from the totals that the search compares: the
+placement in which all blocks stay on the device, and the one in which no block goes to disk.
 """
 
 from __future__ import annotations
@@ -420,6 +423,8 @@ def _thinned(sizes: list[int]) -> list[int]:
     last = len(sizes) - 1
     return [sizes[round(place * last / (MOST_CAPS - 1))] for place in range(MOST_CAPS)]
 
+
+# Reasons --------------------------------------------------------------------------------------------------------------
 
 UNLIMITED_BYTES = 2**62
 _PAID = {

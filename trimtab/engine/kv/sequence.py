@@ -1,8 +1,21 @@
-"""The state of a request below its batch: its inputs, its tokens, how much of its prompt is computed, and how its positions turn.
+"""The state of a request below its batch: its inputs, its tokens, how much of its prompt is computed, its pages and its positions.
 
 Every prompt turns as if it were computed alone and whole. The rotation "longrope" has other angles behind
 `original_max_position_embeddings`, "dynamic" for each length. transformers (5.6.2 to 5.23, modeling_rope_utils.py) chooses those of
 all rows of a pass by its longest position, and "dynamic" keeps an earlier, longer text's.
+
+Keys and values in pages: a row has as many positions as its request needs, in any free pages of one pool.
+
+    pool = PagePool(tokens, rows, context_tokens, device)
+    pages = pool.take(prompt_tokens + max_new_tokens)     # page numbers; DoesNotFitError if too few are free
+    pool.bind(row, pages)                                 # the row's table has them from here on
+    pool.move(2, 0); pool.unbind(0); pool.give(pages)
+
+A layer's keys are [H, P, D]: page p has the positions p * PAGE_TOKENS and following, for every layer the same pages. `PageTable`
+says which page has a row's places i * PAGE_TOKENS and following: [rows, pages] int32 on the device, read by captured steps at
+its address. Page NONE marks places that a row does not have: it is never written and reads as zeros. Writes to such a place
+(padding of a chunk, steps of rows that have finished) go to page SCRAP, which is never read. Pages of a row are set on the host
+and written in the order of the stream: a step that was queued before does not see them.
 """
 
 from __future__ import annotations
@@ -27,6 +40,9 @@ if TYPE_CHECKING:
 
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.kv.kv_cache import BatchedKVCache
+
+
+# Inputs and tokens ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,6 +237,9 @@ class PrefillState:
             self.logits = None
 
 
+# Rotations of a text alone --------------------------------------------------------------------------------------------
+
+
 def turn_alone(hf_model: HFModel, rotations: Iterable[nn.Module]) -> None:
     """Make the angles of each row independent of other rows and of earlier texts."""
     own = _ALONE[hf_model] = _Alone()
@@ -264,6 +283,9 @@ class _Alone:
 
 
 _ALONE: WeakKeyDictionary[HFModel, _Alone] = WeakKeyDictionary()
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,6 +453,9 @@ class RowPages:
 
     def _most_tokens(self, row: TokenSequence) -> int:
         return min(row.prompt_tokens + row.request.answer_tokens, self.context_tokens)
+
+
+# Positions of families with three axes, and tokens of media -----------------------------------------------------------
 
 
 def reset_offset(hf_model: HFModel) -> None:

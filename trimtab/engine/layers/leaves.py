@@ -1,7 +1,8 @@
-"""The layers that replace Linears in the module tree: each computes with a weight that a tier holds (tiers/streaming.py).
+"""The layers that replace Linears and embeddings in the module tree: each computes with a weight that a tier holds (streaming.py).
 
 Leaves compute, blocks schedule. A weight stays where it is computed with (resident, or on the host), or is opened in its
-block's buffer. A leaf whose block is not staged fetches it, so the answer never depends on the order of calls.
+block's buffer. A leaf whose block is not staged fetches it, so the answer never depends on the order of calls. A `Table` is
+complete on the computing device, or in host memory or the file, from which rows are fetched.
 
 Where the plan reserves memory for both, the decoder's 4-bit weights are kept unpacked too, in the model's dtype:
 
@@ -315,6 +316,9 @@ def keep_unpacked(model: Any) -> tuple[UnpackedWeights | None, int]:
         return kept, 0
     kept.replace_products()
     return None, kept.nbytes
+
+
+# Embeddings -----------------------------------------------------------------------------------------------------------
 
 
 class Table(nn.Module):

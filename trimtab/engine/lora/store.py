@@ -7,7 +7,8 @@
 
 A layer computes its base output and hands it to `store.applier`. There are three kinds: PEFT's operations one adapter after the
 other (`EagerAdapters`), fewer operations (`fewer_ops.ShortAdapters`), and a table on the device (`table.AdapterSlots`). The adapter
-of a prompt can also be a part of the product (`batched_lora/columns.py`).
+of a prompt can also be a part of the product (`batched_lora/columns.py`). `HeldAdapter` is an adapter in host memory, matched with
+one model, ready to be loaded.
 """
 
 from __future__ import annotations
@@ -302,6 +303,8 @@ def covered(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[Non
             if own is not None:
                 vars(module)["forward"] = own
 
+
+# In host memory -------------------------------------------------------------------------------------------------------
 
 ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
 

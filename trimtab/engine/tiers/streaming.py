@@ -1,6 +1,6 @@
 """Tiers at run time: the place of a weight, and its way to the computing device.
 
-Leaves (linear.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
+Leaves (leaves.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
 contiguous buffer a block, copied as a whole into a ring of staging buffers. Entering a block prefetches the one that
 followed it last time; skipped or repeated blocks cost time only. In a pass whose order is known, as a captured one, a block is
 copied piece by piece (planning/values/copy_order.py). Inference only: autograd would save views that are overwritten.

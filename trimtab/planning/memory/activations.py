@@ -241,7 +241,7 @@ def row_cache_bytes(
     layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, pool: int | None = None, kv: str = "full"
 ) -> int:  # fmt: skip
     """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, or the
-    `pool` of tokens that the rows share (engine/kv/pages.py), and the window of a sliding layer
+    `pool` of tokens that the rows share (engine/kv/sequence.py), and the window of a sliding layer
     (engine/kv/kv_cache.py).
     """
     total = 0

@@ -1,8 +1,11 @@
-"""The placement blocks of a model, with bytes, tiers, and the reasons against the other tiers.
+"""The placement blocks of a model, with bytes, tiers, and the reasons against the other tiers; a placement against the budgets.
 
 A block is a decoder or tower layer, a gathered table, the head, or the rest of a part. Its movable bytes are the packed
 weights of its linears and fused experts, or its table; norms, convolutions, biases, buffers and embeddings that are not
 merely indexed stay on the execution device.
+
+A `Machine` is what a plan is for, a `Choice` one way to place a block, an `Item` a block with its choices, `Limits` the budgets
+with the bytes that are taken in every placement, `Totals` the sum on every device, while running and while loading.
 """
 
 from __future__ import annotations
@@ -374,6 +377,8 @@ def experts_of(anatomy: Anatomy) -> ExpertWeights | None:
         reason=next((row.why_unquantized for row in rows if row.why_unquantized), "") if anatomy.prequantized else "",
     )  # fmt: skip
 
+
+# A placement against the budgets --------------------------------------------------------------------------------------
 
 STAGING_SLOTS = 2
 DISK_BUFFERS = 2

@@ -1,4 +1,4 @@
-"""Bytes of a weight in each format and location, and seconds of a block in each tier.
+"""Bytes of weights in each format and location and of keys and values, seconds of a block in each tier, and the type of a card.
 
 Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured
 rates. They compare placements and do not predict a speed: copies of neighbouring blocks are assumed to queue on one
@@ -11,6 +11,11 @@ bits of their file and are cast at each use: the same values, half the memory. G
 in its norms (github.com/huggingface/transformers/issues/36822), Gemma 4 in the first layers' MLP
 (github.com/unslothai/unsloth/pull/5092) and in its vision tower (github.com/huggingface/transformers/pull/46277). Not
 known: other families that were released in bfloat16 and exceed float16. The check while loading detects them.
+
+Keys and values are in full or in 8 bits: then a head of D values has D bytes and its own float32 scale (engine/kv/int8.py), and
+attention reads copies in the model's dtype, for longer if later layers read the same. Rows that share a pool take pages of full
+layers from it (engine/kv/sequence.py); a sliding layer has its window for every row. Not covered: attention that reads 8 bits
+directly; the time that 8 bits add to prompts.
 """
 
 from __future__ import annotations
@@ -235,6 +240,8 @@ def choose_dtype(model_type: str, capability: tuple[int, int] | None) -> tuple[s
         return "float32", f"{emulated}, and activations of this family ({model_type}) exceed float16"
     return "float16", f"{emulated}; activations are measured while loading"
 
+
+# Keys and values ------------------------------------------------------------------------------------------------------
 
 # Bytes of the scale of one token's keys or values of one head, float32.
 SCALE_BYTES = 4

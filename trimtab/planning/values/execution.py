@@ -116,7 +116,7 @@ class Phase:
     first token or of one step. is_asked: whether the mode was explicitly requested: then it is never replaced. chunks:
     sizes in tokens of prompt chunks whose keys and values are written directly into a row's buffers, captured unless
     the mode is eager; () if a prompt has a separate cache. estimated_s: the part of `seconds` that depends on
-    unmeasured assumptions (kv_bytes.py), or 0.
+    unmeasured assumptions (byte_sizes.py), or 0.
     """
 
     mode: str

@@ -1,4 +1,8 @@
-"""Responses of OpenAI's chat and completion APIs: chunks and whole answers."""
+"""Jobs become one HTTP response: chunks and whole answers in OpenAI's form, merged, cancelled when the client disconnects.
+
+A request that is refused before it begins gets its own status, also for a stream: the response head of a stream waits
+up to `HOLD_S` for the first text. After that, an error is sent as an `error` event, and the stream ends without [DONE].
+"""
 
 from __future__ import annotations
 
@@ -267,6 +271,8 @@ def completion_logprob_json(tokens: Sequence[Token], offset: int) -> TextLogprob
         "text_offset": offsets,
     }
 
+
+# From jobs to a response ----------------------------------------------------------------------------------------------
 
 HOLD_S = 10.0
 PING_S = 15
