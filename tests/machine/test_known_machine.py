@@ -77,7 +77,7 @@ def kept(folder, built, tmp_path):
 
 
 def entry(folder):
-    (path,) = (folder / anatomies.FOLDER).iterdir()
+    (path,) = (folder / anatomies.ANATOMIES).iterdir()
     return path
 
 
@@ -169,7 +169,7 @@ def test_an_entry_of_another_kind_with_a_right_digest_is_as_if_it_were_not_there
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has access lists instead")
 def test_entries_in_a_folder_that_others_can_write_are_not_used(kept, folder):
     checkpoint, request, _ = kept
-    (folder / anatomies.FOLDER).chmod(0o777)
+    (folder / anatomies.ANATOMIES).chmod(0o777)
     assert anatomies.find_anatomy(checkpoint, request) is None
 
 

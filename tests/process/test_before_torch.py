@@ -1,4 +1,4 @@
-"""How many threads compute: what was asked, else as many as there are cores that are free and allowed."""
+"""The threads that compute: as asked, else the free and allowed cores. What is loaded beside planning is what torch finds."""
 
 from __future__ import annotations
 
@@ -130,3 +130,37 @@ def test_the_page_says_what_the_record_has():
     for way in ("chosen", "all_cores"):
         assert f"{record['medians'][way]['tokens_per_s']:.1f}" in page and f"{record['medians'][way]['process_s']:.1f} s" in page
     assert record["all_cores_over_chosen"]["decode_s"] > 1.2
+
+
+LOADED = """
+import sys
+from trimtab.process import before_torch
+thread = before_torch.load_libraries()
+thread.join(120)
+assert "torch" not in sys.modules
+names = [line.split("/")[-1].strip() for line in open("/proc/self/maps") if ".so" in line]
+assert "libtorch_python.so" in names and any(name.startswith("libc10.so") for name in names)
+import torch
+assert float(torch.ones(3) @ torch.arange(3.0)) == 3
+assert before_torch.load_libraries() is None
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files of another form")
+def test_torch_finds_the_libraries_that_were_loaded_before() -> None:
+    made = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr
+
+
+def test_a_folder_without_the_libraries_costs_nothing(tmp_path: Path) -> None:
+    thread = before_torch._begin("test", lambda: before_torch._load(tmp_path))
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_cpu_needs_no_context_and_a_machine_without_a_driver_gets_none() -> None:
+    assert before_torch.make_context("cpu") is None
+    thread = before_torch.make_context("cuda:99")
+    if thread is not None:
+        thread.join(60)
+        assert not thread.is_alive()
