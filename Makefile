@@ -20,7 +20,7 @@ CLIENTS := $(shell cat locks/clients.txt tests/clients/package-lock.json | cksum
 FUZZ := schemathesis-4.32.5
 AXE := axe-core-4.14.1
 
-.PHONY: demo mutants test test-all test-oldest test-upstream test-slow test-ray test-peers test-formats test-clients test-page test-gpu lint format house house-timed bench clean
+.PHONY: demo mutants test test-all test-oldest test-upstream test-slow test-ray test-peers test-formats test-clients test-page test-sanitized test-gpu lint format house house-timed bench clean
 
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
@@ -111,6 +111,13 @@ test-page: $(NEWEST)
 		npm install --silent --no-audit --no-fund --ignore-scripts --prefix .npm-page $(subst axe-core-,axe-core@,$(AXE)) && \
 		touch .npm-page/made-from-$(AXE)) || echo "no npm or no network: the page is not looked through by axe-core"
 	$(ENV) .venv/bin/python -m pytest -q -m slow tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
+
+# Every access of the kernels on a CPU, its bounds and alignment: a read or write beside a tensor ends the run with its line.
+test-sanitized: $(NEWEST)
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" TRIMTAB_TESTS_SANITIZED=1 \
+		ASAN_OPTIONS=detect_leaks=0:use_sigaltstack=0:detect_stack_use_after_return=0 $(ENV) .venv/bin/python -m pytest -q -s \
+		-p no:xdist tests/cuda_on_cpu tests/engine/kernels tests/engine/batched_lora tests/engine/tiers/test_near_experts.py \
+		tests/engine/formats/test_head8.py tests/engine/families/test_mixture_steps.py tests/engine/towers/test_tower_ops.py
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
 test-gpu:

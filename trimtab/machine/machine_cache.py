@@ -32,6 +32,7 @@ from trimtab.errors import RequestError
 from trimtab.formats.packed import split_packed
 from trimtab.machine import gpus
 from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
+from trimtab.planning.plan.plan import anatomy_key
 from trimtab.planning.request.card_machine import context_bytes
 from trimtab.planning.values.blocks import Machine
 from trimtab.planning.values.byte_sizes import Rates
@@ -206,9 +207,7 @@ def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = 
     facts = {
         "form": form(), "files": {name: _hash_of(checkpoint.folder / name) for name in SHAPING_FILES},
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(), "has_weights": checkpoint.has_weights,
-        "quant": request.quant, "dtype": request.dtype, "keep_unquantized": request.keep_unquantized, "head": request.head,
-        "keeps_16bit": keeps_16bit, "experts": request.experts,
-        "versions": deciding_versions(),
+        "request": anatomy_key(request, keeps_16bit=keeps_16bit)[1:], "versions": deciding_versions(),
         "makers": [_stamp(file) for name in MAKERS for file in sorted(Path(__file__).parent.parent.glob(name))],
     }  # fmt: skip
     return json.dumps(facts, sort_keys=True)

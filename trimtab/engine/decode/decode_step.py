@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode.step_capture import StepCapture
-from trimtab.engine.decode.step_choice import CHOSEN_ON_HOST, Fallback, StepChoice
+from trimtab.engine.decode.step_choice import Fallback, StepChoice
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -38,7 +38,7 @@ from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy
 from trimtab.engine.memory.rates import outside_torch
 from trimtab.engine.memory.step_memory import extra_bytes, most_graphs
 from trimtab.errors import gib
-from trimtab.planning.values.execution import BUCKETS, KERNEL_ROWS
+from trimtab.planning.values.execution import BUCKETS, CHOSEN_ON_HOST, KERNEL_ROWS
 
 if TYPE_CHECKING:
     from trimtab.engine.batched_lora.table import AdapterSlots

@@ -20,13 +20,11 @@ from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.step_memory import check_room
 from trimtab.errors import DeviceError, DoesNotFitError
-from trimtab.planning.values.execution import CAPTURED, KERNEL_ROWS
+from trimtab.planning.values.execution import CAPTURED, CHOSEN_ON_HOST, KERNEL_ROWS
 from trimtab.request import DECODE_MODES, check_choice
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.context import EngineContext
-
-CHOSEN_ON_HOST = "the experts of a token are chosen on the host"
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from trimtab.engine.batched_lora import columns as adapter_columns
-from trimtab.engine.decode.step_choice import CHOSEN_ON_HOST
 from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.families.mixture import hold
 from trimtab.engine.passes.chunk_forward import ChunkForward, FirstLayers
 from trimtab.engine.prefill.rows import Passes
 from trimtab.errors import DeviceError
+from trimtab.planning.values.execution import CHOSEN_ON_HOST
 
 
 def layers_of(prompts: Passes, forward: ChunkForward, key: Hashable = None, name: str | None = None) -> FirstLayers | None:

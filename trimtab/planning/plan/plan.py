@@ -52,7 +52,7 @@ class FilesRead(Generic[Tree]):
 
 
 def anatomy_key(request: LoadRequest, *, keeps_16bit: bool) -> tuple[Hashable, ...]:
-    """Return what the anatomy of a model's files depends on. request: its quant and dtype are not "auto"."""
+    """Return what the anatomy of a model's files depends on, the model first. request: its quant and dtype are not "auto"."""
     return request.model, request.quant, request.dtype, request.keep_unquantized, request.head, keeps_16bit, request.experts
 
 

@@ -159,6 +159,8 @@ class Execution:
 
 # Supported modes ------------------------------------------------------------------------------------------------------
 
+CHOSEN_ON_HOST = "the experts of a token are chosen on the host"
+
 
 def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool, capability: tuple[int, int] | None) -> str | None:
     """Return why steps of this model cannot run in a mode on this device, None if they can."""
@@ -169,8 +171,10 @@ def unsupported_reason(mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool,
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
     on_device = groups_on_device(anatomy.dtype, capability)
-    if mode == "graph" and any(row.stacks and (row.packs_experts or not on_device) for row in anatomy.rows):
-        return "the experts of a token are chosen on the host"
+    if mode == "graph" and any(row.packs_experts for row in anatomy.rows if row.stacks):
+        return CHOSEN_ON_HOST
+    if mode == "graph" and not on_device and any(row.stacks for row in anatomy.rows):
+        return f"torch's product over experts counts the tokens of each on the host, in {anatomy.dtype} on this card"
     is_recurrent = any(layer.state_values for layer in anatomy.kv_layers)
     if mode == "graph":
         return "states of recurrent layers need the kernels of a step" if is_recurrent else None
@@ -197,10 +201,10 @@ def _unread_experts(row: ModuleRow) -> str | None:
     """Return why kernels do not read a row's experts, which are then chosen on the host; None if they do."""
     shapes = [stack.shape[1:] for stack in row.stacks]
     if row.is_transposed or row.is_interleaved or any(size % STACK_MULTIPLE for shape in shapes for size in shape):
-        return "the experts of a token are chosen on the host: kernels do not know how their stacks lie"
+        return f"{CHOSEN_ON_HOST}: kernels do not know how their stacks lie"
     unread = (form for stack in row.stacks if (form := row.form_of(stack)) is not None and stored_format(form).layout is None)
     form = next(unread, None)
-    return None if form is None else f"the experts of a token are chosen on the host: no kernel reads {form}"
+    return None if form is None else f"{CHOSEN_ON_HOST}: no kernel reads {form}"
 
 
 def reads_packed(mode: str, anatomy: Anatomy, quant: str) -> bool:
