@@ -116,7 +116,7 @@ test-page: $(NEWEST)
 test-sanitized: $(NEWEST)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" TRIMTAB_TESTS_SANITIZED=1 \
 		ASAN_OPTIONS=detect_leaks=0:use_sigaltstack=0:detect_stack_use_after_return=0 $(ENV) .venv/bin/python -m pytest -q -s \
-		-p no:xdist tests/cuda_on_cpu tests/engine/kernels tests/engine/batched_lora tests/engine/tiers/test_near_experts.py \
+		-p no:xdist -k "not compile" tests/cuda_on_cpu tests/engine/kernels tests/engine/batched_lora tests/engine/tiers/test_near_experts.py \
 		tests/engine/formats/test_head8.py tests/engine/families/test_mixture_steps.py tests/engine/towers/test_tower_ops.py
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
