@@ -112,7 +112,7 @@ test-page: $(NEWEST)
 		touch .npm-page/made-from-$(AXE)) || echo "no npm or no network: the page is not looked through by axe-core"
 	$(ENV) .venv/bin/python -m pytest -q -m slow tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
 
-# Every access of the kernels on a CPU, its bounds and alignment: a read or write beside a tensor ends the run with its line.
+# Every access of the kernels, on a CPU: one beside a tensor, or not aligned, ends the run with its line.
 test-sanitized: $(NEWEST)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" TRIMTAB_TESTS_SANITIZED=1 \
 		ASAN_OPTIONS=detect_leaks=0:use_sigaltstack=0:detect_stack_use_after_return=0 $(ENV) .venv/bin/python -m pytest -q -s \
