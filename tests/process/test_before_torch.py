@@ -1,4 +1,4 @@
-"""The threads that compute: as asked, else the free and allowed cores. What is loaded beside planning is what torch finds."""
+"""The threads that compute: as asked, else the free and allowed cores. What is loaded during planning is what torch finds."""
 
 from __future__ import annotations
 

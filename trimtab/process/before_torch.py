@@ -1,4 +1,4 @@
-"""What a process prepares before torch is imported: its number of CPU threads; imports, libraries and a context beside planning.
+"""What a process prepares before torch is imported: its number of CPU threads; imports, libraries and a context during planning.
 
 torch starts one thread per core, and the threads spin while they wait for each other. In a container with a quota, or
 next to other work, threads without a core delay every one of the thousand small products of a token. Environment
@@ -118,7 +118,7 @@ def _share(folder: Path) -> float | None:
         return None
 
 
-# Work beside planning -------------------------------------------------------------------------------------------------
+# Work during planning ------------------------------------------------------------------------------------------------
 
 # In the order in which torch loads them itself (torch/__init__.py, 2.6 to 2.13).
 LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))

@@ -192,7 +192,7 @@ def test_a_plan_counts_packed_experts_says_so_and_keeps_the_choice(work: tuple[P
         is_read = "gpt_oss" not in str(base) and dtype != "float32"
         is_captured = is_read or (card, dtype) == ("H100 80GB", "bfloat16")
         assert (step.mode, prompt.mode) == (("fused", "graph") if is_captured else ("eager", "eager"))
-        assert step.mode == "fused" or "chosen on the host" in step.reason
+        assert step.mode == "fused" or "on the host" in step.reason
 
 
 @pytest.mark.parametrize("kind", ["nf4-dq", "int8"])

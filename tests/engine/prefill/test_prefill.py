@@ -462,7 +462,7 @@ def test_a_replay_that_computes_something_else_is_not_used(demo, replayed, monke
 @pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
 def test_tables_that_the_device_cannot_read_are_staged(demo, replayed):
     batch = captured(demo, (16, 64))
-    gathered = [module for module in demo.hf_model.modules() if isinstance(module, prefill_graphs.tables.GatheredTable)]
+    gathered = [module for module in demo.hf_model.modules() if isinstance(module, prefill_graphs.leaves.GatheredTable)]
     assert gathered
     seen = [vars(table)["seen"] for table in gathered]
     try:
