@@ -54,7 +54,8 @@ class Case:
         self.norms = fused.HeadNorms(random(DIM), random(DIM), 1e-6, "after", values=False)
         self.positions = torch.full((rows,), tokens - 1, device=DEVICE)
         self.out = torch.empty(rows, HEADS * DIM, dtype=torch.bfloat16, device=DEVICE)
-        self.scratch = torch.empty(fused.scratch_values(rows, HEADS, DIM, context), device=DEVICE)
+        many = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        self.scratch = torch.empty(fused.scratch_values(rows, HEADS, KV_HEADS, DIM, context, many), device=DEVICE)
 
     def attend(self, module: Any) -> None:
         for keys, values in self.caches:
@@ -107,7 +108,7 @@ def wall_us(run: Callable[[], None]) -> float:
 
 
 def us(run: Callable[[], None], case: Case) -> float:
-    return round((tuning.graph_us(run) if DEVICE == "cuda" else wall_us(run)) / len(case.caches), 2)
+    return round((tuning.graph_us(run, torch.device(DEVICE, 0)) if DEVICE == "cuda" else wall_us(run)) / len(case.caches), 2)
 
 
 def measure(case: Case, known: set[tuple[Any, ...]], found: dict[int, Any], keep: Callable[[dict[str, Any]], None]) -> None:

@@ -51,7 +51,8 @@ def kernels(model: Any) -> list[dict[str, Any]]:
             weight, cos = torch.ones(dim, device=model.device).bfloat16(), qkv[:, :dim].contiguous()
             norms = fused.HeadNorms(weight, weight, 1e-6)
             q = torch.empty(rows, heads, dim, device=model.device).bfloat16()
-            scratch = torch.empty(fused.scratch_values(rows, heads, dim, context), device=model.device)
+            values = fused.scratch_values(rows, heads, kv_heads, dim, context, module.multiprocessors)
+            scratch = torch.empty(values, device=model.device)
             us, outs = [], []
             for (keys, values), table in ((whole, None), (paged, pool.table)):
                 out = torch.empty(rows, heads * dim, device=model.device).bfloat16()

@@ -342,7 +342,8 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
         cos, sin = (torch.randn(n, dim, device=DEVICE).bfloat16() for _ in range(2))
         q = torch.empty(n, heads, dim, dtype=torch.bfloat16, device=DEVICE)
         out = torch.empty(n, heads * dim, dtype=torch.bfloat16, device=DEVICE)
-        scratch = torch.full((fused.scratch_values(n, heads, dim, places),), math.nan, device=DEVICE)
+        values = fused.scratch_values(n, heads, kv_heads, dim, places, small.multiprocessors)
+        scratch = torch.full((values,), math.nan, device=DEVICE)
 
         def step():
             torch.remainder(positions, places, out=at)  # noqa: B023
@@ -399,7 +400,7 @@ def test_overlapping_small_kernels_give_the_bits_of_plain_order(small, monkeypat
     keys, values = (torch.randn(n, kv_heads, places, dim, device=DEVICE).bfloat16() for _ in range(2))
     positions, norms = torch.tensor([599, 77], device=DEVICE), fused.HeadNorms(weight[:dim], None, 1e-6)
     q = torch.empty(n, heads, dim, dtype=torch.bfloat16, device=DEVICE)
-    scratch = torch.empty(fused.scratch_values(n, heads, dim, places), device=DEVICE)
+    scratch = torch.empty(fused.scratch_values(n, heads, kv_heads, dim, places, small.multiprocessors), device=DEVICE)
     h, x, looked, gated = (torch.empty_like(start) for _ in range(4))
 
     def run():

@@ -333,7 +333,7 @@ def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim
     n, places = 2, 150
     keys, values = (random(n, kv_heads, places, dim, dtype=dtype, seed=s) for s in (1, 2))
     q, worst = random(n, heads, dim, dtype=dtype), 0.0
-    scratch = torch.full((fused.scratch_values(n, heads, dim, places),), math.nan)
+    scratch = torch.full((fused.scratch_values(n, heads, kv_heads, dim, places, module.multiprocessors),), math.nan)
     # One place, a tile less one, a tile, one more, several splits with an odd end, all, and a ring that is full.
     for length in (1, 31, 32, 33, 100, 150, 400):
         positions = torch.tensor([length - 1, max(0, length - 50)])

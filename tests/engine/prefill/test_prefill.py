@@ -7,7 +7,9 @@ would. tests/gpu runs the same tests with graphs.
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import long_runs, pico
@@ -413,6 +416,36 @@ def test_adapters_of_one_layout_share_their_graphs(demo, replayed):
         # One graph for both of the first layout, the base's, one of another rank, and the one with addresses of its own.
         assert len(replayed) == 4 and len(batch.prompts.layouts) == 2
         assert [one.serial is not None for one in batch.prompts._graphs.values()].count(True) == 1
+    finally:
+        demo.unload_adapter("other")
+
+
+@pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
+def test_saved_connectors_are_not_those_of_a_layout_and_a_batch_that_goes_leaves_none(demo, replayed, tmp_path):
+    """One adapter is another one with a connector of its own: both have the same places in their pieces of memory."""
+    style, other, name = DEMO / "adapters" / "style", tmp_path / "other", "embed_{}.embedding_projection.weight"
+    shutil.copytree(style, other)
+    config = json.loads((style / "adapter_config.json").read_text()) | {"modules_to_save": ["embedding_projection"]}
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    values = load_file(style / "adapter_model.safetensors")
+    for file in (DEMO / "base").glob("*.safetensors"):
+        found = {key: value for key, value in load_file(file).items() if key.endswith(name.format(key.split(".")[1][6:]))}
+        values |= {f"base_model.model.{key}": -value for key, value in found.items()}
+    save_file(values, other / "adapter_model.safetensors")
+    image = demo.prepare("What is there?", image=DEMO / "images" / "image_1.png")
+    demo.load_adapter("other", other)
+    try:
+        expected = {one: answered(eager(demo), image, adapter=one) for one in ("style", "other")}
+        assert differ(*expected.values()) > 1e-2
+        batch = captured(demo, (16, 64, 128))
+        for _ in range(2):
+            for one, wanted in expected.items():
+                assert differ(answered(batch, image, adapter=one), wanted) < TOLERANCE, one
+        assert len(batch.prompts.layouts) == 2
+        del batch
+        gc.collect()
+        held = (vars(one).get("adapters", {}) for one in demo.hf_model.modules())
+        assert not [key for adapters in held for key in adapters if key.startswith("\0")]
     finally:
         demo.unload_adapter("other")
 

@@ -441,7 +441,7 @@ class FusedStep:
         attended, scores = self.buffer("looked", (count, heads * dim), x.dtype), own.scores
         fused.rope_and_attention(
             joined, heads, own.norms(), *turn, keys, values, places, where.positions, scores.scale, scores.softcap, attended,
-            queries, self._scratch(count, heads, dim), self.kernels.small, mode=own.mode,
+            queries, self._scratch(count, own), self.kernels.small, mode=own.mode,
             ahead=_ahead([] if layer.mlp is None else layer.mlp.gates), pages=pages, sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
         return own.gated(joined, attended)
@@ -470,7 +470,7 @@ class FusedStep:
         # Behind torch's operations: their results may be read only after they have ended.
         fused.attend(
             queries, keys, values, self.cache.positions[:count], scores.scale, scores.softcap, attended,
-            self._scratch(count, heads, dim), self.kernels.small, dependent=False, sinks=scores.sinks, growth=scores.growth,
+            self._scratch(count, own), self.kernels.small, dependent=False, sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
         return own.gated(joined, attended)
 
@@ -592,6 +592,9 @@ class FusedStep:
             self._buffers[key] = torch.empty(tuple(shape), dtype=dtype, device=self.cache.device)
         return self._buffers[key]
 
-    def _scratch(self, count: int, heads: int, dim: int) -> Tensor | None:
-        size = fused.scratch_values(count, heads, dim, self.cache.context_tokens)
+    def _scratch(self, count: int, own: Attention) -> Tensor | None:
+        module, shape = self.kernels.small, own.shape
+        if module is None:
+            return None
+        size = fused.scratch_values(count, *shape[:3], self.cache.context_tokens, module.multiprocessors)
         return self.buffer("scratch", (size,), torch.float32) if size else None

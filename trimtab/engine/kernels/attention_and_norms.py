@@ -394,9 +394,9 @@ def turns(
 # Attention -----------------------------------------------------------------------------------------------------------
 
 
-def scratch_values(count: int, heads: int, dim: int, places: int) -> int:
+def scratch_values(count: int, heads: int, kv_heads: int, dim: int, places: int, multiprocessors: int) -> int:
     """Return how many float32 values `attend` needs in addition to its output, for a cache of up to this many places."""
-    splits = min(_MAX_SPLITS, -(-places // _TILE))
+    splits = _splits(count, heads, kv_heads, dim, places, multiprocessors)
     return count * heads * splits * (dim + 2) if splits > 1 else 0
 
 
@@ -506,7 +506,7 @@ def _launch_attend(
     heads, kv_heads, dim, *_ = shape
     n, places = out.shape[0], keys.shape[-2] if pages is None else pages.places
     splits = _splits(n, heads, kv_heads, dim, places, module.multiprocessors)
-    needed = n * heads * splits * (dim + 2) if splits > 1 else 0
+    needed = scratch_values(n, heads, kv_heads, dim, places, module.multiprocessors)
     if needed and (scratch is None or scratch.numel() < needed):
         scratch = torch.empty(needed, dtype=torch.float32, device=out.device)
     group = heads // kv_heads

@@ -316,11 +316,11 @@ class DeviceKernels:
         gate = None if kind is None else matvec.Gate(kind)
         ours = partial(matvec.matvec4, x, packed, out, gate=gate, module=self.matvec)
         # In a step they overlap where the card can do that, and start while another one ends.
-        best = tuning.graph_us(ours, calls=_CALLS)
+        best = tuning.graph_us(ours, x.device, calls=_CALLS)
         if self.matvec.capability >= (9, 0):
             with self.overlapping(True):
-                best = min(best, tuning.graph_us(ours, calls=_CALLS))
-        pair = best, tuning.graph_us(partial(_own_layers, group, x), calls=_CALLS)
+                best = min(best, tuning.graph_us(ours, x.device, calls=_CALLS))
+        pair = best, tuning.graph_us(partial(_own_layers, group, x), x.device, calls=_CALLS)
         self.measured_us[shape_of(group)] = pair
         self.checks.keep({"ours": pair[0], "theirs": pair[1]}, *key)
         return pair
@@ -467,7 +467,7 @@ def _wrong_small(
     why = fused_check.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)
     if why := why or routers.check(module, 128, 320, routers.Choice(8), dtype):
         return why
-    time_us = partial(tuning.graph_us, calls=_CALLS)
+    time_us = partial(tuning.graph_us, device=module.device, calls=_CALLS)
     measured |= fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
     return slower(measured, "torch's", " for one layer")
 
@@ -490,7 +490,7 @@ def _wrong_ends(
     why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
     if why is not None:
         return why
-    time_us = partial(tuning.graph_us, calls=_CALLS)
+    time_us = partial(tuning.graph_us, device=module.device, calls=_CALLS)
     measured |= ends.measure(module, time_us, sizes, dtype=dtype)
     return slower(measured, "torch's", " for both ends")
 
@@ -532,7 +532,7 @@ def _wrong_rows(
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
         out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
         both = partial(many_rows.linear, x, [packed], out, module=module), partial(leaf.base, x)
-        timed[str(len(timed))] = measured[f"{n} rows: {shape_of([leaf])}"] = tuning.pair_us(*both, calls=_CALLS)
+        timed[str(len(timed))] = measured[f"{n} rows: {shape_of([leaf])}"] = tuning.pair_us(*both, module.device, calls=_CALLS)
     if not timed:
         return "no layer of this model is in a form that they read"
     return slower(timed, "the layers' own", f" for {n} rows")

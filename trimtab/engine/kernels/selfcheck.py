@@ -343,7 +343,7 @@ def measure(
         keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
         qkv, q, attended = random(n, (heads * (1 + is_gated) + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
         cos, sin = _turn_of(kind, n, random)
-        scratch = torch.empty(scratch_values(n, heads, dim, places), device=module.device)
+        scratch = torch.empty(scratch_values(n, heads, kv_heads, dim, places, module.multiprocessors), device=module.device)
         scale = None if norm is None else random(dim)
         norms = HeadNorms(scale, scale, 1e-6, norm or "inside", norms_values, is_gated, way == "pairs")
         rope = partial(rope_write, qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, positions, q)
@@ -358,10 +358,9 @@ def measure(
     return times
 
 
-def graph_us(run: Callable[[], object], device: torch.device | None = None, *, repeat: int = 3, calls: int = 1) -> float:
+def graph_us(run: Callable[[], object], device: torch.device, *, repeat: int = 3, calls: int = 1) -> float:
     """Return the microseconds of the work that `run` queues, inside a CUDA graph, where launching costs next to nothing: the
-    shortest of a few replays of this many calls. device: None takes the current one."""
-    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    shortest of a few replays of this many calls."""
 
     def several() -> None:
         for _ in range(calls):
@@ -386,8 +385,7 @@ def graph_us(run: Callable[[], object], device: torch.device | None = None, *, r
 
 
 def pair_us(
-    ours: Callable[[], object], theirs: Callable[[], object], device: torch.device | None = None, *, calls: int = 1,
-    most: int = 4,
+    ours: Callable[[], object], theirs: Callable[[], object], device: torch.device, *, calls: int = 1, most: int = 4
 ) -> tuple[float, float]:  # fmt: skip
     """Return the microseconds of two ways. Where the first is no faster, both are measured again, up to `most` times, and the
     shortest times count: another program on the card can only lengthen them. Of two equal ways the first mostly wins."""

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -124,6 +125,7 @@ class GraphCache(OrderedDict[Key, Captured]):
         super().__init__()
         self.captures, self.capture_s = 0, 0.0
         self._pool: Any = None
+        self._in_pool = WeakSet[torch.cuda.CUDAGraph]()
         self._given_pool = pool
 
     def run(self, key: Key, body: Body, inputs: Inputs, policy: Policy) -> Tensors | None:
@@ -243,8 +245,8 @@ class GraphCache(OrderedDict[Key, Captured]):
         """
         graph, pool = torch.cuda.CUDAGraph(), self._given_pool()
         if pool is None:
-            if self._pool is None or not self:  # a pool ends with the last graph that was captured into it
-                self._pool = torch.cuda.graph_pool_handle()
+            if self._pool is None or not self._in_pool:  # a pool ends with the last graph that was captured into it
+                self._pool, self._in_pool = torch.cuda.graph_pool_handle(), WeakSet()
             pool = self._pool
         with torch.cuda.stream(side), _ended_on_error(side, pool):
             # Other threads (a reader of the disk) may use the device at the same time.
@@ -256,6 +258,7 @@ class GraphCache(OrderedDict[Key, Captured]):
                     graph.capture_end()
                 raise
             graph.capture_end()
+        self._in_pool.add(graph)
         return graph, output
 
 

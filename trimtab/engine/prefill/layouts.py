@@ -7,11 +7,13 @@ embeddings, whole modules) has separate graphs, which read it where it is.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,21 +35,25 @@ if TYPE_CHECKING:
     from trimtab.engine.layers.leaves import Leaf
 
 
+# Of layouts, in the layers of any model of this process.
+_NUMBERS = itertools.count(1)
+
+
 @dataclass(eq=False)
 class PromptLayout:
     """The buffer in which graphs read adapters of one layout: layers know its tensors in `buffer` by `name`, and experts its table.
 
     holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too. experts: the table;
-    stand_ins: of the adapter, by module.
+    stand_ins: of the adapter, by module. let_go: takes it out of the layers, at the latest when it goes.
     """
 
     name: str
     buffer: Tensor
-    leaves: list[Leaf]
     has_towers: bool
     experts: ExpertSlots
     stand_ins: dict[nn.Module, StandIn]
     holds: tuple[str, int] | None = None
+    let_go: weakref.finalize[..., PromptLayout] = field(init=False)
 
 
 class Layouts:
@@ -55,7 +61,6 @@ class Layouts:
 
     def __init__(self, prompts: Passes) -> None:
         self.prompts, self.model = prompts, prompts.model
-        self._count = 0
         self._held: OrderedDict[Hashable, PromptLayout] = OrderedDict()
 
     def __len__(self) -> int:
@@ -115,9 +120,9 @@ class Layouts:
         places = [one for one in fitting.plain if has_towers or one.part not in TOWERS]
         changed = [vars(module)["adapters"][name] for module in experts]
         ranks = [one.A.shape[1] for adapter in changed for one in adapter.changes]
+        plain = tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places)
         key = (
-            source.numel(), tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places),
-            tuple(vars(module)["module_path"] for module in experts), max(ranks, default=0),
+            has_towers, source.numel(), plain, tuple(vars(module)["module_path"] for module in experts), max(ranks, default=0),
         )  # fmt: skip
         layout = self._held.get(key)
         if layout is None:
@@ -166,13 +171,13 @@ class Layouts:
         while len(self._held) >= MOST_LAYOUTS:
             self._drop()
         buffer = torch.empty_like(source)
-        self._count += 1
         slots, first = ExpertSlots(experts, source.device, 1), torch.zeros(1, dtype=torch.int32, device=source.device)
         slots.cover(holders, name)
         stand_ins = {module: StandIn(vars(module)["adapters"][name]) for module in experts}
-        # Another batch of this model may have other layouts.
-        own_name = f"\0prompt layout {id(self)} {self._count}"
-        layout = PromptLayout(own_name, buffer, [one.leaf for one in places], has_towers, slots, stand_ins)
+        own_name = f"\0prompt layout {next(_NUMBERS)}"
+        layout = PromptLayout(own_name, buffer, has_towers, slots, stand_ins)
+        layout.let_go = weakref.finalize(layout, _let_go, own_name, WeakSet(one.leaf for one in places), WeakSet(experts))
+        layout.let_go.atexit = False
         for module, stand_in in stand_ins.items():
             vars(module)["adapters"][own_name] = stand_in
             tables = slots.args(module, first)
@@ -188,12 +193,17 @@ class Layouts:
     def _drop(self) -> None:
         """Give back the layout used longest ago, and its graphs."""
         _, old = self._held.popitem(last=False)
-        for leaf in old.leaves:
-            leaf.adapters.pop(old.name, None)
-        for module in old.stand_ins:
-            if (adapters := vars(module).get("adapters")) is not None and adapters.pop(old.name, None) and not adapters:
-                uncover(module)
+        old.let_go()
         self.prompts.forget(old.name)
+
+
+def _let_go(name: str, leaves: WeakSet[Leaf], experts: WeakSet[nn.Module]) -> None:
+    """Take a layout out of the model's layers: it was dropped, or its batch is gone."""
+    for leaf in leaves:
+        leaf.adapters.pop(name, None)
+    for module in experts:
+        if (adapters := vars(module).get("adapters")) is not None and adapters.pop(name, None) and not adapters:
+            uncover(module)
 
 
 def _select(store: AdapterStore, layout: PromptLayout) -> None:
