@@ -18,18 +18,13 @@ from trimtab.request import LoadRequest, parse_bytes
 @pytest.mark.parametrize(
     ("text", "name", "path", "weight"),
     [
-        ("adapters/medical", "medical", "adapters/medical", 1.0),
-        ("adapters/medical/", "medical", "adapters/medical/", 1.0),
-        ("medical", "medical", "medical", 1.0),
-        ("adapters/medical:0.5", "medical", "adapters/medical", 0.5),
-        ("runs/r=16", None, None, None),
-        ("runs/r=16/law", "law", "runs/r=16/law", 1.0),
-        (r"C:\\adapters\\law", "law", r"C:\\adapters\\law", 1.0),
-        (r"C:\\adapters\\law:-1", "law", r"C:\\adapters\\law", -1.0),
-        ("C:/adapters/law", "law", "C:/adapters/law", 1.0),
-        ("checkpoint-500", "checkpoint-500", "checkpoint-500", 1.0),
+        ("adapters/medical", "medical", "adapters/medical", 1.0), ("adapters/medical/", "medical", "adapters/medical/", 1.0),
+        ("medical", "medical", "medical", 1.0), ("adapters/medical:0.5", "medical", "adapters/medical", 0.5),
+        ("runs/r=16", None, None, None), ("runs/r=16/law", "law", "runs/r=16/law", 1.0),
+        (r"C:\\adapters\\law", "law", r"C:\\adapters\\law", 1.0), (r"C:\\adapters\\law:-1", "law", r"C:\\adapters\\law", -1.0),
+        ("C:/adapters/law", "law", "C:/adapters/law", 1.0), ("checkpoint-500", "checkpoint-500", "checkpoint-500", 1.0),
     ],
-)
+)  # fmt: skip
 def test_a_bare_path_is_named_after_its_folder(text: str, name: str, path: str, weight: float) -> None:
     if name is None:
         with pytest.raises(RequestError, match="Add a name: NAME=") as caught:

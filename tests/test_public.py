@@ -45,17 +45,9 @@ TRANSFORMERS = tuple(
     )
 )  # fmt: skip
 HEAVY = {
-    "torch",
-    "transformers",
-    "bitsandbytes",
-    "numpy",
-    "accelerate",
-    "peft",
-    "safetensors",
-    "psutil",
-    "http.client",
+    "torch", "transformers", "bitsandbytes", "numpy", "accelerate", "peft", "safetensors", "psutil", "http.client",
     "urllib.request",
-}
+}  # fmt: skip
 
 
 def name_of(file):
@@ -331,15 +323,9 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
     assert [code for code, words in exit_codes.EXIT_TEXTS.items() if not plain[code].startswith(words)] == []
     told = set(rows)
     assert told == {
-        0,
-        merging.DIFFERS,
-        EXIT_CANNOT_TELL,
-        *(code for _, code in exit_codes.EXIT_CODES),
-        cli.STOPPED,
-        cli.READER_GONE,
-        exit_codes.UNFINISHED,
-        *interrupts.ENDING.values(),
-    }
+        0, merging.DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE,
+        exit_codes.UNFINISHED, *interrupts.ENDING.values(),
+    }  # fmt: skip
 
 
 @each("page", readme_numbers.PAGES)

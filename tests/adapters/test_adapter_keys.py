@@ -16,20 +16,17 @@ from trimtab.adapters.config import parse_key
 @pytest.mark.parametrize(
     ("prefix", "label"),
     [
-        (f"base_model.model.{TEXT}.", "base_model.model."),
-        (f"{TEXT}.", ""),
+        (f"base_model.model.{TEXT}.", "base_model.model."), (f"{TEXT}.", ""),
         ("base_model.model.language_model.model.", "base_model.model.language_model.model. -> model.language_model."),
         (f"base_model.model.{TEXT}.model.", "base_model.model.model.language_model.model. -> model.language_model."),
         ("base_model.model.model.", "base_model.model.model. -> model.language_model."),
         ("base_model.model.language_model.", "base_model.model. -> model."),
         ("base_model.model.", "base_model.model. -> model.language_model."),
         ("base_model.model.model.model.language_model.", "base_model.model.model.model. -> model."),
-        ("language_model.model.", "language_model.model. -> model.language_model."),
-        ("model.", "model. -> model.language_model."),
-        ("language_model.", " -> model."),
-        ("", " -> model.language_model."),
+        ("language_model.model.", "language_model.model. -> model.language_model."), ("model.", "model. -> model.language_model."),
+        ("language_model.", " -> model."), ("", " -> model.language_model."),
     ],
-)
+)  # fmt: skip
 def test_every_known_spelling_leads_to_the_same_module(prefix: str, label: str, tmp_path: Path) -> None:
     shapes = pair("layers.0.self_attn.q_proj", 16, 16, head=prefix) | pair("layers.1.mlp.up_proj", 32, 16, head=prefix)
     spec = match(tmp_path, shapes)

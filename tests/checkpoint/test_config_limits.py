@@ -79,14 +79,10 @@ def test_a_list_is_judged_by_its_name():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("architectures", 5),
-        ("architectures", [5]),
-        ("architectures", "a"),
-        ("model_type", []),
-        ("model_type", {}),
+        ("architectures", 5), ("architectures", [5]), ("architectures", "a"), ("model_type", []), ("model_type", {}),
         ("model_type", 5),
     ],
-)
+)  # fmt: skip
 def test_an_architecture_that_is_no_text_is_refused_by_its_field(field: str, value: Any, tmp_path: Path, unbuilt: None):
     error = refusal(changed("llama", tmp_path / "m", field, value))
     assert error.field == field

@@ -24,14 +24,11 @@ PUBLIC = (
     r"^(model.language_model(?=\.).*\.(o_proj|gate_proj))$",
     r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj",
     r".*(text_model|language_model|modality_projection).*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*$",
-    r".*\.(q_proj|v_proj)$",
-    r".*decoder.*(SelfAttention|EncDecAttention).*(q|v)$",
+    r".*\.(q_proj|v_proj)$", r".*decoder.*(SelfAttention|EncDecAttention).*(q|v)$",
     r"layers.*((self_attn\.(qkv_proj|o_proj))|(mlp\.(gate_up|down)_proj))",
-    r"model\.language_model\.layers\.(?:[0-9]|1[0-9])\.self_attn\.(?:q|v)_proj",
-    r"(?i).*Q_PROJ",
-    r"(?s:.)*(?<!vision)_tower\..*fc\d\b",
-    r"(?x) .* \. ( q_proj | fc1 ) # these",
-)
+    r"model\.language_model\.layers\.(?:[0-9]|1[0-9])\.self_attn\.(?:q|v)_proj", r"(?i).*Q_PROJ",
+    r"(?s:.)*(?<!vision)_tower\..*fc\d\b", r"(?x) .* \. ( q_proj | fc1 ) # these",
+)  # fmt: skip
 KEYS = (
     "q_proj", "layers.1.self_attn.q_proj", "^model.language_model.layers.0.self_attn.k_proj", r".*layers\.(1|2)\.mlp\.up_proj",
     "self_attn", "language_model", "0.mlp.down_proj", "vision_tower.*fc1", "a|q_proj", "q_proj|", "fc1)|(fc2",
@@ -73,22 +70,8 @@ ATOMS = (
 )  # fmt: skip
 REPEATS = ("*", "+", "?", "*?", "+?", "??", "{2}", "{1,3}", "{0,2}?", "{2,}")
 SHORT_NAMES = (
-    "m.la.0",
-    "a.b",
-    "aab",
-    "ab.ba.a",
-    "la.0.a",
-    "abab",
-    "b",
-    "a\n",
-    "a.b\n",
-    "aa\nb",
-    "0.0",
-    "A.b",
-    "é_a",
-    "aaaaaa",
-    "a..b",
-)
+    "m.la.0", "a.b", "aab", "ab.ba.a", "la.0.a", "abab", "b", "a\n", "a.b\n", "aa\nb", "0.0", "A.b", "é_a", "aaaaaa", "a..b",
+)  # fmt: skip
 
 
 def _random_pattern(source: random.Random, depth: int) -> str:

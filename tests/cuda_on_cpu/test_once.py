@@ -64,15 +64,8 @@ def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
     parts = [run(part=number, parts=4) for number in (1, 2, 3, 4)]
     assert sorted(map(str, whole)) == sorted(str(one) for found, _ in parts for one in found)
     assert [found for _, found in parts] == [[], [], [], everything] and everything == [
-        "small",
-        "pages",
-        "turns",
-        "routers",
-        "ends",
-        "ends",
-        "lora",
-        "lora",
-    ]
+        "small", "pages", "turns", "routers", "ends", "ends", "lora", "lora",
+    ]  # fmt: skip
     assert all(found for found, _ in parts)
 
 

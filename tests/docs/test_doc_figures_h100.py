@@ -181,19 +181,11 @@ def second_turns():
 
 
 CASES = {
-    pictures: "benchmarks",
-    prompts_on_an_h100: "benchmarks",
-    load_on_an_h100: "server-under-load",
-    load_goals: "benchmarks",
-    how_fast: "how-fast",
-    many_adapters: "operate",
-    many_adapters_decided: "decisions/0028-adapters-beside-products",
-    batch_prompts: "many-prompts",
-    runs_of_cards: "benchmarks",
-    spare_of_cards: "benchmarks",
-    together: "operate",
+    pictures: "benchmarks", prompts_on_an_h100: "benchmarks", load_on_an_h100: "server-under-load", load_goals: "benchmarks",
+    how_fast: "how-fast", many_adapters: "operate", many_adapters_decided: "decisions/0028-adapters-beside-products",
+    batch_prompts: "many-prompts", runs_of_cards: "benchmarks", spare_of_cards: "benchmarks", together: "operate",
     second_turns: "decisions/0018-unpacked-weights",
-}
+}  # fmt: skip
 
 
 @each("texts", CASES, where=lambda texts: texts.__name__)

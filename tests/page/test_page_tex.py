@@ -38,13 +38,9 @@ A *tip* of $5 on $x_1$
 Half of one \( *a*
 """
 LARGE = {
-    "braces": "$" + "{" * 500_000 + "}" * 500_000 + "$",
-    "dollars": "$a " * 100_000,
-    "brackets": "\\(" * 100_000,
-    "blocks": "$$\n" * 20_000,
-    "open blocks": "\\[\n" * 20_000,
-    "many": " ".join(f"$x_{{{at}}}$" for at in range(20_000)),
-}
+    "braces": "$" + "{" * 500_000 + "}" * 500_000 + "$", "dollars": "$a " * 100_000, "brackets": "\\(" * 100_000,
+    "blocks": "$$\n" * 20_000, "open blocks": "\\[\n" * 20_000, "many": " ".join(f"$x_{{{at}}}$" for at in range(20_000)),
+}  # fmt: skip
 
 
 def shown(page):

@@ -54,11 +54,9 @@ def anatomy_of(size, folder):
     config.save_pretrained(folder)
     checkpoint = read_checkpoint(folder)
     return hf.anatomy_of(
-        hf.probe(checkpoint, "bfloat16"),
-        checkpoint,
-        quant="nf4-dq",
+        hf.probe(checkpoint, "bfloat16"), checkpoint, quant="nf4-dq",
         experts="nf4-dq" if getattr(config.get_text_config(), "num_experts", None) else "auto",
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("row", recorded())

@@ -187,21 +187,17 @@ FLAG = "ValueError: Some modules are dispatched on the CPU or the disk. Make sur
 @pytest.mark.parametrize(
     "change",
     [
-        lambda text: text,
-        lambda text: text.replace('"', "“", 1).replace('"', "”"),
-        lambda text: " ".join(text.split()),
+        lambda text: text, lambda text: text.replace('"', "“", 1).replace('"', "”"), lambda text: " ".join(text.split()),
         lambda text: text.replace("/home/me/venv/lib/python3.11/", "E:\\Folder\\env\\Lib\\").replace("/", "\\"),
         lambda text: "".join(f"> {line}\n" for line in text.splitlines()),
         lambda text: "".join(f"[rank0]: {line}\n" for line in text.splitlines()),
-        lambda text: "".join(f"(Worker pid=12) {line}\n" for line in text.splitlines()),
-        lambda text: text.replace("\n", "\r\n"),
-        lambda text: text.replace('"', "&quot;"),
-        lambda text: f"\x1b[31m{text}\x1b[0m",
+        lambda text: "".join(f"(Worker pid=12) {line}\n" for line in text.splitlines()), lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace('"', "&quot;"), lambda text: f"\x1b[31m{text}\x1b[0m",
         lambda text: text.replace("/home/me/venv/lib/python3.11/site-packages/", "..."),
         lambda text: "2026-04-24 11:35:12,470 | Worker (6904) | ERROR | " + text + "2026-04-24 11:35:13,000 | INFO | next",
     ],
     ids=["plain", "curly", "one line", "Windows", "mail", "rank", "ray", "CRLF", "HTML", "colours", "shortened", "log"],
-)
+)  # fmt: skip
 def test_one_failure_in_every_form_is_named_by_its_frame(change):
     finding = classify(change(META))[1][0]
     assert finding.label == "FAIL_QUANT_STATE_META_ITEM" and finding.confidence == "high"

@@ -122,15 +122,10 @@ def replayed(monkeypatch):
 LOOK = {"image": DEMO / "images" / "image_1.png"}
 HEAR = {"audio": DEMO / "sounds" / "audio_1.wav"}
 ASKED = [
-    ("style", "What do you see?", LOOK),
-    (None, "What do you hear?", HEAR),
-    ("specialist", "What do you see?", LOOK),
-    ("style", "Hello", {}),
-    (None, "What is red?", {}),
-    ("specialist", "What do you hear?", HEAR),
-    ("style", "What is red?", {}),
+    ("style", "What do you see?", LOOK), (None, "What do you hear?", HEAR), ("specialist", "What do you see?", LOOK),
+    ("style", "Hello", {}), (None, "What is red?", {}), ("specialist", "What do you hear?", HEAR), ("style", "What is red?", {}),
     (None, "What do you see?", LOOK),
-]
+]  # fmt: skip
 
 
 def test_an_unknown_way_to_decode_is_refused(model):

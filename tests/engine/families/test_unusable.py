@@ -24,17 +24,14 @@ UNUSABLE = [
     ("qwen3", "layer_types", [FULL, "linear_attention"], "its layers are of kinds ['linear_attention']"),
     ("gpt_oss", "layer_types", [FULL, "conv"], "its layers are of kinds ['conv']"),
     ("gemma2", "layer_types", [FULL, "chunked_attention"], "attention_chunk_size"),
-    ("qwen3_5_vl", "layer_types", [FULL] * 3, "layer_types"),
-    ("gemma3", "layer_types", [3, 3], "layer_types"),
-    ("olmo3", "sliding_window", None, "NoneType"),
-    ("gemma2", "sliding_window", 0, "a sliding window of 0 tokens"),
+    ("qwen3_5_vl", "layer_types", [FULL] * 3, "layer_types"), ("gemma3", "layer_types", [3, 3], "layer_types"),
+    ("olmo3", "sliding_window", None, "NoneType"), ("gemma2", "sliding_window", 0, "a sliding window of 0 tokens"),
     ("llama", "sliding_window", -3, "a sliding window of -3 tokens"),
     ("qwen2_5_vl", SECTIONS, [4, 6, 5], "its mrope_section is [4, 6, 5]"),
-    ("qwen3_vl", SECTIONS, [8, 8], "its mrope_section is [8, 8]"),
-    ("qwen3_5_vl", SECTIONS, None, "its mrope_section is None"),
+    ("qwen3_vl", SECTIONS, [8, 8], "its mrope_section is [8, 8]"), ("qwen3_5_vl", SECTIONS, None, "its mrope_section is None"),
     ("ministral3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}, "it has no llama_4_scaling_beta"),
     ("qwen3_5_vl", "linear_num_key_heads", 3, "linear_attn.in_proj_qkv.weight is [256, 64], the model's is [320, 64]"),
-]
+]  # fmt: skip
 
 
 def changed(family, field, value, folder):

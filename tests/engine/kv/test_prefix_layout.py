@@ -62,13 +62,10 @@ def bits(tensor):
 
 
 WAYS = {
-    "rows": {},
-    "rows through a buffer": {"staging": 2**16},
-    "a buffer of two pages": {"staging": 2 * 4096},
-    "8 bits": {"staging": 2**16, "kv": "int8"},
-    "consecutive pages": {"pages": ((2, 3), (4, 5))},
+    "rows": {}, "rows through a buffer": {"staging": 2**16}, "a buffer of two pages": {"staging": 2 * 4096},
+    "8 bits": {"staging": 2**16, "kv": "int8"}, "consecutive pages": {"pages": ((2, 3), (4, 5))},
     "scattered pages": {"pages": ((5, 2), (3, 6)), "staging": 2**16},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 10 * SIZE])

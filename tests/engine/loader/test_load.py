@@ -272,13 +272,9 @@ def test_a_closed_model_says_so(built):
 # Adapters through the whole line --------------------------------------------------------------------------------------
 
 VARIANTS = {
-    "plain": {},
-    "rslora": {"rslora": True},
-    "dora": {"dora": True},
-    "bias": {"bias": True},
-    "all parts": {"targets": "all"},
+    "plain": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "bias": {"bias": True}, "all parts": {"targets": "all"},
     "embeddings": {"embeddings": True},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("quant", "variant"), crossed(["none", "nf4-dq", "int8"], VARIANTS, first=["nf4-dq"], rest=3))

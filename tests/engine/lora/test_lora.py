@@ -19,18 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "rslora": {"use_rslora": True},
-    "patterns": {"rank_pattern": {"down": 8}, "alpha_pattern": {"up": 16, "down": 3}},
+    "plain": {}, "rslora": {"use_rslora": True}, "patterns": {"rank_pattern": {"down": 8}, "alpha_pattern": {"up": 16, "down": 3}},
     "rslora with patterns": {"use_rslora": True, "rank_pattern": {"down": 2}, "alpha_pattern": {"up": 16}},
-    "dora": {"use_dora": True},
-    "lora_bias": {"lora_bias": True},
-    "embedding": {"target_modules": ["embed", "up"]},
-    "dora embedding": {"target_modules": ["embed", "up"], "use_dora": True},
-    "head": {"target_modules": ["head"]},
-    "saved": {"modules_to_save": ["norm", "head"]},
-    "saved table": {"target_modules": ["down"], "modules_to_save": ["embed"]},
-}
+    "dora": {"use_dora": True}, "lora_bias": {"lora_bias": True}, "embedding": {"target_modules": ["embed", "up"]},
+    "dora embedding": {"target_modules": ["embed", "up"], "use_dora": True}, "head": {"target_modules": ["head"]},
+    "saved": {"modules_to_save": ["norm", "head"]}, "saved table": {"target_modules": ["down"], "modules_to_save": ["embed"]},
+}  # fmt: skip
 
 
 def as_in_peft(toy: Toy, folder: Path, dtype: torch.dtype = torch.float32) -> Toy:

@@ -22,11 +22,9 @@ from trimtab.engine.lora.layers import attach_fitted, detach, fit
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 VARIANTS: dict[str, dict[str, Any]] = {
     "every linear": {"targets": "all", "alpha_pattern": {"q_proj": 3}, "rank_pattern": {"o_proj": 2}},
-    "dora": {"targets": "all", "dora": True},
-    "embedding": {"embeddings": True, "rslora": True},
-    "saved norms and head": {"modules_to_save": ["norm", "lm_head"]},
-    "saved embedding": {"modules_to_save": ["embed_tokens"]},
-}
+    "dora": {"targets": "all", "dora": True}, "embedding": {"embeddings": True, "rslora": True},
+    "saved norms and head": {"modules_to_save": ["norm", "lm_head"]}, "saved embedding": {"modules_to_save": ["embed_tokens"]},
+}  # fmt: skip
 
 
 @cache

@@ -96,14 +96,9 @@ def test_a_sliding_layer_holds_its_window_and_the_piece_that_came_last():
 def test_kv_cache_bytes_are_those_of_transformers():
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.Gemma3TextConfig(
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        hidden_size=16,
-        sliding_window=16,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8, hidden_size=16, sliding_window=16,
         layer_types=["sliding_attention", "full_attention"],
-    )
+    )  # fmt: skip
     cache, layers = transformers.DynamicCache(config=config), (KVLayer(0, 2, 8, 16, None), KVLayer(1, 2, 8, None, None))
     tokens = 0
     for new_tokens in (40, 30, 1):

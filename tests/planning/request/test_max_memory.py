@@ -20,13 +20,11 @@ BASE = str(DEMO / "base")
 @pytest.mark.parametrize(
     ("given_map", "budgets"),
     [
-        ({0: "4GiB", "cpu": "16GiB"}, ("cuda:0", 4 * GIB, 16 * GIB, None)),
-        ({"0": 4 * GIB}, ("cuda:0", 4 * GIB, None, None)),
-        ({"cuda:1": "4GB", "disk": "1GiB"}, ("cuda:1", 4 * 10**9, None, GIB)),
-        ({"cuda": "1GiB"}, ("cuda:0", GIB, None, None)),
+        ({0: "4GiB", "cpu": "16GiB"}, ("cuda:0", 4 * GIB, 16 * GIB, None)), ({"0": 4 * GIB}, ("cuda:0", 4 * GIB, None, None)),
+        ({"cuda:1": "4GB", "disk": "1GiB"}, ("cuda:1", 4 * 10**9, None, GIB)), ({"cuda": "1GiB"}, ("cuda:0", GIB, None, None)),
         ({"cpu": "2.5GiB"}, ("cpu", None, 5 * GIB // 2, None)),
     ],
-)
+)  # fmt: skip
 def test_devices_become_budgets(given_map, budgets):
     assert read_max_memory(given_map) == MemoryBudgets(
         device=budgets[0], gpu_memory_bytes=budgets[1], host_memory_bytes=budgets[2], disk_memory_bytes=budgets[3]
@@ -113,12 +111,10 @@ def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("{", "is not JSON"),
-        ('{"0": "4GiB", "0": "5GiB"}', "one key twice"),
-        ("nowhere.json", "cannot be read"),
+        ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "one key twice"), ("nowhere.json", "cannot be read"),
         ('{"0": "4GiB", "1": "4GiB"}', "names 2 GPUs"),
     ],
-)
+)  # fmt: skip
 def test_a_flag_that_cannot_be_read_names_itself(text, word):
     options = cli.parser().parse_args(["plan", BASE, "--max-memory", text])
     with pytest.raises(RequestError, match=word) as caught:

@@ -123,10 +123,8 @@ def map_refused(devices, execution_device="cuda:0"):
 def test_a_map_of_the_towers_streams_them_and_keeps_the_rest():
     found = device_map({"model.vision_tower": "cpu", "model.embed_vision": "cpu", "model.audio_tower": "cpu", "": 0})
     assert {path.split(".")[1] for path, tier in found.items() if tier == "stream"} == {
-        "vision_tower",
-        "embed_vision",
-        "audio_tower",
-    }
+        "vision_tower", "embed_vision", "audio_tower",
+    }  # fmt: skip
     assert found[TABLE] == found[f"{TEXT}.layers.0"] == "resident"
 
 

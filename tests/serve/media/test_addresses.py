@@ -59,15 +59,11 @@ def test_loopback_and_metadata_are_not_public_in_any_form(address):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("2001:db8:1:2::1", "2001:db8:1:2:ffff:ffff:ffff:ffff"),
-        ("fe80::1%eth0", "fe80::2%eth0"),
-        ("::ffff:192.0.2.7", "192.0.2.7"),
-        ("::ffff:c000:207", "64:ff9b::192.0.2.7"),
-        ("127.0.0.1", "127.255.3.9"),
-        ("::1", "127.0.0.1"),
-        ("::ffff:127.0.0.2", "127.0.0.1"),
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff:ffff:ffff:ffff"), ("fe80::1%eth0", "fe80::2%eth0"),
+        ("::ffff:192.0.2.7", "192.0.2.7"), ("::ffff:c000:207", "64:ff9b::192.0.2.7"), ("127.0.0.1", "127.255.3.9"),
+        ("::1", "127.0.0.1"), ("::ffff:127.0.0.2", "127.0.0.1"),
     ],
-)
+)  # fmt: skip
 def test_addresses_that_one_client_can_take_are_one_client(one, other):
     assert client_network(one) == client_network(other)
 

@@ -82,12 +82,10 @@ def test_other_hosts_are_refused(url):
 @pytest.mark.parametrize(
     "url",
     [
-        "http://me@pictures.example/a",
-        "http://:x@pictures.example/a",
-        "http://pictures.example:22/a",
+        "http://me@pictures.example/a", "http://:x@pictures.example/a", "http://pictures.example:22/a",
         "http://pictures.example:99999/a",
     ],
-)
+)  # fmt: skip
 def test_users_and_ports_are_refused(url):
     assert refused(fetcher(), url)
 

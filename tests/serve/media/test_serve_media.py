@@ -80,12 +80,10 @@ def test_a_picture_is_taken_by_its_size(kind):
 @pytest.mark.parametrize(
     "width, height, words",
     [
-        (31_000_000, 1, "the limit per side is 16384"),
-        (16_385, 500, "the limit per side is"),
-        (4_000, 19, "longer to shorter side is 200"),
-        (1, 201, "longer to shorter side is 200"),
+        (31_000_000, 1, "the limit per side is 16384"), (16_385, 500, "the limit per side is"),
+        (4_000, 19, "longer to shorter side is 200"), (1, 201, "longer to shorter side is 200"),
     ],
-)
+)  # fmt: skip
 def test_a_picture_of_a_senseless_size_is_refused_by_its_header(width, height, words):
     error = refused(check_image, png(width, height))
     assert error.field == FIELD and f"has {width} x {height} pixels" in str(error) and words in str(error)
