@@ -1,7 +1,5 @@
 """An adapter's own copy of the tokenizer against the model's: extra and renamed tokens are no other tokenizer, another one is."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

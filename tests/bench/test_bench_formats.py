@@ -1,7 +1,5 @@
 """Loads of formats: what is saved when a load takes too long, and that neither side's seconds have its imports."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

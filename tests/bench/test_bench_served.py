@@ -1,7 +1,5 @@
 """A server that a bench starts ends with it, also where the bench is killed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

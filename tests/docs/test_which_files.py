@@ -1,7 +1,5 @@
 """Does the page of formats have the table that the records and the tests make?"""
 
-from __future__ import annotations
-
 from tools.which_files import PAGE, filled
 from trimtab.gguf.architectures import ARCHITECTURES
 

@@ -3,8 +3,6 @@
 The tests are those of the features themselves, with few of their prompts; the traceback says which feature fails.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests import long_runs

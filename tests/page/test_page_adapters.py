@@ -1,7 +1,5 @@
 """The page of a server with no adapter, with one, and with twenty: what it offers, and that it writes no "null"."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Versions of an answer with the messages that followed each, and how much of the context they take."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a reader does with many chats: search, names, files of all of them, options of each, text files, keys."""
 
-from __future__ import annotations
-
 import base64
 import json
 

@@ -1,7 +1,5 @@
 """Code in an answer: a block of its own in one width, as it was written, copied whole, also while it grows."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.page.reading import answered, answers, ask, expect, stand_in

@@ -1,7 +1,5 @@
 """TeX of an answer, in a real browser: it is shown as it was written, and money and variables around it stay Markdown."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

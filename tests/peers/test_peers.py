@@ -4,8 +4,6 @@ Slow, and only where these servers are installed in an environment of their own 
 its Python.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

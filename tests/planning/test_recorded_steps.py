@@ -1,8 +1,6 @@
 """Predicted steps of one row and of eight beside the recorded ones (bench/results/families.json, experts.json), 4-bit weights on
 a whole card."""
 
-from __future__ import annotations
-
 import json
 import struct
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Folders of a command in the temporary directory: gone at its end, and those of killed commands with the next one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One TOML file for everything that the flags say: each flag, every mistake by name, and the file beside the flags."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

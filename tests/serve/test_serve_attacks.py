@@ -1,7 +1,5 @@
 """Hostile clients against a server process: bodies made to cost, connections that say nothing, heads that smuggle."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json

@@ -1,7 +1,5 @@
 """tools/gpu_all.sh and tools/load_all.sh: every step once and within its limit; what has a result is not run again."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

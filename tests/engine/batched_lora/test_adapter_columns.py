@@ -1,7 +1,5 @@
 """LoRA inside a prompt's products: the columns are the adapter in float64, layers over one input share it, the rest stays."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Questions: text, pictures and sounds become exactly what the model's own processor makes of them."""
 
-from __future__ import annotations
-
 import json
 import os
 

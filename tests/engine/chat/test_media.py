@@ -1,7 +1,5 @@
 """Pictures and sounds: what comes in, in one form, or a refusal that names the field."""
 
-from __future__ import annotations
-
 import io
 import struct
 import subprocess

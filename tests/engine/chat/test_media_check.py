@@ -1,7 +1,5 @@
 """Media that a processor shrinks to nothing, or to more patches than a model has positions, never reach the model."""
 
-from __future__ import annotations
-
 import copy
 import json
 from types import SimpleNamespace

@@ -7,8 +7,6 @@ processor (refused, or written as Python writes a list), and ids of calls that a
 Of Gemma 3 (ALTERNATES) and Mistral Small 3.2 (NAMES) the structure alone is known here: whole templates were not at hand.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Values that are not numbers: an adapter that holds some is refused when it is read, logits that are some end the answer."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

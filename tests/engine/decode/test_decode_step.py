@@ -1,7 +1,5 @@
 """A decode step knows buffers and the state of rows, neither the batch nor its requests."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 

@@ -4,8 +4,6 @@ On a CPU nothing is captured and the fused step runs on plain torch: that proves
 with the kernels, as graphs.
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Configs that no class can compute, descriptions and images that do not fit: each is named before anything is answered."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

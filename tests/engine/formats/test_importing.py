@@ -1,7 +1,5 @@
 """bitsandbytes is imported without code from the hub, without a warning and without torch's compiler."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A layer's product is the first way of the table that is for it, for this many rows, and for these values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

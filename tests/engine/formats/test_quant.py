@@ -1,7 +1,5 @@
 """Formats: what the machine cannot do is named, and packed experts of older files become what they stand for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

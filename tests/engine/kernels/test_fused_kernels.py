@@ -3,8 +3,6 @@
 Slow, thread by thread: few steps of the demo model. That the kernels are right one by one is in test_matvec and test_fused.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 
 import pytest

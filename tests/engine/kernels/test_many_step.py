@@ -4,8 +4,6 @@ Slow, thread by thread: one step of a tiny Gemma 4 whose rows are wide enough fo
 covered.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a copy from or to the prefix cache moves, bit by bit, and how many calls it takes: no more for more layers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

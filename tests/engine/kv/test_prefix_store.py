@@ -1,7 +1,5 @@
 """What is cached of prompts: never another's, never more than its memory, the oldest gone first."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

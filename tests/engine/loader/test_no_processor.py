@@ -1,7 +1,5 @@
 """Is a folder without a usable processor read once, and not by every answer?"""
 
-from __future__ import annotations
-
 import trimtab
 from tests import pico
 from trimtab.engine import model as model_module

@@ -1,7 +1,5 @@
 """Short steps compute what transformers' modules compute, from a counted number of operations, and leave nothing behind."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 

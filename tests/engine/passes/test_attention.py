@@ -1,7 +1,5 @@
 """Attention of one sequence reads grouped keys where they are, with the bits of transformers' form that repeats them."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from types import SimpleNamespace

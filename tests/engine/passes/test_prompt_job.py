@@ -1,7 +1,5 @@
 """A prompt in progress goes on only as it may."""
 
-from __future__ import annotations
-
 import pytest
 
 from trimtab.engine.kv.prefix_store import Match

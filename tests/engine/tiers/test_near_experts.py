@@ -1,7 +1,5 @@
 """Do slots of experts hold what was used last, and do kernels read the same bits from a slot as from the host?"""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Host memory that a device reads in place: what happens where a driver or a torch will not, with both played by objects."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from types import SimpleNamespace

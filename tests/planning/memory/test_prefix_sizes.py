@@ -1,7 +1,5 @@
 """Prefix caches and pools that have no effect are refused by name, and a plan says how much of a prompt a small cache holds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The order in which adapters are prepared: what somebody waits for first, whoever came when."""
 
-from __future__ import annotations
-
 import pytest
 
 from trimtab.serve.adapters.new_adapters import AdapterQueue, Unprepared, Urgency

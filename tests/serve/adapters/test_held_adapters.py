@@ -1,7 +1,5 @@
 """Adapters in host memory: the same files once, counted, and refused by name beyond the host's budget."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

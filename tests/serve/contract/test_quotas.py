@@ -1,7 +1,5 @@
 """What one key may use: counted by name, refused with the time to come again, and given back at the end of a request."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What a server may be told: hosts that need a key, limits, and which folders an adapter may come from."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Which texts an answer in JSON may be, token by token, and which schemas are refused."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """Which addresses are public: every network of IANA's registries by its ends, every form with an IPv4 address inside."""
 
-from __future__ import annotations
-
 import ipaddress
 
 import pytest

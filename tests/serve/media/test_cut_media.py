@@ -1,7 +1,5 @@
 """Long base64 is taken out of a body before it is read as JSON, and nothing else is."""
 
-from __future__ import annotations
-
 import base64
 import json
 

@@ -1,7 +1,5 @@
 """Addresses are fetched from named hosts alone, never from inside, within size and time."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

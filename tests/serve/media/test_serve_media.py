@@ -1,7 +1,5 @@
 """Pictures and sounds are measured before they are decoded: limits, lies in headers, bombs."""
 
-from __future__ import annotations
-
 import base64
 import io
 import struct

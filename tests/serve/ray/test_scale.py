@@ -1,7 +1,5 @@
 """What Ray Serve is told, and the front and a copy with Ray's part played by the test (the real one is in tests/serve/ray)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """What two routes loaded, compared: other dtypes are the same, a scale off by 1 %, a dropped or a transposed module are named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
