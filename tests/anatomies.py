@@ -18,15 +18,9 @@ def tensor(path: str, *shape: int, is_buffer: bool = False, tied_to: str | None 
 
 def linear(path: str, out: int, inside: int, *, block: str, part: Part, quantized: bool = True) -> ModuleRow:
     return ModuleRow(
-        path,
-        "Linear",
-        part,
-        "linear",
-        block,
-        (tensor(f"{path}.weight", out, inside),),
-        quantized=quantized,
+        path, "Linear", part, "linear", block, (tensor(f"{path}.weight", out, inside),), quantized=quantized,
         why_unquantized="" if quantized else "keep_unquantized",
-    )
+    )  # fmt: skip
 
 
 def other(path: str, class_name: str, tensors: tuple[TensorRow, ...], *, block: str, part: Part, **extra) -> ModuleRow:
@@ -54,15 +48,11 @@ def _text_layer(size: dict, number: int, quantized: bool) -> list[ModuleRow]:
     where = {"block": path, "part": part, "quantized": quantized}
     rows = [
         other(path, "Gemma4TextDecoderLayer", (tensor(f"{path}.layer_scalar", 1, is_buffer=True),), block=path, part=part),
-        linear(f"{path}.self_attn.q_proj", query, hidden, **where),
-        linear(f"{path}.self_attn.o_proj", hidden, query, **where),
-        linear(f"{path}.mlp.gate_proj", mlp, hidden, **where),
-        linear(f"{path}.mlp.up_proj", mlp, hidden, **where),
-        linear(f"{path}.mlp.down_proj", hidden, mlp, **where),
-        linear(f"{path}.per_layer_input_gate", 256, hidden, **where),
-        linear(f"{path}.per_layer_projection", hidden, 256, **where),
-        norm(f"{path}.self_attn.q_norm", head, block=path, part=part),
-    ]
+        linear(f"{path}.self_attn.q_proj", query, hidden, **where), linear(f"{path}.self_attn.o_proj", hidden, query, **where),
+        linear(f"{path}.mlp.gate_proj", mlp, hidden, **where), linear(f"{path}.mlp.up_proj", mlp, hidden, **where),
+        linear(f"{path}.mlp.down_proj", hidden, mlp, **where), linear(f"{path}.per_layer_input_gate", 256, hidden, **where),
+        linear(f"{path}.per_layer_projection", hidden, 256, **where), norm(f"{path}.self_attn.q_norm", head, block=path, part=part),
+    ]  # fmt: skip
     if not is_shared:
         rows += [linear(f"{path}.self_attn.{name}_proj", key, hidden, **where) for name in "kv"]
         rows.append(norm(f"{path}.self_attn.k_norm", head, block=path, part=part))
@@ -133,44 +123,29 @@ def e_series(name: str = "E2B", *, quantized: bool = True, towers: bool = True) 
     scale = tensor(f"{embed}.embed_scale", is_buffer=True)
     rows = [
         other(
-            embed,
-            "Gemma4TextScaledWordEmbedding",
-            (tensor(f"{embed}.weight", vocabulary, hidden), scale),
-            block=root,
-            part="language",
-            kind="embedding",
+            embed, "Gemma4TextScaledWordEmbedding", (tensor(f"{embed}.weight", vocabulary, hidden), scale), block=root,
+            part="language", kind="embedding",
         )
-    ]
+    ]  # fmt: skip
     for number in range(layers):
         rows += _text_layer(size, number, quantized)
     rows += [
         norm(f"{root}.norm", hidden, block=root, part="language"),
         other(
-            ple,
-            "Gemma4TextScaledWordEmbedding",
-            (tensor(f"{ple}.weight", vocabulary, layers * 256),),
-            block=ple,
-            part="table",
-            kind="embedding",
-            gather_only=True,
+            ple, "Gemma4TextScaledWordEmbedding", (tensor(f"{ple}.weight", vocabulary, layers * 256),), block=ple, part="table",
+            kind="embedding", gather_only=True,
         ),
         linear(f"{root}.per_layer_model_projection", layers * 256, hidden, block=root, part="language", quantized=quantized),
         norm(f"{root}.per_layer_projection_norm", 256, block=root, part="language"),
-    ]
+    ]  # fmt: skip
     if towers:
         rows += [*_vision(hidden, quantized), *_audio(hidden, quantized)]
     head = tensor("lm_head.weight", vocabulary, hidden, tied_to=f"{embed}.weight")
     rows.append(ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="tied to the embedding"))
     return Anatomy(
-        model_class="Gemma4ForConditionalGeneration",
-        model_type="gemma4",
-        dtype=DTYPE,
-        rows=tuple(rows),
-        kv_layers=tuple(_kv_layers(size)),
-        hidden_size=hidden,
-        vocab_size=vocabulary,
-        images_look_ahead=False,
-    )
+        model_class="Gemma4ForConditionalGeneration", model_type="gemma4", dtype=DTYPE, rows=tuple(rows),
+        kv_layers=tuple(_kv_layers(size)), hidden_size=hidden, vocab_size=vocabulary, images_look_ahead=False,
+    )  # fmt: skip
 
 
 def _kv_layers(size: dict) -> list[KVLayer]:

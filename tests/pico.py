@@ -234,19 +234,13 @@ def _qwen3_moe() -> Any:
 
 
 _CONFIGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
-    "gemma4": ("Gemma4ForConditionalGeneration", _gemma4),
-    "gemma4_dense": ("Gemma4ForConditionalGeneration", _gemma4_dense),
-    "gemma4_moe": ("Gemma4ForConditionalGeneration", _gemma4_moe),
-    "gemma3": ("Gemma3ForConditionalGeneration", _gemma3),
-    "gemma3n": ("Gemma3nForCausalLM", _gemma3n),
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", _qwen3_vl),
-    "mistral3": ("Mistral3ForConditionalGeneration", _mistral3),
-    "llama": ("LlamaForCausalLM", _llama),
-    "qwen3": ("Qwen3ForCausalLM", _qwen3),
-    "mixtral": ("MixtralForCausalLM", _mixtral),
+    "gemma4": ("Gemma4ForConditionalGeneration", _gemma4), "gemma4_dense": ("Gemma4ForConditionalGeneration", _gemma4_dense),
+    "gemma4_moe": ("Gemma4ForConditionalGeneration", _gemma4_moe), "gemma3": ("Gemma3ForConditionalGeneration", _gemma3),
+    "gemma3n": ("Gemma3nForCausalLM", _gemma3n), "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", _qwen3_vl), "mistral3": ("Mistral3ForConditionalGeneration", _mistral3),
+    "llama": ("LlamaForCausalLM", _llama), "qwen3": ("Qwen3ForCausalLM", _qwen3), "mixtral": ("MixtralForCausalLM", _mixtral),
     "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
-}
+}  # fmt: skip
 FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 # With tests of their own; not in those of every family.
 _OTHERS = {
@@ -254,11 +248,7 @@ _OTHERS = {
     "gemma2": (
         "Gemma2ForCausalLM",
         partial(
-            _text,
-            "Gemma2",
-            sliding_window=8,
-            query_pre_attn_scalar=2 * HEAD,
-            attn_logit_softcapping=0.5,
+            _text, "Gemma2", sliding_window=8, query_pre_attn_scalar=2 * HEAD, attn_logit_softcapping=0.5,
             final_logit_softcapping=2.0,
         ),
     ),
@@ -266,14 +256,8 @@ _OTHERS = {
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
         partial(
-            _text,
-            "Qwen2Moe",
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=WIDTH,
-            shared_expert_intermediate_size=WIDTH,
-            decoder_sparse_step=1,
-            mlp_only_layers=[1],
+            _text, "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH,
+            shared_expert_intermediate_size=WIDTH, decoder_sparse_step=1, mlp_only_layers=[1],
         ),
     ),
     "ministral3": ("Ministral3ForCausalLM", partial(_text, "Ministral3", rope_parameters=_GROWING)),
@@ -298,25 +282,16 @@ _OTHERS = {
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         partial(
-            _text,
-            "Glm4Moe",
-            use_qk_norm=True,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            moe_intermediate_size=WIDTH,
-            n_group=1,
-            topk_group=1,
+            _text, "Glm4Moe", use_qk_norm=True, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+            first_k_dense_replace=1, moe_intermediate_size=WIDTH, n_group=1, topk_group=1,
         ),
     ),
-    "llava": ("LlavaForConditionalGeneration", _llava),
-    "internvl": ("InternVLForConditionalGeneration", _internvl),
+    "llava": ("LlavaForConditionalGeneration", _llava), "internvl": ("InternVLForConditionalGeneration", _internvl),
     "gpt_oss": (
         "GptOssForCausalLM",
         partial(_text, "GptOss", layer_types=[_SLIDING, _FULL], sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
     ),
-}
+}  # fmt: skip
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

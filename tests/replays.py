@@ -1,7 +1,5 @@
 """What stands for CUDA graphs on a CPU: a replay runs what was captured once more, in the state that it was captured in."""
 
-from __future__ import annotations
-
 from trimtab.engine.layers.leaves import GatheredTable, reading_staged
 from trimtab.engine.memory.graph_cache import GraphCache, restore
 from trimtab.engine.tiers.streaming import in_pass

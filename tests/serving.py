@@ -1,7 +1,5 @@
 """A pool without models: it answers what the test wrote down, and remembers what it was asked."""
 
-from __future__ import annotations
-
 import asyncio
 
 from starlette.testclient import TestClient

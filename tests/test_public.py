@@ -1,4 +1,6 @@
-"""What is promised in public: names, imports, the map of rooms, and every example in the docs."""
+"""What is promised in public: names, imports without circles, the map of rooms, and every example in the docs."""
+
+from __future__ import annotations
 
 import ast
 import re
@@ -12,7 +14,8 @@ import pytest
 
 import trimtab
 from tests.rules import each
-from tools import readme_numbers
+from tools import readme_numbers, rooms
+from tools.house import circles
 from trimtab import errors
 from trimtab.cli import main as cli
 from trimtab.cli.commands import merge_verify as merging
@@ -45,17 +48,9 @@ TRANSFORMERS = tuple(
     )
 )  # fmt: skip
 HEAVY = {
-    "torch",
-    "transformers",
-    "bitsandbytes",
-    "numpy",
-    "accelerate",
-    "peft",
-    "safetensors",
-    "psutil",
-    "http.client",
+    "torch", "transformers", "bitsandbytes", "numpy", "accelerate", "peft", "safetensors", "psutil", "http.client",
     "urllib.request",
-}
+}  # fmt: skip
 
 
 def name_of(file):
@@ -331,15 +326,9 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
     assert [code for code, words in exit_codes.EXIT_TEXTS.items() if not plain[code].startswith(words)] == []
     told = set(rows)
     assert told == {
-        0,
-        merging.DIFFERS,
-        EXIT_CANNOT_TELL,
-        *(code for _, code in exit_codes.EXIT_CODES),
-        cli.STOPPED,
-        cli.READER_GONE,
-        exit_codes.UNFINISHED,
-        *interrupts.ENDING.values(),
-    }
+        0, merging.DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE,
+        exit_codes.UNFINISHED, *interrupts.ENDING.values(),
+    }  # fmt: skip
 
 
 @each("page", readme_numbers.PAGES)
@@ -363,3 +352,24 @@ def test_numbers_are_compared_with_stock_of_the_same_adapter():
         "-", "yes", "text yes, media no", "not compared", "failed: why"
     ]  # fmt: skip
     assert "| 1.24 |" in lines[1]
+
+
+def circles_of(package: Path) -> list[set[str]]:
+    """Return the stems of the files of each circle of a package."""
+    found = circles(rooms.graph(package, types=False))
+    return [{file.stem for file in circle} for circle in found if len(circle) > 1]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles_of(rooms.PACKAGE) == []
+
+
+def test_an_import_inside_a_function_is_part_of_a_circle_and_one_for_type_checkers_is_not(tmp_path):
+    package = tmp_path / "p"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from p.b import f\n")
+    (package / "b.py").write_text("def f():\n    import p.a\n")
+    (package / "c.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.d\n")
+    (package / "d.py").write_text("from p import c\n")
+    assert circles_of(package) == [{"a", "b"}]

@@ -1,7 +1,5 @@
 """What a release brings: files that hosts and tools read, and a wheel that runs from an empty folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

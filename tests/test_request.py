@@ -1,12 +1,182 @@
-"""What a request to load takes: every wrong value is a RequestError that names its field, numpy's numbers are numbers."""
+"""What a request takes: names of adapters in every form, sizes and types in their spellings; wrong values name their field."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import numpy
 import pytest
 
 import trimtab
+import trimtab.demo as demo
 from tests.cli.test_vocabulary import BASE
+from trimtab.adapter_names import NamedAdapter, parse_adapter, parse_adapters, parse_unweighted, paths_of
+from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, LoadRequest, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "path", "weight"),
+    [
+        ("adapters/medical", "medical", "adapters/medical", 1.0), ("adapters/medical/", "medical", "adapters/medical/", 1.0),
+        ("medical", "medical", "medical", 1.0), ("adapters/medical:0.5", "medical", "adapters/medical", 0.5),
+        ("runs/r=16", None, None, None), ("runs/r=16/law", "law", "runs/r=16/law", 1.0),
+        (r"C:\\adapters\\law", "law", r"C:\\adapters\\law", 1.0), (r"C:\\adapters\\law:-1", "law", r"C:\\adapters\\law", -1.0),
+        ("C:/adapters/law", "law", "C:/adapters/law", 1.0), ("checkpoint-500", "checkpoint-500", "checkpoint-500", 1.0),
+    ],
+)  # fmt: skip
+def test_a_bare_path_is_named_after_its_folder(text: str, name: str, path: str, weight: float) -> None:
+    if name is None:
+        with pytest.raises(RequestError, match="Add a name: NAME=") as caught:
+            parse_adapter(text, field="--adapter")
+        assert (caught.value.field, caught.value.value) == ("--adapter", text)
+        return
+    assert parse_adapter(text) == NamedAdapter(name, path, weight)
+
+
+def test_the_folder_one_is_in_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "law").mkdir()
+    monkeypatch.chdir(tmp_path / "law")
+    assert parse_adapter(".").name == "law"
+
+
+def test_two_folders_of_one_name_are_refused() -> None:
+    with pytest.raises(RequestError, match="two adapters") as caught:
+        parse_adapters(["a/law", "b/law"], field="--adapter")
+    assert caught.value.value == "law"
+    with pytest.raises(RequestError, match="two folders have the name law") as caught:
+        paths_of(["a/law", Path("b/law")])
+    assert caught.value.field == "adapters" and '"two":' in caught.value.hint
+
+
+def test_a_weight_of_one_names_a_folder_that_ends_like_a_weight() -> None:
+    assert parse_unweighted(["a=model:2:1"], field="--adapter") == {"a": "model:2"}
+    with pytest.raises(RequestError, match="the weight 2 has no effect here"):
+        parse_unweighted(["a=model:2"], field="--adapter")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}), ({}, {}), ("x/law", {"law": "x/law"}), (Path("x") / "law", {"law": os.path.join("x", "law")}),
+        (["x/law", "y/art"], {"law": "x/law", "art": "y/art"}), ({"a": Path("x")}, {"a": "x"}),
+    ],
+)  # fmt: skip
+def test_adapters_of_a_call(given: object, expected: dict[str, str]) -> None:
+    assert paths_of(given) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"), [(3, "adapters"), ([3], "adapters"), ({"a": 3}, "adapters['a']"), ({"a": None}, "adapters['a']")]
+)
+def test_what_is_no_path_is_refused_by_name(given: object, field: str) -> None:
+    with pytest.raises(RequestError, match="not a path") as caught:
+        paths_of(given)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+# Sizes and types ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("4GiB", 4 * 2**30), ("4G", 4 * 2**30), ("4g", 4 * 2**30), ("1TiB", 2**40), ("1T", 2**40), ("1TB", 10**12),
+        ("4GB", 4 * 10**9), ("2.5 MiB", 5 * 2**19), ("8M", 8 * 2**20), ("16K", 16384), ("16KB", 16000), ("7B", 7),
+        (4, 4), (4.5e9, 4_500_000_000), (None, None),
+    ],
+)  # fmt: skip
+def test_sizes(value: object, expected: int) -> None:
+    assert parse_bytes(value, field_name="gpu_memory") == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["4", 4.5, "4.5", "4X", "GiB", "", "4 4G", "-4G", True, float("nan"), float("inf"), [4]])
+def test_what_is_no_size_is_refused(value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_bytes(value, field_name="gpu_memory")  # type: ignore[arg-type]
+    assert caught.value.field == "gpu_memory" and caught.value.value is value and "4GiB" in caught.value.allowed
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        LoadRequest(model="m", adapters={1: "x"})  # type: ignore[dict-item]
+    assert (caught.value.field, caught.value.value) == ("adapters", 1)
+
+
+def test_a_number_alone_is_asked_for_its_unit() -> None:
+    with pytest.raises(RequestError, match="needs a unit") as caught:
+        parse_bytes("4", field_name="--gpu-memory")
+    assert caught.value.hint == "Did you mean 4GiB? 4B is that many bytes"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("float16", "float16")]
+)
+def test_types_have_two_spellings(given: str, expected: str) -> None:
+    assert LoadRequest(model="m", dtype=given).dtype == expected
+
+
+# Wording --------------------------------------------------------------------------------------------------------------
+
+FLAGS = {
+    "quant": "--quant", "gpu_memory": "--gpu-memory", "context_tokens": "--context", "context": "--context",
+    "place": "--place", "adapter": "--use", "model": "MODEL", "out": "OUT",
+    "overwrite": "--overwrite",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "expected"),
+    [
+        ("quant='nf5': unknown choice", "quant", "--quant nf5: unknown choice"),
+        ("context_tokens=0: must be 1", "context_tokens", "--context 0: must be 1"),
+        ("context=-1.5: must be 1", "context", "--context -1.5: must be 1"),
+        ("place=('', 1): is wrong", "place", "--place=('', 1): is wrong"),
+        ("place['v']='x': unknown", "place['v']", "--place v=x: unknown"),
+        ("--keep-unquantized=['v*']: names none", "keep_unquantized", "--keep-unquantized v*: names none"),
+        ("DIR='/no': no such folder", "DIR", "DIR /no: no such folder"),
+        ("Give gpu_memory=716324360; quant='nf4-dq' saves", None, "Give --gpu-memory 716324360B; --quant nf4-dq saves"),
+        ("plan with a larger context=", None, "plan with a larger --context"),
+        ("with a smaller gpu_memory.", None, "with a smaller --gpu-memory."),
+        ("the model in place has a context", None, "the model in place has a context"),
+        ("/a/quant=x/gpu_memory/y: no", "path", "/a/quant=x/gpu_memory/y: no"),
+        ("adapter: none is given", "adapter", "--use: none is given"),
+        ("out: is a file", "out", "OUT: is a file"),
+        ("Give overwrite=True to replace it", "out", "Give --overwrite to replace it"),
+        ("--gpu-memory='4': needs a unit", "--gpu-memory", "--gpu-memory 4: needs a unit"),
+        ("--threads='': must be an integer", "--threads", "--threads='': must be an integer"),
+    ],
+)
+def test_arguments_read_as_the_flags_of_the_command(text: str, field: str | None, expected: str) -> None:
+    assert in_flags(text, field, FLAGS) == expected
+    assert in_flags(text, field, {}) == text
+
+
+# load and plan --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_by_its_path_is_planned_and_loaded(tmp_path: Path) -> None:
+    options = {"adapters": [demo.ADAPTERS["style"]], "device": "cpu", "context": 64, "images": 0, "audio_s": 0.0}
+    with trimtab.load(demo.BASE, **options) as model:
+        assert model.adapters == ("style",) and model.context_tokens == 64
+        model.plan.save(tmp_path / "plan.json")
+    with trimtab.load(str(tmp_path / "plan.json")) as model:
+        assert model.adapters == ("style",)
+
+
+def test_options_of_load_are_checked_by_name() -> None:
+    with pytest.raises(RequestError) as caught:
+        trimtab.load(demo.BASE, contxt=5)
+    assert (caught.value.field, caught.value.near) == ("contxt", ("context",))
+    with pytest.raises(RequestError) as caught:
+        trimtab.load(3)  # type: ignore[arg-type]
+    assert caught.value.field == "plan"
+    plan = trimtab.plan(demo.BASE, device="cpu", context=64, images=0, audio_s=0.0)
+    with pytest.raises(RequestError, match="has no effect on a plan") as caught:
+        trimtab.load(plan, context=5)
+    assert (caught.value.field, caught.value.value) == ("context", 5)
 
 
 @pytest.mark.parametrize(

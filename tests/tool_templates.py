@@ -1,7 +1,5 @@
 """Chat templates with tools, in our own words, of the forms that published ones have; and what a call looks like in each."""
 
-from __future__ import annotations
-
 _HEAD = """{{ bos_token }}
 {%- if tools %}{{ '<|turn>system\\n' }}
 {%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<turn|>\\n' }}{% endif %}

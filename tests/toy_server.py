@@ -4,8 +4,6 @@ Completions of the text "count N" give N pieces, one every twentieth of a second
 "fill" gives pieces of 256 KiB until nobody wants them. The worker's process imports this file, and what serves is in another.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

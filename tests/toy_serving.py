@@ -1,7 +1,5 @@
 """What serves the toy of `tests/toy_server.py`: the real server with its worker replaced."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

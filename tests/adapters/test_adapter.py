@@ -1,17 +1,34 @@
-"""The report accounts for every tensor of an adapter, with and without a model."""
+"""The folder of an adapter: read strictly or refused, every tensor accounted for, its tokenizer compared with the model's."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.adapter_files import PEFT_HEAD, TEXT, VISION, big_adapter, e2b_anatomy, header_only, match, pair, q_proj, write_adapter
+import trimtab
+import trimtab.demo as demo
+from tests.adapter_files import (
+    PEFT_HEAD,
+    TEXT,
+    VISION,
+    big_adapter,
+    e2b_anatomy,
+    header_only,
+    match,
+    pair,
+    q_proj,
+    refused,
+    write_adapter,
+)
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.adapters.config import Rules
+from trimtab.adapters.file import check_vocabulary
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, TrimtabError
 
 
 def test_without_a_model_the_report_counts_by_names(tmp_path: Path) -> None:
@@ -109,3 +126,136 @@ def test_reading_an_adapter_imports_no_torch(tmp_path: Path) -> None:
         "sys.exit([name for name in ('torch', 'transformers', 'peft') if name in sys.modules] != [])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_sound_folder_gives_configuration_and_header(tmp_path: Path) -> None:
+    found = read_adapter(write_adapter(tmp_path, q_proj(), dtype="bfloat16", use_rslora=True))
+    assert found.folder == tmp_path
+    assert found.file == tmp_path / "adapter_model.safetensors"
+    assert found.config["use_rslora"] is True
+    name = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj.lora_A.weight"
+    assert found.tensors[name].shape == (4, 16)
+    assert found.tensors[name].dtype == "bfloat16"
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path / "none") == ("no such folder",)
+
+
+def test_a_path_to_the_file_itself_asks_for_the_folder(tmp_path: Path) -> None:
+    write_adapter(tmp_path, q_proj())
+    assert "folder" in refused(tmp_path / "adapter_model.safetensors")[0]
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    (write_adapter(tmp_path, q_proj()) / name).unlink()
+    assert refused(tmp_path) == (f"{name} is missing",)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("adapter_model.bin", "pickle"), ("adapters.safetensors", "mlx-lm"), ("pytorch_lora_weights.safetensors", "diffusers")],
+)
+def test_another_format_is_refused_by_name_with_the_next_step(name: str, word: str, tmp_path: Path) -> None:
+    (write_adapter(tmp_path, q_proj()) / "adapter_model.safetensors").rename(tmp_path / name)
+    first, second = refused(tmp_path)
+    assert first == "adapter_model.safetensors is missing"
+    assert second.startswith(name)
+    assert word in second
+
+
+def test_adapters_in_folders_inside_are_pointed_to(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "medical", q_proj())
+    assert any("'medical'" in problem for problem in refused(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", '{"r": NaN}', "[]", "", '"LORA"', '{"a": ' + "[" * 100_000])
+def test_a_configuration_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+    (write_adapter(tmp_path, q_proj()) / "adapter_config.json").write_text(text)
+    assert len(refused(tmp_path)) == 1
+    assert "adapter_config.json" in refused(tmp_path)[0]
+
+
+def test_a_configuration_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (write_adapter(tmp_path, q_proj()) / "adapter_config.json").write_bytes(b'{"peft_type": "\xff"}')
+    assert "not JSON" in refused(tmp_path)[0]
+
+
+def test_a_broken_header_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (write_adapter(tmp_path, q_proj()) / "adapter_model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(CheckpointError):
+        read_adapter(tmp_path)
+
+
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    assert refused(write_adapter(tmp_path, {})) == ("adapter_model.safetensors has no tensors",)
+
+
+def test_a_hint_stands_on_a_line_of_its_own(tmp_path: Path) -> None:
+    error = AdapterError(tmp_path, ["no file"], hint="Train it again")
+    assert str(error).splitlines() == [f"{tmp_path}: 1 problem", "  - no file", "Train it again"]
+    assert error.hint == "Train it again"
+
+
+def test_an_error_of_another_process_is_raised_as_it_was() -> None:
+    there = AdapterError("a", ["x", "y"], hint="z")
+    here = TrimtabError.from_dict(json.loads(json.dumps(there.to_dict())))
+    assert type(here) is AdapterError and str(here) == str(there) and vars(here) == vars(there)
+    assert isinstance(TrimtabError.from_dict({"class": "WorkerDiedError", "message": "gone", "fields": {}}), DeviceError)
+
+
+def write(folder, vocabulary):
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}), encoding="utf-8")
+    return folder
+
+
+WORDS = {f"word{number}": number for number in range(100)}
+SAME = {
+    "equal": WORDS, "more tokens": WORDS | {"<new>": 100}, "fewer": {word: at for word, at in WORDS.items() if at < 50},
+    "reserved ones renamed": {(f"<own{at}>" if at >= 92 else word): at for word, at in WORDS.items()},
+    "another order": dict(reversed(WORDS.items())), "unigram": [[word, -1.0] for word in WORDS],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("theirs", SAME)
+def test_a_trainers_copy_is_the_models_tokenizer(theirs, tmp_path):
+    check_vocabulary(write(tmp_path / "adapter", SAME[theirs]), write(tmp_path / "model", WORDS))
+
+
+def test_a_tokenizer_of_equal_size_and_other_texts_is_named(tmp_path):
+    other = {word: (at + 1) % 100 for word, at in WORDS.items()}
+    with pytest.raises(AdapterError) as caught:
+        check_vocabulary(write(tmp_path / "adapter", other), write(tmp_path / "model", WORDS))
+    assert caught.value.path == str(tmp_path / "adapter")
+    assert caught.value.problems == (
+        "tokenizer.json: 100 of 100 token ids have other texts than in the model's tokenizer (id 0: 'word99' here, 'word0' there)",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": {"a": "b"}}}'])
+def test_a_file_that_says_nothing_is_no_error(text, tmp_path):
+    model, adapter = write(tmp_path / "model", WORDS), write(tmp_path / "adapter", WORDS)
+    (adapter / "tokenizer.json").write_text(text)
+    check_vocabulary(adapter, model)
+    (adapter / "tokenizer.json").unlink()
+    check_vocabulary(adapter, model)
+
+
+def test_plan_merge_and_verify_refuse_it(tmp_path):
+    adapter = shutil.copytree(demo.ADAPTERS["style"], tmp_path / "style")
+    known = json.loads((demo.BASE / "tokenizer.json").read_text("utf-8"))
+    size = len(known["model"]["vocab"])
+    known["model"]["vocab"] = {text: (number + 7) % size for text, number in known["model"]["vocab"].items()}
+    (adapter / "tokenizer.json").write_text(json.dumps(known), encoding="utf-8")
+    for call in (
+        lambda: trimtab.plan(demo.BASE, adapters={"a": adapter}, device="cpu"),
+        lambda: trimtab.merge(demo.BASE, tmp_path / "out", adapters={"a": adapter}),
+        lambda: trimtab.verify(demo.BASE, adapters={"a": adapter}, against="base", isolated=False),
+        lambda: trimtab.inspect(adapter, model=demo.BASE),
+    ):
+        with pytest.raises(AdapterError, match="token ids have other texts"):
+            call()
+    shutil.copy(demo.BASE / "tokenizer.json", adapter / "tokenizer.json")
+    trimtab.plan(demo.BASE, adapters={"a": adapter}, device="cpu")

@@ -130,14 +130,12 @@ def test_no_way_in_ignores_them(made: tuple[Path, Path], adapter: Path, tmp_path
     plan = trimtab.plan(base, adapters={"good": good}, quant="none", context=64, device="cpu")
     with trimtab.load(plan) as model:
         ways = (
-            lambda: model.load_adapter("a", adapter),
-            lambda: model.read_adapter(adapter),
+            lambda: model.load_adapter("a", adapter), lambda: model.read_adapter(adapter),
             lambda: trimtab.plan(base, adapters={"a": adapter}, quant="none", context=64, device="cpu"),
-            lambda: trimtab.inspect(adapter),
-            lambda: trimtab.inspect(adapter, model=base),
+            lambda: trimtab.inspect(adapter), lambda: trimtab.inspect(adapter, model=base),
             lambda: merge(base, tmp_path / "out", adapters={"a": adapter}),
             lambda: trimtab.verify(base, adapters={"a": adapter}, against="base"),
-        )
+        )  # fmt: skip
         for way in ways:
             with pytest.raises(AdapterError, match=r"vit\.safetensors"):
                 way()

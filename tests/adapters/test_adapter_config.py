@@ -1,20 +1,38 @@
-"""Every field of a configuration is known, harmless or refused; rank and scale follow PEFT's rules."""
+"""What an adapter's files say: each field known, harmless or refused; rank and scale by PEFT's rules; every spelling of a key."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from tests.adapter_files import VISION, match, pair, problems_of, q_proj, refused, write_adapter
+from tests.adapter_files import (
+    PEFT_HEAD,
+    TEXT,
+    VISION,
+    Shapes,
+    match,
+    pair,
+    problems_of,
+    q_proj,
+    refused,
+    row,
+    small_anatomy,
+    write_adapter,
+)
 from tests.examples import examples
 from trimtab.adapters import config as adapter_config
-from trimtab.adapters.adapter import read_adapter
+from trimtab.adapters.adapter import describe, read_adapter
+from trimtab.adapters.config import FIELDS, parse_key
 from trimtab.checkpoint.names import Matcher
 
 # The configuration
@@ -142,3 +160,198 @@ def test_a_pattern_that_says_two_things_about_one_module_is_refused(tmp_path: Pa
     (problem,) = problems_of(tmp_path, shapes, alpha_pattern=patterns)
     assert "alpha_pattern" in problem
     assert f"'{VISION}.linear'" in problem
+
+
+SWITCHES = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying")
+HUGE = 10**400
+
+
+class OneLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x)
+
+
+def stock(folder: Path, config: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return what PEFT makes of a configuration: rank, scale, and the adapter's tensors with their shapes; None if it fails."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    try:
+        model = peft.get_peft_model(OneLinear(), peft.PeftConfig.from_pretrained(str(folder)))
+    except Exception:
+        return None
+    layer = model.base_model.model.q_proj
+    tensors = {name: tuple(value.shape) for name, value in model.state_dict().items() if "lora_" in name}
+    return layer.r["default"], layer.scaling["default"], tensors
+
+
+def whole(**changes: Any) -> dict[str, Any]:
+    """Return a configuration with every field that PEFT writes."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).to_dict()
+    return json.loads(json.dumps(config, default=list)) | changes
+
+
+@pytest.mark.parametrize("field", sorted(field.name for field in dataclasses.fields(peft.LoraConfig)))
+def test_null_is_read_as_peft_reads_it(field: str, tmp_path: Path):
+    assert field in FIELDS
+    plain, null = stock(tmp_path / "plain", whole()), stock(tmp_path / "null", whole(**{field: None}))
+    folder = tmp_path / "ours"
+    if null is None:  # PEFT fails: what it does with the field is not known, so nothing is asked of it here
+        return
+    assert null == plain
+    (target,) = match(folder, q_proj(), **whole(**{field: None})).targets
+    assert (target.rank, target.scale, target.use_dora, target.has_bias) == (*plain[:2], False, False)
+
+
+@pytest.mark.parametrize("field", SWITCHES)
+def test_a_switch_that_is_null_is_off(field: str, tmp_path: Path):
+    spec = match(tmp_path / "a", q_proj(), **{field: None})
+    assert spec.targets[0].scale == 2.0
+    assert field not in describe(spec.file, spec)["config"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lora_alpha": HUGE}, "lora_alpha="), ({"r": HUGE}, "r="), ({"alpha_pattern": {"q_proj": HUGE}}, "alpha_pattern["),
+        ({"rank_pattern": {"q_proj": HUGE}}, "rank_pattern["), ({"rank_pattern": {f"a{{{10**20}}}": 4}}, "rank_pattern["),
+        ({"alpha_pattern": {"(" * 3000 + ")" * 3000: 4}}, "alpha_pattern["), ({"target_modules": 5}, "target_modules="),
+        ({"target_modules": True}, "target_modules="), ({"target_modules": 1.5}, "target_modules="),
+        ({"target_modules": ["q_proj", 5]}, "target_modules="), ({"target_modules": {"q": 1}}, "target_modules="),
+        ({"exclude_modules": 5}, "exclude_modules="), ({"use_dora": 0}, "use_dora="),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_or_size_is_refused_by_its_field(change: dict[str, Any], words: str, tmp_path: Path):
+    (problem,) = refused(write_adapter(tmp_path, q_proj(), **change))
+    assert problem.startswith(words)
+    assert len(problem) < 400
+
+
+@pytest.mark.parametrize(
+    "text", ['{"lora_alpha": 1e400}', '{"lora_alpha": ' + "9" * 5000 + "}", '{"a": ' * 3000 + "1" + "}" * 3000]
+)
+def test_numbers_and_depth_that_json_may_not_have_are_refused(text: str, tmp_path: Path):
+    (write_adapter(tmp_path, q_proj()) / "adapter_config.json").write_text(text)
+    assert "not JSON" in refused(tmp_path)[0]
+
+
+def test_a_pattern_that_python_cannot_compile_names_no_module(tmp_path: Path):
+    with_text = match(tmp_path / "a", q_proj(), target_modules="(" * 40 + "q_proj" + ")" * 40)
+    assert with_text.targets[0].module_path == f"{TEXT}.layers.0.self_attn.q_proj"
+
+
+# Spellings
+
+
+@pytest.mark.parametrize(
+    ("prefix", "label"),
+    [
+        (f"base_model.model.{TEXT}.", "base_model.model."), (f"{TEXT}.", ""),
+        ("base_model.model.language_model.model.", "base_model.model.language_model.model. -> model.language_model."),
+        (f"base_model.model.{TEXT}.model.", "base_model.model.model.language_model.model. -> model.language_model."),
+        ("base_model.model.model.", "base_model.model.model. -> model.language_model."),
+        ("base_model.model.language_model.", "base_model.model. -> model."),
+        ("base_model.model.", "base_model.model. -> model.language_model."),
+        ("base_model.model.model.model.language_model.", "base_model.model.model.model. -> model."),
+        ("language_model.model.", "language_model.model. -> model.language_model."), ("model.", "model. -> model.language_model."),
+        ("language_model.", " -> model."), ("", " -> model.language_model."),
+    ],
+)  # fmt: skip
+def test_every_known_spelling_leads_to_the_same_module(prefix: str, label: str, tmp_path: Path) -> None:
+    shapes = pair("layers.0.self_attn.q_proj", 16, 16, head=prefix) | pair("layers.1.mlp.up_proj", 32, 16, head=prefix)
+    spec = match(tmp_path, shapes)
+    assert spec.prefix == label
+    assert [t.module_path for t in spec.targets] == [
+        f"{TEXT}.layers.0.self_attn.q_proj", f"{TEXT}.layers.1.mlp.up_proj"
+    ]  # fmt: skip
+
+
+def test_towers_and_head_move_with_the_text_model_in_the_older_layout(tmp_path: Path) -> None:
+    shapes = pair("language_model.model.layers.0.self_attn.q_proj", 16, 16)
+    shapes |= pair("vision_tower.encoder.layers.0.mlp.up_proj", 24, 12) | pair("language_model.lm_head", 50, 16)
+    spec = match(tmp_path, shapes)
+    assert [t.part for t in spec.targets] == ["language", "vision", "head"]
+    assert [t.module_path for t in spec.targets][1:] == ["model.vision_tower.encoder.layers.0.mlp.up_proj", "lm_head"]
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_a_multimodal_spelling_fits_a_text_only_model(prefix: str, tmp_path: Path) -> None:
+    anatomy = dataclasses.replace(small_anatomy(), rows=(row("model.layers.0.self_attn.q_proj", (16, 16)),))
+    (target,) = match(tmp_path, pair(f"{prefix}layers.0.self_attn.q_proj", 16, 16), anatomy).targets
+    assert target.module_path == "model.layers.0.self_attn.q_proj"
+
+
+def test_keys_in_two_spellings_are_refused_and_listed(tmp_path: Path) -> None:
+    shapes = q_proj() | pair("model.layers.1.mlp.up_proj", 32, 16)
+    problems = problems_of(tmp_path, shapes)
+    assert len(problems) == 2
+    for problem, half, shape in zip(problems, "AB", ("[4, 16]", "[32, 4]"), strict=True):
+        assert problem.startswith(f"base_model.model.model.layers.1.mlp.up_proj.lora_{half}.weight {shape}")
+        assert f"{TEXT}.layers.1.mlp.up_proj [32, 16]" in problem
+
+
+def test_keys_that_fit_in_two_ways_are_refused(tmp_path: Path) -> None:
+    twice = dataclasses.replace(small_anatomy(), rows=(row("model.layers.0.q", (16, 16)), row(f"{TEXT}.layers.0.q", (16, 16))))
+    (problem,) = problems_of(tmp_path, pair("model.layers.0.q", 16, 16), twice)
+    assert "'base_model.model.'" in problem
+    assert "-> model.language_model.'" in problem
+
+
+def test_a_typo_is_refused_with_the_near_name_and_both_shapes(tmp_path: Path) -> None:
+    problems = problems_of(tmp_path, q_proj() | pair(f"{TEXT}.layers.0.self_attn.qq_proj", 16, 16))
+    assert len(problems) == 2
+    assert "layers.0.self_attn.qq_proj" in problems[0]
+    assert f"{TEXT}.layers.0.self_attn.q_proj [16, 16]" in problems[0]
+
+
+def test_an_adapter_of_another_model_lists_every_key(tmp_path: Path) -> None:
+    shapes = {}
+    for layer in range(30):
+        shapes |= pair(f"transformer.h.{layer}.attn", 16, 16)
+    assert len(problems_of(tmp_path, shapes)) == 60
+
+
+# Keys
+
+
+@pytest.mark.parametrize("name", ["default", "medical"])
+def test_keys_with_the_adapters_name_inside_are_read(name: str, tmp_path: Path) -> None:
+    path = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj"
+    shapes: Shapes = {f"{path}.lora_A.{name}.weight": (4, 16), f"{path}.lora_B.{name}.weight": (16, 4)}
+    shapes |= {f"{path}.lora_magnitude_vector.{name}.weight": (16,)}
+    (target,) = match(tmp_path, shapes, use_dora=True).targets
+    assert set(target.tensors) == {"A", "B", "magnitude"}
+
+
+def test_a_file_with_two_adapters_is_refused(tmp_path: Path) -> None:
+    path = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj"
+    shapes: Shapes = {f"{path}.lora_A.one.weight": (4, 16), f"{path}.lora_B.two.weight": (16, 4)}
+    assert "several adapters (one, two)" in problems_of(tmp_path, shapes)[0]
+
+
+@pytest.mark.parametrize("key", ["lora_magnitude_vector", "lora_magnitude_vector.weight"])
+def test_the_magnitude_of_dora_is_read_in_both_spellings(key: str, tmp_path: Path) -> None:
+    path = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj"
+    (target,) = match(tmp_path, q_proj() | {f"{path}.{key}": (16,)}, use_dora=True).targets
+    assert target.use_dora
+    assert target.tensors["magnitude"].shape == (16,)
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        ("x.lora_A.bias", "lora_A"), ("x.lora_A", "lora_A"), ("x.lora_A.a.b.weight", "name parts"),
+        ("x.lora_diag", "KaSA"), ("x.lora_tomorrow.weight", "unknown kind"),
+        ("x.token_adapter.trainable_tokens_delta", "trainable tokens"),
+        ("x.hada_w1_a", "LoHa"), ("weight", "no module"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_not_lora_is_refused_by_name(key: str, word: str, tmp_path: Path) -> None:
+    assert word in parse_key(key).problem
+    (problem,) = problems_of(tmp_path, q_proj() | {key: (4, 16)})
+    assert problem.startswith(f"{key}: ")
+    assert word in problem

@@ -62,10 +62,8 @@ def test_targets_of_a_multimodal_adapter_on_an_empty_e2b(e2b: Any, tmp_path: Pat
     assert found.targets is not None
     assert found.targets["modules_by_class"] == {"Gemma4ClippableLinear": 148, "Linear": 205}
     assert found.targets["modules_by_part"] == {
-        "audio": {"Gemma4ClippableLinear": 36},
-        "language": {"Linear": 205},
-        "vision": {"Gemma4ClippableLinear": 112},
-    }
+        "audio": {"Gemma4ClippableLinear": 36}, "language": {"Linear": 205}, "vision": {"Gemma4ClippableLinear": 112},
+    }  # fmt: skip
     assert found.targets["modules"] == 353
     assert found.targets["tensors_by_part"] == {"audio": 72, "language": 490, "vision": 224}
     assert found.targets["tensors"] == 786 and found.targets["no_effect"] == 80

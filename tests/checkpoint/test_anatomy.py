@@ -150,24 +150,21 @@ BLOCKS = {
         "language": ["model.language_model", *(f"model.language_model.layers.{i}" for i in range(5))],
         "vision": ["model.vision_tower", *(f"model.vision_tower.encoder.layers.{i}" for i in range(2))],
         "audio": ["model.audio_tower", *(f"model.audio_tower.layers.{i}" for i in range(2))],
-        "connector": ["model.embed_audio", "model.embed_vision"],
-        "table": ["model.language_model.embed_tokens_per_layer"],
+        "connector": ["model.embed_audio", "model.embed_vision"], "table": ["model.language_model.embed_tokens_per_layer"],
         "head": ["lm_head"],
     },
     "gemma3": {
         "language": ["model.language_model", "model.language_model.layers.0", "model.language_model.layers.1"],
         "vision": ["model.vision_tower", *(f"model.vision_tower.encoder.layers.{i}" for i in range(2))],
-        "connector": ["model.multi_modal_projector"],
-        "head": ["lm_head"],
+        "connector": ["model.multi_modal_projector"], "head": ["lm_head"],
     },
     "qwen2_5_vl": {
         "language": ["model.language_model", "model.language_model.layers.0", "model.language_model.layers.1"],
         "vision": ["model.visual", "model.visual.blocks.0", "model.visual.blocks.1"],
-        "table": ["model.language_model.embed_tokens"],
-        "head": ["lm_head"],
+        "table": ["model.language_model.embed_tokens"], "head": ["lm_head"],
     },
     "llama": {"language": ["model", "model.layers.0", "model.layers.1"], "table": ["model.embed_tokens"], "head": ["lm_head"]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", BLOCKS)
@@ -210,13 +207,10 @@ def test_a_gathered_table_is_only_indexed(family, built, anatomy):
     """Every other use of its weight would show: outside its own forward it is a tensor without data."""
     tables = [row.module_path for row in anatomy(family).rows if row.gather_only]
     assert tables == {
-        "gemma4": ["model.language_model.embed_tokens_per_layer"],
-        "gemma3n": ["model.embed_tokens_per_layer"],
-        "qwen2_5_vl": ["model.language_model.embed_tokens"],
-        "llama": ["model.embed_tokens"],
-        "mixtral": ["model.embed_tokens"],
+        "gemma4": ["model.language_model.embed_tokens_per_layer"], "gemma3n": ["model.embed_tokens_per_layer"],
+        "qwen2_5_vl": ["model.language_model.embed_tokens"], "llama": ["model.embed_tokens"], "mixtral": ["model.embed_tokens"],
         "qwen3_moe": ["model.embed_tokens"],
-    }.get(family, [])
+    }.get(family, [])  # fmt: skip
     model = load_reference(built(family))
     inputs = pico.inputs(family, model.config)
     expected = stock.logits(model, inputs)

@@ -1,7 +1,5 @@
 """The files for an operator: what they name exists, and the tools that read them accept them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

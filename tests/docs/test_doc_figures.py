@@ -349,12 +349,10 @@ def small_card_goals():
 
 def on_a_cpu():
     titles = {
-        "llama-300m, none": "Llama 310 M | none",
-        "llama-300m, nf4-dq": "Llama 310 M | nf4-dq",
+        "llama-300m, none": "Llama 310 M | none", "llama-300m, nf4-dq": "Llama 310 M | nf4-dq",
         "llama-300m, nf4-dq, without AVX512-BF16": "Llama 310 M | nf4-dq, stock without AVX512-BF16",
-        "demo, nf4-dq": "demo | nf4-dq",
-        "demo, nf4-dq, without AVX512-BF16": "demo | nf4-dq, stock without AVX512-BF16",
-    }
+        "demo, nf4-dq": "demo | nf4-dq", "demo, nf4-dq, without AVX512-BF16": "demo | nf4-dq, stock without AVX512-BF16",
+    }  # fmt: skip
     reports = results_of("bench_cpu")["reports"]
     assert set(reports) == set(titles)
     for name, title in titles.items():

@@ -1,7 +1,5 @@
 """What notebooks and people at a prompt see: the notebook of the docs runs, objects show themselves, media in many forms."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

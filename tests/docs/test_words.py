@@ -23,48 +23,24 @@ PAGES = [
 ]  # fmt: skip
 # What readers stumbled over, with the field's word for it.
 FORBIDDEN = {
-    r"likeliest": "greedy, most likely",
-    r"is told": "receives",
-    r"meanwhile": "at the same time",
-    r"found while": "detected while",
-    r"asked for by name": "explicitly requested",
-    r"on top nothing": "no overhead",
-    r"an? (issue|draft) a failure": "one issue per failure",
-    r"tokens? a (second|token)": "per second",
-    r"ms a step": "per step",
-    r"come again": "retry",
-    r"left[_ ]out by name": "disabled",
-    r"(?<!numpy )\bsounds?\b(?! card)": "audio",
-    r"pictures?\b(?! FILE)": "image",
-    r"whole line": "end to end",
-    r"lies ahead": "will fail",
-    r"put back": "restarted",
-    r"why_not|left_out|lay_back": "unsupported_reason, disabled, inverse",
-    r"cannot be had": "unavailable",
-    r"brought|bring near": "loaded, prefetched",
-    r"way round": "workaround",
-    r"without a word": "silently",
-    r"all the same": "nevertheless",
-    r"(?<!once )anew": "again",
-    r"who asks|was asked for|were asked for": "requested",
-}
+    r"likeliest": "greedy, most likely", r"is told": "receives", r"meanwhile": "at the same time", r"found while": "detected while",
+    r"asked for by name": "explicitly requested", r"on top nothing": "no overhead",
+    r"an? (issue|draft) a failure": "one issue per failure", r"tokens? a (second|token)": "per second", r"ms a step": "per step",
+    r"come again": "retry", r"left[_ ]out by name": "disabled", r"(?<!numpy )\bsounds?\b(?! card)": "audio",
+    r"pictures?\b(?! FILE)": "image", r"whole line": "end to end", r"lies ahead": "will fail", r"put back": "restarted",
+    r"why_not|left_out|lay_back": "unsupported_reason, disabled, inverse", r"cannot be had": "unavailable",
+    r"brought|bring near": "loaded, prefetched", r"way round": "workaround", r"without a word": "silently",
+    r"all the same": "nevertheless", r"(?<!once )anew": "again", r"who asks|was asked for|were asked for": "requested",
+}  # fmt: skip
 # The same for docstrings and comments, in addition to FORBIDDEN.
 FORBIDDEN_IN_CODE = {
-    r"whoever|nobody|somebody": "the code, the user, no request",
-    r"whatever": "any, every, independent of",
-    r"besides?\b": "in addition to, next to, other than",
-    r"(?:goes?|went|gone) through": "is computed, uses",
-    r"stands? for": "means, represents, matches",
-    r"what stands": "the text before or after",
-    r"asks? for|asked for|who asks": "requests, requested",
-    r"told\b": "reported, receives",
-    r"says? of": "reports",
-    r"so many": "this many",
-    r"for good\b": "permanently",
-    r"takes? note": "record",
-    r"(?:is|are) held": "is stored, follows",
+    r"whoever|nobody|somebody": "the code, the user, no request", r"whatever": "any, every, independent of",
+    r"besides?\b": "in addition to, next to, other than", r"(?:goes?|went|gone) through": "is computed, uses",
+    r"stands? for": "means, represents, matches", r"what stands": "the text before or after",
+    r"asks? for|asked for|who asks": "requests, requested", r"told\b": "reported, receives", r"says? of": "reports",
+    r"so many": "this many", r"for good\b": "permanently", r"takes? note": "record", r"(?:is|are) held": "is stored, follows",
     r"of (?:its|our|their) own": "separate",
-}
+}  # fmt: skip
 TERMS = ("anatomy", "block", "chunk", "host", "lane", "load line", "noise floor", "plan", "row", "stock stack", "tier", "tower")
 
 
@@ -135,10 +111,8 @@ def test_a_forbidden_word_is_seen_in_docstrings_and_comments_and_not_in_code():
         'whoever = "told"  # so\n# many of\n# its own\n'
     )
     assert {hit.split(":")[0] for hit in forbidden_in(source)} == {
-        "'Whatever' (line 1)",
-        "'of its own' (line 6)",
-        "'so many' (line 6)",
-    }
+        "'Whatever' (line 1)", "'of its own' (line 6)", "'so many' (line 6)",
+    }  # fmt: skip
 
 
 def test_the_glossary_explains_each_term_once_and_in_order():

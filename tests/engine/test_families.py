@@ -3,8 +3,6 @@
 The tests are those of the features themselves, with few of their prompts; the traceback says which feature fails.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests import long_runs
@@ -16,7 +14,7 @@ from tests.engine.passes import test_attention
 from tests.engine.passes.test_attention import uses  # noqa: F401
 from tests.engine.prefill import test_encoder_cache, test_open_prompts, test_packed_prompts, test_prefill, test_prefix_cache
 from tests.engine.towers import test_tower_graphs
-from tests.planning.memory import test_prefix_sizes
+from tests.planning.memory import test_cost
 from trimtab.engine.prefill import packing as packed_prompts
 
 pytestmark = pytest.mark.skipif(test_prefill.ON_GPU, reason="a GPU runs every family in the tests of the features")
@@ -47,7 +45,7 @@ def test_prompts_and_steps(family, request, monkeypatch):
 def test_the_least_prefix_cache_and_states_in_8_bits(family, monkeypatch):
     monkeypatch.setattr(test_kv8, "POOLS", (448,))
     monkeypatch.setattr(test_kv8, "PROMPTS", test_kv8.PROMPTS[1:3])
-    test_prefix_sizes.test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_that_hits(family, "full")
+    test_cost.test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_that_hits(family, "full")
     test_kv8.test_every_family_says_what_transformers_says_of_rounded_states(family)
 
 

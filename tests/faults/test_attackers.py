@@ -1,7 +1,5 @@
 """Normal clients beside hostile ones, and kills while adapters come and go: `bench/attackers.py` with smaller numbers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 What happens and what is counted is in `bench/faults.py`, whose full run is bench/results/faults.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

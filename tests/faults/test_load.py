@@ -1,7 +1,5 @@
 """The load bench counts what clients got: percentiles, what was cut, rates that arrive whether the server keeps up or not."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The server and its description agree: thousands of requests, no 5xx, no answer of another form."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -217,10 +217,8 @@ def gguf(work: Path) -> list[Input]:
 
     inputs = []
     table = (
-        "Q8_0",
-        gguf_files.pack("Q8_0", torch.zeros(pico.VOCABULARY, gguf_files.WIDTH))[0],
-        (pico.VOCABULARY, gguf_files.WIDTH),
-    )
+        "Q8_0", gguf_files.pack("Q8_0", torch.zeros(pico.VOCABULARY, gguf_files.WIDTH))[0], (pico.VOCABULARY, gguf_files.WIDTH),
+    )  # fmt: skip
     for place, family in enumerate(("qwen3", "gemma4", "qwen3_5", "qwen3_moe")):
         keys = gguf_files.FAMILIES[family][2] | (gguf_files.tokenizer_keys() if place == 0 else {})
         norm = ("F32", torch.ones(gguf_files.WIDTH), (gguf_files.WIDTH,))

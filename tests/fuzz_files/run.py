@@ -65,13 +65,10 @@ def run(kind: str, cases: int, *, seed: int = 1, first: int = 0, step: int = 1) 
             if trace or cpu_s > most_s or peak_bytes > MOST_BYTES:
                 findings.append(
                     {
-                        "number": number,
-                        "outcome": outcome,
-                        "cpu_s": round(cpu_s, 2),
-                        "mib": round(peak_bytes / 2**20),
+                        "number": number, "outcome": outcome, "cpu_s": round(cpu_s, 2), "mib": round(peak_bytes / 2**20),
                         "trace": trace,
                     }
-                )
+                )  # fmt: skip
     return {
         "kind": kind, "cases": cases, "seed": seed, "outcomes": dict(sorted(counts.items())), "slowest_cpu_s": round(slowest_s, 3),
         "largest_mib": round(largest_bytes / 2**20, 1), "findings": findings,

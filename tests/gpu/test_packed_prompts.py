@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from tests.engine.kernels.test_many_step import wide as wide_checkpoint
+from tests.engine.kernels.test_fused_kernels import wide as wide_checkpoint
 from tests.engine.prefill.test_packed_prompts import *
 from tests.engine.prefill.test_packed_prompts import DEVICE, REQUEST, answered, both, differ, eager, ids, named, together, wide
 from trimtab.engine.batch.batch import Batch

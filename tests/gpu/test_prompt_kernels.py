@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import demo
-from tests.engine.kernels.test_many_step import wide
+from tests.engine.kernels.test_fused_kernels import wide
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks, named
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.cuda import nvrtc

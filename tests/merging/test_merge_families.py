@@ -17,14 +17,10 @@ from trimtab.merging import merge
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 VARIANTS = {
-    "lora": {},
-    "rslora": {"rslora": True},
-    "dora": {"dora": True},
-    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
-    "saved": {"modules_to_save": ["norm"]},
-    "embeddings": {"embeddings": True},
-    "embeddings-dora": {"embeddings": True, "dora": True},
-}
+    "lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}, "saved": {"modules_to_save": ["norm"]},
+    "embeddings": {"embeddings": True}, "embeddings-dora": {"embeddings": True, "dora": True},
+}  # fmt: skip
 # PEFT computes the same float32 products and sums in the same order; only the norms of DoRA differ: a table's is added
 # up by pieces and in float64 here, over all rows at once in float32 there (a relative error of a few 2^-24, on every
 # value of the column).

@@ -1,7 +1,5 @@
 """A server of the demo model, a browser, and tabs of it that fail the test on whatever their console says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

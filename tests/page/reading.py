@@ -1,7 +1,5 @@
 """What the page's tests do with it: send messages, read answers, and stand in for the server where an answer has to be known."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

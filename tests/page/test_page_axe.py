@@ -3,8 +3,6 @@
 axe-core comes from npm, for the tests alone: `make test-page` puts it where AXE says.
 """
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

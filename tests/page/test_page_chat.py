@@ -1,7 +1,5 @@
 """The page as a chat: what is kept, changed, compared and shown of answers, in a browser."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The page in a browser: what a reader does with it, with a mouse, with keys alone, on a small screen, in the dark."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

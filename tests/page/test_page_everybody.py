@@ -1,7 +1,5 @@
 """The page for everybody: keys, themes, the keyboard alone, those who hear it, every size of a screen."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.page import serving

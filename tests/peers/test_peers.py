@@ -4,8 +4,6 @@ Slow, and only where these servers are installed in an environment of their own 
 its Python.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -102,11 +100,9 @@ def llama_cpp(work, base, adapter):
     port = free_port()
     plain = {"model": str(files / "base.gguf"), "n_ctx": 256, "logits_all": True, "n_threads": 1, "verbose": False}
     models = [
-        {**plain, "model_alias": "base"},
-        {**plain, "model_alias": "mine", "lora_path": str(files / "mine.gguf")},
-        {**plain, "model_alias": "unloaded"},
-        {**plain, "model_alias": "scaled", "lora_path": str(files / "scaled.gguf")},
-    ]
+        {**plain, "model_alias": "base"}, {**plain, "model_alias": "mine", "lora_path": str(files / "mine.gguf")},
+        {**plain, "model_alias": "unloaded"}, {**plain, "model_alias": "scaled", "lora_path": str(files / "scaled.gguf")},
+    ]  # fmt: skip
     config = {"host": "127.0.0.1", "port": port, "models": models}
     (files / "config.json").write_text(json.dumps(config), "utf-8")
     # alpha / sqrt(r) in place of alpha / r.

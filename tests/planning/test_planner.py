@@ -36,21 +36,13 @@ STAMPS = (("model.safetensors", 10, 1_700_000_000_000_000_001), ("config.json", 
 
 def plan(anatomy=E2B, gpu=None, host=None, *, machine=GPU, rates=None, adapters=(), disk=None, is_advised=False, **asked) -> Plan:
     request = LoadRequest(
-        model="m",
-        gpu_memory_bytes=None if gpu is None else int(gpu * GIB),
-        host_memory_bytes=None if host is None else int(host * GIB),
-        **({"quant": "nf4-dq"} | asked),
-    )
+        model="m", gpu_memory_bytes=None if gpu is None else int(gpu * GIB),
+        host_memory_bytes=None if host is None else int(host * GIB), **({"quant": "nf4-dq"} | asked),
+    )  # fmt: skip
     return make_plan(
-        request,
-        anatomy,
-        adapters=dict(adapters),
-        machine=machine,
-        rates=rates or Rates(),
-        checkpoint_stamps=STAMPS,
-        disk_free_bytes=disk,
-        is_advised=is_advised,
-    )
+        request, anatomy, adapters=dict(adapters), machine=machine, rates=rates or Rates(), checkpoint_stamps=STAMPS,
+        disk_free_bytes=disk, is_advised=is_advised,
+    )  # fmt: skip
 
 
 def tiers(made: Plan, part: str) -> set[str]:
@@ -434,17 +426,11 @@ def searches(draw, has_total=False):
     items = [_layer(size, seconds) for size, seconds in zip(sizes, weight, strict=True)]
     items += [_table(25)] if has_table else []
     limits = Limits(
-        device_budget_bytes=draw(st.integers(8, sum(sizes) + 45)),
-        host_budget_bytes=draw(st.integers(5, sum(sizes) + 45)),
+        device_budget_bytes=draw(st.integers(8, sum(sizes) + 45)), host_budget_bytes=draw(st.integers(5, sum(sizes) + 45)),
         disk_budget_bytes=draw(st.none() | st.integers(0, sum(sizes))),
-        total_budget_bytes=draw(st.none() | st.integers(13, 2 * sum(sizes) + 90)) if has_total else None,
-        run_bytes=5,
-        load_bytes=3,
-        host_bytes=3,
-        host_load_bytes=2,
-        context_bytes=1,
-        reserve=lambda peak: peak * 3 // 100,
-    )
+        total_budget_bytes=draw(st.none() | st.integers(13, 2 * sum(sizes) + 90)) if has_total else None, run_bytes=5, load_bytes=3,
+        host_bytes=3, host_load_bytes=2, context_bytes=1, reserve=lambda peak: peak * 3 // 100,
+    )  # fmt: skip
     return items, limits
 
 
@@ -488,12 +474,10 @@ def test_a_placement_is_near_the_best_of_all_placements(case):
     # The family holds prefixes, so it may be one block off: with room for one more it is never slower than the best.
     block = max(choice.device_bytes for item in items for choice in item.choices)
     roomier = replace(
-        limits,
-        device_budget_bytes=limits.device_budget_bytes + 2 * block,
-        host_budget_bytes=limits.host_budget_bytes + block,
+        limits, device_budget_bytes=limits.device_budget_bytes + 2 * block, host_budget_bytes=limits.host_budget_bytes + block,
         disk_budget_bytes=limits.disk_budget_bytes and limits.disk_budget_bytes + block,
         total_budget_bytes=limits.total_budget_bytes and limits.total_budget_bytes + 2 * block,
-    )
+    )  # fmt: skip
     with_room = Search(items, roomier).best()
     assert with_room is not None and with_room[1].cost_s <= best + 1e-9
     if found is not None:
@@ -598,29 +582,19 @@ def values(**changed):
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        ({"version": 99}, "plan.version"),
-        ({"surprise": 1}, "plan.surprise"),
+        ({"version": 99}, "plan.version"), ({"surprise": 1}, "plan.surprise"),
         ({"placements": [{"surprise": 1}]}, "plan.placements[0].surprise"),
         ({"placements": [{"block_path": "a"}]}, "plan.placements[0].disk_bytes"),
-        ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"),
-        ({"request": {"model": "m", "surprise": 1}}, "plan.request.surprise"),
-        ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"),
-        ({"disk_bytes": -1}, "plan.disk_bytes"),
-        ({"placements": 3}, "plan.placements"),
-        ({"checkpoint_stamps": [["a", 1]]}, "plan.checkpoint_stamps[0]"),
-        ({"gpu": []}, "plan.gpu"),
-        ({"gpu": {"weights": -1}}, "plan.gpu.weights"),
-        ({"gpu": {"weights": True}}, "plan.gpu.weights"),
-        ({"gpu_budget_bytes": 2**80}, "plan.gpu_budget_bytes"),
-        ({"gpu_budget_bytes": 1.5}, "plan.gpu_budget_bytes"),
-        ({"execution_device": "cuda:0; rm"}, "plan.execution_device"),
-        ({"prefill_tokens": 0}, "plan.prefill_tokens"),
-        ({"model_class": None}, "plan.model_class"),
-        ({"adapter_stamps": {"a": [["f", "1", 2]]}}, "plan.adapter_stamps.a[0][1]"),
-        ({"version": 3}, "plan.version"),
-        ({"version": "4"}, "plan.version"),
+        ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"), ({"request": {"model": "m", "surprise": 1}}, "plan.request.surprise"),
+        ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"), ({"disk_bytes": -1}, "plan.disk_bytes"),
+        ({"placements": 3}, "plan.placements"), ({"checkpoint_stamps": [["a", 1]]}, "plan.checkpoint_stamps[0]"),
+        ({"gpu": []}, "plan.gpu"), ({"gpu": {"weights": -1}}, "plan.gpu.weights"), ({"gpu": {"weights": True}}, "plan.gpu.weights"),
+        ({"gpu_budget_bytes": 2**80}, "plan.gpu_budget_bytes"), ({"gpu_budget_bytes": 1.5}, "plan.gpu_budget_bytes"),
+        ({"execution_device": "cuda:0; rm"}, "plan.execution_device"), ({"prefill_tokens": 0}, "plan.prefill_tokens"),
+        ({"model_class": None}, "plan.model_class"), ({"adapter_stamps": {"a": [["f", "1", 2]]}}, "plan.adapter_stamps.a[0][1]"),
+        ({"version": 3}, "plan.version"), ({"version": "4"}, "plan.version"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_a_plan_is_refused_by_its_field(changed, field):
     with pytest.raises(RequestError) as caught:
         Plan.from_json(values(**changed))

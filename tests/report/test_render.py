@@ -1,7 +1,5 @@
 """One renderer: columns of a terminal, words that stay whole, color where it is, text of others made safe."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 The model is a real Llama of two layers, trained for a few seconds on exactly these conversations.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Hostile clients against a server process: bodies made to cost, connections that say nothing, heads that smuggle."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import json
@@ -514,10 +512,7 @@ CHUNKED_LINES = (b"Content-Type: application/json", b"Transfer-Encoding: chunked
 ODD = {
     "upgrade to websocket": (
         odd(
-            b"GET /health",
-            b"Upgrade: websocket",
-            b"Connection: Upgrade",
-            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+            b"GET /health", b"Upgrade: websocket", b"Connection: Upgrade", b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
             b"Sec-WebSocket-Version: 13",
         ),
         200,
@@ -526,24 +521,19 @@ ODD = {
         odd(b"GET /health", b"Upgrade: h2c", b"Connection: Upgrade, HTTP2-Settings", b"HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA"),
         200,
     ),
-    "preface of HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
-    "HTTP/1.0": (b"GET /health HTTP/1.0\r\n\r\n", 200),
+    "preface of HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505), "HTTP/1.0": (b"GET /health HTTP/1.0\r\n\r\n", 200),
     "HTTP/1.2": (b"GET /health HTTP/1.2\r\nHost: localhost\r\n\r\n", 505),
     "HTTP/9.9": (b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n", 505),
     "HTTP/0.9 that says so": (b"GET /health HTTP/0.9\r\nHost: localhost\r\n\r\n", 505),
     "HTTP/1.10": (b"GET /health HTTP/1.10\r\nHost: localhost\r\n\r\n", 400),
     "http/1.1 in small letters": (b"GET /health http/1.1\r\nHost: localhost\r\n\r\n", 400),
-    "CONNECT": (odd(b"CONNECT evil:443"), 404),
-    "OPTIONS *": (odd(b"OPTIONS *"), 404),
-    "TRACE": (odd(b"TRACE /health"), 405),
+    "CONNECT": (odd(b"CONNECT evil:443"), 404), "OPTIONS *": (odd(b"OPTIONS *"), 404), "TRACE": (odd(b"TRACE /health"), 405),
     "an address of another server": (odd(b"GET http://evil.com/health"), 404),
-    "a path of 40 KB": (odd(b"GET /" + b"a" * 40_000), 431),
-    "5,000 header lines": (odd(b"GET /health", *[b"a: b"] * 5000), 431),
+    "a path of 40 KB": (odd(b"GET /" + b"a" * 40_000), 431), "5,000 header lines": (odd(b"GET /health", *[b"a: b"] * 5000), 431),
     "control characters in a name": (odd(b"GET /v1/models/%00%0a%1b[31m"), 404),
     "no UTF-8 in a name": (odd(b"GET /v1/models/%ff%fe"), 404),
     "a way out of the page": (odd(b"GET /page/..%2f..%2f..%2fetc%2fpasswd"), 404),
-    "two hosts": (odd(b"GET /health", b"Host: evil"), 400),
-    "a zero byte in a header": (odd(b"GET /health", b"X: a\0b"), 400),
+    "two hosts": (odd(b"GET /health", b"Host: evil"), 400), "a zero byte in a header": (odd(b"GET /health", b"X: a\0b"), 400),
     "a key of 20 KB": (odd(b"GET /health", b"Authorization: Bearer " + b"\xff" * 20_000), 200),
     "lengths that differ": (odd(b"POST /v1/completions", b"Content-Length: 5, 6", body=b"aaaaa"), 400),
     "the same length twice": (odd(b"POST /v1/completions", *2 * [b"Content-Length: 5"], body=b"aaaaa"), 400),
@@ -556,24 +546,20 @@ ODD = {
     "gzip, chunked": (odd(b"POST /v1/completions", b"Content-Type: application/json", b"Transfer-Encoding: gzip, chunked"), 501),
     "chunked twice": (odd(b"POST /v1/completions", *CHUNKED_LINES, b"Transfer-Encoding: chunked"), 501),
     "a chunk with an extension": (
-        odd(b"POST /v1/completions", *CHUNKED_LINES, body=b'%x;a="b"\r\n%b\r\n0;c=d\r\n\r\n' % (len(BODY), BODY)),
-        200,
+        odd(b"POST /v1/completions", *CHUNKED_LINES, body=b'%x;a="b"\r\n%b\r\n0;c=d\r\n\r\n' % (len(BODY), BODY)), 200,
     ),
     "a chunk with an extension of 40 KB": (
-        odd(b"POST /v1/completions", *CHUNKED_LINES, body=b"1;" + b"a" * 40_000 + b"\r\n{\r\n0\r\n\r\n"),
-        400,
+        odd(b"POST /v1/completions", *CHUNKED_LINES, body=b"1;" + b"a" * 40_000 + b"\r\n{\r\n0\r\n\r\n"), 400,
     ),
     "a chunk of a negative size": (odd(b"POST /v1/completions", *CHUNKED_LINES, body=b"-1\r\n{"), 400),
     "multipart": (
         odd(
-            b"POST /v1/chat/completions",
-            b"Content-Type: multipart/form-data; boundary=x",
-            b"Content-Length: 10000000",
+            b"POST /v1/chat/completions", b"Content-Type: multipart/form-data; boundary=x", b"Content-Length: 10000000",
             body=b"--x\r\n" * 1000,
         ),
         415,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ODD)

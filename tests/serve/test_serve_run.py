@@ -1,7 +1,5 @@
 """A server as a process: its address, its end, clients that leave or misbehave at the socket."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """tools/gpu_all.sh and tools/load_all.sh: every step once and within its limit; what has a result is not run again."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -52,13 +50,9 @@ def run(tmp_path):
         environment |= {"STEPS": steps} if steps else {}
         environment |= {"SANITIZER": str(sanitizer or python)}
         done = subprocess.run(
-            ["bash", str(ROOT / "tools" / script), *map(str, words)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
+            ["bash", str(ROOT / "tools" / script), *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True,
             timeout=120,
-        )
+        )  # fmt: skip
         return done, [json.loads(line) for line in asked.read_text().splitlines()]
 
     return call
@@ -194,14 +188,8 @@ def test_every_command_of_the_steps_has_its_module_flags_and_files(run, tmp_path
     named = [words[words.index("-m") + 1 :] for words in asked if "-m" in words]
     benches = {words[0] for words in named}
     assert {
-        "bench.cards",
-        "bench.prompts",
-        "bench.start",
-        "bench.load",
-        "bench.company",
-        "bench.kv_pages",
-        "bench.turns",
-    } <= benches
+        "bench.cards", "bench.prompts", "bench.start", "bench.load", "bench.company", "bench.kv_pages", "bench.turns",
+    } <= benches  # fmt: skip
     for module, *words in named:
         if module == "pytest":
             assert "-v" in words and all((ROOT / word).is_file() for word in words if word.endswith(".py")), words

@@ -1,7 +1,5 @@
 """The numbers of the house: none is worse than its record, and each counts what it says."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

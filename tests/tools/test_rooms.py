@@ -1,7 +1,5 @@
 """Rooms: each imports earlier ones only, has few files, and says what it answers; former names go on."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -3,8 +3,6 @@
 TRIMTAB_OTHER_PYTHON names the other interpreter; without it the environment beside this one that `make` builds is taken.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

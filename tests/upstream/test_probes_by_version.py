@@ -1,7 +1,5 @@
 """Every probe, live, on the oldest and the newest set of packages: red where the bug is, green where it is not."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

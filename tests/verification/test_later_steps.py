@@ -1,7 +1,5 @@
 """A finished step is reported, whatever becomes of a later one; and what a signal leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

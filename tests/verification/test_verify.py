@@ -1,7 +1,5 @@
 """`trimtab.verify`: every comparison gives the right verdict, and a wrong model or an idle adapter is found out."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

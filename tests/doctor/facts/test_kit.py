@@ -1,7 +1,5 @@
 """What probes build with does what it says: checkpoints, the imitated GPU, adapters, evidence without a machine's paths."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import warnings

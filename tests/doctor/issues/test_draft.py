@@ -364,12 +364,10 @@ def test_what_probes_saw_is_told():
     "files, owner",
     [
         (("peft/a.py", "accelerate/hooks.py", "bitsandbytes/functional.py", "torch/x.py"), "bitsandbytes"),
-        (("peft/a.py", "accelerate/hooks.py"), "accelerate"),
-        (("transformers/a.py", "peft/tuners/lora/model.py"), "peft"),
-        (("peft/a.py", "transformers/models/gemma4/modeling_gemma4.py"), "transformers"),
-        (("torch/x.py",), "transformers"),
+        (("peft/a.py", "accelerate/hooks.py"), "accelerate"), (("transformers/a.py", "peft/tuners/lora/model.py"), "peft"),
+        (("peft/a.py", "transformers/models/gemma4/modeling_gemma4.py"), "transformers"), (("torch/x.py",), "transformers"),
     ],
-)
+)  # fmt: skip
 def test_the_owner_is_the_layer_of_the_failing_frame(files, owner):
     (run,) = evidence_of([record("X", "UNKNOWN", exception=failure("E", "m", *((file, 1, "f") for file in files)))])
     assert owner_of(None, run)[0] == owner

@@ -301,17 +301,14 @@ def test_skipped_linears_follow_the_installed_rule_for_longer_names(tmp_path):
 @pytest.mark.parametrize(
     ("device_map", "bug", "severity"),
     [
-        ({"model.vision_tower": "disk", "": 0}, "C1", FAILS),
-        ({"model.vision_tower": "cpu", "": 0}, "C2", WRONG),
-        ({"model.vision_tower": "cpu", "": 0}, "C4", WASTES),
-        ({"": "cpu"}, "A5", WASTES),
+        ({"model.vision_tower": "disk", "": 0}, "C1", FAILS), ({"model.vision_tower": "cpu", "": 0}, "C2", WRONG),
+        ({"model.vision_tower": "cpu", "": 0}, "C4", WASTES), ({"": "cpu"}, "A5", WASTES),
         ({"model.language_model.embed_tokens": "cpu", "": 0}, "D4", FAILS),
-        ({"model.language_model.embed_tokens_per_layer": "cpu", "": 0}, "D6", WASTES),
-        ({"": 0}, "D6", NOTE),
+        ({"model.language_model.embed_tokens_per_layer": "cpu", "": 0}, "D6", WASTES), ({"": 0}, "D6", NOTE),
         ({"model.vision_tower": "disk", "": torch.device("cpu")}, "C7", FAILS),
         ({"model.vision_tower": "cpu", "": 0}, "A4", WASTES),
     ],
-)
+)  # fmt: skip
 def test_a_map_meets_the_entry_of_the_catalogue(device_map, bug, severity):
     found = judge(device_map=device_map)
     assert finding(found, bug).severity == severity

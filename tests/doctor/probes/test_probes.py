@@ -1,7 +1,5 @@
 """The catalogue is whole and well formed, and its probes run apart: one that hangs or crashes takes no other with it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

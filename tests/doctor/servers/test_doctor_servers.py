@@ -44,12 +44,10 @@ def test_vllm_is_known_by_its_version_and_its_open_bugs_are_told():
 
 def test_ollama_sglang_and_llama_cpp_are_told_apart():
     told = {
-        "Ollama": answering(api__version={"version": "0.13.0"}),
-        "SGLang": answering(get_server_info={"version": "0.5.12"}),
+        "Ollama": answering(api__version={"version": "0.13.0"}), "SGLang": answering(get_server_info={"version": "0.5.12"}),
         "llama.cpp": answering(props={"build_info": "b10121-abc"}, lora_adapters=[{"id": 0, "path": "a.gguf", "scale": 0.0}]),
-        "trimtab": answering(v1__models=models("demo", owner="trimtab")),
-        "": answering(v1__models=models("gpt", owner="someone")),
-    }
+        "trimtab": answering(v1__models=models("demo", owner="trimtab")), "": answering(v1__models=models("gpt", owner="someone")),
+    }  # fmt: skip
     reports = {name: examine("http://host:1", transport=transport) for name, transport in told.items()}
     assert {name: found.identity.kind for name, found in reports.items()} == {name: name for name in told}
     assert reports["llama.cpp"].identity.adapters == ("a.gguf (scale 0.0)",)
@@ -74,14 +72,11 @@ def test_a_bug_applies_to_the_release_it_was_seen_with_and_not_from_the_fix_on()
 CHANGES = {
     "V4": (("0.18.1", LATER), ("0.19.0", APPLIES), ("0.28.0", APPLIES)),
     "V6": (("0.6.6.post1", MAY_APPLY), ("0.7.0", FIXED), ("0.12.11", FIXED)),
-    "V7": (("0.29.0", MAY_APPLY), ("0.30.0", FIXED), (None, MAY_APPLY)),
-    "S4": (("0.4.6.post1", MAY_APPLY), ("0.4.6.post2", FIXED)),
-    "S5": (("0.5.3.post3", MAY_APPLY), ("0.5.4", FIXED)),
-    "L4": (("b3825", MAY_APPLY), ("b3826-ea9c32be", FIXED)),
-    "O1": (("0.1.29", MERGED), ("0.34.1", MERGED)),
-    "O5": (("0.12.10", MAY_APPLY), ("0.12.11", FIXED)),
+    "V7": (("0.29.0", MAY_APPLY), ("0.30.0", FIXED), (None, MAY_APPLY)), "S4": (("0.4.6.post1", MAY_APPLY), ("0.4.6.post2", FIXED)),
+    "S5": (("0.5.3.post3", MAY_APPLY), ("0.5.4", FIXED)), "L4": (("b3825", MAY_APPLY), ("b3826-ea9c32be", FIXED)),
+    "O1": (("0.1.29", MERGED), ("0.34.1", MERGED)), "O5": (("0.12.10", MAY_APPLY), ("0.12.11", FIXED)),
     "O6": (("0.34.0", LATER), ("0.34.1", APPLIES), ("0.40.0", APPLIES)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHANGES)

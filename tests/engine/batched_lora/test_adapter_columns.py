@@ -1,7 +1,5 @@
 """LoRA inside a prompt's products: the columns are the adapter in float64, layers over one input share it, the rest stays."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,7 @@ import trimtab
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
-from tests.engine.kernels.test_many_step import wide as wide_checkpoint
+from tests.engine.kernels.test_fused_kernels import wide as wide_checkpoint
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.batched_lora.columns import LARGEST_ERROR, Columns, DequantizedWeights, extended_width, wrong

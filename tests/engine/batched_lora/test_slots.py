@@ -1,7 +1,5 @@
 """The table that kernels look adapters up in: addresses, ranks and scales where the adapters are, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters inside products over unpacked weights: the kernel that writes columns, what the plan counts, whose columns are there."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Conversations: what is kept, what a later prompt holds, and what happens when the context is full."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 

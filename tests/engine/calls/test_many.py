@@ -1,7 +1,5 @@
 """What can be asked beside one answer: many prompts together, other threads, log-probabilities, hidden states, mixes."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """Answers as models of five families write them, read in whatever pieces they come: text, thoughts, calls."""
 
-from __future__ import annotations
-
 import json
 import random
 

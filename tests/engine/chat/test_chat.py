@@ -1,7 +1,5 @@
 """Questions: text, pictures and sounds become exactly what the model's own processor makes of them."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -109,26 +107,19 @@ def test_a_system_text_comes_first(model):
 @pytest.mark.parametrize(
     "prompt, options, field",
     [
-        (17, {}, "prompt"),
-        ([{"role": "wizard", "content": "x"}], {}, "prompt"),
-        ([{"role": "user", "content": [{"type": "video", "video": b""}]}], {}, "prompt"),
-        ([{"role": "user"}], {}, "prompt"),
-        ([{"role": "user", "content": "x"}], {"image": talking.png()}, "image"),
-        ([1, 2, 3], {"image": talking.png()}, "prompt"),
-        ([1, 10**9], {}, "prompt"),
-        ("", {}, "prompt"),
-        (" \n", {}, "prompt"),
-        ([{"role": "user", "content": ""}], {}, "prompt"),
+        (17, {}, "prompt"), ([{"role": "wizard", "content": "x"}], {}, "prompt"),
+        ([{"role": "user", "content": [{"type": "video", "video": b""}]}], {}, "prompt"), ([{"role": "user"}], {}, "prompt"),
+        ([{"role": "user", "content": "x"}], {"image": talking.png()}, "image"), ([1, 2, 3], {"image": talking.png()}, "prompt"),
+        ([1, 10**9], {}, "prompt"), ("", {}, "prompt"), (" \n", {}, "prompt"), ([{"role": "user", "content": ""}], {}, "prompt"),
         ([{"role": "user", "content": [{"type": "text", "text": " "}]}], {"system": "Be kind"}, "prompt"),
         (
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "\n"}],
-            {},
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "\n"}], {},
             "prompt",
         ),
         ([{"role": "system", "content": ""}], {}, "prompt"),
         ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"}, "system"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_question_is_refused(model, prompt, options, field):
     with pytest.raises(RequestError) as caught:
         model.prepare(prompt, **options)

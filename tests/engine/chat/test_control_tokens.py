@@ -316,14 +316,11 @@ def test_answers_end_there_if_asked(tmp_path):
 # ends, names, flags -> whether it is said that answers go on, and whether they do. The truth of the second without flags: vLLM
 # stops at the end token of the tokenizer, and at those of generation_config.json.
 CASES = [
-    (False, False, [], True, True),
-    (False, False, ["--stop-at-turn-end"], False, False),
-    (False, False, ["--no-stop-at-turn-end"], False, True),
-    (False, True, [], False, False),
-    (False, True, ["--no-stop-at-turn-end"], False, True),
-    (True, False, [], False, False),
+    (False, False, [], True, True), (False, False, ["--stop-at-turn-end"], False, False),
+    (False, False, ["--no-stop-at-turn-end"], False, True), (False, True, [], False, False),
+    (False, True, ["--no-stop-at-turn-end"], False, True), (True, False, [], False, False),
     (True, True, ["--no-stop-at-turn-end"], False, False),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("ends, names, flags, is_told, goes_on", CASES)

@@ -1,7 +1,5 @@
 """Images and audio are prepared on threads of the media pool, and what comes of it is what the processor makes by itself."""
 
-from __future__ import annotations
-
 import gc
 import io
 import threading

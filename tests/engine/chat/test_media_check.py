@@ -1,7 +1,5 @@
 """Media that a processor shrinks to nothing, or to more patches than a model has positions, never reach the model."""
 
-from __future__ import annotations
-
 import copy
 import json
 from types import SimpleNamespace
@@ -19,20 +17,9 @@ from trimtab.engine.loader.processor import load_processor
 from trimtab.errors import CheckpointError, RequestError
 
 SIZES = [
-    (1, 1),
-    (1, 65),
-    (65, 1),
-    (20, 1300),
-    (1300, 20),
-    (4, 130),
-    (9000, 50),
-    (1, 16),
-    (8, 8),
-    (64, 64),
-    (3, 500),
-    (7, 1399),
+    (1, 1), (1, 65), (65, 1), (20, 1300), (1300, 20), (4, 130), (9000, 50), (1, 16), (8, 8), (64, 64), (3, 500), (7, 1399),
     (2000, 10),
-]
+]  # fmt: skip
 
 
 def prepared(family, **media):

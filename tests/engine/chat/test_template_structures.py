@@ -7,8 +7,6 @@ processor (refused, or written as Python writes a list), and ids of calls that a
 Of Gemma 3 (ALTERNATES) and Mistral Small 3.2 (NAMES) the structure alone is known here: whole templates were not at hand.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -195,11 +193,9 @@ def test_what_the_template_itself_refuses_is_said_in_its_words(written):
 @pytest.mark.parametrize("template", [ALTERNATES, NAMES])
 def test_a_system_message_and_turns_of_both_are_written_in_order(written, template, content):
     said = [
-        {"role": "system", "content": content},
-        ASKED,
-        {"role": "assistant", "content": "Cold."},
+        {"role": "system", "content": content}, ASKED, {"role": "assistant", "content": "Cold."},
         {"role": "user", "content": "And now?"},
-    ]
+    ]  # fmt: skip
     text = written(template, said)
     places = [text.index(words) for words in ("Be brief.", "How is it in Paris?", "Cold.", "And now?")]
     assert places == sorted(places) and "'type'" not in text and '"type"' not in text

@@ -1,7 +1,5 @@
 """Values that are not numbers: an adapter that holds some is refused when it is read, logits that are some end the answer."""
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -101,15 +99,13 @@ def test_finite_values_of_every_type_are_finite(dtype, tmp_path, monkeypatch):
 ENTRIES = {
     "plan": ["plan", "BASE", "--adapter", "a=BAD", "--device", "cpu"],
     "run": ["run", "BASE", "hi", "--adapter", "a=BAD", "--device", "cpu"],
-    "chat": ["chat", "BASE", "--adapter", "a=BAD", "--device", "cpu"],
-    "doctor": ["doctor", "BASE", "--adapter", "BAD"],
+    "chat": ["chat", "BASE", "--adapter", "a=BAD", "--device", "cpu"], "doctor": ["doctor", "BASE", "--adapter", "BAD"],
     "merge": ["merge", "BASE", "OUT", "--adapter", "a=BAD"],
     "verify": ["verify", "BASE", "--adapter", "a=BAD", "--against", "base"],
     "bench": ["bench", "BASE", "--adapter", "a=BAD", "--device", "cpu"],
-    "serve": ["serve", "BASE", "--adapter", "a=BAD", "--device", "cpu", "--port", "0"],
-    "inspect": ["inspect", "BAD"],
+    "serve": ["serve", "BASE", "--adapter", "a=BAD", "--device", "cpu", "--port", "0"], "inspect": ["inspect", "BAD"],
     "inspect with a model": ["inspect", "BAD", "--model", "BASE"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ENTRIES)

@@ -5,8 +5,6 @@ Nothing here runs on a card: nobody here has one of 7.5, 8.6, 8.9 or 12.0.
 The compiler is NVRTC, or a toolkit's nvcc where that is installed; without either the tests of compiling are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ length, cached prefixes and none. Bits are compared, and the same tests show tha
 On a CPU every row is computed by itself; tests/gpu runs the same tests with one graph of all rows.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

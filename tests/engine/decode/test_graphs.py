@@ -4,8 +4,6 @@ On a CPU nothing is captured and the fused step runs on plain torch: that proves
 with the kernels, as graphs.
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 
@@ -122,15 +120,10 @@ def replayed(monkeypatch):
 LOOK = {"image": DEMO / "images" / "image_1.png"}
 HEAR = {"audio": DEMO / "sounds" / "audio_1.wav"}
 ASKED = [
-    ("style", "What do you see?", LOOK),
-    (None, "What do you hear?", HEAR),
-    ("specialist", "What do you see?", LOOK),
-    ("style", "Hello", {}),
-    (None, "What is red?", {}),
-    ("specialist", "What do you hear?", HEAR),
-    ("style", "What is red?", {}),
+    ("style", "What do you see?", LOOK), (None, "What do you hear?", HEAR), ("specialist", "What do you see?", LOOK),
+    ("style", "Hello", {}), (None, "What is red?", {}), ("specialist", "What do you hear?", HEAR), ("style", "What is red?", {}),
     (None, "What do you see?", LOOK),
-]
+]  # fmt: skip
 
 
 def test_an_unknown_way_to_decode_is_refused(model):

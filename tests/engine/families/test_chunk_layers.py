@@ -1,7 +1,5 @@
 """The layers of a prompt's chunk in the kernels of a step: the scores of transformers' own pass, in every form of a chunk."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

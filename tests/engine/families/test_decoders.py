@@ -493,13 +493,9 @@ def test_modules_without_room_for_their_graph_are_not_captured():
         plan = gpu_plan(gib, kv_tokens=16384, batch=8, context_tokens=8192)
         assert plan.execution.step.mode == "fused"
         model = SimpleNamespace(
-            plan=plan,
-            anatomy=E4B,
-            hf_model=None,
-            device="cuda",
-            adapters=(),
+            plan=plan, anatomy=E4B, hf_model=None, device="cuda", adapters=(),
             adapter_store=SimpleNamespace(reads_on_host=lambda names: False),
-        )
+        )  # fmt: skip
         choice = object.__new__(step_choice.StepChoice)
         vars(choice).update(model=model, mode="auto", rows=8, device=torch.device("cuda"))
         choice._difference = lambda: None

@@ -1,7 +1,5 @@
 """The last layers of a prompt in the kernels of a step: the scores of transformers' own pass, with every kind of adapter."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -4,8 +4,6 @@ The reference is stock transformers with PEFT, which reads every row alone, all 
 of fixed shapes as on a GPU, steps through their plain counterpart, or the way of captured ones.
 """
 
-from __future__ import annotations
-
 from io import BytesIO
 
 import pytest

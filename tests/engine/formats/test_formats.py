@@ -185,29 +185,21 @@ def with_weights(**changes):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (None, "no quantization_config"),
-        ({"quant_method": "vptq"}, "'vptq'"),
-        ({"quant_method": "compressed-tensors"}, "config_groups"),
-        (CT | {"config_groups": {}}, "config_groups"),
+        (None, "no quantization_config"), ({"quant_method": "vptq"}, "'vptq'"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"), (CT | {"config_groups": {}}, "config_groups"),
         (CT | {"config_groups": {str(n): {} for n in range(100)}}, "config_groups"),
-        (CT | {"transform_config": {"R1": 1}}, "rotated"),
-        (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
-        (group(format="mxfp6-pack-quantized"), "MXFP6"),
-        ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "INT4_AWQ"),
-        (group(input_activations={"type": "int", "num_bits": 8}), "activations"),
-        (with_weights(num_bits=8), "in 8 bits"),
-        (with_weights(group_size=16), "no config group declares"),
-        (with_weights(group_size=True), "no config group declares"),
-        (with_weights(group_size=0), "no config group declares"),
-        (with_weights(type="float"), "declares no type int"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "awq", "bits": 3}, "3 bits"),
+        (CT | {"transform_config": {"R1": 1}}, "rotated"), (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+        (group(format="mxfp6-pack-quantized"), "MXFP6"), ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "INT4_AWQ"),
+        (group(input_activations={"type": "int", "num_bits": 8}), "activations"), (with_weights(num_bits=8), "in 8 bits"),
+        (with_weights(group_size=16), "no config group declares"), (with_weights(group_size=True), "no config group declares"),
+        (with_weights(group_size=0), "no config group declares"), (with_weights(type="float"), "declares no type int"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"), ({"quant_method": "awq", "bits": 3}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "gptq", "bits": True}, "bits a weight"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}}}, "dynamic"),
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_is_not_read_is_refused_by_name(golden, config, words, tmp_path):
     parts = stored(golden, "ct-int4-g32")
     parts.pop("expected")

@@ -1,7 +1,5 @@
 """Does a Gemma 4 mobile model answer as transformers' own layers do, in every tier, with adapters on?"""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

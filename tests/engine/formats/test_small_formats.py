@@ -1,7 +1,5 @@
 """Are Gemma's mobile weights, and 4-bit and 8-bit floats in groups, what their own libraries make of them?"""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Is the gated delta rule that of transformers' modules, in steps, in chunks and in pieces, in torch and in the kernels?"""
 
-from __future__ import annotations
-
 import copy
 import math
 

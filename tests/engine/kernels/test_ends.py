@@ -300,20 +300,15 @@ def test_a_table_that_the_device_sees_is_read_where_it_is(monkeypatch):
 
 WRONG = [
     ("rounded(v[i] * scale, half) : _", "rounded(v[i] * scale * 1.01f, half) : _", "rows"),
-    ("v[i] = v[i] * r * w[i];", "v[i] = v[i] * r;", "rows"),
-    ("% ring;", "% (ring + 1);", "rows"),
+    ("v[i] = v[i] * r * w[i];", "v[i] = v[i] * r;", "rows"), ("% ring;", "% (ring + 1);", "rows"),
     ("    v[i] = rounded(v[i] * scale, half);\n    sum", "    v[i] = rounded(-v[i] * scale, half);\n    sum", "per_layer"),
-    ("+ o[i], half) * factor", ", half) * factor + o[i]", "per_layer"),
-    ("a > b ? a : b", "a < b ? a : b", "likeliest"),
+    ("+ o[i], half) * factor", ", half) * factor + o[i]", "per_layer"), ("a > b ? a : b", "a < b ? a : b", "likeliest"),
     ("(u64)order << 32 | (u32)~at", "(u64)order << 32 | (u32)at", "likeliest"),
-    ("atomicExch(best + row, (u64)0)", "best[row]", "likeliest"),
-    ("arrived[row] = 0;", "", "likeliest"),
-    ("rounded(v[i] * inverse, half)", "rounded(v[i], half)", "likeliest"),
-    ("token < 0 ? 0 : token", "token", "likeliest"),
+    ("atomicExch(best + row, (u64)0)", "best[row]", "likeliest"), ("arrived[row] = 0;", "", "likeliest"),
+    ("rounded(v[i] * inverse, half)", "rounded(v[i], half)", "likeliest"), ("token < 0 ? 0 : token", "token", "likeliest"),
     ("(bits & 0x7fffffffu) > 0x7f800000u ? 0xffffffffu : ", "", "likeliest"),
-    ("order < 0xff800000u", "order < 0xffffffffu", "likeliest"),
-    ("order > 0x007fffffu", "true", "likeliest"),
-]
+    ("order < 0xff800000u", "order < 0xffffffffu", "likeliest"), ("order > 0x007fffffu", "true", "likeliest"),
+]  # fmt: skip
 
 
 @on_cpu

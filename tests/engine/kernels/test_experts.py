@@ -1,7 +1,5 @@
 """Are mixtures of experts those of transformers' module with each row's adapter merged, in torch and in the kernels?"""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -414,12 +414,8 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
 
     found = fused_check.measure(module, time_us, width=64, mlp=48, attention=((4, 2, 32),), n=2, places=40)
     assert list(found) == [
-        "add_norm",
-        "gated",
-        "rope_write 4/2 x 32",
-        "attend 4/2 x 32, 40 places",
-        "both at once 4/2 x 32, 40 places",
-    ]
+        "add_norm", "gated", "rope_write 4/2 x 32", "attend 4/2 x 32, 40 places", "both at once 4/2 x 32, 40 places",
+    ]  # fmt: skip
     assert list(found.values()) == [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
     assert runs == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # launches of kernels, then none of the torch path
 

@@ -1,7 +1,5 @@
 """Products and adapters of 9 to 64 rows equal float64 and bitsandbytes' own unpacked weight; a wrong kernel is found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

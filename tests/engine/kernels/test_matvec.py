@@ -140,12 +140,10 @@ def test_random_weights_have_the_layout_of_quantized_ones(quant):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"kind": "int8"}, "the weight is int8"),
-        ({"shape": (128, 96)}, "not whole blocks of 64"),
-        ({"blocks": (128, 256)}, "blocks of 128"),
-        ({"blocks": (64, 128)}, "nested blocks of 128"),
+        ({"kind": "int8"}, "the weight is int8"), ({"shape": (128, 96)}, "not whole blocks of 64"),
+        ({"blocks": (128, 256)}, "blocks of 128"), ({"blocks": (64, 128)}, "nested blocks of 128"),
     ],
-)
+)  # fmt: skip
 def test_a_weight_that_the_kernel_cannot_take_is_refused_by_name(change, words):
     packed = dataclasses.replace(packed_of(64, 192), **change)
     assert words in matvec.why_not(packed, torch.bfloat16, "cpu")

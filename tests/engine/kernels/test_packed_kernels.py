@@ -26,18 +26,11 @@ pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_no
 CPU = torch.device("cpu")
 BF16, HALF = torch.bfloat16, torch.float16
 FORMS = {
-    "int4-g32": BF16,
-    "int4-g128": HALF,
-    "int4-g32-zp": HALF,
-    "int4-g128-zp": BF16,
-    "int4-row": BF16,
-    "int4-g64-f32": torch.float32,
-    "fp8-128x128": BF16,
-    "fp8-row": BF16,
-    "fp8-tensor": BF16,
+    "int4-g32": BF16, "int4-g128": HALF, "int4-g32-zp": HALF, "int4-g128-zp": BF16, "int4-row": BF16, "int4-g64-f32": torch.float32,
+    "fp8-128x128": BF16, "fp8-row": BF16, "fp8-tensor": BF16,
     **dict.fromkeys(("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8"), BF16),
     "nvfp4-g16": BF16,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """A prompt's kernels equal bitsandbytes and PEFT: weights bit for bit, LoRA up to the order of a sum; a wrong one is found."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from types import SimpleNamespace
 

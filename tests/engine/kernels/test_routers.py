@@ -1,7 +1,5 @@
 """Do the kernels of routers choose what transformers' routers choose, with their weights?"""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

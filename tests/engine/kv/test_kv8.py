@@ -4,8 +4,6 @@ transformers with a cache of its own that is given rounded states (kv8_reference
 On a CPU nothing is captured: a stand-in repeats steps the way a graph would. tests/gpu runs the same tests with graphs.
 """
 
-from __future__ import annotations
-
 import json
 import weakref
 from dataclasses import replace

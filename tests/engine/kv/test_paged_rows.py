@@ -4,8 +4,6 @@ forks and cached beginnings; a request that finds no room waits or is refused by
 On a CPU nothing is captured: a stand-in repeats steps the way a graph would. tests/gpu runs the same tests with graphs.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,8 +1,4 @@
-"""Loading: every family in every format and tier gives the stock stack's own numbers.
-
-Resident against stock `from_pretrained`, and every tier against resident, are bit for bit: the same bytes go through the
-same kernels on the same device. The one exception is stated where it is made.
-"""
+"""Loading: every family in every format and tier gives the stock stack's own numbers; no processor is looked for twice."""
 
 from __future__ import annotations
 
@@ -20,12 +16,14 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico, stock
 from tests.long_runs import FIRST, crossed
+from trimtab.engine import model as model_module
 from trimtab.engine.layers import leaves
 from trimtab.engine.loader import load
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.streaming import in_pass
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
 from trimtab.planning.values.copy_order import CopyOrder, Piece
+from trimtab.request import GenerateRequest
 
 QUANTS = ("nf4-dq", "int8", "none", "nf4")
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")  # tests/gpu runs this file on "cuda:0"
@@ -272,13 +270,9 @@ def test_a_closed_model_says_so(built):
 # Adapters through the whole line --------------------------------------------------------------------------------------
 
 VARIANTS = {
-    "plain": {},
-    "rslora": {"rslora": True},
-    "dora": {"dora": True},
-    "bias": {"bias": True},
-    "all parts": {"targets": "all"},
+    "plain": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "bias": {"bias": True}, "all parts": {"targets": "all"},
     "embeddings": {"embeddings": True},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("quant", "variant"), crossed(["none", "nf4-dq", "int8"], VARIANTS, first=["nf4-dq"], rest=3))
@@ -384,3 +378,14 @@ def test_a_model_without_a_weight_outside_of_its_layers_answers(tmp_path):
         answer = model.answer([5, 6, 7], max_new_tokens=1)
         assert model.hf_model.device.type == model.device.type
     assert answer.token_ids == (int(own(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].argmax()),)
+
+
+def test_a_missing_processor_is_looked_for_once(tmp_path, monkeypatch):
+    reads, own = [], model_module.hf_processor.load_processor
+    monkeypatch.setattr(model_module.hf_processor, "load_processor", lambda folder: reads.append(folder) or own(folder))
+    plan = trimtab.plan(pico.build("llama", tmp_path), quant="none", context=32, device="cpu")
+    with trimtab.load(plan) as model:
+        for _ in range(3):
+            answer = model.answer_inputs(model.prepare([5, 6, 7]), GenerateRequest(max_new_tokens=2))
+            assert len(answer.token_ids) == 2
+    assert len(reads) == 1

@@ -1,7 +1,5 @@
 """One owner of adapters, a frozen selection for a pass, and one applier at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What attaching an adapter needs of the weights below it: in pieces, each within the plan's memory, nothing larger in between."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

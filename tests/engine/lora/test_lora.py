@@ -1,36 +1,38 @@
-"""Attached adapters give PEFT's numbers, bit for bit, on plain, 4-bit and 8-bit layers."""
+"""Attached adapters give PEFT's numbers, bit for bit, on plain, 4-bit and 8-bit layers and on whole models."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
 
-from tests.engine.lora.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, peft_output, put_on, read, spec_of
+from tests import pico
+from tests.engine.lora.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, peft_output, put_on, read, spec_of, with_our_layers
+from tests.long_runs import crossed
+from trimtab.adapters.adapter import match_adapter, read_adapter
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.engine.loader.transformers_model import read_anatomy
 from trimtab.engine.lora import base_values
-from trimtab.engine.lora.layers import attach_fitted, fit
+from trimtab.engine.lora.layers import attach_fitted, detach, fit
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "rslora": {"use_rslora": True},
-    "patterns": {"rank_pattern": {"down": 8}, "alpha_pattern": {"up": 16, "down": 3}},
+    "plain": {}, "rslora": {"use_rslora": True}, "patterns": {"rank_pattern": {"down": 8}, "alpha_pattern": {"up": 16, "down": 3}},
     "rslora with patterns": {"use_rslora": True, "rank_pattern": {"down": 2}, "alpha_pattern": {"up": 16}},
-    "dora": {"use_dora": True},
-    "lora_bias": {"lora_bias": True},
-    "embedding": {"target_modules": ["embed", "up"]},
-    "dora embedding": {"target_modules": ["embed", "up"], "use_dora": True},
-    "head": {"target_modules": ["head"]},
-    "saved": {"modules_to_save": ["norm", "head"]},
-    "saved table": {"target_modules": ["down"], "modules_to_save": ["embed"]},
-}
+    "dora": {"use_dora": True}, "lora_bias": {"lora_bias": True}, "embedding": {"target_modules": ["embed", "up"]},
+    "dora embedding": {"target_modules": ["embed", "up"], "use_dora": True}, "head": {"target_modules": ["head"]},
+    "saved": {"modules_to_save": ["norm", "head"]}, "saved table": {"target_modules": ["down"], "modules_to_save": ["embed"]},
+}  # fmt: skip
 
 
 def as_in_peft(toy: Toy, folder: Path, dtype: torch.dtype = torch.float32) -> Toy:
@@ -212,3 +214,35 @@ def test_large_weights_are_taken_in_pieces_with_the_same_norms(tmp_path: Path, m
         whole, pieces = layer.adapters["whole"].magnitude, layer.adapters["pieces"].magnitude
         # Another order of summation over at most 64 squares in float32.
         torch.testing.assert_close(pieces, whole, rtol=64 * 2**-24, atol=0)
+
+
+MODEL_VARIANTS: dict[str, dict[str, Any]] = {
+    "every linear": {"targets": "all", "alpha_pattern": {"q_proj": 3}, "rank_pattern": {"o_proj": 2}},
+    "dora": {"targets": "all", "dora": True}, "embedding": {"embeddings": True, "rslora": True},
+    "saved norms and head": {"modules_to_save": ["norm", "lm_head"]}, "saved embedding": {"modules_to_save": ["embed_tokens"]},
+}  # fmt: skip
+
+
+@cache
+def checkpoint_of(family: str, folder: Path) -> tuple[Path, Anatomy]:
+    built = pico.build(family, folder / family)
+    return built, read_anatomy(read_checkpoint(built), quant="none", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("family", "variant"), crossed(["gemma4", "qwen2_5_vl"], MODEL_VARIANTS, first=["gemma4"], rest=2))
+def test_logits_equal_pefts(family: str, variant: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder, anatomy = checkpoint_of(family, tmp_path_factory.getbasetemp() / "models")
+    adapter = pico.adapter(folder, tmp_path / "adapter", **MODEL_VARIANTS[variant])
+    stock, model = pico.make_model(family), pico.make_model(family)
+    given = pico.inputs(family, stock.config)
+    store = with_our_layers(model)
+    attach_fitted(fit(model, match_adapter(read_adapter(adapter), anatomy)), "one", read=read, device="cpu", store=store)
+    with torch.no_grad():
+        base = stock(**given).logits
+        assert torch.equal(model(**given).logits, base)
+        store.set("one")
+        found = model(**given).logits
+        assert torch.equal(found, PeftModel.from_pretrained(stock, adapter).eval()(**given).logits)
+        assert not torch.equal(found, base)
+        detach(model, "one")
+        assert torch.equal(model(**given).logits, base)

@@ -1,7 +1,5 @@
 """Short steps compute what transformers' modules compute, from a counted number of operations, and leave nothing behind."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 
@@ -106,13 +104,10 @@ def normed(kind, dtype, **options):
 every_norm = pytest.mark.parametrize(
     "kind, options, form, most",
     [
-        (Gemma4RMSNorm, {}, "inside", 1),
-        (Gemma4RMSNorm, {"with_scale": False}, "inside", 1),
-        (Gemma3RMSNorm, {}, "plus one", 3),
-        (LlamaRMSNorm, {}, "after", 2),
-        (Qwen3RMSNorm, {}, "after", 2),
+        (Gemma4RMSNorm, {}, "inside", 1), (Gemma4RMSNorm, {"with_scale": False}, "inside", 1), (Gemma3RMSNorm, {}, "plus one", 3),
+        (LlamaRMSNorm, {}, "after", 2), (Qwen3RMSNorm, {}, "after", 2),
     ],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -3,8 +3,6 @@
 The allocator is a stand-in here; tests/gpu/test_prompt_room.py runs torch's.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """A picture that was seen is not seen again: every family's towers, one by one and several in a pass, known by content, adapter
 and client."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ beginnings; and the places where it goes through by itself.
 On a CPU nothing is captured: the same passes run as they are. tests/gpu runs the same tests with graphs.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ On a CPU nothing is captured: the same passes run as they are, or a stand-in rep
 same tests with graphs.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

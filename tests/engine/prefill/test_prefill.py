@@ -4,8 +4,6 @@ On a CPU nothing is captured: the same passes run as they are, or, where a test 
 would. tests/gpu runs the same tests with graphs.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,8 +1,6 @@
 """A prompt whose prefix is cached says what it says alone: every family, adapters, pictures, chunk borders; and nothing that is
 another client's, another adapter's or another picture's is ever reused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

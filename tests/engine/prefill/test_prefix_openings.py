@@ -1,7 +1,5 @@
 """The second prompt with a system prompt resumes behind it, in families with sliding layers, and says what it says alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

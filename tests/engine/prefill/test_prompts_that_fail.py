@@ -2,8 +2,6 @@
 adapter that goes while they wait, with a prefix cache that runs out of memory. The others' answers are what they are without
 them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.serve.worker.test_serve_engine import LOOK, PATHS, ask, engine, model, run  # noqa: F401 - fixtures

@@ -193,13 +193,9 @@ def test_no_copy_overtakes_what_reads_and_nothing_reads_what_is_not_there(count,
         again = [piece for group in streamer.groups for piece in (*group.pieces, group.pieces[0])]
         twice = [*once, once[0]] if len(once) > 1 else once
         parts = (
-            twice,
-            once,
-            turned,
-            some,
-            list(without_repeats(again)),
+            twice, once, turned, some, list(without_repeats(again)),
             [piece for piece in once if piece.block is not streamer.groups[0]],
-        )
+        )  # fmt: skip
         captures = [captured(cuda, streamer, part, leaves) for part in parts if part]
         for _ in range(10):
             if chance.random() < 0.6:  # steps, one queued behind the other

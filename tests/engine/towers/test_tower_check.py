@@ -23,15 +23,13 @@ TABLE = torch.arange(12.0).reshape(4, 3)
 LOOK_UPS = {
     "embedding": lambda index: torch.nn.functional.embedding(index, TABLE),
     "one_hot as a GPU does it": lambda index: torch.zeros(len(index), 4).scatter_(1, index[:, None], 1.0),
-    "index": lambda index: TABLE[index],
-    "index of a second axis": lambda index: TABLE.T[:, index],
-    "index_select": lambda index: TABLE.index_select(0, index),
-    "gather": lambda index: TABLE.gather(0, index[:, None]),
+    "index": lambda index: TABLE[index], "index of a second axis": lambda index: TABLE.T[:, index],
+    "index_select": lambda index: TABLE.index_select(0, index), "gather": lambda index: TABLE.gather(0, index[:, None]),
     "scatter": lambda index: torch.zeros(4).scatter(0, index, 1.0),
     "index_put": lambda index: TABLE.clone().index_put((index,), torch.zeros(3)),
     "index_add": lambda index: TABLE.clone().index_add(0, index, torch.zeros(len(index), 3)),
     "index_copy": lambda index: TABLE.clone().index_copy(0, index, torch.zeros(len(index), 3)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOOK_UPS)

@@ -3,8 +3,6 @@
 On a CPU nothing is captured: the layers run through the same buffers. tests/gpu runs the same tests with graphs.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace

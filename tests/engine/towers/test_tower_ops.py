@@ -4,8 +4,6 @@ near to the formula as PEFT's.
 The kernels are compiled for a CPU and run thread by thread; tests/gpu/test_tower_ops.py runs the same tests on a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

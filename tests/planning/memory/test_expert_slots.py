@@ -1,7 +1,5 @@
 """Experts in host memory with slots on the card: when a plan chooses them, what they take, and what a step fetches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

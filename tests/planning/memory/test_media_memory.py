@@ -1,7 +1,5 @@
 """What the plan of a server counts for images and audio, and that the engine decodes within it."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

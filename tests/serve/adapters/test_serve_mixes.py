@@ -1,7 +1,5 @@
 """Mixes in the server: what a request names, what is on the model for it, and that it answers what Python's mix answers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

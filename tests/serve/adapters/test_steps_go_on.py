@@ -1,7 +1,5 @@
 """Loading, changing and swapping adapters while an answer runs: counted in steps, nothing holds it up for more than one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Adapters whose folders change while the server answers: what is taken up, what is left alone, and who keeps the old weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the layers below the server say of themselves reaches no client: every error text of theirs is sent through."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Errors of /v1/responses and /v1/messages name the fields that the client sent, not those of the chat between."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

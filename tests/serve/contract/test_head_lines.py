@@ -1,7 +1,5 @@
 """Header lines that come twice: what is refused, what counts as absent, and whose key everything else goes by."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters of clients stay below the server's folder: links, loops, pipes, and files that are swapped while they are read."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is written down: lines with time, level and id, in two forms; a request's id in its answer, and its traceback under it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What a model may write where it has to call: every call that can be drawn is read again, and satisfies its tool's schema."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

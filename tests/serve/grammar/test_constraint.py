@@ -1,7 +1,5 @@
 """Which texts an answer in JSON may be, token by token, and which schemas are refused."""
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -223,14 +221,9 @@ MERGED = {"$defs": {"a": named(8)}, "properties": {f"p{i}": {"$ref": "#/$defs/a"
 
 
 MANY = [
-    [named(900)],
-    [named(30), named(60)],
-    [named(8)] * 65,
-    [named(60, anyOf=[{}] * 9)],
-    [named(64, anyOf=[{}] * 100)],
-    [named(30, allOf=[{}] * 9, items={"allOf": [named(20)]})],
-    [MERGED],
-]
+    [named(900)], [named(30), named(60)], [named(8)] * 65, [named(60, anyOf=[{}] * 9)], [named(64, anyOf=[{}] * 100)],
+    [named(30, allOf=[{}] * 9, items={"allOf": [named(20)]})], [MERGED],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("schemas", MANY)

@@ -1,7 +1,5 @@
 """Grammars that never end, take all memory or lose their client: the process that compiles them is ended, and others go on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Which keywords of a schema are refused before they are compiled, and that what is left compiles in a moment."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

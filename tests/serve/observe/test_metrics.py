@@ -1,7 +1,5 @@
 """What is counted: requests by their end, tokens, times, and no series for a name that is gone."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """A trace per request, as OpenTelemetry's own exporter in memory sees it. Skipped where the package is not installed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

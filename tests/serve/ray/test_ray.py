@@ -1,8 +1,6 @@
 """Two copies of the demo model on a local Ray: requests are spread, adapters found where they are, a lost copy costs named
 errors at most. Slow, and only where Ray is installed (`make test-ray`). With RAY_RESULTS=FILE the counts are saved there."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -220,15 +220,9 @@ def test_the_demo_model(tmp_path, isolated):
     rows = routes.prepare(DEMO / "base", "bfloat16", demo_prompts(1)[1:2], tmp_path, isolated=False)
     adapter = DEMO / "adapters" / "specialist"
     report = run_lanes(
-        DEMO / "base",
-        adapter,
-        rows,
-        tmp_path / "lanes",
-        device=DEVICE,
-        new_tokens=16,
-        names=["fresh_bf16_merge"],
+        DEMO / "base", adapter, rows, tmp_path / "lanes", device=DEVICE, new_tokens=16, names=["fresh_bf16_merge"],
         isolated=isolated,
-    )
+    )  # fmt: skip
     first, bf16 = report.lanes
     assert (first.verdict, bf16.verdict) == ("ADAPTER_ACTIVE", "FRESH_BF16_MERGE_STILL_PASSES")
     assert bf16.counts == {"BF16_MERGED_MATCHES_BF16_ADAPTER": 1}

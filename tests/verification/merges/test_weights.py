@@ -1,7 +1,5 @@
 """The test of merged weights: right roundings of every kind pass, a scale off by 1 % does not, and rates are as stated."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

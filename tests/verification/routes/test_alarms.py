@@ -1,7 +1,5 @@
 """Verdicts do not cry wolf and do not sleep: a part of the proof in `tests/alarms.py`, its recorded result, and the whole."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Prompt files: what they may hold, every problem at once, and the built-in sets."""
 
-from __future__ import annotations
-
 import json
 import wave
 

@@ -1,7 +1,5 @@
 """Routes: the same tokens for both, files handed over, noise that is really another order, errors that keep their kind."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -223,15 +223,13 @@ def test_own_prompts_do_not_leave_the_machine_without_the_flag():
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_sent(capsys):
     refused = {
-        ("--against", "http://h/v1"): "remote_model",
-        ("--against", "http://h/v1", "--remote-model", "m", "--lanes"): "--lanes",
+        ("--against", "http://h/v1"): "remote_model", ("--against", "http://h/v1", "--remote-model", "m", "--lanes"): "--lanes",
         ("--remote-model", "m"): "--remote-model",
         ("--against", "http://h/v1", "--remote-model", "m", "--deadline", "0"): "--deadline",
         ("--against", "http://h/v1", "--remote-model", "m", "--max-new-tokens", "900"): "--max-new-tokens",
         ("--against", "http://h/v1", "--remote-model", "m", "--send-prompts"): "send_prompts",
-        ("--against", "http://u:p@h/v1", "--remote-model", "m"): "against",
-        ("--against", "ollama:"): "against",
-    }
+        ("--against", "http://u:p@h/v1", "--remote-model", "m"): "against", ("--against", "ollama:"): "against",
+    }  # fmt: skip
     for flags, field in refused.items():
         command = ["verify", str(BASE), "--adapter", f"style={STYLE}", *flags, "--json"]
         assert cli.main(command) == 2

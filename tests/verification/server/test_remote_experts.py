@@ -1,7 +1,5 @@
 """A server that drops the part of an adapter on fused experts: named."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

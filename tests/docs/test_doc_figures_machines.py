@@ -1,4 +1,4 @@
-"""Figures of pages that were measured on an H100, as test_doc_figures.py has them of the other results."""
+"""Figures of pages measured on an H100 or on a CPU's server, as test_doc_figures.py has them of the other results."""
 
 from tests.docs.test_doc_figures import ROOT, images, results_of, rounded
 from tests.rules import each
@@ -181,19 +181,11 @@ def second_turns():
 
 
 CASES = {
-    pictures: "benchmarks",
-    prompts_on_an_h100: "benchmarks",
-    load_on_an_h100: "server-under-load",
-    load_goals: "benchmarks",
-    how_fast: "how-fast",
-    many_adapters: "operate",
-    many_adapters_decided: "decisions/0028-adapters-beside-products",
-    batch_prompts: "many-prompts",
-    runs_of_cards: "benchmarks",
-    spare_of_cards: "benchmarks",
-    together: "operate",
+    pictures: "benchmarks", prompts_on_an_h100: "benchmarks", load_on_an_h100: "server-under-load", load_goals: "benchmarks",
+    how_fast: "how-fast", many_adapters: "operate", many_adapters_decided: "decisions/0028-adapters-beside-products",
+    batch_prompts: "many-prompts", runs_of_cards: "benchmarks", spare_of_cards: "benchmarks", together: "operate",
     second_turns: "decisions/0018-unpacked-weights",
-}
+}  # fmt: skip
 
 
 @each("texts", CASES, where=lambda texts: texts.__name__)
@@ -201,3 +193,32 @@ def test_figures_of_a_page_are_those_of_the_results(texts):
     page = " ".join((ROOT / "docs" / f"{CASES[texts]}.md").read_text(encoding="utf-8").split())
     missing = [text for text in texts() if " ".join(text.split()) not in page]
     assert not missing
+
+
+def _range(values: list[float], form: str) -> str:
+    ends = [form.format(value) for value in (min(values), max(values))]
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def test_steps_between_tokens_on_a_cpu():
+    rows = results_of("load_cpu_steps")["rows"]
+    page = (ROOT / "docs" / "server-under-load.md").read_text(encoding="utf-8")
+    figures = (("p99_steps", "{:.1f}"), ("tok_s", "{:.0f}"), ("ttft_ms", "{:.0f}"))
+    for tokens, clients in sorted({(row["text_tokens"], row["clients"]) for row in rows}):
+        cells = []
+        for name, form in figures:
+            found = [
+                row[name]["p50"] if name == "ttft_ms" else row[name]
+                for row in rows
+                if (row["text_tokens"], row["clients"], row["version"]) == (tokens, clients, "behind")
+            ]
+            cells.append(_range(found, form))
+        line = f"| {tokens} | {clients} | {' | '.join(cells)} |"
+        assert line in page, line
+
+
+def test_a_prediction_for_a_cpu_is_within_a_factor_of_two():
+    rows = results_of("cpu_predictions")["rows"].values()
+    ratios = [row["predicted_tokens_per_s"] / row["measured_tokens_per_s"] for row in rows]
+    assert "within a factor of two of the measured rate" in (ROOT / "docs" / "read-a-plan.md").read_text(encoding="utf-8")
+    assert len(ratios) == 8 and 0.5 <= min(ratios) <= max(ratios) <= 2
