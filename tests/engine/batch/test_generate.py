@@ -444,8 +444,9 @@ EMOJI = st.text(st.sampled_from("aé日😀👩\u200d\ufffd"), max_size=24) | st
 
 @st.composite
 def cut(draw, data):
-    """Return bytes cut at random places."""
-    places = sorted(draw(st.sets(st.integers(1, max(1, len(data) - 1)))))
+    """Return bytes cut at random places, or everywhere inside characters."""
+    inside = {place for place, byte in enumerate(data) if byte & 0xC0 == 0x80}
+    places = sorted(draw(st.sets(st.integers(1, max(1, len(data) - 1))) | st.just(inside)))
     return [data[one:end] for one, end in itertools.pairwise([0, *places, len(data)]) if one < end]
 
 

@@ -121,7 +121,7 @@ class Detokenizer:
         return self._sure + max(0, self.open_characters - self._of_prompt)
 
     def _end_of(self, before: Sequence[int]) -> tuple[list[int], int]:
-        """Return a prompt's last tokens, and how many of them end with a character; bytes beside a part may be U+FFFD."""
+        """Return a prompt's last tokens, and how many of them end with a character; bytes next to a part may be U+FFFD."""
         most, ids = self.LONGEST_CHARACTER_TOKENS, [token for token in before if token not in self._hidden]
         for end, size in product(range(len(ids), max(-1, len(ids) - 4), -1), range(most, most + 4)):
             start = max(0, end - size)
