@@ -1,6 +1,7 @@
 """A pool without models: it answers what the test wrote down, and remembers what it was asked."""
 
 import asyncio
+from itertools import accumulate
 
 from starlette.testclient import TestClient
 
@@ -16,7 +17,9 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 2}
 
 def words(job, *texts, finish="stop"):
     """Return the events of an answer in these pieces, with logprobs if the job asks for them."""
-    pieces = [Event(job.id, "text", text=text, tokens=(token(text),) if job.top_logprobs is not None else ()) for text in texts]
+    places = accumulate(texts, lambda place, text: place + len(text), initial=0)
+    tokens = [(token(text, offset=place),) if job.top_logprobs is not None else () for text, place in zip(texts, places)]
+    pieces = [Event(job.id, "text", text=text, tokens=one) for text, one in zip(texts, tokens, strict=True)]
     return [Event(job.id, "started"), *pieces, Event(job.id, "done", finish=finish, usage=USAGE)]
 
 
@@ -32,8 +35,8 @@ def answered(job):
     return [Event(job.id, "done", finish="stop", usage={**USAGE, "completion_tokens": 0}, result=RESULTS[job.kind])]
 
 
-def token(text, logprob=-0.5):
-    return Token(1, text, logprob, ((1, text, logprob), (2, "x", -3.0)))
+def token(text, logprob=-0.5, offset=0):
+    return Token(1, text, logprob, ((1, text, logprob), (2, "x", -3.0)), offset)
 
 
 def failed(job, name, message="no", **fields):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import itertools
 import os
 import re
 import threading
 
 import pytest
+import tokenizers
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 import trimtab
 from tests import stock, talking
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.batch.generate import Detokenizer, Generation, hidden_ids
+from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, TokenTexts, hidden_ids
 from trimtab.engine.batch.request import AnswerPenalties, Sampler
 from trimtab.errors import RequestError
 from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
@@ -413,6 +419,106 @@ def test_pieces_never_split_a_character():
     pieces.append(detokenizer.finish())
     assert "".join(pieces) == TEXT
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+class Parts:
+    """A tokenizer of given bytes. A decoder with a fallback shows a run of byte tokens that is no text as one U+FFFD a byte."""
+
+    def __init__(self, parts, *, falls_back=False):
+        self.parts, self.falls_back = parts, falls_back
+
+    def decode(self, ids, **options):
+        if not self.falls_back:
+            return b"".join(self.parts[token] for token in ids).decode("utf-8", errors="replace")
+        found = ""
+        for is_byte, run in itertools.groupby((self.parts[token] for token in ids), lambda part: len(part) == 1 and part > b"\x7f"):
+            data = b"".join(run)
+            with contextlib.suppress(UnicodeDecodeError):
+                found, data = found + data.decode(), b""
+            found += "\ufffd" * len(data) if is_byte else ""
+        return found
+
+
+EMOJI = st.text(st.sampled_from("aé日😀👩\u200d\ufffd"), max_size=24) | st.text(max_size=8)
+
+
+@st.composite
+def cut(draw, data):
+    """Return bytes cut at random places, or everywhere inside characters."""
+    inside = {place for place, byte in enumerate(data) if byte & 0xC0 == 0x80}
+    places = sorted(draw(st.sets(st.integers(1, max(1, len(data) - 1))) | st.just(inside)))
+    return [data[one:end] for one, end in itertools.pairwise([0, *places, len(data)]) if one < end]
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+@given(given_data=st.data(), text=EMOJI, stop=EMOJI)
+def test_tokens_that_end_inside_characters_lose_none(falls_back, given_data, text, stop):
+    parts = given_data.draw(cut(text.encode()))
+    if falls_back:  # where U+FFFD is a token of its own
+        text = text.replace("\ufffd", "")
+        parts = [part for one in text for part in ([bytes([value]) for value in one.encode()] if one > "\x7f" else [one.encode()])]
+    tokenizer, ids = Parts(parts, falls_back=falls_back), range(len(parts))
+    begun = given_data.draw(st.integers(0, len(parts)))
+    shown = [b"".join(parts[:count]).decode("utf-8", "ignore") for count in range(len(parts) + 1)]
+    for before, whole in (([], text), (ids[:begun], text.removeprefix(shown[begun]))):
+        if "\ufffd" in text and before:
+            continue  # a prompt's own U+FFFD looks like a part of a character
+        answer = AnswerText(detokenizer := Detokenizer(tokenizer, before=before), ())
+        pieces = []
+        for token in ids[len(before) :]:
+            assert answer.place_of(parts[token]) == len(shown[token]) - len(shown[begun]) * bool(before)
+            pieces.append(answer.take(token))
+        assert "".join([*pieces, answer.end()]) == whole and detokenizer.length == len(whole)
+        assert "\ufffd" in text or "\ufffd" not in "".join(pieces)
+    if stop:
+        stopping = Detokenizer(tokenizer, (stop,))
+        found = "".join(stopping.push(token) if not stopping.stopped else "" for token in ids) + stopping.finish()
+        assert found == text.split(stop)[0]
+
+
+@given(
+    given_data=st.data(), data=st.binary(max_size=40) | st.lists(st.sampled_from([*"é😀".encode(), 255]), max_size=40).map(bytes)
+)
+def test_bytes_that_are_no_text_are_shown_once_none_can_complete_them(given_data, data):
+    parts = given_data.draw(cut(data))
+    detokenizer = Detokenizer(Parts(parts))
+    pieces = [detokenizer.push(token) for token in range(len(parts))]
+    assert all(
+        len("".join(pieces[: end + 6])) >= len(b"".join(parts[:end]).decode("utf-8", "replace")) for end in range(len(parts) - 6)
+    )
+    assert "".join(pieces) + detokenizer.finish() == data.decode("utf-8", "replace")
+    assert detokenizer._from >= len(parts) - 16  # a long answer is not decoded again at every step
+
+
+@pytest.mark.parametrize("last", [b"\xf0\x9f", "\ufffd".encode()])
+def test_a_prompts_last_character_that_no_token_completes_is_none_of_the_answer(last):
+    detokenizer = Detokenizer(Parts([b"a", last, b"b"]), before=[0, 1])
+    assert detokenizer.push(2) == "b" and detokenizer.length == 1
+
+
+@functools.cache
+def pieces_of(kind):
+    """Return a tokenizer whose decoder is Llama 2's ("bytes beside words") or GPT-2's ("letters for bytes"), and its tokens."""
+    if kind == "letters for bytes":
+        words = ["a", "\u0120the", "\u00f0\u0141\u013a", "\u0122", "\u00c3\u00a9"]
+        decoder = decoders.ByteLevel()
+    else:
+        words = ["a", "\u2581the", "<0xF0>", "<0x9F>", "\u00e9"]
+        decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    backend = tokenizers.Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="a"))
+    backend.decoder = decoder
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "other"), [("letters for bytes", b"\xf0\x9f\x98", b"\x80"), ("bytes beside words", b"\xf0", b"\x9f")]
+)
+def test_a_single_token_has_its_space_and_its_bytes(kind, part, other):
+    texts = TokenTexts(pieces_of(kind))
+    assert [texts.bytes_of(token) for token in range(5)] == [b"a", b" the", part, other, "é".encode()]
+    assert [texts.text_of(token) for token in range(5)] == ["a", " the", "\ufffd", "\ufffd", "é"]
 
 
 def test_an_unfinished_character_is_shown_at_the_end():

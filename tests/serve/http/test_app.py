@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hmac
 import io
+import itertools
 import json
 import re
 import struct
@@ -32,7 +33,7 @@ from trimtab.serve.api.routes import CHAT as CHATS
 from trimtab.serve.contract import errors as faults
 from trimtab.serve.contract import quotas
 from trimtab.serve.contract.errors import ERRORS, UnknownModelError
-from trimtab.serve.contract.job import Event
+from trimtab.serve.contract.job import Event, Token, token_text
 from trimtab.serve.contract.settings import ADMIN_PATHS, Limits, Settings
 from trimtab.serve.http.app import make_app
 from trimtab.serve.http.openapi import description
@@ -144,6 +145,23 @@ def test_logprobs_come_in_openais_shape_and_have_no_infinity():
     }  # fmt: skip
     assert content[1]["logprob"] == -9999.0
     assert pool.jobs[0].top_logprobs == 2
+
+
+def test_logprobs_have_the_bytes_of_parts_of_characters_and_one_value_a_text():
+    part, same = (
+        token_text(b"\xc3"),
+        ((1, "é", -1.0), (2, token_text(b"\xa9"), -2.0), (3, token_text(b"\xc3"), -3.0), (4, "é", -4.0)),
+    )
+    tokens = (Token(3, part, -3.0, same, 5), Token(2, token_text(b"\xa9"), -2.0, same, 5), Token(5, "x", -9.0, same, 6))
+    pool = MockPool(lambda job: [Event(job.id, "text", text="éx", tokens=tokens), *words(job)[-1:]])
+    content = chat(client(pool), logprobs=True, top_logprobs=4).json()["choices"][0]["logprobs"]["content"]
+    assert bytes(itertools.chain(*(one["bytes"] for one in content))) == "éx".encode()
+    assert [one["token"] for one in content] == ["\ufffd", "\ufffd", "x"] and content[0]["top_logprobs"][2]["bytes"] == [0xC3]
+    asked = {"model": "style", "prompt": "one", "logprobs": 4}
+    whole = client(pool).post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    # Of several tokens with one text, the answer's own counts, else the most likely.
+    assert whole["top_logprobs"] == [{"é": -1.0, "\ufffd": value} for value in (-3.0, -2.0, -2.0)]
+    assert whole["tokens"] == ["\ufffd", "\ufffd", "x"] and whole["text_offset"] == [5, 5, 6]
 
 
 def test_a_completion_is_answered_in_openais_shape():

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from tokenizers import decoders
 
 import trimtab
 from tests import stock
@@ -273,6 +274,27 @@ def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
         best = sorted(found.items(), key=lambda item: item[1]["rank"])[0]
         assert best[1]["rank"] == 1 and float(row.max() - row[int(best[0])]) < 2e-4
         assert len(found) in (2, 3)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_words_keep_their_spaces_behind_a_prompt_and_as_single_tokens(engine, monkeypatch, as_ids):
+    """With a decoder as Llama 2's, which drops the space of the first token that it is given."""
+    tokenizer = engine.inputs.tokenizer
+    decoder = tokenizer.backend_tokenizer.decoder
+    strip = decoders.Sequence([decoder, decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "decoder", strip)
+    ids = tokenizer(TEXT)["input_ids"]
+    words = [number for word, number in tokenizer.get_vocab().items() if word[:1] == "\u2581" and len(word) > 2]
+    request = GenerateRequest(max_new_tokens=4, logit_bias=tuple((word, 100.0) for word in words))
+    asked = Job("a", ids if as_ids else {"text": TEXT}, request, top_logprobs=2, prompt_logprobs=0)
+    events = run(LoadedEngine(engine.model, rows=1), asked)["a"]
+    text, tokens = "".join(event.text for event in events), [token for event in events for token in event.tokens]
+    shown = [decoder.decode([tokenizer.convert_ids_to_tokens(token.token_id)]) for token in tokens]
+    assert len(tokens) == 4 and "".join(shown) == text == "".join(token.text for token in tokens) and text[0] == " "
+    assert all(text.startswith(token.text, token.offset) for token in tokens)
+    scored = json.loads(b"[" + b",".join(event.data for event in events if event.data) + b"]")
+    parts = [found[str(token)]["decoded_token"] for token, found in zip(ids[1:], scored[1:], strict=True)]
+    assert "".join(parts) == decoder.decode(tokenizer.convert_ids_to_tokens(ids[1:]))
 
 
 def test_a_prompt_that_is_through_holds_no_keys_and_values_beside_its_row(engine):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.request import GenerateRequest
-from trimtab.serve.contract.job import Event, Job, Token
+from trimtab.serve.contract.job import Event, Job, Token, token_text
 from trimtab.serve.worker.ipc import Channel, Inbox, event_from_message, event_to_message, job_from_message, job_to_message
 
 values = st.recursive(
@@ -73,7 +73,7 @@ def test_a_job_keeps_every_field():
 
 def test_an_event_keeps_every_field():
     event = Event(
-        "1", "text", text="hé", tokens=(Token(5, "h", -0.5, ((5, "h", -0.5), (6, "i", -1.0))),), finish="stop",
+        "1", "text", text="hé", tokens=(Token(5, token_text(b"\xc3"), -0.5, ((5, "h", -0.5), (6, "i", -1.0)), 3),), finish="stop",
         usage={"prompt_tokens": 3}, error={"class": "X"},
     )  # fmt: skip
     here, there = multiprocessing.Pipe()

@@ -9,19 +9,22 @@ within one step; its errors are raised here.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from itertools import product
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import transformers
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trimtab.engine.batch.request import AnswerPenalties, check_logits
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
@@ -89,10 +92,10 @@ class Answer:
 class Detokenizer:
     """Turns token ids into text as they come: `push` returns the part that is sure, `finish` the rest.
 
-    A piece waits while it ends in an incomplete character (the tokenizer shows U+FFFD) or in text that may become a
-    stop text. stopped: a stop text was met; it and later text are not part of the answer. hidden: ids of the control tokens that
-    are left out (`hidden_ids`); None leaves out all. before: the tokens that the answer continues; its first token is decoded
-    after them.
+    Text waits while it is an incomplete character (the tokenizer shows U+FFFD) or may become a stop text. stopped: a stop text was
+    met; it and later text are not part of the answer. hidden: ids of the control tokens that are left out (`hidden_ids`); None
+    leaves out all. before: the tokens that the answer continues; its first token is decoded after them, and completes their last
+    character. open_characters: how many U+FFFD may still change.
     """
 
     # A character is at most 4 bytes, one token each at worst: a U+FFFD that stays longer is the model's own.
@@ -105,27 +108,62 @@ class Detokenizer:
     ) -> None:
         self._stop, self._hidden = tuple(stop), hidden or ()
         self._text_of = _decoder(tokenizer, hides_all=hidden is None)
-        self._ids = list(before[-self.LONGEST_CHARACTER_TOKENS :])
-        self._from, self._to = 0, len(self._ids)
-        self._held = ""
-        self.stopped = False
+        (self._ids, self._to), self._from = self._end_of(before[-self.MOST_EMPTY_TOKENS :]), 0
+        prompt, whole = self._text_of(self._ids), self._text_of(self._ids[: self._to]).rstrip("\ufffd")
+        self._taken = max(len(whole), len(prompt.rstrip("\ufffd")))
+        self.open_characters = self._of_prompt = len(prompt) - self._taken
+        self._waits, self._sure, self._held, self.stopped = 0, 0, "", False
         self.stop_text: str | None = None
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._text_of([token for token in ids if token not in self._hidden])
+    @property
+    def length(self) -> int:
+        """The characters of the answer so far, those that wait included."""
+        return self._sure + max(0, self.open_characters - self._of_prompt)
+
+    def _end_of(self, before: Sequence[int]) -> tuple[list[int], int]:
+        """Return a prompt's last tokens, and how many of them end with a character; bytes next to a part may be U+FFFD."""
+        most, ids = self.LONGEST_CHARACTER_TOKENS, [token for token in before if token not in self._hidden]
+        for end, size in product(range(len(ids), max(-1, len(ids) - 4), -1), range(most, most + 4)):
+            start = max(0, end - size)
+            if "\ufffd" not in self._text_of(ids[start:end]):
+                return ids[start:], end - start
+        return ids[-most:], len(ids[-most:])
 
     def push(self, token_id: int) -> str:
         """Return the text that is now sure."""
+        if token_id in self._hidden:
+            return ""
         self._ids.append(token_id)
         # Decoded together with the tokens before: many tokenizers drop the space of a first token.
-        before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
-        waits = now.endswith("\ufffd") and len(self._ids) - self._to < self.LONGEST_CHARACTER_TOKENS
-        if len(now) <= len(before) or waits:
-            if len(self._ids) - self._to > self.MOST_EMPTY_TOKENS:
-                del self._ids[self._to :]  # every step would decode all of them again
-            return ""
-        self._from, self._to = self._to, len(self._ids)
-        return self._release(now[len(before) :])
+        now = self._text_of(self._ids[self._from :])
+        sure, border = len(now.rstrip("\ufffd")), len(self._ids)
+        self._waits = 0 if sure > self._taken else self._waits + 1
+        if self._waits >= self.LONGEST_CHARACTER_TOKENS and len(now) > self._taken:
+            border -= self.LONGEST_CHARACTER_TOKENS - 1
+            sure = max(sure, min(len(now), len(self._text_of(self._ids[self._from : border]))))
+        if sure > self._taken:
+            return self._take(now, sure, border)
+        self.open_characters = max(0, len(now) - self._taken)
+        if not self.open_characters and len(self._ids) - self._to > self.MOST_EMPTY_TOKENS:
+            del self._ids[self._to :]  # every step would decode all of them again
+        return ""
+
+    def _take(self, now: str, sure: int, border: int) -> str:
+        """Release the first `sure` characters of the text now. border: no token behind it has a whole character."""
+        text, self.open_characters = now[self._taken : sure], len(now) - sure
+        # What waits is decoded again without the tokens before the last border. It may begin inside one: count from its end.
+        taken = len(self._text_of(self._ids[self._to :])) - self.open_characters
+        self._from, self._taken = (self._to, taken) if taken >= 0 else (self._from, sure)
+        self._to = border
+        return self._release(self._answers(text))
+
+    def _answers(self, text: str) -> str:
+        """Return a text without the U+FFFD of a prompt's last character that was not completed."""
+        own = text.lstrip("\ufffd")
+        skipped = min(self._of_prompt, len(text) - len(own))
+        self._of_prompt = self._of_prompt - skipped if not own else 0
+        self._sure += len(text) - skipped
+        return text[skipped:]
 
     def _release(self, text: str) -> str:
         self._held += text
@@ -147,8 +185,8 @@ class Detokenizer:
         """Return the waiting text."""
         if self.stopped:
             return ""
-        before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
-        rest = self._release(now[len(before) :]) if len(now) > len(before) else ""
+        self.open_characters = 0
+        rest = self._release(self._answers(self._text_of(self._ids[self._from :])[self._taken :]))
         if self.stopped:
             return rest
         rest, self._held = rest + self._held, ""
@@ -160,12 +198,24 @@ class AnswerText:
 
     def __init__(self, detokenizer: Detokenizer | None, end_ids: Container[int]) -> None:
         self._detokenizer, self._end_ids = detokenizer, end_ids
-        self.is_over = False
+        self.is_over = self._has_begun = False
+        self._begins = 0
 
     @property
     def stop_text(self) -> str | None:
         """The stop text that was met, if any."""
         return None if self._detokenizer is None else self._detokenizer.stop_text
+
+    def place_of(self, data: bytes) -> int:
+        """Return where in the text the next token begins, which has these bytes: a part of a character, where that begins."""
+        if self._detokenizer is None:
+            return 0
+        self._begins = self._detokenizer.length - 1 if self._has_begun else self._begins
+        begins = [byte & 0xC0 != 0x80 for byte in data]  # UTF-8: the first byte of a character
+        self._has_begun = any(begins[1:])
+        if any(begins[:1]) or not self._detokenizer.open_characters:
+            self._begins = self._detokenizer.length
+        return self._begins
 
     def take(self, token_id: int) -> str:
         """Return the text that is now sure. An end token has none."""
@@ -231,6 +281,32 @@ def _decoder(tokenizer: Tokenizer, *, hides_all: bool) -> Callable[[list[int]], 
         return str(tokenizer.decode(ids, skip_special_tokens=hides_all, clean_up_tokenization_spaces=False))
 
     return decode
+
+
+class TokenTexts:
+    """Single tokens of a tokenizer as they are behind other text: many decoders drop the space of a first token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text_of, self._piece_of = _decoder(tokenizer, hides_all=False), tokenizer.convert_ids_to_tokens
+        letter: int | None = tokenizer.convert_tokens_to_ids("a")
+        self._before = [] if letter is None else [letter]
+        self._skipped = len(self._text_of(self._before))
+        self.bytes_of = lru_cache(2**14)(self._bytes_of)
+
+    def text_of(self, token_id: int) -> str:
+        """Return a token's text. A part of a character is U+FFFD."""
+        return self.bytes_of(token_id).decode("utf-8", "replace")
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token's text; of a part of a character, its own from the vocabulary."""
+        text = self._text_of([*self._before, token_id])[self._skipped :]
+        if "\ufffd" not in text:
+            return text.encode()
+        piece = str(self._piece_of(token_id))
+        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
+            return bytes.fromhex(piece[3:5])
+        letters = {letter: value for value, letter in bytes_to_unicode().items()}
+        return bytes(letters[letter] for letter in piece) if letters.keys() >= set(piece) else text.encode()
 
 
 @dataclass

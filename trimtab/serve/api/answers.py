@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from trimtab.serve.api.answer_types import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprobs
 from trimtab.serve.contract.errors import error_from_worker, error_response, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error
-from trimtab.serve.contract.job import Event, Token, finite_logprob
+from trimtab.serve.contract.job import Event, Token, finite_logprob, token_bytes
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.observe.metrics import Seen
 
@@ -106,10 +106,9 @@ class Shape:
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
         """Return the chunk of an event, None if it has none."""
         if event.kind == "text":
-            before = len(self.texts.get(index, ""))
             self.texts[index] = self.texts.get(index, "") + event.text
             self.tokens.setdefault(index, []).extend(event.tokens)
-            return self._made(index, self.delta(event, before), None)
+            return self._made(index, self.delta(event), None)
         if event.kind in ("reasoning", "call"):
             return self.aside(index, event)
         if event.kind == "scores":
@@ -124,7 +123,7 @@ class Shape:
                 self.cached_tokens += event.usage.get("cached_tokens", 0)
             self.completion_tokens += event.usage["completion_tokens"]
             self.forms = {name: event.usage[name] for name in ("output_head", "kv") if name in event.usage}
-            return self._made(index, self.delta(Event(event.job_id, "text"), 0, is_last=True), self.finishes[index])
+            return self._made(index, self.delta(Event(event.job_id, "text"), is_last=True), self.finishes[index])
         return None
 
     def _made(self, index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
@@ -135,7 +134,7 @@ class Shape:
         """Return the chunk of reasoning or of a call fragment."""
         return None
 
-    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
+    def delta(self, event: Event, *, is_last: bool = False) -> dict[str, Any]:
         raise NotImplementedError
 
     def choice(self, index: int) -> dict[str, Any]:
@@ -209,7 +208,7 @@ class ChatShape(Shape):
         calls[piece["index"]]["function"]["arguments"] += piece["arguments"]
         return {"index": piece["index"], "function": {"arguments": piece["arguments"]}}
 
-    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
+    def delta(self, event: Event, *, is_last: bool = False) -> dict[str, Any]:
         logprobs = chat_logprob_json(event.tokens) if event.tokens else None
         return {"delta": {} if is_last else {"content": event.text}, "logprobs": logprobs}
 
@@ -231,13 +230,13 @@ class CompletionShape(Shape):
     object_name = chunk_name = "text_completion"
     prefix = "cmpl-"
 
-    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
-        logprobs = completion_logprob_json(event.tokens, offset) if event.tokens else None
+    def delta(self, event: Event, *, is_last: bool = False) -> dict[str, Any]:
+        logprobs = completion_logprob_json(event.tokens) if event.tokens else None
         return {"text": event.text, "logprobs": logprobs}
 
     def choice(self, index: int) -> dict[str, Any]:
         tokens = self.tokens.get(index, ())
-        logprobs = completion_logprob_json(tokens, 0) if self.body.logprobs is not None else None
+        logprobs = completion_logprob_json(tokens) if self.body.logprobs is not None else None
         scored = {"prompt_logprobs": self.scored[index]} if index in self.scored else {}
         return {"text": self.texts.get(index, ""), "logprobs": logprobs, **scored}
 
@@ -255,21 +254,31 @@ def chat_logprob_json(tokens: Sequence[Token]) -> ChatLogprobs:
 
 
 def _token_json(text: str, logprob: float) -> TokenLogprob:
-    return {"token": text, "logprob": finite_logprob(logprob), "bytes": list(text.encode())}
+    """Return a token with its own bytes: those of several tokens can be joined to characters, their texts cannot."""
+    return {"token": _shown(text), "logprob": finite_logprob(logprob), "bytes": list(token_bytes(text))}
 
 
-def completion_logprob_json(tokens: Sequence[Token], offset: int) -> TextLogprobs:
-    """Return tokens in the form of a completion choice's `logprobs`. offset: characters of the answer before them."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
+def _shown(text: str) -> str:
+    return token_bytes(text).decode("utf-8", "replace")
+
+
+def completion_logprob_json(tokens: Sequence[Token]) -> TextLogprobs:
+    """Return tokens in the form of a completion choice's `logprobs`."""
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [_shown(token.text) for token in tokens],
         "token_logprobs": [finite_logprob(token.logprob) for token in tokens],
-        "top_logprobs": [{text: finite_logprob(logprob) for _, text, logprob in token.top} for token in tokens],
-        "text_offset": offsets,
+        "top_logprobs": [_top_json(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
     }
+
+
+def _top_json(token: Token) -> dict[str, float]:
+    """Return the most likely tokens by their texts. Of several with one text, that of the answer counts, else the most likely."""
+    top: dict[str, float] = {}
+    for _, text, logprob in token.top:
+        top.setdefault(_shown(text), finite_logprob(logprob))
+    own = _shown(token.text)
+    return {**top, own: finite_logprob(token.logprob)} if own in top else top
 
 
 # From jobs to a response ----------------------------------------------------------------------------------------------

@@ -63,12 +63,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Token:
-    """One token for clients that request logprobs: its text, bytes, and the most likely tokens at its position."""
+    """One token for clients that request logprobs, and the most likely tokens at its position: (id, text, logprob).
+
+    The texts are those of `token_text`. offset: where it begins in the answer's text, in characters; a part of a character, where
+    that begins.
+    """
 
     token_id: int
     text: str
     logprob: float
     top: tuple[tuple[int, str, float], ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,3 +105,13 @@ class Event:
 def finite_logprob(logprob: float) -> float:
     """Return a log-probability as a JSON number."""
     return max(logprob, LOWEST_LOGPROB)
+
+
+def token_text(data: bytes) -> str:
+    """Return bytes as a text that keeps them: those of a part of a character are surrogates (PEP 383)."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def token_bytes(text: str) -> bytes:
+    """Return the bytes of a `token_text`."""
+    return text.encode("utf-8", "surrogateescape")

@@ -6,14 +6,14 @@ Features that a checkpoint lacks are refused here with "not supported: NAME".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from trimtab.engine.batch.generate import AnswerText
+from trimtab.engine.batch.generate import AnswerText, TokenTexts
 from trimtab.engine.batch.request import Constraint, Prompt, Row, SampledToken
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
@@ -25,7 +25,7 @@ from trimtab.engine.memory.out_of_memory import is_host_memory, is_out_of_memory
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.api.client_errors import for_client
-from trimtab.serve.contract.job import Event, Job, Token
+from trimtab.serve.contract.job import Event, Job, Token, token_text
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.grammar.constraint import AfterThought, Grammar
 from trimtab.serve.scheduling.scheduler import MistakeError
@@ -130,14 +130,14 @@ class Answer:
         events, self.pending = self.pending, []
         return events
 
-    def take(self, sampled: SampledToken, model: LoadedModel, ends: Container[int], tokenizer: Any) -> None:
+    def take(self, sampled: SampledToken, model: LoadedModel, ends: Container[int], texts: TokenTexts) -> None:
         """Turn a sampled token into events. ends: the ids of which no log-probability is reported."""
         self.first_token = self.first_token or time.monotonic()
         if self.is_over:
             return
         assert self.text is not None and self.reading is not None
+        tokens = () if sampled.logprob is None or sampled.token_id in ends else (_token(sampled, texts, self.text),)
         text = self.text.take(sampled.token_id)
-        tokens = () if sampled.logprob is None or sampled.token_id in ends else (_token(sampled, tokenizer.decode),)
         finish = "stop" if self.text.stop_text is not None else self.row.finish
         if finish is not None:
             text += self.text.end()
@@ -163,10 +163,11 @@ class Answer:
         }  # fmt: skip
 
 
-def _token(sampled: SampledToken, decode: Callable[[list[int]], Any]) -> Token:
+def _token(sampled: SampledToken, texts: TokenTexts, before: AnswerText) -> Token:
     assert sampled.logprob is not None
-    top = tuple((token, str(decode([token])), logprob) for token, logprob in sampled.top)
-    return Token(sampled.token_id, str(decode([sampled.token_id])), sampled.logprob, top)
+    top = tuple((token, token_text(texts.bytes_of(token)), logprob) for token, logprob in sampled.top)
+    data = texts.bytes_of(sampled.token_id)
+    return Token(sampled.token_id, token_text(data), sampled.logprob, top, before.place_of(data))
 
 
 # Text to parts ------------------------------------------------------------------------------------------------------

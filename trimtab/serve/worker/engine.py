@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from trimtab.adapter_names import parts_of
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.batch.generate import AnswerText, Detokenizer
+from trimtab.engine.batch.generate import AnswerText, Detokenizer, TokenTexts
 from trimtab.engine.batch.request import Row, SampledToken, Sampler
 from trimtab.engine.calls.embedding import Embedding
 from trimtab.engine.calls.prompt_logprobs import PromptScores
@@ -34,7 +35,7 @@ from trimtab.serve.contract.job import Event, Job, finite_logprob
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.scheduling.in_progress import TOWERS
 from trimtab.serve.scheduling.scheduler import error_event
-from trimtab.serve.worker.answer import Answer, error_of, named
+from trimtab.serve.worker.answer import Answer, error_of, is_chat, named
 from trimtab.serve.worker.ipc import Pulse
 from trimtab.serve.worker.prompt_inputs import Compiled, PromptInputs
 
@@ -127,7 +128,7 @@ class LoadedEngine:
         )  # fmt: skip
         prompt.row.use_adapter(job.adapter)  # it may stay in host memory until its turn
         # The client has the text that an answer continues.
-        before = inputs.token_ids if job.continue_final_message or isinstance(job.prompt, dict) else ()
+        before = inputs.token_ids if job.continue_final_message or not is_chat(job) else ()
         hidden = self.inputs.hidden_ids(reading.shown)
         detokenizer = Detokenizer(self.inputs.tokenizer, job.request.stop, hidden=hidden, before=before)
         text = AnswerText(detokenizer, self.batch.ends)
@@ -291,7 +292,11 @@ class LoadedEngine:
         """
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
-            return run_chunk(answer, most_tokens, self.batch, self.inputs.tokenizer.decode)
+            return run_chunk(answer, most_tokens, self.batch, self._token_texts)
+
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        return TokenTexts(self.inputs.tokenizer)
 
     def spent(self, answer: Answer) -> dict[str, int]:
         """Return the tokens that were computed for an answer; a prompt copied from another choice has none."""
@@ -315,7 +320,7 @@ class LoadedEngine:
 
     def _told(self, answer: Answer, sampled: SampledToken) -> None:
         try:
-            answer.take(sampled, self.model, self.batch.ends, self.inputs.tokenizer)
+            answer.take(sampled, self.model, self.batch.ends, self._token_texts)
         except BaseException as exc:
             self._break(answer, exc)
 
@@ -386,14 +391,8 @@ class ChunkTimes:
             yield size, begin.elapsed_time(end) / 1000
 
 
-Decode = Callable[[list[int]], Any]
-
-
-def run_chunk(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) -> tuple[int, bool]:
-    """Compute the next chunk and wait for it. Return its tokens, and True when it was the last.
-
-    decode: token ids -> text. Errors: those of the model.
-    """
+def run_chunk(answer: Answer, most_tokens: int, batch: Batch, texts: TokenTexts) -> tuple[int, bool]:
+    """Compute the next chunk and wait for it. Return its tokens, and True when it was the last. Errors: those of the model."""
     work = answer.embedding or answer.scores
     assert work is not None
     before = work.done_tokens
@@ -401,7 +400,7 @@ def run_chunk(answer: Answer, most_tokens: int, batch: Batch, decode: Decode) ->
         is_over = _embedded(answer, answer.embedding, _most_embedded(batch, most_tokens))
     else:
         assert answer.scores is not None
-        is_over = _scored(answer, answer.scores, batch, decode)
+        is_over = _scored(answer, answer.scores, batch, texts)
     if batch.model.device.type == "cuda":
         torch.cuda.current_stream(batch.model.device).synchronize()
     return work.done_tokens - before, is_over
@@ -424,19 +423,19 @@ def _embedded(answer: Answer, embedding: Embedding, most_tokens: int) -> bool:
     return True
 
 
-def _scored(answer: Answer, scores: PromptScores, batch: Batch, decode: Decode) -> bool:
+def _scored(answer: Answer, scores: PromptScores, batch: Batch, texts: TokenTexts) -> bool:
     """Compute a piece and emit it. The answer's prompt follows, unless transformers' passes compute it too: then it is
     complete.
     """
     start, is_over = scores.done_tokens, scores.step()
-    answer.pending.append(scored_event(answer.job.id, start, scores.take(), decode))
+    answer.pending.append(scored_event(answer.job.id, start, scores.take(), texts))
     if not is_over:
         return False
     answer.end_scores(is_again=bool(batch.prompts.sizes) or batch.is_invariant or batch.prefixes.cache is not None)
     return True
 
 
-def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], decode: Decode) -> Event:
+def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], texts: TokenTexts) -> Event:
     """Return a piece of a prompt's log-probabilities in vLLM's form: values of a JSON list, inserted unchanged into the
     response. start: the first token of the piece; the first token of a prompt has no probability, which is null.
     """
@@ -445,7 +444,7 @@ def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[fl
         shown.append(
             {
                 str(token): {
-                    "logprob": finite_logprob(logprob), "rank": rank, "decoded_token": str(decode([token])),
+                    "logprob": finite_logprob(logprob), "rank": rank, "decoded_token": texts.text_of(token),
                 }
                 for token, (logprob, rank) in entry.items()
             }

@@ -180,15 +180,15 @@ def job_from_message(message: Mapping[str, Any]) -> Job:
 def event_to_message(event: Event) -> dict[str, Any]:
     """Return an event as plain values, without empty fields."""
     values = {item.name: getattr(event, item.name) for item in fields(Event)}
-    values["tokens"] = [[token.token_id, token.text, token.logprob, token.top] for token in event.tokens]
+    values["tokens"] = [[token.token_id, token.text, token.logprob, token.top, token.offset] for token in event.tokens]
     return {name: value for name, value in values.items() if value}
 
 
 def event_from_message(message: Mapping[str, Any]) -> Event:
     """Return the event that `event_to_message` wrote."""
     tokens = tuple(
-        Token(token_id, text, logprob, tuple((int(i), str(t), float(p)) for i, t, p in top))
-        for token_id, text, logprob, top in message.get("tokens", ())
+        Token(token_id, text, logprob, tuple((int(i), str(t), float(p)) for i, t, p in top), offset)
+        for token_id, text, logprob, top, offset in message.get("tokens", ())
     )
     return Event(**{**message, "tokens": tokens})
 
