@@ -51,10 +51,10 @@ def test_whole_words_and_the_first_token_are_those_of_llama_cpp(pre, is_whole, b
     assert found("hello quincy").input_ids == [BOS] * (is_whole if begins is None else begins) + wanted
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_control_tokens_of_other_letters_than_bytes_have_their_own_ids(family, tmp_path):
-    more = {"tokenizer.ggml.pre": "deepseek-r1-qwen", "tokenizer.ggml.bos_token_id": 270, "tokenizer.ggml.add_bos_token": True}
-    found = tokenizer_of(tmp_path, family, BYTE_LEVEL | more, DEEPSEEK, [3, 3, 3, 4])
+@pytest.mark.parametrize(("family", "kind"), [("qwen2", 3), ("qwen3", 3), ("llama", 3), ("qwen3", 1)])
+def test_control_tokens_of_other_letters_than_bytes_have_their_own_ids(family, kind, tmp_path):
+    more = {"tokenizer.ggml.pre": "deepseek-r1-qwen", "tokenizer.ggml.bos_token_id": 270, "tokenizer.ggml.eos_token_id": 271}
+    found = tokenizer_of(tmp_path, family, BYTE_LEVEL | more | {"tokenizer.ggml.add_bos_token": True}, DEEPSEEK, [kind, kind, 3, 4])
     assert len(found) == 320 and found.bos_token_id == 270
     ids = found(f"{DEEPSEEK[2]}hello  hello{DEEPSEEK[1]}").input_ids
     assert ids == [270, 272, 259, 273, 259, 271]

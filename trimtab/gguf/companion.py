@@ -272,11 +272,12 @@ def _token_ids(header: GgufHeader) -> dict[str, Any]:
 
 
 def _marked(header: GgufHeader) -> dict[int, str]:
-    """Return the texts of control tokens, and of those that a user defined, by their ids."""
+    """Return the texts of control tokens, of those that a user defined, and of those that keys name, by their ids."""
     tokens, types = (header.keys.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if not isinstance(tokens, list) or not isinstance(types, list) or len(types) != len(tokens):
-        return {}
-    return {place: str(text) for place, text in enumerate(tokens) if types[place] in (_CONTROL, _DEFINED)}
+    named = [header.keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")]
+    kinds = types if isinstance(types, list) else []
+    texts = enumerate(tokens if isinstance(tokens, list) else [])
+    return {place: str(text) for place, text in texts if kinds[place : place + 1] in ([_CONTROL], [_DEFINED]) or place in named}
 
 
 def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
@@ -344,7 +345,7 @@ def _name_marked(made: dict[str, Any], header: GgufHeader, spelling: Mapping[int
     marked, alphabet = _marked(header), set(spelling.values())
     if all(alphabet.issuperset(text) for text in marked.values()):
         return
-    types, tokens = header.keys["tokenizer.ggml.token_type"], header.keys["tokenizer.ggml.tokens"]
+    types, tokens = header.keys.get("tokenizer.ggml.token_type"), header.keys["tokenizer.ggml.tokens"]
     made["model"]["vocab"] = {
         text if place in marked or alphabet.issuperset(text) else "".join(spelling[byte] for byte in text.encode()): place
         for place, text in enumerate(tokens)
@@ -352,7 +353,7 @@ def _name_marked(made: dict[str, Any], header: GgufHeader, spelling: Mapping[int
     known = {one["content"]: one for one in made["added_tokens"]}
     usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     made["added_tokens"] = [
-        known.get(text, usual | {"content": text, "special": types[place] == _CONTROL}) | {"id": place}
+        known.get(text, usual | {"content": text, "special": not types or types[place] != _DEFINED}) | {"id": place}
         for place, text in marked.items()
     ]
 
