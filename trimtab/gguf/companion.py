@@ -37,8 +37,8 @@ ENDS = (
     "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
     "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
 )  # fmt: skip
-# Beside both of one of these, <|end|> ends a part of an answer. Source: the same.
-_BESIDE_END = (({"<|return|>"}, {"<|call|>", "<|calls|>"}), ({"<|flush|>"}, {"<|call|>", "<|calls|>"}))
+# Where a vocabulary has one of each of a pair, <|end|> ends a part of an answer. Source: the same.
+_PARTS_END = (({"<|return|>"}, {"<|call|>", "<|calls|>"}), ({"<|flush|>"}, {"<|call|>", "<|calls|>"}))
 # Cuts of words (tokenizer.ggml.pre) whose vocabularies have whole words that no merges make, and whose texts begin with a token
 # unless tokenizer.ggml.add_bos_token says otherwise. Source: llama.cpp, llama-vocab.cpp (ignore_merges, add_bos).
 WHOLE_WORDS = (
@@ -265,7 +265,7 @@ def _token_ids(header: GgufHeader) -> dict[str, Any]:
     """Return the ids of config.json: the file's own, and every end of a turn that its vocabulary has."""
     own = {name: header.keys.get(f"tokenizer.ggml.{name}_token_id") for name in TOKEN_IDS}
     texts = {place: text for place, text in _marked(header).items() if text in ENDS}
-    if any(all(not one.isdisjoint(texts.values()) for one in pair) for pair in _BESIDE_END):
+    if any(all(not one.isdisjoint(texts.values()) for one in pair) for pair in _PARTS_END):
         texts = {place: text for place, text in texts.items() if text != "<|end|>"}
     ends = list(dict.fromkeys(one for one in (own["eos"], own["eot"], own["eom"], *texts) if isinstance(one, int)))
     return {"bos_token_id": own["bos"], "pad_token_id": own["padding"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
