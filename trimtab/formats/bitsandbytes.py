@@ -80,7 +80,7 @@ def _check_settings(checkpoint: Checkpoint) -> None:
         if (value := given.get(name, wanted)) != wanted:
             raise CheckpointError(
                 f"its int8 layers have {name} {value!r:.40}, {wanted!r} is read", path=checkpoint.path,
-                hint=f"Set {name} to {json.dumps(wanted)} in config.json for the answers with it, or use the unquantized checkpoint",
+                hint=f"Set {name} to {json.dumps(wanted)} in config.json to compute with it, or use the unquantized checkpoint",
             )  # fmt: skip
 
 

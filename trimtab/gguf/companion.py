@@ -304,7 +304,7 @@ def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".alone-", dir=folder.parent) as alone:
             _link(file, Path(alone) / file.name)
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=file.name, local_files_only=True)
-        _correct(tokenizer, header, mapping)
+        tokenizer = _corrected(tokenizer, header, mapping)
         tokenizer.save_pretrained(folder)
         read = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         is_same = _ways(read) == _ways(tokenizer)
@@ -319,8 +319,8 @@ def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
         refuse(file, f"{len(wrong)} of its control tokens get other ids from transformers: {', '.join(wrong[:5])}", hint=HINT)
 
 
-def _correct(tokenizer: Any, header: GgufHeader, mapping: Any) -> None:
-    """Change a tokenizer of transformers' reader where the reader does not do what the keys say. mapping: the reader's module."""
+def _corrected(tokenizer: Any, header: GgufHeader, mapping: Any) -> Any:
+    """Return a tokenizer of transformers' reader with what the reader does not do as the keys say. mapping: the reader's module."""
     from tokenizers import Tokenizer
 
     keys, made = header.keys, json.loads(tokenizer.backend_tokenizer.to_str())
@@ -333,10 +333,12 @@ def _correct(tokenizer: Any, header: GgufHeader, mapping: Any) -> None:
     elif kind == "llama" and keys.get("tokenizer.ggml.add_space_prefix") is False:
         made["pre_tokenizer"]["prepend_scheme"] = "never"
         made["decoder"]["decoders"] = [one for one in made["decoder"]["decoders"] if one["type"] != "Strip"]
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(made))
-    if kind == "gpt2" and split in WHOLE_WORDS and "tokenizer.ggml.add_bos_token" not in keys:
-        tokenizer.add_bos_token = True
-    tokenizer.update_post_processor()
+    begins = kind == "gpt2" and split in WHOLE_WORDS and "tokenizer.ggml.add_bos_token" not in keys
+    named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template")}
+    return type(tokenizer)(
+        tokenizer_object=Tokenizer.from_str(json.dumps(made)), add_bos_token=begins or tokenizer.add_bos_token,
+        add_eos_token=tokenizer.add_eos_token, **named,
+    )  # fmt: skip
 
 
 def _name_marked(made: dict[str, Any], header: GgufHeader, spelling: Mapping[int, str]) -> None:
