@@ -126,6 +126,22 @@ def test_int8_and_4_bit_weights_may_stand_side_by_side(tmp_path: Path) -> None:
     assert {name: entry.kind for name, entry in packed.items()} == {"l.weight": "nf4", "m.weight": "int8"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"llm_int8_threshold": 2.0}, "llm_int8_threshold 2.0, 6.0 is read"),
+        ({"llm_int8_threshold": 0}, "llm_int8_threshold 0, 6.0"),
+        ({"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight True, False is read"),
+    ],
+)  # fmt: skip
+def test_int8_layers_that_compute_in_another_way_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    config = {"quantization_config": {"quant_method": "bitsandbytes"} | settings}
+    assert words in str(refusal(tmp_path, eight_bit(), config))
+    assert set(split_packed(checkpoint(tmp_path, four_bit(), config))[1]) == {"l.weight"}
+    usual = {name: {"llm_int8_threshold": 6.0}.get(name, False) for name in settings}
+    assert set(split_packed(checkpoint(tmp_path, eight_bit(), {"quantization_config": usual | {"load_in_8bit": True}}))[1])
+
+
 @pytest.mark.parametrize(("storage", "count"), [("uint8", 8), ("bfloat16", 4), ("float16", 4), ("float32", 2)])
 def test_an_odd_number_of_values_is_rounded_up(tmp_path: Path, storage: str, count: int) -> None:
     parts = four_bit(STATE | {"shape": [3, 5]}) | {

@@ -290,6 +290,7 @@ def tiny(tmp_path, keys=None, *, family="qwen3", **tensors):
         ({"qwen3.expert_count": 8}, "qwen3.expert_count is 8, 0 is read"),
         ({"qwen3.vocab_size": 5}, "vocab_size is 5, 320 is read"),
         ({"qwen3.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
+        ({"qwen3.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast is 16.0, 32.0 is read"),
         ({"qwen3.rope.dimension_count": 8}, "turns 8 of 32 values of a head"),
         ({"tokenizer.ggml.tokens": ["a"] * 319}, "tokenizer.ggml.tokens has 319 entries, token_embd.weight 320 rows"),
         ({"tokenizer.ggml.eos_token_id": 320}, "tokenizer.ggml.eos_token_id is 320, 0 to 319 is read"),
@@ -351,9 +352,13 @@ def test_unknown_tensors_and_types_are_refused_by_name(tmp_path):
     assert "Q4_K_M or Q8_0" in str(told.value)
 
 
-def test_numbers_of_the_config_are_those_of_the_original(tmp_path):
-    config = config_of(read_gguf(tiny(tmp_path, {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 4.0,
-                                                 "qwen3.rope.scaling.original_context_length": 128})))  # fmt: skip
+USUAL = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0}
+
+
+@pytest.mark.parametrize("more", [{}, {"pooling_type": 3, **{f"rope.scaling.{name}": one for name, one in USUAL.items()}}])
+def test_numbers_of_the_config_are_those_of_the_original(more, tmp_path):
+    own = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128} | more
+    config = config_of(read_gguf(tiny(tmp_path, {f"qwen3.{name}": one for name, one in own.items()})))
     assert config["rms_norm_eps"] == 1e-6 and config["head_dim"] == 32 and config["tie_word_embeddings"] is True
     assert config["rope_parameters"] == {
         "rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,

@@ -18,6 +18,7 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.writer import NewTensor
+from trimtab.errors import CheckpointError
 from trimtab.formats.record import DOUBLE, NESTED_BLOCK, WEIGHT_BLOCK, PackedEntry, refuse
 from trimtab.process.json_file import parse
 
@@ -32,6 +33,8 @@ BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 STORAGE_BYTES = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 LOGICAL_DTYPES = ("float16", "bfloat16", "float32")
 MAX_STATE_BYTES = 65536
+# Settings of int8 layers that change what they compute -> the values that are read, which are transformers' defaults.
+INT8_SETTINGS = {"llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False}
 ROW_FORMAT = 0  # the only entry of LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING that bitsandbytes still reads
 
 
@@ -51,7 +54,8 @@ class _Group:
 
 
 def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
-    """Return (plain tensors, packed weights by name) of bitsandbytes' layout. Errors: CheckpointError with every wrong weight."""
+    """Return (plain tensors, packed weights by name) of bitsandbytes' layout. Errors: CheckpointError with every wrong weight, and
+    for settings of int8 layers that are not read."""
     plain, groups = _groups(checkpoint.tensors)
     packed: dict[str, PackedEntry] = {}
     for group in groups.values():
@@ -64,7 +68,20 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pack
         for name, entry in plain.items() if name.endswith("weight") and entry.dtype in ("uint8", "int8")
     ]  # fmt: skip
     refuse(checkpoint, problems)
+    if any(entry.kind == "int8" for entry in packed.values()):
+        _check_settings(checkpoint)
     return plain, packed
+
+
+def _check_settings(checkpoint: Checkpoint) -> None:
+    """Refuse int8 layers that compute in another way: outliers of another size in 16 bits, or weights that are quantized again."""
+    given = checkpoint.quantization or {}
+    for name, wanted in INT8_SETTINGS.items():
+        if (value := given.get(name, wanted)) != wanted:
+            raise CheckpointError(
+                f"its int8 layers have {name} {value!r:.40}, {wanted!r} is read", path=checkpoint.path,
+                hint=f"Set {name} to {json.dumps(wanted)} in config.json to compute with it, or use the unquantized checkpoint",
+            )  # fmt: skip
 
 
 def _groups(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, _Group]]:

@@ -124,10 +124,12 @@ def shortest(value: float) -> float:
 
 def _rope(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
     keys.expect("rope.scaling.finetuned", True, False)
-    for name in ("attn_factor", "yarn_log_multiplier"):
+    for name in ("attn_factor", "yarn_log_multiplier", "yarn_attn_factor", "yarn_beta_slow"):
         keys.expect(f"rope.scaling.{name}", 1.0)
+    keys.expect("rope.scaling.yarn_beta_fast", 32.0)
     rope: dict[str, Any] = {"rope_theta": keys.take("rope.freq_base", float, 10000.0), "rope_type": "default"}
     kind = keys.take("rope.scaling.type", str, "none")
+    keys.expect("rope.scaling.yarn_ext_factor", 1.0 if kind == "yarn" else 0.0)
     original = keys.take("rope.scaling.original_context_length", int, 0)
     if kind in ("linear", "yarn"):
         rope |= {"rope_type": kind, "factor": keys.take("rope.scaling.factor", float)}
@@ -403,6 +405,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     keys = Keys(header)
     keys.expect("vocab_size", table.shape[0])
     keys.expect("attention.causal", True)
+    keys.take("pooling_type", int, 0)  # of what the decoder returns: a call names its own
     config: dict[str, Any] = {
         "model_type": made.model_types[0], "architectures": [made.class_name], "vocab_size": table.shape[0],
         "tie_word_embeddings": "output.weight" not in header.tensors, "dtype": "bfloat16",

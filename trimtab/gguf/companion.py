@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import CheckpointError
-from trimtab.gguf.architectures import TOKEN_IDS, Mapped, config_of, in_order, tensors_of
+from trimtab.gguf.architectures import HINT, TOKEN_IDS, Mapped, config_of, in_order, tensors_of
 from trimtab.gguf.folders import folder_for, stamp
 from trimtab.gguf.header import SPLIT, GgufHeader, GgufTensor, file_kind, read_bytes, read_gguf, refuse
 from trimtab.gguf.towers import QWEN3VL, gemma4_vision, projector_of, qwen3vl_config, qwen3vl_vision
@@ -32,7 +32,20 @@ MOST_SMALL_BYTES = 512 * 2**20
 MATRIX_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Ends of a turn that a vocabulary may have in addition to its own. Source: llama.cpp, llama-vocab.cpp (special_eog_ids).
-ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>", "<|tool_response>")
+ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>",
+    "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
+    "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+)  # fmt: skip
+# Where a vocabulary has one of each of a pair, <|end|> ends a part of an answer. Source: the same.
+_PARTS_END = (({"<|return|>"}, {"<|call|>", "<|calls|>"}), ({"<|flush|>"}, {"<|call|>", "<|calls|>"}))
+# Cuts of words (tokenizer.ggml.pre) whose vocabularies have whole words that no merges make, and whose texts begin with a token
+# unless tokenizer.ggml.add_bos_token says otherwise. Source: llama.cpp, llama-vocab.cpp (ignore_merges, add_bos).
+WHOLE_WORDS = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
+)  # fmt: skip
+# Types of tokens in a vocabulary: control tokens, and those that a user defined.
+_CONTROL, _DEFINED = 3, 4
 
 
 def folder_of(path: Path) -> Path:
@@ -82,6 +95,8 @@ def _write_towers(header: GgufHeader, projector: GgufHeader, beside: list[Path],
     else:
         config, vision = _write_gemma4(header, projector, own, beside, made)
     (made / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    if kind == QWEN3VL:
+        _write_tokenizer(header, made)
     names = [
         replace(one, tensor_name=one.tensor_name.replace("model.", "model.language_model.", 1)) for one in tensors_of(header, own)
     ]
@@ -112,7 +127,7 @@ def _write_gemma4(
 def _write_qwen3vl(
     header: GgufHeader, projector: GgufHeader, own: dict[str, Any], beside: list[Path], made: Path
 ) -> tuple[dict[str, Any], list[Mapped]]:
-    """Write the tokenizer and the processor of the files, and return (config.json, the tower's tensors)."""
+    """Write the processor of the files, and return (config.json, the tower's tensors)."""
     if header.architecture != "qwen3vl":
         refuse(
             projector.files[0], f"is with a model of the architecture {header.architecture!r:.40}, qwen3vl is read with it",
@@ -129,7 +144,6 @@ def _write_qwen3vl(
         _check_same(projector.files[0], {part: settings}, {part: processor[part]}, ("size", f"{part}_type"))
         processor[part] |= {name: value for name, value in settings.items() if name != f"{part}_type"}
     (made / "processor_config.json").write_text(json.dumps(processor, indent=1), encoding="utf-8")
-    _write_tokenizer(header, made)
     return config | _token_ids(header), vision
 
 
@@ -250,18 +264,25 @@ def _write_small(header: GgufHeader, small: list[Mapped], target: Path) -> None:
 def _token_ids(header: GgufHeader) -> dict[str, Any]:
     """Return the ids of config.json: the file's own, and every end of a turn that its vocabulary has."""
     own = {name: header.keys.get(f"tokenizer.ggml.{name}_token_id") for name in TOKEN_IDS}
-    tokens, types = (header.keys.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if isinstance(tokens, list) and isinstance(types, list) and len(types) == len(tokens):
-        # 3 and 4: control tokens, and those that a user defined.
-        found = [place for place, text in enumerate(tokens) if types[place] in (3, 4) and text in ENDS]
-    else:
-        found = []
-    ends = list(dict.fromkeys(one for one in (own["eos"], own["eot"], own["eom"], *found) if isinstance(one, int)))
+    texts = {place: text for place, text in _marked(header).items() if text in ENDS}
+    if any(all(not one.isdisjoint(texts.values()) for one in pair) for pair in _PARTS_END):
+        texts = {place: text for place, text in texts.items() if text != "<|end|>"}
+    ends = list(dict.fromkeys(one for one in (own["eos"], own["eot"], own["eom"], *texts) if isinstance(one, int)))
     return {"bos_token_id": own["bos"], "pad_token_id": own["padding"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
 
 
+def _marked(header: GgufHeader) -> dict[int, str]:
+    """Return the texts of control tokens, of those that a user defined, and of those that keys name, by their ids."""
+    tokens, types = (header.keys.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    named = [header.keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")]
+    kinds = types if isinstance(types, list) else []
+    texts = enumerate(tokens if isinstance(tokens, list) else [])
+    return {place: str(text) for place, text in texts if kinds[place : place + 1] in ([_CONTROL], [_DEFINED]) or place in named}
+
+
 def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
-    """Write the tokenizer's files as transformers makes them of the keys; none for a file without a vocabulary."""
+    """Write the tokenizer's files as transformers makes them of the keys, corrected; none for a file without a vocabulary. The
+    folder has config.json, which transformers chooses the tokenizer's class by."""
     kind = header.keys.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return
@@ -275,20 +296,75 @@ def _write_tokenizer(header: GgufHeader, folder: Path) -> None:
             hint="Install transformers 5.23 or later",
         ) from exc  # fmt: skip
     split = header.keys.get("tokenizer.ggml.pre")
-    if kind == "gpt2" and split not in (None, "gpt-2", *mapping.GGUF_PRE_TOKENIZER_SPLITS):
-        refuse(
-            file, f"its tokenizer cuts words as {split!r:.40}, which transformers {transformers.__version__} does not know",
-            hint="Use the safetensors files that this file was made from",
-        )  # fmt: skip
+    if kind == "gpt2" and split not in ("gpt-2", *mapping.GGUF_PRE_TOKENIZER_SPLITS):
+        known = f"its tokenizer cuts words as {split!r:.40}, which transformers {transformers.__version__} does not know"
+        refuse(file, known if split else "does not say how its tokenizer cuts words (tokenizer.ggml.pre)", hint=HINT)
     try:
         # The file stands alone: transformers prefers a tokenizer.json in its folder, which may be of another model.
         with tempfile.TemporaryDirectory(prefix=".alone-", dir=folder.parent) as alone:
             _link(file, Path(alone) / file.name)
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=file.name, local_files_only=True)
-            tokenizer.save_pretrained(folder)
+        tokenizer = _corrected(tokenizer, header, mapping)
+        tokenizer.save_pretrained(folder)
+        read = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        is_same = _ways(read) == _ways(tokenizer)
+        ids = read.convert_tokens_to_ids(list((marked := _marked(header)).values()))
     except Exception as exc:  # tokenizers raises bare Exceptions
         words = " ".join(str(exc).split())[:200]
         raise CheckpointError(f"transformers cannot make its tokenizer ({type(exc).__name__}: {words})", path=file) from exc
+    if not is_same:
+        name = type(read).__name__
+        refuse(file, f"its tokenizer cuts words as {split!r:.40}, and transformers makes {name} of the architecture", hint=HINT)
+    if wrong := [f"{text!r:.40} ({place})" for (place, text), found in zip(marked.items(), ids, strict=True) if found != place]:
+        refuse(file, f"{len(wrong)} of its control tokens get other ids from transformers: {', '.join(wrong[:5])}", hint=HINT)
+
+
+def _corrected(tokenizer: Any, header: GgufHeader, mapping: Any) -> Any:
+    """Return a tokenizer of transformers' reader with what the reader does not do as the keys say. mapping: the reader's module."""
+    from tokenizers import Tokenizer
+
+    keys, made = header.keys, json.loads(tokenizer.backend_tokenizer.to_str())
+    kind, split, splits = keys["tokenizer.ggml.model"], keys.get("tokenizer.ggml.pre"), mapping.GGUF_PRE_TOKENIZER_SPLITS
+    if kind == "gpt2":
+        made["model"]["ignore_merges"] = split in WHOLE_WORDS
+        _name_marked(made, header, mapping.bytes_to_unicode())
+        if header.architecture.startswith("qwen") and splits.get(split) in (splits["qwen2"], splits["qwen35"]):
+            made["normalizer"] = {"type": "NFC"}  # as Qwen2Tokenizer and Qwen3_5Tokenizer
+    elif kind == "llama" and keys.get("tokenizer.ggml.add_space_prefix") is False:
+        made["pre_tokenizer"]["prepend_scheme"] = "never"
+        made["decoder"]["decoders"] = [one for one in made["decoder"]["decoders"] if one["type"] != "Strip"]
+    begins = kind == "gpt2" and split in WHOLE_WORDS and "tokenizer.ggml.add_bos_token" not in keys
+    named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template")}
+    return type(tokenizer)(
+        tokenizer_object=Tokenizer.from_str(json.dumps(made)), add_bos_token=begins or tokenizer.add_bos_token,
+        add_eos_token=tokenizer.add_eos_token, **named,
+    )  # fmt: skip
+
+
+def _name_marked(made: dict[str, Any], header: GgufHeader, spelling: Mapping[int, str]) -> None:
+    """Give control and user-defined tokens their own texts and ids in a tokenizer.json. The reader spells a text with other
+    characters than the alphabet of bytes (DeepSeek's control tokens) by its bytes, and adds none as a token."""
+    marked, alphabet = _marked(header), set(spelling.values())
+    if all(alphabet.issuperset(text) for text in marked.values()):
+        return
+    types, tokens = header.keys.get("tokenizer.ggml.token_type"), header.keys["tokenizer.ggml.tokens"]
+    made["model"]["vocab"] = {
+        text if place in marked or alphabet.issuperset(text) else "".join(spelling[byte] for byte in text.encode()): place
+        for place, text in enumerate(tokens)
+    }
+    known = {one["content"]: one for one in made["added_tokens"]}
+    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    made["added_tokens"] = [
+        known.get(text, usual | {"content": text, "special": not types or types[place] != _DEFINED}) | {"id": place}
+        for place, text in marked.items()
+    ]
+
+
+def _ways(tokenizer: Any) -> list[Any]:
+    """Return what a tokenizer makes ids of a text by."""
+    made = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts = [made[name] for name in ("normalizer", "pre_tokenizer", "post_processor")]
+    return [*parts, made["model"]["vocab"], bool(made["model"]["ignore_merges"])]
 
 
 def _link(file: Path, name: Path) -> None:

@@ -24,7 +24,7 @@ from trimtab.gguf.header import SPLIT, refuse
 from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
 
 FOLDER, TABLE = "gguf", "gguf.json"
-FORM = 5
+FORM = 6
 PREFIX = "trimtab-gguf-"
 KEPT_S = 30 * 24 * 3600.0
 MOST_TABLE_BYTES = 64 * 2**20
