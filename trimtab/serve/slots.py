@@ -38,7 +38,7 @@ log = logging.getLogger("trimtab.serve")
 @dataclass(eq=False)
 class Member:
     """One model. in_flight: requests that have entered. waiting: those that wait to enter. wanted_since: the time since
-    which any waits. turn_began: when its worker was started.
+    which any waits. turn_began: when its worker was started. ready_since: when it was first seen to answer.
     """
 
     served: ServedModel
@@ -49,6 +49,7 @@ class Member:
     waiting: int = 0
     wanted_since: float | None = None
     turn_began: float = 0.0
+    ready_since: float | None = None
     is_leaving: bool = False
     failed_at: float | None = None
     numbers: Future[Any] | None = None
@@ -61,6 +62,12 @@ class Member:
         if plan is not self._shown[0]:
             self._shown = plan, shown_plan(plan)
         return self._shown[1]
+
+    @property
+    def rows(self) -> int:
+        """The rows of all its copies: the planned ones, before the first plan the most."""
+        plan = self.supervisor.plan
+        return self.served.expected_rows if not plan else self.served.copies * int(plan["request"]["batch"])
 
     @property
     def is_living(self) -> bool:
@@ -108,9 +115,12 @@ class Member:
 
     @property
     def idle_s(self) -> float:
-        """The seconds since its last request ended; 0 while it has or awaits one, or does not answer."""
-        is_quiet = not self.in_flight and not self.waiting and self.supervisor.state == "ready"
-        return time.monotonic() - self.last_used if is_quiet else 0.0
+        """The seconds since its last request ended or it became ready; 0 while it has or awaits one, or does not answer."""
+        now = time.monotonic()
+        self.ready_since = (self.ready_since or now) if self.supervisor.state == "ready" else None
+        if self.ready_since is None or self.in_flight or self.waiting:
+            return 0.0
+        return now - max(self.last_used, self.ready_since)
 
     @property
     def is_counted(self) -> bool:

@@ -23,7 +23,7 @@ class Job:
 
     id: unique while the server runs. prompt: chat messages with bytes in media parts ({"type": "image", "data":
     b"..."}), a text (completed without a template) or token ids. adapter: None is the base. deadline_s: seconds from
-    arrival until the answer must be complete, None: no limit. top_logprobs: None for no logprobs, else the number of
+    arrival until the answer must be complete, None: no limit. waited_s: those that its request had used before. top_logprobs: None for no logprobs, else the number of
     most likely tokens to report. fills_context: the answer may use the rest of the context if that is less than
     request.max_new_tokens. client: jobs of one client share cached prefixes. sender: jobs of one sender share a turn in
     the queue, and in decoding media and compiling schemas. schema: a JSON schema that the answer has to satisfy ({} is
@@ -43,6 +43,7 @@ class Job:
     adapter: str | None = None
     system: str | None = None
     deadline_s: float | None = None
+    waited_s: float = 0.0
     top_logprobs: int | None = None
     fills_context: bool = False
     client: str = ""

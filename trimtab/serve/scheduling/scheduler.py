@@ -81,7 +81,7 @@ class _Entry:
         return self.inputs is None or self.inputs.done()
 
     def is_over(self, now: float) -> bool:
-        return self.job.deadline_s is not None and now - self.arrived > self.job.deadline_s
+        return self.job.deadline_s is not None and self.job.waited_s + now - self.arrived > self.job.deadline_s
 
     def begin(self, engine: Engine) -> None:
         """Begin its answer. Errors: those of preparing its inputs, and the engine's."""
