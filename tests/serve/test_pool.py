@@ -327,8 +327,8 @@ def test_the_time_of_a_load_is_not_idle(monkeypatch):
     monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: now))
     now, idle = 1.0, []
     member = slots.Member(model(idle_unload_s=3.0), supervisor, {}, last_used=now)
-    for now, state in ((9.0, "loading"), (10.0, "ready"), (12.0, "ready"), (13.0, "restarting"), (20.0, "ready"), (21.0, "ready")):
-        supervisor.state = state
+    for at, state in ((9, "loading"), (10, "ready"), (12, "ready"), (13, "restarting"), (20, "ready"), (21, "ready")):
+        now, supervisor.state = float(at), state
         idle.append(member.idle_s)
     assert idle == [0.0, 0.0, 2.0, 0.0, 0.0, 1.0]
     member.last_used = 20.5
@@ -459,6 +459,8 @@ def test_numbers_are_requested_unread_where_a_refusal_or_the_next_reader_needs_t
             return asked[-1]
 
         member.supervisor.call, member.supervisor.numbers = call, {"counts": {"steps": 64 * knows_step, "step_s": 3.0}}
+        await ask(pool, "a", job(f"an embedding, {why}", kind="embedding"))
+        assert not asked  # it takes no step, and the keeper asks once a tick
         await ask(pool, "a", job(f"after {why}"))
         assert bool(asked) != knows_step and member.retry_after_s == (3.0 if knows_step else 5.0)
         monkeypatch.setattr(slots, "TICK_S", 0.01)

@@ -191,7 +191,7 @@ class Pool:
             if not is_over:
                 member.supervisor.cancel(job.id)
             self.slots.leave(member)
-            if not member.is_counted:
+            if job.kind == "answer" and not member.is_counted:  # no other kind takes a step
                 member.ask_numbers()
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:

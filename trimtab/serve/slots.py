@@ -53,6 +53,7 @@ class Member:
     is_leaving: bool = False
     failed_at: float | None = None
     numbers: Future[Any] | None = None
+    asked_at: float = 0.0
     late_until: float = 0.0
     # The last shown plan and its values, cached for frequent status requests.
     _shown: tuple[Mapping[str, Any] | None, dict[str, Any] | None] = (None, None)
@@ -130,7 +131,8 @@ class Member:
     @property
     def needs_numbers(self) -> bool:
         """Whether they are requested unread: for a long queue, before a step is counted, or where readers get them late."""
-        is_first = self.in_flight > 0 and not self.is_counted
+        # A worker that only embeds counts none: it is asked once a tick.
+        is_first = self.in_flight > 0 and not self.is_counted and time.monotonic() - self.asked_at >= TICK_S
         is_full = self.in_flight + self.waiting > self.served.expected_rows
         return is_first or is_full or time.monotonic() < self.late_until
 
@@ -139,6 +141,7 @@ class Member:
         if self.supervisor.state != "ready":
             return None
         if self.numbers is None or self.numbers.done():
+            self.asked_at = time.monotonic()
             self.numbers = self.supervisor.call("numbers")
         return self.numbers
 

@@ -33,9 +33,7 @@ def refused(make, **fields):
 
 
 def jobs(asked, prompts=({"text": "a"},), limits=Limits(), context=100, most_jobs=96):  # noqa: B008
-    return asking.jobs_of(
-        asked, prompts, adapter=None, context_tokens=context, limits=limits, deadline_s=None, most_jobs=most_jobs
-    )
+    return asking.jobs_of(asked, prompts, adapter=None, context_tokens=context, limits=limits, deadline_s=None, most_jobs=most_jobs)
 
 
 def requested(**fields):

@@ -435,6 +435,9 @@ def test_adapters_take_turns_however_many_requests_one_of_them_has():
     order = [event.job_id for event in told if event.kind == "started"]
     assert order == ["greedy0", "late", *(f"greedy{number}" for number in range(1, 6))]
     assert scheduler.counts["by_adapter"] == {"greedy": 6, "modest": 1}
+    for name in ("greedy", "never used"):  # a client that may load adapters cannot let the names grow without end
+        scheduler.forget(name)
+    assert scheduler.counts["by_adapter"] == {"(unloaded)": 6, "modest": 1}
 
 
 def started(told):

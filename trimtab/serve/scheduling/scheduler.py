@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.adapter_names import label_of, parts_of
+from trimtab.adapter_names import UNLOADED, label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.contract.engine_protocol import Engine
 from trimtab.serve.contract.job import Event, Job
@@ -94,9 +94,6 @@ class _Entry:
         """Return and keep whether its prompt goes alone, as the prompts in progress are now."""
         self.goes_alone = engine.goes_alone(self.answer)
         return self.goes_alone
-
-    def start(self, now: float) -> None:
-        self.started = now
 
 
 class _Queue:
@@ -383,6 +380,10 @@ class Scheduler:
         events = {name: self._events[name] for name in ("finished", "failed", "cancelled", "refused", "steps")}
         return events | {"step_s": self._step_s, "by_adapter": dict(self._by_adapter)}
 
+    def forget(self, adapter: str) -> None:
+        """Count an unloaded adapter's answers under UNLOADED."""
+        self._by_adapter[UNLOADED] += self._by_adapter.pop(adapter, 0)
+
     def submit(self, job: Job) -> None:
         """Take a job. Errors: QueueFullError; RequestError for an id in use; errors of the engine before it begins to prepare the
         job, which is forgotten then. Problems of its inputs become events."""
@@ -464,10 +465,8 @@ class Scheduler:
 
     def _piece(self) -> None:
         """Compute a piece of a request that needs no row, if it is its turn."""
-        if not self._rowless:
-            return
-        left_s = self.budget.left_s(len(self._rows))
-        if not self._rowless.is_due(left_s, is_shared=self._has_prompts):
+        rowless = self._rowless
+        if not (rowless and rowless.is_due(left_s := self.budget.left_s(len(self._rows)), is_shared=self._has_prompts)):
             return
         if (begun := self._queue.begin_rowless()) is not None:
             self._start(begun)
@@ -489,7 +488,7 @@ class Scheduler:
         self._told_at = None  # the time to the next step is not that step's alone
 
     def _start(self, entry: _Entry) -> None:
-        entry.start(now := self._now())
+        entry.started = now = self._now()
         self._tell(Event(entry.job.id, "started", usage={"queued_s": now - entry.arrived}))
 
     def _behind(self) -> bool:
