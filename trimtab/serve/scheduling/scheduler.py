@@ -4,8 +4,7 @@ One thread calls `turn` again and again; each turn takes up prepared requests, f
 rows and computes pieces of the waiting prompts behind it, as many as in_progress.py has time for: a long prompt delays
 running answers by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
 join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
-images delay no other client. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock: time
-comes from `now`.
+images delay no other client. Imports no torch: the engine behind it does the work, and in the tests a mock one. Time: `now`.
 
 Clients take turns, and so do the adapters of one client (queue.py). A long prompt is chosen only when the previous one is complete:
 a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have separate
@@ -94,6 +93,9 @@ class _Entry:
         """Return and keep whether its prompt goes alone, as the prompts in progress are now."""
         self.goes_alone = engine.goes_alone(self.answer)
         return self.goes_alone
+
+    def start(self, now: float) -> None:
+        self.started = now
 
 
 class _Queue:
@@ -488,7 +490,7 @@ class Scheduler:
         self._told_at = None  # the time to the next step is not that step's alone
 
     def _start(self, entry: _Entry) -> None:
-        entry.started = now = self._now()
+        entry.start(now := self._now())
         self._tell(Event(entry.job.id, "started", usage={"queued_s": now - entry.arrived}))
 
     def _behind(self) -> bool:
@@ -527,8 +529,7 @@ class Scheduler:
         now = self._now()
         for entry in [entry for entry in self._known.values() if entry.is_over(now)]:
             where = "it waited" if entry.started is None else "it was answered"
-            assert entry.job.deadline_s is not None
-            self._fail(entry, DeadlineError(entry.job.deadline_s, where))
+            self._fail(entry, DeadlineError(entry.job.deadline_s or 0.0, where))
 
     def _admit(self) -> None:
         start = self._now()
