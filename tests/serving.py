@@ -64,6 +64,9 @@ class MockPool:
     def context_tokens(self, model):
         return self._context
 
+    def most_jobs(self, model):
+        return 96
+
     def takes(self, model):
         return self._takes
 

@@ -28,6 +28,8 @@ MOST_PARTS = 8
 MOST_WEIGHT = 1000.0
 # The name under which metrics count every mix.
 MIXED = "(mix)"
+# Label for adapters that are no longer loaded: their counts are added here, so that no sum decreases.
+UNLOADED = "(unloaded)"
 NAME_RULE = "an adapter name has letters, digits, '.', '_' and '-' only, 64 at most"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
 

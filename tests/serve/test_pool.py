@@ -8,6 +8,7 @@ import functools
 import os
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests import toy_worker
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve import slots
+from trimtab.serve.api.other_routes import in_turn
 from trimtab.serve.contract.errors import UnknownModelError
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Settings
@@ -166,6 +168,18 @@ def test_a_deadline_counts_what_the_worker_never_answers():
     assert run(work=work) == 0
 
 
+def test_the_jobs_of_one_request_share_its_time_and_the_error_names_the_whole_of_it():
+    async def work(pool):
+        await ask(pool, "a", job("1"))
+        jobs, told = [job(str(number), "announced", deadline_s=0.2) for number in range(20)], []
+        with pytest.raises(DeadlineError) as caught:
+            async for event in in_turn(pool, "a", jobs):
+                told.append(event)
+        return caught.value.deadline_s, 0 < len(told) < 15  # each takes 0.1 s, and a worker has DEADLINE_SLACK_S
+
+    assert run(work=work) == (0.2, True)
+
+
 def test_a_worker_that_dies_is_named_and_the_next_job_is_answered():
     async def work(pool):
         with pytest.raises(WorkerError) as caught:
@@ -308,6 +322,27 @@ def test_an_idle_model_is_stopped_and_comes_back_when_it_is_asked(monkeypatch):
     assert first != second
 
 
+def test_the_time_of_a_load_is_not_idle(monkeypatch):
+    supervisor = SimpleNamespace(state="loading", plan=None)
+    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: now))
+    now, idle = 1.0, []
+    member = slots.Member(model(idle_unload_s=3.0), supervisor, {}, last_used=now)
+    for at, state in ((9, "loading"), (10, "ready"), (12, "ready"), (13, "restarting"), (20, "ready"), (21, "ready")):
+        now, supervisor.state = float(at), state
+        idle.append(member.idle_s)
+    assert idle == [0.0, 0.0, 2.0, 0.0, 0.0, 1.0]
+    member.last_used = 20.5
+    assert member.idle_s == 0.5
+
+
+@pytest.mark.parametrize(("options", "rows"), [({}, 32), ({"rows": 4}, 4), ({"rows": 4, "copies": 3}, 12)])
+def test_the_most_jobs_are_those_of_the_plan_as_soon_as_there_is_one(options, rows):
+    pool = Pool([model(**options)], Settings(queue_limit=5), make=toy)
+    assert pool.most_jobs("a") == rows + 5
+    pool._members["a"].supervisor.plan = {"request": {"batch": 8}}
+    assert pool.most_jobs("a") == 8 * options.get("copies", 1) + 5
+
+
 def test_requests_that_meet_an_idle_stop_are_answered(monkeypatch):
     monkeypatch.setattr(slots, "TICK_S", 0.01)
 
@@ -424,6 +459,8 @@ def test_numbers_are_requested_unread_where_a_refusal_or_the_next_reader_needs_t
             return asked[-1]
 
         member.supervisor.call, member.supervisor.numbers = call, {"counts": {"steps": 64 * knows_step, "step_s": 3.0}}
+        await ask(pool, "a", job(f"an embedding, {why}", kind="embedding"))
+        assert not asked  # it takes no step, and the keeper asks once a tick
         await ask(pool, "a", job(f"after {why}"))
         assert bool(asked) != knows_step and member.retry_after_s == (3.0 if knows_step else 5.0)
         monkeypatch.setattr(slots, "TICK_S", 0.01)

@@ -25,25 +25,21 @@ SEPARATOR = ":"
 
 
 class Clock:
-    """The time that one request has, waiting included. deadline_s: None is all the time there is."""
+    """The time that one request has, waiting included. deadline_s: None is all the time there is. waited_s: used before."""
 
-    def __init__(self, deadline_s: float | None) -> None:
-        self._deadline_s, self._began = deadline_s, time.monotonic()
+    def __init__(self, deadline_s: float | None, waited_s: float) -> None:
+        self._deadline_s, self._began = deadline_s, time.monotonic() - waited_s
 
     @property
-    def left_s(self) -> float | None:
-        if self._deadline_s is None:
-            return None
-        return max(0.001, self._deadline_s - (time.monotonic() - self._began))
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
 
     async def limit(self, work: Any, where: str, *, slack_s: float) -> Any:
         """Return the result of work. Errors: DeadlineError when the time is over."""
         if self._deadline_s is None:
             return await work
-        left_s = self.left_s
-        assert left_s is not None
         try:
-            return await asyncio.wait_for(work, left_s + slack_s)
+            return await asyncio.wait_for(work, max(0.001, self._deadline_s - self.waited_s + slack_s))
         except asyncio.TimeoutError as exc:
             raise DeadlineError(self._deadline_s, where) from exc
 
@@ -123,6 +119,10 @@ class Pool:
     def context_tokens(self, model: str) -> int:
         return self._members[model].served.request.context_tokens
 
+    def most_jobs(self, model: str) -> int:
+        """Return how many jobs its rows and its queue hold."""
+        return self._members[model].rows + self.settings.queue_limit
+
     def takes(self, model: str) -> tuple[str, ...]:
         return self._members[model].takes
 
@@ -165,7 +165,7 @@ class Pool:
 
         on_dropped: called later with the computed tokens of a cancelled job.
         """
-        member, clock = self._members[model], Clock(job.deadline_s)
+        member, clock = self._members[model], Clock(job.deadline_s, job.waited_s)
         await clock.limit(self.slots.enter(member), "it waited for its model", slack_s=0.0)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -182,7 +182,7 @@ class Pool:
 
         is_over = False
         try:
-            member.supervisor.submit(replace(job, deadline_s=clock.left_s), emit)
+            member.supervisor.submit(replace(job, waited_s=clock.waited_s), emit)
             while not is_over:
                 event = await clock.limit(events.get(), "it was answered", slack_s=DEADLINE_SLACK_S)
                 is_over = event.kind in ("done", "error")
@@ -191,7 +191,7 @@ class Pool:
             if not is_over:
                 member.supervisor.cancel(job.id)
             self.slots.leave(member)
-            if not member.is_counted:
+            if job.kind == "answer" and not member.is_counted:  # no other kind takes a step
                 member.ask_numbers()
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:

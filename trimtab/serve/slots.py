@@ -38,7 +38,7 @@ log = logging.getLogger("trimtab.serve")
 @dataclass(eq=False)
 class Member:
     """One model. in_flight: requests that have entered. waiting: those that wait to enter. wanted_since: the time since
-    which any waits. turn_began: when its worker was started.
+    which any waits. turn_began: when its worker was started. ready_since: when it was first seen to answer.
     """
 
     served: ServedModel
@@ -49,9 +49,11 @@ class Member:
     waiting: int = 0
     wanted_since: float | None = None
     turn_began: float = 0.0
+    ready_since: float | None = None
     is_leaving: bool = False
     failed_at: float | None = None
     numbers: Future[Any] | None = None
+    asked_at: float = 0.0
     late_until: float = 0.0
     # The last shown plan and its values, cached for frequent status requests.
     _shown: tuple[Mapping[str, Any] | None, dict[str, Any] | None] = (None, None)
@@ -61,6 +63,12 @@ class Member:
         if plan is not self._shown[0]:
             self._shown = plan, shown_plan(plan)
         return self._shown[1]
+
+    @property
+    def rows(self) -> int:
+        """The rows of all its copies: the planned ones, before the first plan the most."""
+        plan = self.supervisor.plan
+        return self.served.expected_rows if not plan else self.served.copies * int(plan["request"]["batch"])
 
     @property
     def is_living(self) -> bool:
@@ -108,9 +116,12 @@ class Member:
 
     @property
     def idle_s(self) -> float:
-        """The seconds since its last request ended; 0 while it has or awaits one, or does not answer."""
-        is_quiet = not self.in_flight and not self.waiting and self.supervisor.state == "ready"
-        return time.monotonic() - self.last_used if is_quiet else 0.0
+        """The seconds since its last request ended or it became ready; 0 while it has or awaits one, or does not answer."""
+        now = time.monotonic()
+        self.ready_since = (self.ready_since or now) if self.supervisor.state == "ready" else None
+        if self.ready_since is None or self.in_flight or self.waiting:
+            return 0.0
+        return now - max(self.last_used, self.ready_since)
 
     @property
     def is_counted(self) -> bool:
@@ -120,7 +131,8 @@ class Member:
     @property
     def needs_numbers(self) -> bool:
         """Whether they are requested unread: for a long queue, before a step is counted, or where readers get them late."""
-        is_first = self.in_flight > 0 and not self.is_counted
+        # A worker that only embeds counts none: it is asked once a tick.
+        is_first = self.in_flight > 0 and not self.is_counted and time.monotonic() - self.asked_at >= TICK_S
         is_full = self.in_flight + self.waiting > self.served.expected_rows
         return is_first or is_full or time.monotonic() < self.late_until
 
@@ -129,6 +141,7 @@ class Member:
         if self.supervisor.state != "ready":
             return None
         if self.numbers is None or self.numbers.done():
+            self.asked_at = time.monotonic()
             self.numbers = self.supervisor.call("numbers")
         return self.numbers
 

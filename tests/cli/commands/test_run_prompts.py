@@ -281,6 +281,12 @@ def test_a_wrong_line_holds_its_error(line, words, tmp_path):
     assert words in str(one.request) and one.number == 1
 
 
+def test_the_token_ids_of_a_bias_are_texts_in_json(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "logit_bias": {"60": 50, "060": 1, "x": 2}}')
+    (one,) = prompts_file.read_prompts(str(tmp_path / "p.jsonl"))
+    assert one.request["logit_bias"] == {60: 50, "060": 1, "x": 2}  # the last two are refused with the line's options
+
+
 def test_limits_of_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prompts_file, "MOST_LINES", 3)
     monkeypatch.setattr(prompts_file, "LONGEST_LINE_BYTES", 40)

@@ -162,6 +162,8 @@ def test_too_many_values_and_too_much_depth_are_refused_by_name():
     # Token ids within the context are values that a prompt may have.
     ids = {"model": "demo", "prompt": [1] * 384}
     assert post(server, json.dumps(ids).encode(), "/v1/completions").status_code == 200
+    texts = {"model": "demo", "input": [[1] * 384] * 90}
+    assert post(server, json.dumps(texts).encode(), "/v1/embeddings").status_code == 200
 
 
 def test_validation_stops_at_the_first_errors():

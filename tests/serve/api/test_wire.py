@@ -32,8 +32,8 @@ def refused(make, **fields):
     return caught.value
 
 
-def jobs(asked, prompts=({"text": "a"},), limits=Limits(), context=100):  # noqa: B008
-    return asking.jobs_of(asked, prompts, adapter=None, context_tokens=context, limits=limits, deadline_s=None)
+def jobs(asked, prompts=({"text": "a"},), limits=Limits(), context=100, most_jobs=96):  # noqa: B008
+    return asking.jobs_of(asked, prompts, adapter=None, context_tokens=context, limits=limits, deadline_s=None, most_jobs=most_jobs)
 
 
 def requested(**fields):
@@ -296,6 +296,10 @@ def test_what_cannot_fit_is_refused_without_asking_the_worker(prompt):
 
 def test_prompts_times_choices_are_limited():
     assert refused(lambda: jobs(completion(prompt=["a"] * 3, n=3), [{"text": "a"}] * 3)).field == "prompt"
+    for count, n, field in ((1, 6, "n"), (3, 2, "prompt"), (6, 1, "prompt")):  # 429 would invite to send it again, in vain
+        error = refused(lambda: jobs(completion(prompt=["a"] * count, n=n), [{"text": "a"}] * count, most_jobs=5))  # noqa: B023
+        assert error.field == field and "queue of this model hold at most 5 choices" in str(error)
+    assert len(jobs(completion(n=5), most_jobs=5)) == 5
 
 
 def test_more_messages_than_the_limit_are_refused():

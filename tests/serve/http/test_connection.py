@@ -265,6 +265,36 @@ def test_a_system_is_asked_every_few_seconds():
             assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) <= 4
 
 
+def test_a_stream_to_a_client_that_has_closed_its_direction_says_close_alone():
+    async def app(scope, receive, send):
+        await client()
+        headers = [(b"content-type", b"text/event-stream"), (b"Connection", b"keep-alive")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    one = Connection(answer=False, app=app)
+    one.protocol.data_received(GET)
+    assert one.protocol.eof_received()
+    with suppress(StopIteration):
+        one.loop.task.coroutine.send(None)
+    lines = one.transport.written.lower().split(b"\r\n")
+    assert [line for line in lines if line.startswith(b"connection")] == [b"connection: close"]
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [(b"http://other:81/v1/models?a=http://b", "/v1/models", b"a=http://b"), (b"HTTPS://other:81", "/", b""),
+     (b"http://other:81?x", "/", b"x"), *((bad, None, b"") for bad in (b"ftp://other/x", b"http:///x", b"http://me@other/x"))],
+)  # fmt: skip
+def test_a_target_that_is_a_whole_address_is_its_path_on_its_own_host(target, path, query):
+    async def app(scope, receive, send):
+        seen.append((scope["path"], scope["query_string"], [value for name, value in scope["headers"] if name == b"host"]))
+
+    seen, one = [], Connection(answer=True, app=app)
+    one.protocol.data_received(GET.replace(b"/", target, 1))
+    assert seen == ([] if path is None else [(path, query, [b"other:81"])])
+    assert path is not None or b" 400 " in one.transport.written
+
+
 @pytest.mark.parametrize("wait_s", [0, 0.6, 40, 3600])
 def test_a_client_of_http_1_0_that_waits_gets_its_answer_as_it_is(wait_s):
     one = half_closed(b"1.0", "whole")

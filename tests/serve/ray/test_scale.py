@@ -511,14 +511,15 @@ def test_numbers_of_copies_are_added_and_memory_is_the_fullest_ones():
 
     found = summed(
         [
-            numbers(["a"], {"finished": 1, "by_adapter": {"a": 1, "b.1": 2}}, 5, None),
-            numbers(["b.1"], {"finished": 2, "by_adapter": {"b.1": 3, "gone.2": 9}}, 3, 0.1),
+            numbers(["a"], {"finished": 1, "by_adapter": {"": 7, "a": 1, "b.1": 2}}, 5, None),
+            numbers(["b.1"], {"finished": 2, "by_adapter": {"b.1": 3, "gone.2": 9, "(unloaded)": 1}}, 3, 0.1),
         ],
         {"a": "a", "b.1": "b"},
     )
     assert found == {
         "adapters": ["a", "b"], "resident": ["a", "b"], "rows": 8, "swaps": 2,
-        "counts": {"finished": 3, "by_adapter": {"a": 1, "b": 5}}, "memory": {"gpu_bytes": 5}, "swap_p50_s": 0.1,
+        "counts": {"finished": 3, "by_adapter": {"": 7, "a": 1, "b": 5, "(unloaded)": 10}},
+        "memory": {"gpu_bytes": 5}, "swap_p50_s": 0.1,
     }  # fmt: skip
 
 

@@ -125,7 +125,9 @@ def test_an_adapter_is_read_beside_the_batch(running, monkeypatch):
     running.ask("with it", adapter="specialist")
     assert running.end_of("with it").kind == "done"
     running.call("unload_adapter", name="specialist")
-    assert running.hear("reply")["value"]["adapters"] == ["style"]
+    numbers = running.hear("reply")["value"]
+    assert numbers["adapters"] == ["style"]
+    assert numbers["counts"]["by_adapter"]["(unloaded)"] and "specialist" not in numbers["counts"]["by_adapter"]
 
 
 def test_what_cannot_be_loaded_is_refused_and_the_worker_goes_on(running, monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from codecs import BOM_UTF8
@@ -37,6 +38,7 @@ UNUSED = ("expected", "answers", "kind", "metadata")
 # The first bytes of every file of answers.
 BEGUN = b'{"trimtab": '
 OPTIONS = tuple(item.name for item in fields(GenerateRequest))
+_TOKEN = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
     request["prompt"] = values["prompt"] if "prompt" in values else values["messages"]
     if "stop" in request:
         request["stop"] = tuple(request["stop"]) if isinstance(request["stop"], list) else request["stop"]
+    if isinstance(bias := request.get("logit_bias"), dict):  # the keys of a JSON object are texts
+        request["logit_bias"] = {int(token) if _TOKEN.fullmatch(token) else token: value for token, value in bias.items()}
     for kind in ("image", "audio"):
         value = values.get(kind)
         files = [value] if isinstance(value, str) else value or []

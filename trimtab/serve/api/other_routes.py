@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,11 +29,12 @@ _NO_ANSWER = GenerateRequest(max_new_tokens=1)
 async def in_turn(
     pool: Any, model: str, jobs: Sequence[Job], on_dropped: Callable[[Mapping[str, Any]], None] | None = None
 ) -> AsyncIterator[Event]:
-    """Yield each job's result as a "result", then one "done"; the first error ends it. on_dropped: as for
-    `Pool.submit`.
+    """Yield each job's result as a "result", then one "done"; the first error ends it. The time of one request is that of all its
+    jobs. on_dropped: as for `Pool.submit`.
     """
+    began = time.monotonic()
     for job in jobs:
-        stream = pool.submit(model, job, on_dropped)
+        stream = pool.submit(model, replace(job, waited_s=time.monotonic() - began), on_dropped)
         try:
             async for event in stream:
                 if event.kind == "error":

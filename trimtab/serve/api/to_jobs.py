@@ -58,12 +58,15 @@ def voice_of(pool: Names, body: Any) -> tuple[str, str | None]:
 
 def jobs_of(
     body: ChatRequest | CompletionRequest, prompts: Sequence[Any], *, adapter: str | None, context_tokens: int,
-    limits: Limits, deadline_s: float | None, client: str = "",
+    limits: Limits, deadline_s: float | None, most_jobs: int, client: str = "",
 ) -> list[Job]:  # fmt: skip
-    """Return a job for each choice of each prompt, the choices of a prompt adjacent. Errors: RequestError."""
-    if len(prompts) * body.n > limits.n:
-        field = "n" if body.n > limits.n or len(prompts) == 1 else "prompt"
-        raise RequestError(f"this server gives at most {limits.n} choices", field=field)
+    """Return a job for each choice of each prompt, the choices of a prompt adjacent. most_jobs: that rows and queue hold. Errors:
+    RequestError."""
+    most = min(limits.n, most_jobs)
+    if len(prompts) * body.n > most:
+        field = "n" if body.n > most or len(prompts) == 1 else "prompt"
+        who = "this server gives" if most == limits.n else "the rows and the queue of this model hold"
+        raise RequestError(f"{who} at most {most} choices", field=field)
     is_chat = isinstance(body, ChatRequest)
     for prompt in prompts:
         check_length(prompt, context_tokens, "messages" if is_chat else "prompt")

@@ -23,18 +23,18 @@ class Job:
 
     id: unique while the server runs. prompt: chat messages with bytes in media parts ({"type": "image", "data":
     b"..."}), a text (completed without a template) or token ids. adapter: None is the base. deadline_s: seconds from
-    arrival until the answer must be complete, None: no limit. top_logprobs: None for no logprobs, else the number of
-    most likely tokens to report. fills_context: the answer may use the rest of the context if that is less than
-    request.max_new_tokens. client: jobs of one client share cached prefixes. sender: jobs of one sender share a turn in
-    the queue, and in decoding media and compiling schemas. schema: a JSON schema that the answer has to satisfy ({} is
-    any JSON object); None: free text. tools: what the model may call, in OpenAI's form. must_call: None if it need not,
-    "" for any of them, or the name of one. holds_calls: the arguments of voluntary calls follow their schemas too.
-    several_calls: whether more than one may follow. template_kwargs: variables of the chat template. kind: "answer", or
-    another result: "tokens", "text" (of token ids) or "embedding". adds_special: whether a text gets the tokens that
-    its tokenizer adds. pooling: of an embedding, "last" or "mean". prompt_logprobs: as top_logprobs, for the prompt's
-    tokens; sent with the last event. group: of jobs with the same prompt and adapter, such as the choices of one
-    request: the prompt is computed once. continue_final_message: the answer continues the text of the last message, an
-    assistant's.
+    arrival until the answer must be complete, None: no limit. waited_s: those that its request had used before.
+    top_logprobs: None for no logprobs, else the number of most likely tokens to report. fills_context: the answer may
+    use the rest of the context if that is less than request.max_new_tokens. client: jobs of one client share cached
+    prefixes. sender: jobs of one sender share a turn in the queue, and in decoding media and compiling schemas.
+    schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text. tools: what the
+    model may call, in OpenAI's form. must_call: None if it need not, "" for any of them, or the name of one.
+    holds_calls: the arguments of voluntary calls follow their schemas too. several_calls: whether more than one may
+    follow. template_kwargs: variables of the chat template. kind: "answer", or another result: "tokens", "text" (of
+    token ids) or "embedding". adds_special: whether a text gets the tokens that its tokenizer adds. pooling: of an
+    embedding, "last" or "mean". prompt_logprobs: as top_logprobs, for the prompt's tokens; sent with the last
+    event. group: of jobs with the same prompt and adapter, such as the choices of one request: the prompt is
+    computed once. continue_final_message: the answer continues the text of the last message, an assistant's.
     """
 
     id: str
@@ -43,6 +43,7 @@ class Job:
     adapter: str | None = None
     system: str | None = None
     deadline_s: float | None = None
+    waited_s: float = 0.0
     top_logprobs: int | None = None
     fills_context: bool = False
     client: str = ""

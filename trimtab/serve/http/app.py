@@ -77,6 +77,9 @@ class Pool(Protocol):
 
     def context_tokens(self, model: str) -> int: ...
 
+    def most_jobs(self, model: str) -> int:
+        """Return how many jobs a model's rows and queue hold."""
+
     def takes(self, model: str) -> tuple[str, ...]:
         """Return which of "text", "image", "audio" a model takes."""
 
@@ -240,7 +243,7 @@ class _Api:
             most_bytes = max(most_bytes, limits.media_body_bytes)
         most_bytes = min(most_bytes, limits.all_body_bytes + FREE_BYTES)  # a larger one never finds room
         if path in WITH_IDS:  # every prompt may be token ids
-            most_values += limits.n * self._context_tokens
+            most_values += (limits.embeddings if path == EMBEDDINGS else limits.n) * self._context_tokens
         return BodyLimits(most_bytes, limits.body_bytes, most_values, limits.json_depth)
 
     def routes(self) -> list[BaseRoute]:
@@ -379,7 +382,7 @@ class _Api:
         make = partial(
             asking.jobs_of, body, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
-            client=client_of(request.state.credential, self.settings),
+            most_jobs=self.pool.most_jobs(model), client=client_of(request.state.credential, self.settings),
         )  # fmt: skip
         # Schemas may take a moment to check.
         is_long = getattr(body, "response_format", None) or getattr(body, "tools", None)

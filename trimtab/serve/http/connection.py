@@ -66,6 +66,9 @@ VERSIONS = (b"1.0", b"1.1")
 MOST_PIPELINED = 8
 _BODY = re.compile(rb"\r\n(?:content-length:[ \t]*([0-9]{1,18})|transfer-encoding:[ \t]*(chunked))[ \t]*\r\n", re.IGNORECASE)
 _LENGTHS = re.compile(rb"^content-length[ \t]*:([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
+# A request target in absolute form, its authority and what is behind it. RFC 9112 section 3.2.2, RFC 9110 section 4.2.4.
+_ABSOLUTE = re.compile(rb"https?://([^/?#@]+)((?:[/?][^#]*)?)", re.IGNORECASE)
+_SCHEME = re.compile(rb"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 # h11's types of its events.
 _READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -433,6 +436,9 @@ class StrictConnection(h11.Connection):
         if type(event) is h11.Response:
             kinds = [value for name, value in event.headers if name == b"content-type"]
             self.is_event_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+            if (b"connection", b"close") in event.headers:  # a stream's own header says the contrary
+                lines = [line for line in event.headers if line != (b"connection", b"keep-alive")]
+                event = h11.Response(status_code=event.status_code, headers=lines, reason=event.reason)
             data, sent_bytes, self._sent_bytes = super().send(event) or b"", self._sent_bytes, 0
             assert data.startswith(ANSWER_BEGINS)
             return data[sent_bytes:]
@@ -469,6 +475,7 @@ class StrictConnection(h11.Connection):
         read = before[: size - len(self._receive_buffer)]
         if type(event) is h11.Request:
             self._check_head(event, read)
+            event = self._in_origin_form(event)
         elif type(event) is h11.Data and self._is_chunked:
             self._count_chunk(event)
         elif type(event) is h11.EndOfMessage and is_chunk:
@@ -490,6 +497,19 @@ class StrictConnection(h11.Connection):
             raise self._error("Content-Length is given more than once")
         if self._is_chunked and (b"content-length" in names or event.http_version != b"1.1"):
             raise self._error("Transfer-Encoding needs HTTP/1.1 and no Content-Length")
+
+    def _in_origin_form(self, event: h11.Request) -> h11.Request:
+        """Return a request whose target is a whole address as one to its path, with its host in place of the header's."""
+        if not _SCHEME.match(event.target):
+            return event
+        parts = _ABSOLUTE.fullmatch(event.target)
+        if parts is None:
+            raise self._error("The request target is no path and no address of http or https")
+        authority, target = parts[1], parts[2] if parts[2].startswith(b"/") else b"/" + parts[2]
+        others = [line for line in event.headers if line[0] != b"host"]
+        return h11.Request(
+            method=event.method, target=target, headers=[(b"host", authority), *others], http_version=event.http_version
+        )
 
     def _count_chunk(self, event: h11.Data) -> None:
         self._chunks += event.chunk_start

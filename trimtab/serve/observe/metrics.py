@@ -20,7 +20,7 @@ from prometheus_client import (
 )  # fmt: skip
 
 from trimtab._version import __version__
-from trimtab.adapter_names import label_of
+from trimtab.adapter_names import UNLOADED, label_of
 from trimtab.process.packages import versions_of
 from trimtab.serve.contract import log as journal
 from trimtab.serve.contract.job import SPOKEN, Event
@@ -32,8 +32,6 @@ QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RECENT = 50
 TOKEN_KINDS = ("prompt", "cached", "completion")
-# Label for adapters that are no longer loaded: their counts are added here, so that no sum decreases.
-UNLOADED = "(unloaded)"
 # Values of `PrefixCache.numbers`.
 PREFIX_CACHE = {
     "lookups": "Prompts that were looked up", "hits": "Prompts with a cached prefix", "bytes": "Bytes of cached prefixes",

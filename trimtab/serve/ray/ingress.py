@@ -12,6 +12,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,7 +21,7 @@ from typing import Any
 
 from sse_starlette.sse import AppStatus
 
-from trimtab.adapter_names import is_mix
+from trimtab.adapter_names import UNLOADED, is_mix
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.contract.errors import UnknownModelError
 from trimtab.serve.contract.job import SPOKEN, Job
@@ -281,7 +282,7 @@ def lost(exc: Exception) -> TrimtabError:
 def summed(per_copy: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
     """Return the numbers of several copies as one set: counts are added; of memory and times the largest is taken.
 
-    names: a copy's name of an adapter -> the client's name. Adapters without a client's name are omitted.
+    names: a copy's name of an adapter -> the client's name. Adapters without a client's name are omitted, their answers counted.
     """
     total: dict[str, Any] = {}
     for one in per_copy:
@@ -291,8 +292,10 @@ def summed(per_copy: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> d
         if name in total:
             total[name] = sorted({names[key] for key in total[name] if key in names})
     if "by_adapter" in total.get("counts", {}):
-        by_adapter = {names[key]: count for key, count in total["counts"]["by_adapter"].items() if key in names}
-        total["counts"] = {**total["counts"], "by_adapter": by_adapter}
+        by_adapter: Counter[str] = Counter()
+        for key, count in total["counts"]["by_adapter"].items():
+            by_adapter[names.get(key, UNLOADED) if key else ""] += count
+        total["counts"] = {**total["counts"], "by_adapter": dict(by_adapter)}
     return total
 
 

@@ -4,8 +4,7 @@ One thread calls `turn` again and again; each turn takes up prepared requests, f
 rows and computes pieces of the waiting prompts behind it, as many as in_progress.py has time for: a long prompt delays
 running answers by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
 join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
-images delay no other client. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock: time
-comes from `now`.
+images delay no other client. Imports no torch: the engine behind it does the work, and in the tests a mock one. Time: `now`.
 
 Clients take turns, and so do the adapters of one client (queue.py). A long prompt is chosen only when the previous one is complete:
 a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have separate
@@ -22,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.adapter_names import label_of, parts_of
+from trimtab.adapter_names import UNLOADED, label_of, parts_of
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.contract.engine_protocol import Engine
 from trimtab.serve.contract.job import Event, Job
@@ -81,7 +80,7 @@ class _Entry:
         return self.inputs is None or self.inputs.done()
 
     def is_over(self, now: float) -> bool:
-        return self.job.deadline_s is not None and now - self.arrived > self.job.deadline_s
+        return self.job.deadline_s is not None and self.job.waited_s + now - self.arrived > self.job.deadline_s
 
     def begin(self, engine: Engine) -> None:
         """Begin its answer. Errors: those of preparing its inputs, and the engine's."""
@@ -383,6 +382,10 @@ class Scheduler:
         events = {name: self._events[name] for name in ("finished", "failed", "cancelled", "refused", "steps")}
         return events | {"step_s": self._step_s, "by_adapter": dict(self._by_adapter)}
 
+    def forget(self, adapter: str) -> None:
+        """Count an unloaded adapter's answers under UNLOADED."""
+        self._by_adapter[UNLOADED] += self._by_adapter.pop(adapter, 0)
+
     def submit(self, job: Job) -> None:
         """Take a job. Errors: QueueFullError; RequestError for an id in use; errors of the engine before it begins to prepare the
         job, which is forgotten then. Problems of its inputs become events."""
@@ -464,10 +467,8 @@ class Scheduler:
 
     def _piece(self) -> None:
         """Compute a piece of a request that needs no row, if it is its turn."""
-        if not self._rowless:
-            return
-        left_s = self.budget.left_s(len(self._rows))
-        if not self._rowless.is_due(left_s, is_shared=self._has_prompts):
+        rowless = self._rowless
+        if not (rowless and rowless.is_due(left_s := self.budget.left_s(len(self._rows)), is_shared=self._has_prompts)):
             return
         if (begun := self._queue.begin_rowless()) is not None:
             self._start(begun)
@@ -528,8 +529,7 @@ class Scheduler:
         now = self._now()
         for entry in [entry for entry in self._known.values() if entry.is_over(now)]:
             where = "it waited" if entry.started is None else "it was answered"
-            assert entry.job.deadline_s is not None
-            self._fail(entry, DeadlineError(entry.job.deadline_s, where))
+            self._fail(entry, DeadlineError(entry.job.deadline_s or 0.0, where))
 
     def _admit(self) -> None:
         start = self._now()

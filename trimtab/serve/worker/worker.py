@@ -298,6 +298,7 @@ class _Worker:
                 name = message["name"]
                 self.engine.shelf.remove(name, [name] if self.scheduler.uses(name) else [])
                 self.adapters.forget(name)
+                self.scheduler.forget(name)
             case "numbers":
                 pass
             case what:
