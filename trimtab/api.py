@@ -15,7 +15,7 @@ from trimtab.adapter_names import Adapters, paths_of
 from trimtab.adapters.adapter import AdapterFile, AdapterSpec, describe, match_adapter, read_adapter
 from trimtab.adapters.file import check_beside, check_vocabulary, stamps_of, value_problems
 from trimtab.checkpoint.anatomy import Anatomy, check_keep
-from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
+from trimtab.checkpoint.folder import Checkpoint, check_has_weights, check_no_adapter, read_checkpoint
 from trimtab.checkpoint.headers import is_finite
 from trimtab.checkpoint.names import check_options
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
@@ -221,6 +221,7 @@ def _planned(
     if inputs.is_to_load:
         check_has_weights(checkpoint)
     every = {**(later or {}), **request.adapters}
+    check_no_adapter(checkpoint, every.values())
     files = {name: inputs.adapter(path, request.model) for name, path in every.items()}  # before any slow work
     for path in every.values():
         check_vocabulary(path, checkpoint.folder)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -227,11 +230,42 @@ def test_biases_of_the_base_are_refused_by_name(middle: str, tmp_path: Path) -> 
     assert any("bias" in note for note in match(tmp_path, q_proj(), bias="lora_only").notes)
 
 
-def test_tying_that_the_file_does_not_keep_is_refused(tmp_path: Path) -> None:
-    (problem,) = problems_of(tmp_path, embedding(), ensure_weight_tying=True)
-    assert "ensure_weight_tying" in problem
-    assert "lm_head" in problem
-    assert len(match(tmp_path, embedding() | pair("lm_head", 50, 16), ensure_weight_tying=True).targets) == 2
+TYING: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["model.embed_tokens"]},
+    {"target_modules": ".*(q_proj|embed_tokens)"}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+]  # fmt: skip
+NOT_TYING: list[dict[str, Any]] = [
+    {"target_modules": r".*\.(q_proj|embed_tokens)"}, {"target_modules": ["q_proj", "wte"]}, {"target_modules": "all-linear"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [*TYING, *NOT_TYING], ids=str)
+def test_tying_that_the_file_does_not_keep_is_refused_where_peft_ties(tmp_path: Path, config: dict[str, Any]) -> None:
+    """What PEFT ties, by its own condition: names of embeddings without their path."""
+    peft = pytest.importorskip("peft")
+    import torch
+    from peft.tuners.tuners_utils import BaseTuner
+
+    tied: list[str] = []
+    tuner = SimpleNamespace(
+        _get_module_names_tied_with_embedding=lambda: ["lm_head"], _add_modules_to_save_to_tie=lambda *_: tied.append("saved"),
+        _add_targets_to_tie=lambda *_: tied.append("target"),
+    )  # fmt: skip
+    asked = peft.LoraConfig(**config, ensure_weight_tying=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        BaseTuner._check_tied_modules(tuner, torch.nn.Identity(), asked)
+    assert bool(tied) == (config in TYING)
+    if config in NOT_TYING:
+        assert len(match(tmp_path, embedding(), ensure_weight_tying=True, **config).targets) == 1
+        return
+    problems = problems_of(tmp_path, embedding(), ensure_weight_tying=True, **config)
+    assert any("ensure_weight_tying" in problem and "lm_head" in problem for problem in problems)
+
+
+def test_tied_modules_that_both_change_are_matched(tmp_path: Path) -> None:
+    shapes = embedding() | pair("lm_head", 50, 16)
+    assert len(match(tmp_path, shapes, ensure_weight_tying=True, target_modules=["embed_tokens"]).targets) == 2
 
 
 def test_modules_without_a_weight_are_tied_to_nothing(tmp_path: Path) -> None:

@@ -245,3 +245,11 @@ def test_another_dtype_is_written_with_the_config_that_says_so(tmp_path: Path) -
     assert index["metadata"]["total_size"] == total
     expected, found = peft_merged(base, adapter), state_of(tmp_path / "out")
     assert all(torch.equal(found[name], expected[name].to(torch.bfloat16)) for name in found)
+
+
+def test_the_index_of_an_untied_merge_counts_the_new_head(tmp_path: Path) -> None:
+    base = pico.build("qwen3", tmp_path / "base", shards=3)
+    merge(base, tmp_path / "out", adapters=pico.adapter(base, tmp_path / "adapter", embeddings=True))
+    merged_models.load(tmp_path / "out").save_pretrained(tmp_path / "again", max_shard_size="100KB")
+    own, stock = (json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("out", "again"))
+    assert own["metadata"] == stock["metadata"]

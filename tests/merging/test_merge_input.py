@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import trimtab
 from tests import merged_models, pico
+from tests.merged_models import peft_merged, state_of
 from trimtab.errors import AdapterError, CheckpointError
 from trimtab.merging import merge
 
@@ -125,3 +128,27 @@ def test_progress_ends_with_every_byte(base: Path, adapter: Path, tmp_path: Path
     assert seen[-1] == (report.file_bytes, report.file_bytes)
     assert {of for _, of in seen} == {report.file_bytes}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_a_folder_that_holds_an_adapter_too_is_not_taken_for_the_model_alone(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """transformers loads both; what a merge writes is a model alone."""
+    both = Path(shutil.copytree(base, tmp_path / "both"))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(adapter / name, both / name)
+    for read in (lambda: trimtab.plan(both, device="cpu"), lambda: merge(both, tmp_path / "out", dtype="float16")):
+        with pytest.raises(CheckpointError, match="holds an adapter too") as caught:
+            read()
+        assert caught.value.path == str(both) and "Give the folder as an adapter as well" in str(caught.value)
+    assert trimtab.plan(both, adapters={"own": both}, device="cpu", quant="none").request.adapters == {"own": str(both)}
+    merge(both, tmp_path / "out", adapters={"a": adapter})
+    assert not list((tmp_path / "out").glob("adapter_*"))
+    assert all(torch.equal(tensor, state_of(tmp_path / "out")[name]) for name, tensor in peft_merged(base, adapter).items())
+
+
+def test_layers_that_bitsandbytes_packs_turned_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=2)).save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"cannot be packed: 4 layers are Conv1D \(transformer.h.0.attn.c_attn") as caught:
+        merge(tmp_path / "base", tmp_path / "out", requantize="nf4")
+    assert caught.value.path == str(tmp_path / "base") and [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -28,6 +28,7 @@ _SHARED_KV = (
 )
 _SECOND_COPY = "second copies of saved modules, which PEFT writes with a resized vocabulary and does not read"
 _UNTRAINED = "the base's own weights of saved modules, which PEFT writes with a resized vocabulary"
+_EMBEDDINGS = ("embed_tokens", "lm_head")
 _NEAR_LIMIT = 20  # near names are searched only for the problems that are printed, not for thousands of wrong keys
 
 
@@ -489,8 +490,17 @@ class _Builder:
                     self.problems.append(f"modules_to_save names {path}, but the file has no {name} for it")
 
     def check_tying(self, targets: Iterable[AdapterTarget]) -> None:
-        """Collect changed modules whose tied partner does not change although ensure_weight_tying is set."""
+        """Collect changed modules whose tied partner does not change although ensure_weight_tying is set.
+
+        PEFT ties nothing unless the configuration names an embedding by its bare name. Source: PEFT 0.21.2,
+        tuners/tuners_utils.py, _check_tied_modules; utils/constants.py, EMBEDDING_LAYER_NAMES.
+        """
         if not self.config.get("ensure_weight_tying"):
+            return
+        wanted = self.config.get("target_modules") or ()
+        listed = {*(self.config.get("modules_to_save") or ()), *(() if isinstance(wanted, str) else wanted)}
+        pattern = {"target_modules": wanted} if isinstance(wanted, str) and wanted != "all-linear" else {}
+        if not Rules(self.file.folder, pattern, _EMBEDDINGS).named and not any(one.split(".")[-1] in _EMBEDDINGS for one in listed):
             return
         have = {target.module_path for target in targets}
         for path in sorted(have):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -28,6 +28,7 @@ from trimtab.gguf.header import file_kind
 from trimtab.process.json_file import read_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Pickles that a trainer leaves in a checkpoint's folder.
@@ -151,6 +152,21 @@ def check_has_weights(checkpoint: Checkpoint, so: str = "it can be planned, not 
     """Raise CheckpointError for a checkpoint without weights. so: what that means."""
     if not checkpoint.has_weights:
         raise CheckpointError(f"has a config.json but no weights: {so}", path=checkpoint.path, hint="Add the safetensors files")
+
+
+def check_no_adapter(checkpoint: Checkpoint, adapters: Iterable[str | os.PathLike[str]]) -> None:
+    """Raise CheckpointError for a model's folder that holds an adapter too, unless it is one of these adapters.
+
+    Source: transformers 5.23.0, auto_factory.py: `from_pretrained` of such a folder loads both.
+    """
+    folder = checkpoint.folder
+    if not os.path.isfile(folder / ADAPTER_CONFIG) or not any(os.path.isfile(folder / name) for name in ADAPTER_WEIGHTS):
+        return
+    if os.path.realpath(folder) not in map(os.path.realpath, adapters):
+        raise CheckpointError(
+            f"holds an adapter too ({ADAPTER_CONFIG}), which transformers would load with the model", path=folder,
+            hint=f"Give the folder as an adapter as well, or move {ADAPTER_CONFIG} out of it to use the model alone",
+        )  # fmt: skip
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab._version import __version__
-from trimtab.adapters.file import check_is_adapter
-from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_has_weights, check_unchanged, read_checkpoint
+from trimtab.adapters.file import CONFIG_NAME, check_is_adapter
+from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_has_weights, check_no_adapter, check_unchanged, read_checkpoint
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
 from trimtab.gguf.folders import TABLE
@@ -43,10 +43,11 @@ WEIGHT_ENDINGS = (
     ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
     ".msgpack", ".onnx", ".onnx_data", ".ot",
 )  # fmt: skip
-# The table of a GGUF folder, the record of an earlier merge, and what says how the base's weights were packed (ModelOpt, GPTQ,
-# AWQ, auto-round). Loaders read it where config.json has no quantization_config.
+# The table of a GGUF folder, the record of an earlier merge, an adapter that transformers would load, and what says how the
+# base's weights were packed (ModelOpt, GPTQ, AWQ, auto-round). Loaders read it where config.json has no quantization_config.
 NOT_COPIED = (
-    TABLE, RECORD_NAME, "hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json",
+    TABLE, RECORD_NAME, CONFIG_NAME, "hf_quant_config.json", "quantize_config.json", "quant_config.json",
+    "quantization_config.json",
 )  # fmt: skip
 # One file uses about four cores and about 40 MiB of chunks, a packed one more. Two plain files are written at once even
 # on one core: while one waits for the disk, the other computes.
@@ -94,6 +95,8 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
             "none is given, and without dtype= or requantize= the merge would be a copy", field="adapters",
             hint="Give an adapter with adapters=, or set the format of the new checkpoint with dtype= or requantize=",
         )  # fmt: skip
+    if not folders:
+        check_no_adapter(checkpoint, ())
     for folder in folders.values():
         check_is_adapter(folder, model=request.model)  # before anything that takes long
     phases.begin_imports()

@@ -292,8 +292,8 @@ def _weights(case: Case, speak: Say) -> tuple[tuple[Any, ...], MergedWeights | N
 
     speak("reading which share of the adapter's change is in the merged weights")
     base = read_checkpoint(case.model).folder
-    rows, tests = read_merge(base, case.merged, Path(case.adapters[case.adapter]))
-    return rows, merged_weights(tests)
+    rows, tests, others = read_merge(base, case.merged, Path(case.adapters[case.adapter]))
+    return rows, merged_weights(tests, others)
 
 
 def _changes(case: Case, reference: Ran, subject: Ran) -> LoadedChanges | None:
@@ -330,6 +330,8 @@ def _findings(
             findings.append("every merged answer is the base's: the adapter is not in the merged model")
     if weights is not None and weights.verdict == compare.DIFFERS:
         findings += _wrong_weights(weights)
+    if weights is not None and (names := weights.others.not_compared):
+        findings.append(f"{len(names)} weights were not compared with the base's: {_named(names)}")
     for ran in (reference, subject):
         ids = [answer.id for answer in ran.said if not answer.repeats]
         if ids:
@@ -340,15 +342,21 @@ def _findings(
 
 
 def _wrong_weights(weights: MergedWeights) -> list[str]:
-    rows = weights.wrong
+    rows, others = weights.wrong, weights.others.differing
+    found = [f"no adapter changes them, and they differ from the base's: {_named(others)}"] if others else []
     if not rows:
-        return [f"{1 + weights.together.off:.4g} of the adapter's change is in the merged weights, over all modules"]
+        return found or [f"{1 + weights.together.off:.4g} of the adapter's change is in the merged weights, over all modules"]
     lines = [
         f"{row.module_path} is not base plus change: {row.slope:.4g} of the change is there"
         + (f", {row.beyond} values are outside the rounding bound" if row.beyond else "")
         for row in rows[:SHOWN_MODULES]
     ]
-    return lines + ([f"and {len(rows) - SHOWN_MODULES} more modules"] if len(rows) > SHOWN_MODULES else [])
+    return lines + ([f"and {len(rows) - SHOWN_MODULES} more modules"] if len(rows) > SHOWN_MODULES else []) + found
+
+
+def _named(paths: Sequence[str]) -> str:
+    more = len(paths) - SHOWN_MODULES
+    return ", ".join(paths[:SHOWN_MODULES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _with_lanes(

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import ROOT, pico
+from tests import ROOT, merged_models, pico
 from trimtab.errors import RequestError
+from trimtab.verification.merges import stock_merge
 from trimtab.verification.merges import variants as lanes
 from trimtab.verification.merges.retention import Survival, lora_delta, mean_survival, survival
 from trimtab.verification.merges.runs import run_lanes
@@ -239,3 +241,36 @@ def test_an_idle_adapter_shows_nothing(tmp_path):
     found = run(base, adapter, tmp_path, ["fresh_bf16_merge"])
     assert found["adapter_vs_base"].verdict == "ADAPTER_INACTIVE"
     assert found["fresh_bf16_merge"].verdict == "FRESH_BF16_MERGE_SHOWS_NOTHING"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe", "mixtral"])
+def test_what_peft_merges_is_measured_in_every_layout(tmp_path, family):
+    """A Conv1D's weight is turned, and a stack of experts is a parameter without a layer."""
+    import peft
+
+    if family == "gpt2":
+        config = transformers.GPT2Config(vocab_size=320, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+        transformers.GPT2LMHeadModel(config).bfloat16().save_pretrained(tmp_path / "base")
+        base, targets = tmp_path / "base", {"target_modules": ["c_attn", "c_fc"]}
+    else:
+        base = pico.build(family, tmp_path / "base")
+        targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"]}
+    config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False, **targets)
+    peft.get_peft_model(merged_models.load(base), config).save_pretrained(tmp_path / "adapter")
+    found = run(base, tmp_path / "adapter", tmp_path, ["fresh_bf16_merge"])["fresh_bf16_merge"]
+    assert (found.error, found.notes) == (None, ())
+    assert len(found.survival) == {"gpt2": 4, "qwen3_moe": 4, "mixtral": 6}[family]
+    assert all(row.survived == pytest.approx(1.0, abs=0.01) for row in found.survival)
+    names = {row.module_path.rpartition(".")[2] for row in found.survival}
+    assert names == ({"c_attn", "c_fc"} if family == "gpt2" else {"q_proj", "down_proj", "gate_up_proj"})
+    assert not any("base_layer" in row.module_path for row in found.survival)
+
+
+def test_a_measurement_that_fails_is_no_failure_of_the_merge(small, tmp_path, monkeypatch):
+    def fail(module, weight):
+        raise KeyError("lora_A")
+
+    monkeypatch.setattr(stock_merge, "delta_of", fail)
+    found = run(*small, tmp_path, ["fresh_bf16_merge"])["fresh_bf16_merge"]
+    assert (found.error, found.survival, len(found.prompts)) == (None, (), 2)
+    assert found.notes[0].endswith("q_proj: its survival could not be measured (KeyError: 'lora_A')")

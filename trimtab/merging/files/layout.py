@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trimtab.merging.changes.plan import Edit, Recipe
 from trimtab.process.json_file import read_object
 from trimtab.request import DTYPES
 
+_LET_QUANTIZE = "Merge without requantizing, and let the loader quantize"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -157,9 +159,10 @@ def leaves_to_pack(anatomy: Anatomy, probe: Probe, checkpoint: Checkpoint) -> se
     """Return the file tensors that stock would quantize when it loads the model.
 
     Errors: CheckpointError for a linear layer that stock makes from several file tensors: packed tensors cannot be
-    joined.
+    joined; for Conv1D layers, which bitsandbytes packs turned; for a model without a layer to pack.
     """
     leaves, lost = set(), []
+    turned = [row.module_path for row in anatomy.rows if row.class_name == "Conv1D"]
     for row in anatomy.rows:
         if not row.quantized or row.weight is None:
             continue
@@ -171,8 +174,11 @@ def leaves_to_pack(anatomy: Anatomy, probe: Probe, checkpoint: Checkpoint) -> se
     if lost:
         raise CheckpointError(
             f"cannot be packed: {', '.join(lost[:5])} are made of several file tensors each", path=checkpoint.path,
-            hint="Merge without requantizing, and let the loader quantize",
+            hint=_LET_QUANTIZE,
         )  # fmt: skip
+    if turned or not leaves:
+        what = f"{len(turned)} layers are Conv1D ({', '.join(turned[:2])}, ...)" if turned else "it has no layer to pack"
+        raise CheckpointError(f"cannot be packed: {what}", path=checkpoint.path, hint=_LET_QUANTIZE)
     return leaves
 
 
@@ -217,6 +223,10 @@ def new_index(checkpoint: Checkpoint, shards: tuple[Shard, ...]) -> tuple[str, b
     metadata = dict(metadata) if isinstance(metadata, dict) else {}
     places = [entry for shard in shards for entry in shard.layout.places.values()]
     metadata["total_size"] = sum(entry.nbytes for entry in places)
+    if isinstance(metadata.get("total_parameters"), int):  # as transformers counts them, each weight once, packed or not
+        sizes = {out.tensor_name: prod(out.shape) for shard in shards for out in shard.outs}
+        before = {name: prod(entry.shape) for found in split_packed(checkpoint) for name, entry in found.items()}
+        metadata["total_parameters"] += sum(sizes.values()) - sum(before.values())
     weights = {entry.tensor_name: shard.name for shard in shards for entry in shard.layout.places.values()}
     content = {"metadata": metadata, "weight_map": dict(sorted(weights.items()))}
     return name, (json.dumps(content, indent=2) + "\n").encode()

@@ -7,17 +7,23 @@ largest value of each block. This test needs neither the packer nor a tolerance.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats.coded_files import CodedRows
 from trimtab.engine.tiers.reader import PositionedFile
-from trimtab.formats.record import PackedEntry
-from trimtab.merging.changes.dequantize import packed_rows
+from trimtab.formats.record import DOUBLE, PackedEntry
+from trimtab.merging.changes.dequantize import StoredRows, packed_rows
 from trimtab.merging.check_exact import rounded_once
+
+# Packed scales are 8-bit codes of their distance from the mean: half of the largest step of the table, as a share of its end, and
+# a margin for the mean, which is not read here.
+NESTED_STEP = 0.01
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Grid:
     """The possible values of one packed weight: level x scale.
 
     levels: float64, ascending. scales: float32, one for `block` values in a row-major order. dtype: of the rounding
-    before packing. shape: [D_out, D_in].
+    before packing. shape: [D_out, D_in]. scale_error: the largest error of packed scales, 0 if they are not packed.
     """
 
     levels: Tensor
@@ -33,6 +39,7 @@ class Grid:
     block: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    scale_error: float = 0.0
 
     @property
     def rows_a_piece(self) -> int:
@@ -64,14 +71,27 @@ class Grid:
 
 def read_grid(entry: PackedEntry) -> tuple[Grid, Tensor] | None:
     """Return the grid of a packed weight and its values, float32 [D_out, D_in], not rounded; None if its format has none."""
+    with _opened(entry) as rows:
+        if not isinstance(rows, CodedRows):
+            return None
+        error = NESTED_STEP * float((rows.scales - rows.scales.mean()).abs().max()) if entry.kind.endswith(DOUBLE) else 0.0
+        grid = Grid(rows.levels, rows.scales, rows.block, getattr(torch, entry.dtype), entry.shape, error)
+        return grid, rows(0, entry.shape[0])
+
+
+def exact_values(entry: PackedEntry) -> Tensor:
+    """Return the values of a packed weight, float32 [D_out, D_in], not rounded: what a merge adds a change to."""
+    with _opened(entry) as rows:
+        return rows(0, entry.shape[0])
+
+
+@contextmanager
+def _opened(entry: PackedEntry) -> Iterator[CodedRows | StoredRows]:
     with ExitStack() as stack:
 
-        def opened(part: object) -> PositionedFile:
-            file = PositionedFile(part.file)  # type: ignore[attr-defined]
+        def opened(part: TensorEntry) -> PositionedFile:
+            file = PositionedFile(part.file)
             stack.callback(file.close)
             return file
 
-        rows = packed_rows(entry, opened)
-        if not isinstance(rows, CodedRows):
-            return None
-        return Grid(rows.levels, rows.scales, rows.block, getattr(torch, entry.dtype), entry.shape), rows(0, entry.shape[0])
+        yield packed_rows(entry, opened)

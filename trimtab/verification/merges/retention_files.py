@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterTarget, match_adapter, read_adapter
-from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import CheckpointError
-from trimtab.formats.packed import split_packed
 from trimtab.formats.record import stored_format
 from trimtab.merging.changes.experts import StackPairs
 from trimtab.process import phases
-from trimtab.verification.merges.packed_grid import Grid, read_grid
 from trimtab.verification.merges.retention import Survival, lora_delta, survival
-from trimtab.verification.merges.weights import ModuleWeight, module_weight, saved_weight
-
-
-class _Weights:
-    """The weights of a checkpoint by their path in the model, one at a time and dense."""
-
-    def __init__(self, folder: Path) -> None:
-        from trimtab.engine.loader import transformers_model as hf
-
-        self.checkpoint = read_checkpoint(folder)
-        self.entries, self.packed = split_packed(self.checkpoint)
-        self.probe: Any = hf.probe(self.checkpoint, "float32")  # represents every file dtype exactly
-        self.anatomy: Any = hf.anatomy_of(self.probe, self.checkpoint, quant="none", keep_unquantized=())
-
-    def weight(self, tensor_path: str) -> Tensor:
-        path = self.probe.ties.get(tensor_path, tensor_path)
-        expression = self.probe.sources.get(path)
-        if expression is None:
-            raise CheckpointError("is in no file of it", path=self.checkpoint.path, tensor_name=tensor_path)
-        weight: Tensor = expression.replay(self._fetch)
-        return weight
-
-    def form(self, tensor_path: str) -> str:
-        """Return the form of a weight in the files: the dtype of its tensors, or the packed form."""
-        leaf = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)].leaves[0]
-        return str(self.packed[leaf].kind if leaf in self.packed else self.entries[leaf].dtype)
-
-    def grid(self, tensor_path: str) -> tuple[Grid, Tensor] | None:
-        """Return the grid of a packed weight and its values, not rounded to any dtype; None if several tensors form the
-        weight, or its format has no grid.
-        """
-        expression = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)]
-        if not expression.is_leaf or expression.leaves[0] not in self.packed:
-            return None
-        return read_grid(self.packed[expression.leaves[0]])
-
-    def is_plain(self, tensor_path: str) -> bool:
-        """Whether the files contain the weight unpacked."""
-        expression = self.probe.sources.get(self.probe.ties.get(tensor_path, tensor_path))
-        return expression is not None and not any(leaf in self.packed for leaf in expression.leaves)
-
-    def _fetch(self, name: str) -> Tensor:
-        import torch
-
-        from trimtab.engine.formats.weights import dequantize, prequantized
-        from trimtab.engine.tiers.reader import read_small
-
-        if name not in self.packed:
-            return read_small({name: self.entries[name]})[name]
-        entry = self.packed[name]
-        return dequantize(prequantized(entry, read_small(entry.read_parts), torch.float32))
+from trimtab.verification.merges.unchanged import FileWeights, compare_others
+from trimtab.verification.merges.weights import ModuleWeight, OtherTensors, module_weight, saved_weight
 
 
 def survival_of_files(base: Path, merged: Path, adapter: Path) -> tuple[Survival, ...]:
@@ -75,12 +23,24 @@ def survival_of_files(base: Path, merged: Path, adapter: Path) -> tuple[Survival
 
     base: the checkpoint before the merge. Memory: a few copies of the largest adapted weight in float32.
     """
-    return read_merge(base, merged, adapter)[0]
+    return _changed(FileWeights(base), FileWeights(merged), adapter)[0]
 
 
-def read_merge(base: Path, merged: Path, adapter: Path) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...]]:
-    """Return the share of an adapter's change in a merged checkpoint, and the test of each changed weight."""
-    ours, theirs = _Weights(base), _Weights(merged)
+def read_merge(
+    base: Path, merged: Path, adapter: Path
+) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...], OtherTensors]:  # fmt: skip
+    """Return the share of an adapter's change in a merged checkpoint, the test of each changed weight, and whether every other
+    tensor is the base's.
+    """
+    ours, theirs = FileWeights(base), FileWeights(merged)
+    rows, tests, changed = _changed(ours, theirs, adapter)
+    return rows, tests, compare_others(ours, theirs, changed)
+
+
+def _changed(
+    ours: FileWeights, theirs: FileWeights, adapter: Path
+) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...], set[str]]:  # fmt: skip
+    """Return the rows and tests of all that an adapter changes, and the paths of these tensors."""
     spec = match_adapter(read_adapter(adapter), ours.anatomy)
     saved = {target.module_path: _read(target) for target in spec.targets if target.kind == "saved"}
     changes = [target for target in spec.targets if target.kind not in ("saved", "experts")]
@@ -88,7 +48,7 @@ def read_merge(base: Path, merged: Path, adapter: Path) -> tuple[tuple[Survival,
     for target in spec.targets:
         if target.stack is not None:
             stacks.setdefault(f"{target.module_path}.{target.stack.parameter}", []).append(target)
-    changed = {f"{target.module_path}.weight" for target in changes}
+    changed = {f"{target.module_path}.weight" for target in changes} | stacks.keys()
     rows, tests = [], []
     count = phases.counting("reading the merged weights, module")
     for done, target in enumerate(changes, 1):
@@ -96,29 +56,73 @@ def read_merge(base: Path, merged: Path, adapter: Path) -> tuple[tuple[Survival,
         weight, merged_weight = ours.weight(path), theirs.weight(path)
         rows.append(survival(target.module_path, weight, merged_weight, target_delta(target, weight, tensors)))
         # PEFT saves an embedding with its LoRA: the change applies to the saved one.
-        weight = saved.get(target.module_path, {}).get("weight", weight).float()
-        delta = target_delta(target, weight, tensors)
-        terms = None if "magnitude" in tensors else _terms(target, tensors)
-        grid, values = theirs.grid(path) or (None, merged_weight)
-        form = theirs.form(path)
-        tests.append(module_weight(target.module_path, weight, values, delta, form, terms=terms, grid=grid))
+        replaced = saved.get(target.module_path, {}).get("weight")
+        bases = _bases(ours, path) if replaced is None else [replaced.float]
+        tests.append(_tested(target, path, bases, theirs, tensors))
+        bias = f"{target.module_path}.bias"
+        if target.has_bias and ours.source(bias) is not None:
+            changed.add(bias)
+            delta = tensors["B_bias"].float() * target.scale
+            tests.append(module_weight(bias, ours.weight(bias), theirs.weight(bias), delta, theirs.form(bias), terms=delta.abs()))
         count(done, len(changes))
     for path, targets in stacks.items():
         delta, terms = _stack_delta(targets)
         weight, merged_weight = (one.weight(path).float().flatten(0, 1) for one in (ours, theirs))
         rows.append(survival(path, weight, merged_weight, delta))
-        tests.append(module_weight(path, weight, merged_weight, delta, theirs.form(path), terms=terms))
-    for module_path, tensors in saved.items():
-        for name, tensor in tensors.items():
+        tests.append(_best(
+            module_weight(path, base().float().flatten(0, 1), merged_weight, delta, theirs.form(path), terms=terms)
+            for base in _bases(ours, path)
+        ))  # fmt: skip
+    for module_path, module_tensors in saved.items():
+        for name, tensor in module_tensors.items():
             path = f"{module_path}.{name}"
-            if path not in changed and theirs.is_plain(path):
-                tests.append(saved_weight(path, tensor, theirs.weight(path), theirs.form(path)))
-    return tuple(rows), tuple(tests)
+            if path not in changed:
+                tests.append(_saved(path, tensor, theirs))
+            changed.add(path)
+    return tuple(rows), tuple(tests), changed
+
+
+def _bases(ours: FileWeights, path: str) -> list[Callable[[], Tensor]]:
+    """Return the base's weights that a right merge may add to: exact, or, of a packed one, as its format unpacks it."""
+    exact: list[Callable[[], Tensor]] = [lambda: ours.weight(path)]
+    return exact if ours.is_plain(path) else [*exact, lambda: ours.weight(path, unpacked=True)]
+
+
+def _tested(
+    target: AdapterTarget, path: str, bases: Sequence[Callable[[], Tensor]], theirs: FileWeights, tensors: Mapping[str, Tensor]
+) -> ModuleWeight:  # fmt: skip
+    terms = None if "magnitude" in tensors else _terms(target, tensors)
+    grid, values = theirs.grid(path) or (None, theirs.weight(path))
+    form = theirs.form(path)
+
+    def test(base: Tensor) -> ModuleWeight:
+        delta = target_delta(target, base, tensors)
+        return module_weight(target.module_path, base, values, delta, form, terms=terms, grid=grid)
+
+    return _best(test(base().float()) for base in bases)
+
+
+def _best(tests: Iterator[ModuleWeight]) -> ModuleWeight:
+    """Return the first test without a value outside its bound, else the one with the fewest."""
+    found: list[ModuleWeight] = []
+    for test in tests:
+        if not test.beyond:
+            return test
+        found.append(test)
+    return min(found, key=lambda row: row.beyond)
+
+
+def _saved(path: str, tensor: Tensor, theirs: FileWeights) -> ModuleWeight:
+    if theirs.is_plain(path):
+        return saved_weight(path, tensor, theirs.weight(path), theirs.form(path))
+    grid, values = theirs.grid(path) or (None, theirs.weight(path))
+    zeros = torch.zeros(1, 1).expand(values.shape)
+    return module_weight(path, tensor.float(), values, zeros, theirs.form(path), terms=zeros, grid=grid)
 
 
 def packed_modules(folder: Path) -> dict[str, str]:
     """Return module path -> format of a checkpoint's packed weights. Errors: CheckpointError for one that no merge is packed in."""
-    weights = _Weights(folder)
+    weights = FileWeights(folder)
     paths = [path for path in weights.probe.sources if path.endswith(".weight") and not weights.is_plain(path)]
     found = {path.removesuffix(".weight"): weights.form(path) for path in paths}
     if unread := sorted({form for form in found.values() if not stored_format(form).is_coded}):

@@ -7,7 +7,8 @@ it can be compared with the adapter's exact change; PEFT's `merge_and_unload` it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ def _run(request: Mapping[str, Any], emit: Emit) -> None:
     answers = _answers(model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], emit)
     _answers(model, tokenizer, "base", None, request, answers, emit)
     _stage(emit, "merge", device)
-    merged, counts, seconds = _merged(model, request["dequantize"] == "adapted", emit)
+    merged, counts, seconds, unmeasured = _merged(model, request["dequantize"] == "adapted", emit)
     emit({"event": "merge", "warnings": counts, "rounding_warnings": _rounding(counts), "seconds": seconds})
-    _stage(emit, "merged", device)
+    _stage(emit, "merged", device, notes=unmeasured)
     _answers(without_repacking(merged), tokenizer, "merged", None, request, answers, emit, plain=True)
 
 
@@ -78,39 +79,55 @@ def _rounding(counts: Mapping[str, int]) -> int:
     return sum(count for text, count in counts.items() if ROUNDING_WARNING in text)
 
 
-def _merged(model: Any, dequantize: bool, emit: Emit) -> tuple[Any, dict[str, int], float]:
+def _merged(model: Any, dequantize: bool, emit: Emit) -> tuple[Any, dict[str, int], float, list[str]]:
+    """Return the merged model, PEFT's warnings, its seconds, and why the survival in a layer could not be measured."""
     rows: list[Survival] = []
+    unmeasured: list[str] = []
     if dequantize:
         model.dequantize()
     for path, module in model.named_modules():
         if hasattr(module, "lora_A") and callable(getattr(module, "merge", None)):
-            _watch(path.removeprefix("base_model.model."), module, rows)
+            _watch(path.removeprefix("base_model.model."), module, rows, unmeasured)
     started = time.monotonic()
     with stock_route.recorded_warnings() as counts:
         merged = model.merge_and_unload()
     seconds = time.monotonic() - started
     emit({"event": "survival", "rows": [row.to_json() for row in rows]})
-    return merged, dict(counts), seconds
+    return merged, dict(counts), seconds, unmeasured
 
 
-def _watch(module_path: str, module: Any, rows: list[Survival]) -> None:
-    """Measure a layer's `merge` when it is called."""
+def _watch(module_path: str, module: Any, rows: list[Survival], unmeasured: list[str]) -> None:
+    """Measure a layer's `merge` when it is called. An exception of the measurement is a line of `unmeasured`."""
     merge = module.merge
+    parameter = getattr(module, "parameter_name", None)
+    name = module_path if parameter is None else f"{module_path.removesuffix('.base_layer')}.{parameter}"
 
     def measured(*args: Any, **kwargs: Any) -> None:
+        before = delta = None
         with torch.no_grad():
-            before = dense(module).clone()
-            delta = delta_of(module, before)
+            with _noting(name, unmeasured):
+                before = dense(module).clone()
+                delta = delta_of(module, before)
             merge(*args, **kwargs)
-            if delta is not None:
-                rows.append(survival(module_path, before, dense(module), delta))
+            if before is not None and delta is not None:
+                with _noting(name, unmeasured):
+                    flat = [tensor.flatten(0, -2) for tensor in (before, dense(module), delta)]
+                    rows.append(survival(name, *flat))
 
     module.merge = measured
 
 
+@contextmanager
+def _noting(name: str, unmeasured: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:  # of any release of PEFT: its merge is judged, not what it keeps inside
+        unmeasured.append(f"{name}: its survival could not be measured ({type(exc).__name__}: {exc})")
+
+
 def dense(module: Any) -> Tensor:
-    """Return the unpacked base weight of a LoRA layer in any format."""
-    weight = module.get_base_layer().weight
+    """Return the unpacked base weight of a LoRA layer in any format, or the parameter that its LoRA is on."""
+    weight = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight.data
@@ -121,10 +138,21 @@ def dense(module: Any) -> Tensor:
 
 
 def delta_of(module: Any, weight: Tensor) -> Tensor | None:
-    """Return the exact change of a layer's adapter in float32; None for a layer without LoRA matrices."""
+    """Return the exact change of a layer's adapter in float32, in the shape of its weight; None for a layer without LoRA
+    matrices.
+
+    Of a stack of experts as PEFT lays it out (0.21.2, lora/layer.py, ParamWrapper): A [E R, D_in], B [D_out, R E].
+    """
     if ADAPTER in module.lora_A:
         A, B = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+        if weight.dim() == 3:
+            left = B.float().reshape(B.shape[0], -1, weight.shape[0]).permute(2, 0, 1)
+            change = (left @ A.float().reshape(weight.shape[0], -1, A.shape[1])) * float(module.scaling[ADAPTER])
+            is_turned = weight.shape[0] > 1 and not getattr(module, "_did_swap_in_out_features", False)
+            return change.mT if is_turned else change
         dora_dim = 1
+        if getattr(module, "fan_in_fan_out", False):  # a Conv1D, whose weight is [D_in, D_out]
+            A, B, dora_dim = B.T, A.T, 0
     elif ADAPTER in getattr(module, "lora_embedding_A", {}):
         A, B = module.lora_embedding_B[ADAPTER].T, module.lora_embedding_A[ADAPTER].T
         dora_dim = 0

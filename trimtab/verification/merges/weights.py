@@ -101,11 +101,25 @@ class ModuleWeight:
 
 
 @dataclass(frozen=True)
+class OtherTensors:
+    """The tensors that no adapter changes. equal: number of those that are the base's. differing, not_compared: tensor paths."""
+
+    equal: int = 0
+    differing: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as JSON-ready values."""
+        return {"equal": self.equal, "differing": list(self.differing), "not_compared": list(self.not_compared)}
+
+
+@dataclass(frozen=True)
 class MergedWeights:
-    """All modules that an adapter changes, and the verdict on them: "right", "differs" or "cannot tell"."""
+    """All modules that an adapter changes and all other tensors, and the verdict on them: "right", "differs" or "cannot tell"."""
 
     modules: tuple[ModuleWeight, ...]
     false_alarm_rate: float = FALSE_ALARM_RATE
+    others: OtherTensors = OtherTensors()
 
     @property
     def limit(self) -> float:
@@ -137,14 +151,14 @@ class MergedWeights:
 
     @property
     def verdict(self) -> Literal["right", "differs", "cannot tell"]:
-        """The worst of all modules; "cannot tell" if the test could not even detect a merge of nothing."""
+        """The worst of all; "cannot tell" if a tensor was not compared, or the test could not even detect a merge of nothing."""
         together = self.together
-        if self.wrong or self._is_off(together, self.least_off == LEAST_OFF_COARSE):
+        if self.others.differing or self.wrong or self._is_off(together, self.least_off == LEAST_OFF_COARSE):
             return "differs"
         # With nothing merged, x would be the square of the change in each value, plus the present errors.
         if self.least_off == LEAST_OFF_COARSE and together.length < 2 * self.limit * math.sqrt(together.squares):
             return "cannot tell"
-        return "right"
+        return "cannot tell" if self.others.not_compared else "right"
 
     def to_json(self) -> dict[str, Any]:
         """Return the test as JSON-ready values."""
@@ -152,6 +166,7 @@ class MergedWeights:
             "verdict": self.verdict, "slope": 1 + self.together.off, "size": self.together.size, "limit": self.limit,
             "false_alarm_rate": self.false_alarm_rate, "sees_scale_fault": self.sees_scale_fault,
             "wrong": [row.module_path for row in self.wrong], "modules": [row.to_json() for row in self.modules],
+            "others": self.others.to_json(),
         }  # fmt: skip
 
 
@@ -247,10 +262,13 @@ class _Packed(_Test):
         # The values of the file are a product in float32.
         off = torch.where((m - expected).abs() <= SAME_VALUE * scale.abs(), torch.zeros_like(m), m - expected)
         ends = [exact - bound, exact + bound]
-        scales = [scale] if self.own else [grid.largest_of((exact.abs() + sign * bound).clamp_min(0)) for sign in (-1, 1)]
-        reached = torch.stack([grid.nearest(end, one) * scale for end in ends for one in scales])
+        largest = [grid.largest_of((exact.abs() + sign * bound).clamp_min(0)) for sign in (-1, 1)]
+        reached = torch.stack([grid.nearest(end, one) * scale for end in ends for one in ([scale] if self.own else largest)])
         slack = SAME_VALUE * scale.abs()
         beyond = ~((m >= reached.amin(0) - slack) & (m <= reached.amax(0) + slack))
+        if not self.own:  # codes alone do not show a block that is all too large
+            packing = grid.scale_error + slack
+            beyond |= ~((scale >= largest[0] - packing) & (scale <= largest[1] + packing))
         self._count(off, d, packed(exact + SCALE_FAULT * d) - expected, beyond)
 
 
@@ -261,6 +279,6 @@ def saved_weight(path: str, saved: Tensor, merged: Tensor, form: str) -> ModuleW
     return ModuleWeight(path, form, int(off.sum()), Sums())
 
 
-def merged_weights(rows: Sequence[ModuleWeight]) -> MergedWeights | None:
-    """Return the test of all modules, None if there is none."""
-    return MergedWeights(tuple(rows)) if rows else None
+def merged_weights(rows: Sequence[ModuleWeight], others: OtherTensors = OtherTensors()) -> MergedWeights | None:
+    """Return the test of all modules and tensors, None if there is none."""
+    return MergedWeights(tuple(rows), others=others) if rows or others != OtherTensors() else None

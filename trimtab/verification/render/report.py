@@ -99,6 +99,8 @@ class ParityReport(Report):
             return DIFFERS
         if self.changes is not None and self.changes.wrong:
             return DIFFERS
+        if self.weights is not None and self.weights.others.not_compared:
+            return CANNOT_TELL
         if answers != WITHIN_NOISE:
             return answers
         return CANNOT_TELL if self._is_below_noise else WITHIN_NOISE
@@ -143,6 +145,8 @@ class ParityReport(Report):
             reason = f"{ours} gives the same answers as {theirs}: the adapter is inactive"
         elif self.weights is not None and self.weights.wrong and row.verdict != "differs":
             reason = f"{self.weights.wrong[0].module_path} of {ours} is not base plus change"
+        elif self.weights is not None and self.weights.others.differing and row.verdict != "differs":
+            reason = f"{self.weights.others.differing[0]} of {ours} is not the base's, and the adapter does not change it"
         elif self.changes is not None and self.changes.wrong:
             reason = f"{ours} did not load the same adapters as {theirs}: {self.changes.wrong[0]}"
         else:

@@ -77,6 +77,10 @@ def weight_rows(report: ParityReport) -> list[tuple[str, str]]:
             f"{len(weights.modules)} modules, {len(weights.wrong)} of them wrong; a scale wrong by 1 % {sees}; false-alarm rate "
             f"{weights.false_alarm_rate:.0e}"
         )))  # fmt: skip
+        others = weights.others
+        counts = {"are the base's": others.equal, "differ": len(others.differing), "were not compared": len(others.not_compared)}
+        if words := ", ".join(f"{count} {what}" for what, count in counts.items() if count):
+            rows.append(("other tensors", words))
     if changes is not None:
         same = f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
         rows.append(("adapters as loaded", f"{same}; a scale wrong by 1 % would be detected"))

@@ -2,14 +2,15 @@
 
 A merge in bf16 cannot give the same bits as the loaded adapter: every changed weight is rounded to bf16 once, and a
 packed merge rounds every packed weight to 4 bits. The effect on the answers is measured, not assumed: the same model
-answers with those weights rounded as a merge would, and rounded at random. For layers that are not quantized; the model
-is restored afterwards.
+answers with those weights rounded as a merge would, and rounded at random. A packed layer makes its new weight in each
+call, so no unpacked copy of it is kept. The model is restored afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def rounded_order(
     """Yield (description, a call that gives logits [S, V]) for the rounding of the changed weights to the nearest.
 
     packed: module path -> 4-bit form of the modules that the merged model has packed. Needs a second copy of those
-    weights and of the adapted ones on their device during a call.
+    weights and of the adapted ones on their device during a call, where the base has them unpacked.
     """
     yield PACKED if packed else NEAREST, lambda: _answer(model, adapter, inputs, None, packed)
 
@@ -64,7 +65,7 @@ def merged_in_memory(model: Any, adapter: str, seed: int | None, packed: Mapping
     changed = [
         module for module in model.hf_model.modules()
         if adapter in module.__dict__.get("adapters", {})
-        or (isinstance(module, Leaf) and module.module_path in forms and module.quant_kind == "none")
+        or (isinstance(module, Leaf) and module.module_path in forms)
     ]  # fmt: skip
     generator = None if seed is None else torch.Generator(device=model.device).manual_seed(seed)
     try:
@@ -84,26 +85,37 @@ def merged_in_memory(model: Any, adapter: str, seed: int | None, packed: Mapping
         store.set(before)
 
 
+@dataclass(eq=False)
+class _Merged(LinearAdapter):
+    """The merged weight [D_out, D_in] of a packed layer, made in each call. seed: of a random rounding, None to the nearest."""
+
+    merged: LinearAdapter | None = None
+    form: str | None = None
+    seed: int | None = None
+
+    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+        generator = None if self.seed is None else torch.Generator(device=leaf.device).manual_seed(self.seed)
+        return _new_linear(leaf, self.merged or self, self.form, generator).apply(leaf, x, y)
+
+
 def _rounded(module: Any, adapter: Any, form: str | None, generator: torch.Generator | None) -> Any:
     if adapter is None:
         adapter = LinearAdapter("language")
     if isinstance(adapter, LinearAdapter) and isinstance(module, Leaf):
-        if form is not None and module.quant_kind == "none":
-            return _packed_linear(module, adapter, form, generator)
-        return _rounded_linear(module, adapter, generator)
+        if form is None and (adapter.A is None or adapter.B is None):
+            return adapter
+        if module.quant_kind == "none":
+            return _new_linear(module, adapter, form, generator)
+        seed = None if generator is None else int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        return _Merged(adapter.part, merged=adapter, form=form, seed=seed)
     return _rounded_table(module, adapter, generator) if isinstance(adapter, EmbeddingAdapter) else adapter
 
 
-def _packed_linear(leaf: Any, adapter: LinearAdapter, form: str, generator: torch.Generator | None) -> LinearAdapter:
+def _new_linear(leaf: Any, adapter: LinearAdapter, form: str | None, generator: torch.Generator | None) -> LinearAdapter:
     whole, bias = _merged_linear(leaf, adapter)
-    return LinearAdapter(adapter.part, weight=packed_once(whole, form, generator).to(leaf.weight.dtype), bias=bias)
-
-
-def _rounded_linear(leaf: Any, adapter: LinearAdapter, generator: torch.Generator | None) -> LinearAdapter:
-    if adapter.A is None or adapter.B is None or leaf.quant_kind != "none":
-        return adapter
-    whole, bias = _merged_linear(leaf, adapter)
-    return LinearAdapter(adapter.part, weight=rounded(whole, leaf.weight.dtype, generator), bias=bias)
+    kind = leaf.weight.dtype
+    weight = rounded(whole, kind, generator) if form is None else packed_once(whole, form, generator).to(kind)
+    return LinearAdapter(adapter.part, weight=weight, bias=bias)
 
 
 def _merged_linear(leaf: Any, adapter: LinearAdapter) -> tuple[Tensor, Tensor | None]:
