@@ -13,8 +13,8 @@ from tests.serving import MockPool, client, words
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.doctor.facts.bug import PRESENT, Affected, Bug, Seen
-from trimtab.doctor.own_verdict import own_verdict
 from trimtab.doctor.probes import runner
+from trimtab.doctor.report import own_verdict
 from trimtab.machine import environment as machine
 from trimtab.machine.environment import Environment, Gpu, Package
 from trimtab.serve.contract import log as journal

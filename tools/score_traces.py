@@ -28,8 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.rates import at_least  # noqa: E402
 from trimtab.doctor.cases.labels import SIGNATURES  # noqa: E402
-from trimtab.doctor.traces.answer import diagnose, diagnosis_document  # noqa: E402
-from trimtab.doctor.traces.classify import UNKNOWN, classify  # noqa: E402
+from trimtab.doctor.traces.answer import UNKNOWN, classify, diagnose, diagnosis_document  # noqa: E402  # noqa: E402
 from trimtab.doctor.traces.reading import read_paste  # noqa: E402
 from trimtab.report.render import Lines  # noqa: E402
 

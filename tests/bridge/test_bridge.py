@@ -21,9 +21,9 @@ from torch import nn
 
 from tests import pico, split, stock
 from trimtab.bridge import check, load_peft
-from trimtab.bridge.config import REFUSED
 from trimtab.bridge.hooks import execution_device, hooks_of
 from trimtab.bridge.inspect_findings import BY_NAME
+from trimtab.bridge.load import REFUSED
 from trimtab.errors import AdapterError, RequestError, UpstreamError
 
 transformers.logging.disable_progress_bar()

@@ -27,7 +27,7 @@ from trimtab.checkpoint.unreadable import first_missing, path_hint
 from trimtab.cli.main import main
 from trimtab.engine.chat.media import read_image
 from trimtab.engine.loader import transformers_model as hf
-from trimtab.engine.tiers.spill import Spill
+from trimtab.engine.tiers.streaming import Spill
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError
 from trimtab.process.json_file import KINDS
 

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from trimtab.doctor.bisect.bisect import (
     Bisection,
+    Change,
     Range,
     Row,
     bisect,
     bisect_each,
     bisection_document,
     check_range,
+    find_changes,
     label_of,
     parse_range,
     releases_between,
@@ -36,7 +38,6 @@ from trimtab.doctor.bisect.environments import (
     run_command,
     sorted_versions,
 )
-from trimtab.doctor.bisect.search import Change, find_changes
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.report.render import Lines
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.adapter_files import write_adapter
 from trimtab.doctor.cases import runner as case_runner
-from trimtab.doctor.cases import script as case_script
+from trimtab.doctor.cases import runner as case_script
 from trimtab.doctor.cases.cases import (
     BROAD_TARGETS,
     CASE_NAMES,

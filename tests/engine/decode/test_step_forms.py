@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.decode.test_graphs import ASKED, joined, model  # noqa: F401 - a fixture
 from trimtab.engine.decode import decode_step, step_capture, step_choice
 from trimtab.engine.decode.decode_step import SMALLEST_PLACES, BatchState, DecodeStep, StepBuffers
-from trimtab.engine.decode.graph_uses import PERIOD, FormUses
-from trimtab.engine.memory.graph_cache import GraphCache
+from trimtab.engine.memory.graph_cache import PERIOD, FormUses, GraphCache
 from trimtab.engine.prefill.prefill import PrefillRunner
 
 

@@ -26,8 +26,8 @@ from trimtab.engine.passes import attention as cudnn
 from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.passes.attention import attention, grouped
 from trimtab.engine.passes.chunk_forward import Chunk
-from trimtab.engine.passes.prompt_job import PromptJob, Stage
 from trimtab.engine.prefill.prefill import PrefillRunner
+from trimtab.engine.prefill.rows import PromptJob, Stage
 from trimtab.planning import make_plan
 from trimtab.planning.values.execution import SMALL_BUDGET_BYTES
 from trimtab.request import LoadRequest

@@ -14,7 +14,7 @@ from trimtab.engine.layers import leaves
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers import reader as read
 from trimtab.engine.tiers import streaming as tiers
-from trimtab.engine.tiers.spill import Spill
+from trimtab.engine.tiers.streaming import Spill
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.planning.values.copy_order import Piece
 

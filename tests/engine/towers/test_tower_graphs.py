@@ -22,9 +22,8 @@ from trimtab.engine.lora.store import covered
 from trimtab.engine.prefill import tower_passes
 from trimtab.engine.towers import graphs as tower_graphs
 from trimtab.engine.towers import pieces as tower_pieces
-from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
 from trimtab.engine.towers.graphs import MOST_CREDIT, MOST_SHAPES, Towers, padded_frames
-from trimtab.engine.towers.pieces import NotKeptError, PausedError, TowerPieces
+from trimtab.engine.towers.pieces import NotKeptError, PausedError, TowerPieces, UnknownFormError, filled, form_of
 from trimtab.errors import RequestError
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")

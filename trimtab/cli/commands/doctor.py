@@ -172,7 +172,7 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
     if not report["stopped"] and (not is_other_work or options.probe or options.drafts or options.html):
         report["verdicts"] = _probes(options)
     if not is_other_work and options.python is None:
-        from trimtab.doctor.own_verdict import own_verdict
+        from trimtab.doctor.report import own_verdict
 
         report["trimtab"] = own_verdict(environment)
     if options.drafts and not report["stopped"]:

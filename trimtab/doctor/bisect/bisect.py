@@ -1,13 +1,13 @@
 """Bisection over releases: one environment per release, the case run in as few of them as needed.
 
-`search.py` selects the next release, `environments.py` makes its interpreter, the matrix runs the case there. A release
+`find_changes` selects the next release, `environments.py` makes its interpreter, the matrix runs the case there. A release
 that cannot be installed or run is reported and skipped; Ctrl-C keeps the results so far.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,99 @@ from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.doctor.bisect.environments import PACKAGES, Base, Environments, InstallError, Say, bisect_folder, sorted_versions
-from trimtab.doctor.bisect.search import Change, Label, find_changes
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import scrubbed
 from trimtab.report.document import Document, Items, Table
+
+Label = str
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change between two releases that were run. between: releases in between that could not be run. confirmed: both
+    gave their label a second time, None if not requested.
+    """
+
+    before: str
+    after: str
+    label_before: Label
+    label_after: Label
+    between: tuple[str, ...] = ()
+    confirmed: bool | None = None
+
+
+def find_changes(
+    versions: Sequence[str], label_of: Callable[[str], Label | None], upcoming: Callable[[list[str]], None] | None = None
+) -> tuple[Change, ...]:
+    """Return the changes of the label along the versions, with few evaluations.
+
+    label_of: None for a version that cannot be run; called at most once per version. upcoming: called with the versions
+    that may be next. The result has the changes that the search finds; if there is only one change, the result is
+    exactly that one.
+    """
+    search = _Search(versions, label_of, upcoming or (lambda found: None))
+    return tuple(search.changes())
+
+
+@dataclass
+class _Search:
+    versions: Sequence[str]
+    label_of: Callable[[str], Label | None]
+    upcoming: Callable[[list[str]], None]
+    labels: dict[int, Label | None] = field(default_factory=dict)
+
+    def label(self, at: int) -> Label | None:
+        if at not in self.labels:
+            self.labels[at] = self.label_of(self.versions[at])
+        return self.labels[at]
+
+    def changes(self) -> Iterator[Change]:
+        last = len(self.versions) - 1
+        if last < 1:
+            return
+        self._announce([0, last, last // 2])
+        low = next((at for at in range(last + 1) if self.label(at) is not None), None)
+        high = next((at for at in range(last, -1, -1) if self.label(at) is not None), None)
+        if low is None or high is None or low >= high:
+            return
+        if self.label(low) != self.label(high):
+            yield from self._narrow(low, high)
+            return
+        middle = self._between(low, high)
+        if middle is not None and self.label(middle) != self.label(low):
+            yield from self._narrow(low, middle)
+            yield from self._narrow(middle, high)
+
+    def _narrow(self, low: int, high: int) -> Iterator[Change]:
+        """Yield the changes between two versions of different labels."""
+        while (middle := self._between(low, high)) is not None:
+            if self.label(middle) == self.label(low):
+                low = middle
+            elif self.label(middle) == self.label(high):
+                high = middle
+            else:
+                yield from self._narrow(low, middle)
+                yield from self._narrow(middle, high)
+                return
+        before, after = self.label(low), self.label(high)
+        assert before is not None and after is not None
+        yield Change(
+            self.versions[low], self.versions[high], before, after, tuple(self.versions[low + 1 : high])
+        )  # fmt: skip
+
+    def _between(self, low: int, high: int) -> int | None:
+        """Return the runnable version nearest to the middle, strictly between, None if there is none."""
+        middle = (low + high) // 2
+        inside = sorted(range(low + 1, high), key=lambda at: abs(at - middle))
+        if inside and middle not in self.labels:
+            self._announce([middle, (low + middle) // 2, (middle + high) // 2])
+        return next((at for at in inside if self.label(at) is not None), None)
+
+    def _announce(self, places: list[int]) -> None:
+        upcoming = [self.versions[at] for at in dict.fromkeys(places) if at not in self.labels]
+        if upcoming:
+            self.upcoming(upcoming)
+
 
 FORMAT = 1
 Run = Callable[[Path, str], Mapping[str, Any]]

@@ -1,6 +1,6 @@
 """The cases: base placement x quantization x adapter x call.
 
-Data only, and pure: `stock_run.py` runs a case on the stock stack, `trimtab_run.py` answers it with trimtab, `script.py`
+Data only, and pure: `stock_run.py` runs a case on the stock stack, `trimtab_run.py` answers it with trimtab, `runner.py`
 writes it as a script. Maps are named here and resolved for a model's own modules by `device_map`; 0 is the GPU.
 """
 

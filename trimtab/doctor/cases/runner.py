@@ -18,8 +18,8 @@ from trimtab.adapters.adapter import read_adapter
 from trimtab.adapters.file import for_peft
 from trimtab.checkpoint.folder import find_folder
 from trimtab.doctor.cases import labels
-from trimtab.doctor.cases.cases import BROAD_TARGETS, MODES, Case, find_cases
-from trimtab.doctor.cases.script import script_of
+from trimtab.doctor.cases.cases import BROAD_TARGETS, GEMMA4, MODES, Case, device_map, find_cases, skip_modules
+from trimtab.doctor.facts.probe_kit import EVERYWHERE, LANGUAGE
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.files import write_whole
 from trimtab.process.json_file import read_object
@@ -27,6 +27,7 @@ from trimtab.process.redact import Cleaner
 from trimtab.process.runner import CRASHED, DONE, FAILED, Outcome, run_inside
 from trimtab.process.work_folder import work_folder
 from trimtab.report.document import Block, Code, Details, Document, Facts, Heading, Table, Text
+from trimtab.report.render import filled
 from trimtab.request import check_choice
 
 FORMAT = 1
@@ -405,3 +406,30 @@ def _pattern(paths: list[str]) -> str:
     pattern.
     """
     return "|".join(re.escape(path) for path in paths)
+
+
+LINE_CHARS = 90
+# By an adapter's copy: the target_modules that are written over its own.
+_RETARGETED = {"broad": list(BROAD_TARGETS), "original": list(BROAD_TARGETS), "narrow": LANGUAGE}
+# Arguments of PEFT that are expressions in the script.
+_SPECIAL = {"offload_dir": 'work / "peft-offload"', "torch_device": '"cuda:0" if gpu == 0 else "cpu"'}
+
+
+def script_of(case: Case) -> str:
+    """Return the script of a case. The bridge's cases show the stock call instead."""
+    return filled(
+        Path(__file__).resolve().parents[1], "cases/case.py.j2", (repr, placed), case=case, targets=EVERYWHERE,
+        retargeted=_RETARGETED.get(case.adapter), skipped=skip_modules(GEMMA4), special=_SPECIAL,
+    )  # fmt: skip
+
+
+def placed(name: str) -> str:
+    """Return a map as Python text in which 0 is the name of the imitated GPU; if it is long, one entry per line inside a call."""
+    places = device_map(name, GEMMA4)
+    if isinstance(places, str):
+        return repr(places)
+    entries = [f"{key!r}: {'gpu' if place == 0 else repr(place)}" for key, place in places.items()]
+    one_line = f"{{{', '.join(entries)}}}"
+    if len(one_line) <= LINE_CHARS:
+        return one_line
+    return "{\n" + "".join(f"            {entry},\n" for entry in entries) + "        }"

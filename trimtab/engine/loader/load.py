@@ -32,7 +32,7 @@ from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.tiers import streaming as tiers
 from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.reader import Arena, Part, Reader, Wanted
-from trimtab.engine.tiers.spill import Spill
+from trimtab.engine.tiers.streaming import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
 from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, packed_parts, stored_format

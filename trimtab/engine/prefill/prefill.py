@@ -6,7 +6,7 @@
 
 A prompt's kernels are launched one by one from Python unless they are a graph. There is one for each form of a chunk
 (`hf_prefill.Form`) and each layout of adapters. On its first use a form's pass runs uncaptured. It is captured on its second use.
-If that would evict another graph, it is captured only once it is used more often (graph_uses.py). Adapters of one layout (the
+If that would evict another graph, it is captured only once it is used more often (graph_cache.py). Adapters of one layout (the
 same layers and ranks, at the same places of one piece of memory) share a graph, which reads a copy of the piece: changing the
 adapter is one copy on the device. An adapter of another kind (DoRA, embeddings, whole modules) has separate graphs. All graphs
 share one set of inputs, and their memory with passes that are not captured (shared_pool.py).
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.batched_lora import columns as adapter_columns
-from trimtab.engine.decode.graph_uses import FormUses
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.families.last_layers import LastLayers
@@ -39,16 +38,15 @@ from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.layers import leaves
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops
-from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Policy
+from trimtab.engine.memory.graph_cache import Body, FormUses, GraphCache, Inputs, Key, Policy
 from trimtab.engine.memory.rates import outside_torch
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.engine.passes import chunk_forward as hf_prefill
 from trimtab.engine.passes.chunk_forward import Chunk, Form, Piece
-from trimtab.engine.passes.prompt_job import PromptJob, Stage
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.layouts import Layouts, values_of
 from trimtab.engine.prefill.packing import PackedPrefill
-from trimtab.engine.prefill.rows import Rows
+from trimtab.engine.prefill.rows import PromptJob, Rows, Stage
 from trimtab.engine.prefill.selection import knows_padding, reads_experts, select_adapter
 from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
 from trimtab.engine.towers.graphs import Towers

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from trimtab.engine.lora.store import covered
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Policy
-from trimtab.engine.towers.forms import UnknownFormError, filled, form_of
-from trimtab.engine.towers.pieces import TowerPieces
+from trimtab.engine.towers.pieces import TowerPieces, UnknownFormError, filled, form_of
 from trimtab.errors import gib
 from trimtab.planning.memory.towers import BUFFERS, SHAPES
 from trimtab.planning.values.execution import CAPTURED

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import gib
 from trimtab.report.document import Block, Details, Document, Facts, Figure, Heading, Items, Table, number, yes
 from trimtab.verification.merges.retention import mean_survival
-from trimtab.verification.merges.variants_text import lane_blocks
+from trimtab.verification.merges.variants import lane_blocks
 from trimtab.verification.render import plots
 from trimtab.verification.routes.alarm_rate import FALSE_ALARM_RATE, MARGIN
 
