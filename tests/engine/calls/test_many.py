@@ -111,6 +111,81 @@ def test_a_family_without_rows_is_answered_one_by_one(model, monkeypatch):
     assert [answer.token_ids for answer in model.batch(REQUESTS[:2], max_new_tokens=10)] == expected
 
 
+_SMALL = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+_SEES = {"hidden_size": 64, "intermediate_size": 64, "image_size": 28, "patch_size": 14}
+_PALI = {
+    "vision_config": _SEES | {"model_type": "siglip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 2},
+    "image_token_index": 319, "projection_dim": 64,
+}  # fmt: skip
+UNPLACED = {
+    "PaliGemma": ("moves the positions", _PALI | {"text_config": _SMALL | {"model_type": "gemma", "head_dim": 16}}),
+    "PaliGemma 2": ("moves the positions", _PALI | {"text_config": _SMALL | {"model_type": "gemma2", "head_dim": 16}}),
+    "Bart": (
+        "BartDecoder takes no position_ids",
+        {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128, "is_decoder": True},
+    ),
+    "GPTNeo": (
+        "its local layers",
+        {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    ),
+    "Bloom": ("BloomModel takes no position_ids", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "Falcon": ("alibi", _SMALL | {"alibi": True}),
+    "CpmAnt": (
+        "CpmAntModel takes no position_ids",
+        {"hidden_size": 64, "num_attention_heads": 4, "dim_head": 16, "dim_ff": 128, "num_hidden_layers": 2, "prompt_length": 4},
+    ),
+    "Mllama": (
+        "attend to images",
+        {
+            "image_token_index": 319,
+            "text_config": _SMALL | {
+                "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "vision_config": _SEES | {
+                "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "max_num_tiles": 1, "vision_output_dim": 128,
+                "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
+            },
+        },
+    ),
+    "Mpt": (None, {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPLACED)
+def test_rows_of_a_family_that_cannot_place_them_are_answered_one_by_one(name, tmp_path, monkeypatch):
+    """And without the rule that names it, one step of two rows shows that they are wrong."""
+    torch.manual_seed(0)
+    why, options = UNPLACED[name]
+    kind = name.removesuffix(" 2")
+    sizes = {} if "text_config" in options else {"vocab_size": 320}
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    plain = getattr(transformers, f"{kind}For{'ConditionalGeneration' if 'vision_config' in options else 'CausalLM'}")(config)
+    for value in plain.parameters():
+        torch.nn.init.normal_(value, std=value.shape[-1] ** -0.5 if value.dim() > 1 else 0.1)
+    plain.save_pretrained(tmp_path)
+    prompts = [[5, 9, 77, 31, 200, 14, 8], [5, 9, 77]]
+    limits = {"device": "cpu", "quant": "none", "dtype": "float32", "context": 64, "batch": 2}
+
+    def logprobs(answers):
+        return [[token.logprob for token in answer.logprobs] for answer in answers]
+
+    with trimtab.load(trimtab.plan(tmp_path, **limits)) as one:
+        wrong = one.anatomy.capture_unsupported
+        assert wrong is None if why is None else why in wrong
+        given = {"max_new_tokens": 4, "logprobs": 0}
+        wanted = [one.answer(prompt, **given) for prompt in prompts]
+        for own, theirs in zip(logprobs(one.batch(prompts, **given)), logprobs(wanted), strict=True):
+            assert own == pytest.approx(theirs, abs=TOLERANCE)
+        monkeypatch.setattr(one, "anatomy", replace(one.anatomy, capture_unsupported=None, fused_unsupported="unknown"))
+        if why is None:
+            return
+        with pytest.raises(DeviceError, match="this family cannot be batched: .* two rows"):
+            list(one.batch(prompts, **given))
+
+
 OWN_CACHES = {
     "Mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1, "hidden_size": 64, "num_hidden_layers": 2},
     "Bamba": {

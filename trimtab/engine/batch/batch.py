@@ -181,9 +181,10 @@ class Batch:
         group: requests with the same prompt, media and adapter share the first one's computation. may_end_in_step: of
         `PrefillState`.
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded; DeviceError for a family
-        whose states cannot be kept by rows.
+        whose states cannot be kept by rows, or whose step of rows is not that of one (`decode_step.wrong_rows`).
         """
-        if (why := self.model.anatomy.capture_unsupported) is not None:
+        why = self.model.anatomy.capture_unsupported or decode_step.wrong_rows(self.model)
+        if why is not None:
             raise self._no_rows(why)
         request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.adapter_store.names:
