@@ -138,6 +138,8 @@ class DecodeStep:
         self._shape: tuple[int, ...] | None = None
         self._live = -1  # rows that `cache.live` says
         self._tables = leaves.asking_host(self.model.hf_model)
+        # A token without a row in a layer's table ends its answer before a step looks it up.
+        self._may_lack_rows = bool(sequence.lost_words(self.model.hf_model))
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.
         is_recurrent = hf_slots.keeps_states(self.model.hf_model)
         self._placeholders = frozenset[int]() if is_recurrent else sequence.placeholder_ids(self.model.hf_model)
@@ -178,7 +180,7 @@ class DecodeStep:
     def may_look_ahead(self) -> bool:
         """Whether the next step can be queued before the host knows its tokens: the tokens are on the device, the host brings no
         other input."""
-        return self.wrote_tokens and not self._tables
+        return self.wrote_tokens and not self._tables and not self._may_lack_rows
 
     def run(self, state: BatchState) -> tuple[Tensor, Tensor]:
         """Return the logits [count, V] float32 of one step of these rows, and each row's most likely token [count],
