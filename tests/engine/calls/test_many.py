@@ -218,7 +218,8 @@ LOADED = {
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     },
     "YoutuForCausalLM": {
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
     },
     "Llama4ForConditionalGeneration": {
         "text_config": _SMALL | {"intermediate_size_mlp": 128, "head_dim": 16, "num_local_experts": 2},
