@@ -511,7 +511,7 @@ class DecodeStep:
 # Families without a description ---------------------------------------------------------------------------------------
 
 _TRIED: WeakKeyDictionary[HFModel, str | None] = WeakKeyDictionary()
-# Of the logits, over their own deviation. Over 40 families with random weights roundings give 1e-6 and 0.02 in bfloat16, positions
+# Of the logits, over their deviation. Over 40 families with random weights roundings give 1e-6 and 0.02 in bfloat16, positions
 # that are off by one 0.18.
 _LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _TRIED_TOKENS, _TRIED_PLACES = 6, 64

@@ -480,7 +480,7 @@ UNPLACED = {"mpt"}
 
 
 def _why_not_placed(hf_model: HFModel) -> str | None:
-    """Return why a step of rows at positions of their own, over a fixed number of keys, is not stock's step of each; None if
+    """Return why a step of rows at separate positions, over a fixed number of keys, is not stock's step of each; None if
     nothing is known against it. Needs no weights."""
     config = hf_model.config.get_text_config()
     found = (hf_model.get_decoder(), getattr(hf_model, "base_model", hf_model))  # of ModernBERT the first is its head

@@ -234,10 +234,10 @@ def _traced_result(func: object, args: Any, kwargs: object, result: object, trac
     return result
 
 
-def _is_same_values(func: object, args: Sequence[Any]) -> bool:
+def _is_same_values(func: object, args: Sequence[object]) -> bool:
     if _same(func, Tensor.detach, Tensor.requires_grad_, Tensor.data.__get__):  # type: ignore[attr-defined]
         return True
-    if _same(func, nn.functional.pad) and len(args) > 1 and not any(args[1]):
+    if _same(func, nn.functional.pad) and len(args) > 1 and isinstance(args[1], (list, tuple)) and not any(args[1]):
         return True  # transformers pads a head's bias to its rows
     # Any other index, and `contiguous`, is recorded: it may change the strides.
     return _same(func, Tensor.__getitem__) and len(args) == 2 and args[1] is Ellipsis
