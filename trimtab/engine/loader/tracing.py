@@ -135,6 +135,10 @@ class Traced(Tensor):
     expression: Expression
     run: Trace
 
+    def take(self, values: Traced) -> None:
+        """Have the values of another traced tensor of the same form."""
+        self.expression = values.expression
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
@@ -200,7 +204,7 @@ def _replaces(tensor: object, values: object) -> bool:
         return False
     if tensor.shape != values.shape or tensor.dtype != values.dtype:
         return False
-    tensor.expression = values.expression
+    tensor.take(values)
     return True
 
 
