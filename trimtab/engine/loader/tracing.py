@@ -135,7 +135,7 @@ class Traced(Tensor):
     expression: Expression
     run: Trace
 
-    def take(self, values: Traced) -> None:
+    def adopt(self, values: Traced) -> None:
         """Have the values of another traced tensor of the same form."""
         self.expression = values.expression
 
@@ -204,7 +204,7 @@ def _replaces(tensor: object, values: object) -> bool:
         return False
     if tensor.shape != values.shape or tensor.dtype != values.dtype:
         return False
-    tensor.take(values)
+    tensor.adopt(values)
     return True
 
 
