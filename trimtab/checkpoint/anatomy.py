@@ -21,7 +21,7 @@ PARTS: tuple[Part, ...] = ("language", "vision", "audio", "connector", "table", 
 
 DTYPE_BYTES: Mapping[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
-    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
 }  # fmt: skip
 
 

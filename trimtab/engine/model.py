@@ -27,7 +27,7 @@ from trimtab.engine.batch.kept_batch import KeptBatch, Turns
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import several
 from trimtab.engine.cuda.capture_stream import wait_for_all
-from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.kv.sequence import Inputs, lost_words
 from trimtab.engine.layers.leaves import UnpackedWeights, keep_unpacked
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader import transformers_model as hf
@@ -553,6 +553,10 @@ class LoadedModel(Asking):
             self.adapter_store.set(self.adapter_name(adapter))
             try:
                 yield
+            except IndexError as exc:  # of a look-up in transformers' own generation
+                if lost_words(self.hf_model):
+                    raise RequestError("the answer has a token that a table of the layers has no row for", field="prompt") from exc
+                raise
             finally:
                 self.adapter_store.set(None)
 

@@ -19,7 +19,7 @@ from tests.long_runs import crossed
 from trimtab import demo
 from trimtab.api import PlanInputs, plan_request
 from trimtab.engine.batch.batch import Batch
-from trimtab.errors import DeviceError, DoesNotFitError, RequestError
+from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
 
 QUESTION = "Who are you?"
@@ -107,6 +107,149 @@ def test_a_family_without_rows_is_answered_one_by_one(model, monkeypatch):
     expected = [alone(model, request).token_ids for request in REQUESTS[:2]]
     monkeypatch.setattr(model, "anatomy", replace(model.anatomy, capture_unsupported="layer 0 keeps a state"))
     assert [answer.token_ids for answer in model.batch(REQUESTS[:2], max_new_tokens=10)] == expected
+
+
+_SMALL = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+_SEES = {"hidden_size": 64, "intermediate_size": 64, "image_size": 28, "patch_size": 14}
+_PALI = {
+    "vision_config": _SEES | {"model_type": "siglip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 2},
+    "image_token_index": 319, "projection_dim": 64,
+}  # fmt: skip
+UNPLACED = {
+    "PaliGemma": ("moves the positions", _PALI | {"text_config": _SMALL | {"model_type": "gemma", "head_dim": 16}}),
+    "PaliGemma 2": ("moves the positions", _PALI | {"text_config": _SMALL | {"model_type": "gemma2", "head_dim": 16}}),
+    "Bart": (
+        "BartDecoder takes no position_ids",
+        {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128, "is_decoder": True},
+    ),
+    "GPTNeo": (
+        "its local layers",
+        {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    ),
+    "Bloom": ("BloomModel takes no position_ids", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "Falcon": ("alibi", _SMALL | {"alibi": True}),
+    "CpmAnt": (
+        "CpmAntModel takes no position_ids",
+        {"hidden_size": 64, "num_attention_heads": 4, "dim_head": 16, "dim_ff": 128, "num_hidden_layers": 2, "prompt_length": 4},
+    ),
+    "Mllama": (
+        "attend to images",
+        {
+            "image_token_index": 319,
+            "text_config": _SMALL | {
+                "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "vision_config": _SEES | {
+                "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "max_num_tiles": 1, "vision_output_dim": 128,
+                "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]],
+            },
+        },
+    ),
+    "Mpt": (None, {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPLACED)
+def test_rows_of_a_family_that_cannot_place_them_are_answered_one_by_one(name, tmp_path, monkeypatch):
+    """And without the rule that names it, one step of two rows shows that they are wrong."""
+    torch.manual_seed(0)
+    why, options = UNPLACED[name]
+    kind = name.removesuffix(" 2")
+    sizes = {} if "text_config" in options else {"vocab_size": 320}
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    plain = getattr(transformers, f"{kind}For{'ConditionalGeneration' if 'vision_config' in options else 'CausalLM'}")(config)
+    for value in plain.parameters():
+        torch.nn.init.normal_(value, std=value.shape[-1] ** -0.5 if value.dim() > 1 else 0.1)
+    plain.save_pretrained(tmp_path)
+    prompts = [[5, 9, 77, 31, 200, 14, 8], [5, 9, 77]]
+    limits = {"device": "cpu", "quant": "none", "dtype": "float32", "context": 64, "batch": 2}
+
+    def logprobs(answers):
+        return [[token.logprob for token in answer.logprobs] for answer in answers]
+
+    with trimtab.load(trimtab.plan(tmp_path, **limits)) as one:
+        wrong = one.anatomy.capture_unsupported
+        assert wrong is None if why is None else why in wrong
+        given = {"max_new_tokens": 4, "logprobs": 0}
+        wanted = [one.answer(prompt, **given) for prompt in prompts]
+        for own, theirs in zip(logprobs(one.batch(prompts, **given)), logprobs(wanted), strict=True):
+            assert own == pytest.approx(theirs, abs=TOLERANCE)
+        monkeypatch.setattr(one, "anatomy", replace(one.anatomy, capture_unsupported=None, fused_unsupported="unknown"))
+        if why is None:
+            return
+        with pytest.raises(DeviceError, match="this family cannot be batched: .* two rows"):
+            list(one.batch(prompts, **given))
+
+
+def test_a_token_without_a_row_in_a_table_of_the_layers_ends_its_own_answer(tmp_path, monkeypatch):
+    """transformers raises IndexError for such a prompt, or once such a token is looked up."""
+    kind, make = pico._CONFIGS["gemma4"]
+
+    def config():
+        made = make()
+        made.text_config.vocab_size_per_layer_input = 310
+        return made
+
+    monkeypatch.setitem(pico._OTHERS, "short table", (kind, config))
+    folder = pico.build("short table", tmp_path)
+    sampled = {"prompt": [2, 5, 6], "logit_bias": {312: 100}}
+    requests = [[2, 5, 6], [2, 312], sampled, sampled | {"max_new_tokens": 1}]
+    with trimtab.load(trimtab.plan(folder, quant="none", dtype="float32", context=64, batch=2, device="cpu")) as one:
+        answers = list(one.batch(requests, max_new_tokens=4, errors="return"))
+        assert answers[0].token_ids == one.answer([2, 5, 6], max_new_tokens=4).token_ids
+        assert answers[3].token_ids == (312,)
+        for error, who in zip(answers[1:3], ("the prompt", "the answer"), strict=True):
+            assert isinstance(error, RequestError) and error.field == "prompt" and f"{who} has token id 312" in str(error)
+        with pytest.raises(RequestError, match="no row for"):
+            one.answer([2, 5, 6], max_new_tokens=4, logit_bias={312: 100})
+
+
+LOADED = {
+    "OPTForCausalLM": {"num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "CTRLLMHeadModel": {"n_embd": 64, "dff": 128, "n_head": 4, "n_positions": 128, "n_layer": 2},
+    "ModernBertDecoderForCausalLM": {},
+    "OlmoHybridForCausalLM": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "YoutuForCausalLM": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "Llama4ForConditionalGeneration": {
+        "text_config": _SMALL | {"intermediate_size_mlp": 128, "head_dim": 16, "num_local_experts": 2},
+        "vision_config": _SEES | {
+            "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "vision_output_dim": 64,
+            "projector_input_dim": 64, "projector_output_dim": 64,
+        },
+        "image_token_index": 319,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_odd_values_of_a_class_are_followed_or_named(name, tmp_path):
+    """A head's padded bias, fresh values that are dropped, complex numbers, states of two widths."""
+    torch.manual_seed(0)
+    kind, options = name.partition("For")[0].removesuffix("LMHeadModel"), LOADED[name]
+    sizes = {"vocab_size": 320} if kind == "CTRL" else {} if "text_config" in options else _SMALL
+    plain = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes | options)).eval()
+    for value in plain.parameters():
+        torch.nn.init.normal_(value, std=0.1)
+    plain.save_pretrained(tmp_path)
+    if kind == "Youtu":  # transformers sets the row of the padding to zero
+        with pytest.raises(CheckpointError, match="trimtab cannot follow how transformers .* zero_ on"):
+            trimtab.plan(tmp_path, device="cpu", quant="none", context=64)
+        return
+    ids = [5, 6, 9, 8]
+    with trimtab.load(trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=64)) as one, torch.no_grad():
+        assert torch.allclose(one.logits(ids), plain(torch.tensor([ids])).logits[0], atol=TOLERANCE)
+        if kind == "OPT":
+            with pytest.raises(RequestError, match=r"different widths: \[32, 64\]"):
+                one.hidden_states(ids)
 
 
 OWN_CACHES = {

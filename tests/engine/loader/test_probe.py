@@ -99,8 +99,10 @@ REFUSED = {
     "data replaced": (lambda a: setattr(a, "data", torch.zeros(4, 6)), "__set__ on a: it writes in place"),
     "fresh tensor filled": (fill, "copy_ on a: it writes in place"),
     "without data": (lambda a: a + torch.empty(4, 6, device="meta"), "add on a: another operand has no data"),
-    "random": (lambda a: torch.rand_like(a), "rand_like on a: its result is not made from its inputs alone"),
-    "uninitialized": (lambda a: torch.empty_like(a), "empty_like on a: its result is not made from its inputs alone"),
+    "random": (lambda a: a + torch.rand_like(a), "add on a: another operand has no data"),
+    "uninitialized": (lambda a: a.copy_(torch.empty_like(a).fill_(1)), "copy_ on a: it writes in place"),
+    "dropped": (lambda a: nn.functional.dropout(a), "dropout on a: its result is not made from its inputs alone"),
+    "data of another form": (lambda a: setattr(a, "data", nn.functional.pad(a, (0, 1))), "__set__ on a: it writes in place"),
 }
 
 
@@ -112,6 +114,15 @@ def test_what_cannot_be_replayed_is_refused_and_named(name):
         operation(a)
     assert len(a.run.problems) == 1
     assert words in a.run.problems[0]
+
+
+def test_data_may_be_replaced_by_traced_values_of_the_same_form():
+    a, b = traced("a", "b")
+    a.data = nn.functional.pad(a.data, (0, 0))
+    assert a.expression.leaf == "a"
+    a.data = b.data * 2
+    assert torch.equal(a.expression.replay(FILES.__getitem__), FILES["b"] * 2)
+    assert torch.empty_like(a, device="cpu").uniform_(0, 1).log_().is_meta
 
 
 @pytest.mark.parametrize("read", [lambda a: a.sum().item(), lambda a: bool((a > 0).all()), lambda a: a.tolist()])

@@ -36,7 +36,7 @@ from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode import decode_step
 from trimtab.engine.decode.decode_step import BatchState, StepBuffers
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv.sequence import Inputs, RowPages
+from trimtab.engine.kv.sequence import Inputs, RowPages, lost_words, without_row
 from trimtab.engine.prefill import prefill as prefill_graphs
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.prefill import stock_pass as hf_own_pass
@@ -114,13 +114,14 @@ class Batch:
     context_tokens: int | None = None
     decode: str | None = None
     active: list[Row] = field(default_factory=list)
-    placed: list[Row] = field(default_factory=list)  # computed prompts, in their order, each with a place behind the active rows
+    placed: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise RequestError("a batch has at least one row", field="rows", value=self.rows)
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(end_token_ids(self.model.hf_model))
+        self._lost_words = lost_words(self.model.hf_model)
         self.cache = hf_slots.BatchedKVCache(
             self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
@@ -128,7 +129,7 @@ class Batch:
         self.pages = RowPages(self.cache, self.context_tokens)
         self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
         self._top: dict[Row, int | None] = {}
-        # On a fast GPU, Python's work between two steps takes as long as a step: the next step is queued before this one is read.
+        # On a fast GPU Python's work takes as long as a step: the next step is queued before this one is read.
         self._ahead: QueuedStep | None = None
         self._lost: tuple[list[Row], Exception] | None = None  # rows whose states a failed step has advanced in part
         self._told = False  # whether `tokens` has the last tokens of the lists, not those of a later step
@@ -181,9 +182,9 @@ class Batch:
         group: requests with the same prompt, media and adapter share the first one's computation. may_end_in_step: of
         `PrefillState`.
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded; DeviceError for a family
-        whose states cannot be kept by rows.
+        whose states cannot be kept by rows, or whose step of rows is not that of one (`decode_step.wrong_rows`).
         """
-        if (why := self.model.anatomy.capture_unsupported) is not None:
+        if why := self.model.anatomy.capture_unsupported or decode_step.wrong_rows(self.model):
             raise self._no_rows(why)
         request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.adapter_store.names:
@@ -306,8 +307,10 @@ class Batch:
                 raise first.why
             token = SampledToken.of(row, logits, int(first.token), self._top[row])
             self._commit(token)
+            if row.error:
+                raise row.error
             self.prefixes.joined(prompt)
-            self.tokens[row.number, 0].fill_(token.token_id)  # an assignment would wait for the device
+            self.tokens[row.number, 0].fill_(self._fed(token.token_id))  # an assignment would wait for the device
         prompt.release_logits()
         return token
 
@@ -410,7 +413,8 @@ class Batch:
             self._commit(one)
         for row in () if self._lost is None else self._lost[0]:  # nothing of them is kept or copied
             row.forget_states()
-        if self._ahead is None and (has_tuned or not wrote_tokens or any(d.token_id != tokens[numbers[d.row]] for d in sampled)):
+        has_tuned = has_tuned or any(self._fed(one.token_id) != tokens[numbers[one.row]] for one in sampled)
+        if self._ahead is None and (has_tuned or not wrote_tokens):
             self.write_last_tokens()
         return sampled
 
@@ -557,12 +561,17 @@ class Batch:
             row.end("stop")
         elif len(row.answer_ids) >= row.request.answer_tokens:
             row.end("length")
+        elif token in self._lost_words:
+            row.end("error", without_row(token, "the answer"))
 
     def write_last_tokens(self) -> None:
         """Write each row's last token to where the next step reads it."""
         self._told = True
-        tokens = torch.tensor([[row.token_ids[-1]] for row in self.active])
+        tokens = torch.tensor([[self._fed(row.token_ids[-1])] for row in self.active])
         self.tokens[: len(self.active)].copy_(tokens, non_blocking=True)
+
+    def _fed(self, token: int) -> int:
+        return 0 if token in self._lost_words else token  # of an answer that has ended with it
 
     def leave(self, row: Row) -> None:
         """Remove a request; the last row takes its place. Errors: RequestError if it is not in the batch."""

@@ -151,9 +151,9 @@ def _together(
                 for row in [row for row, flight in flights.items() if row.finish is not None or flight.text.is_over]:
                     batch.leave(row)
                     flight = flights.pop(row)
-                    if row.error is not None:
+                    if row.error is not None and not isinstance(row.error, RequestError):
                         raise row.error
-                    yield flight.index, flight.answer(row.finish)
+                    yield flight.index, flight.answer(row.finish) if row.error is None else on_error(row.error)
             is_over = True
         finally:
             while begun:

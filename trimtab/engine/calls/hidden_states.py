@@ -53,7 +53,8 @@ def _plain(model: AskedModel, text: object) -> Inputs:
 
 
 def hidden_states(model: AskedModel, prompt: object, *, adapter: Chosen, **media: Any) -> Tensor:
-    """Return [layers + 1, S, D] float32 on the CPU; see `LoadedModel.hidden_states`."""
+    """Return [layers + 1, S, D] float32 on the CPU; see `LoadedModel.hidden_states`. Errors: RequestError for a family that
+    projects its last state to another width."""
     inputs = model.prepare(prompt, **media)
     chat.check_fits(model, inputs, 0)
     with model.answering(adapter), torch.no_grad():
@@ -61,4 +62,7 @@ def hidden_states(model: AskedModel, prompt: object, *, adapter: Chosen, **media
         states = model.hf_model(
             **inputs.tensors, use_cache=False, output_hidden_states=True, logits_to_keep=1, return_dict=True
         ).hidden_states
+    widths = sorted({int(state.shape[-1]) for state in states})
+    if len(widths) > 1:
+        raise RequestError(f"this family's states have different widths: {widths}", field="hidden_states")
     return torch.stack([state[0].float().cpu() for state in states])

@@ -21,7 +21,7 @@ from trimtab.engine.chat.control_tokens import ControlTokens, PromptText, turns_
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken, check_tower
-from trimtab.engine.kv.sequence import Inputs, media_ids, placeholder_ids
+from trimtab.engine.kv.sequence import Inputs, check_words, media_ids, placeholder_ids
 from trimtab.engine.loader.processor import TOKENIZER_HINT
 from trimtab.engine.templates.budget import REFUSALS
 from trimtab.engine.templates.budget import render as render_template
@@ -139,6 +139,7 @@ def _from_ids(model: ChatModel, ids: Sequence[int], device: torch.device | None)
     vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
     if not all(0 <= token < vocabulary for token in ids):
         raise RequestError(f"token ids must be between 0 and {vocabulary - 1}", field="prompt")
+    check_words(model.hf_model, ids)
     tensor = torch.tensor([list(ids)], device=device or model.device)
     return Inputs({"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}, len(ids), tuple(ids), has_media=False)
 
@@ -543,6 +544,7 @@ def _check_known(model: ChatModel, tokenizer: Tokenizer, ids: Sequence[int]) -> 
             f"its tokenizer made token id {max(unknown)} of this prompt, the model has {vocabulary} embedding rows",
             path=model.processor_folder, hint=TOKENIZER_HINT,
         )  # fmt: skip
+    check_words(model.hf_model, ids)
     unk = getattr(tokenizer, "unk_token_id", None)
     if unk is not None and unk in ids and set(ids) <= set(tokenizer.all_special_ids):
         raise RequestError(

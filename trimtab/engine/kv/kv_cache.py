@@ -470,7 +470,44 @@ def why_not(hf_model: HFModel) -> str | None:
             return _unsupported(number, layer)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):  # kept in transformers' sliding layers
         return "it has layers of the kind chunked_attention"
-    return None if takes_states(hf_model) else f"{type(hf_model).__name__} takes no keys and values of earlier tokens"
+    if not takes_states(hf_model):
+        return f"{type(hf_model).__name__} takes no keys and values of earlier tokens"
+    return _why_not_placed(hf_model)
+
+
+# transformers 5.23: a bias by the distance from the last key is that from the token plus a constant, which softmax drops.
+UNPLACED = {"mpt"}
+
+
+def _why_not_placed(hf_model: HFModel) -> str | None:
+    """Return why a step of rows at separate positions, over a fixed number of keys, is not stock's step of each; None if
+    nothing is known against it. Needs no weights."""
+    config = hf_model.config.get_text_config()
+    found = (hf_model.get_decoder(), getattr(hf_model, "base_model", hf_model))  # of ModernBERT the first is its head
+    inner = next((one for one in found if "past_key_values" in inspect.signature(type(one).forward).parameters), hf_model)
+    if "position_ids" not in inspect.signature(type(inner).forward).parameters and config.model_type not in UNPLACED:
+        return f"{type(inner).__name__} takes no position_ids"
+    if getattr(config, "alibi", False):
+        return "its biases by distance (alibi) are made from the mask of a growing cache"
+    if getattr(config, "cross_attention_layers", None):
+        return f"its layers {list(config.cross_attention_layers)} attend to images"
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return "its local layers cut their masks by the number of keys"
+    return f"{type(hf_model).__name__} moves the positions that it generates at" if _moves_positions(hf_model) else None
+
+
+def _moves_positions(hf_model: HFModel) -> bool:
+    """Whether transformers' generation changes the positions of a text before the modules get them."""
+    given = torch.arange(3)[None]
+    ids = torch.full_like(given, 3)
+    prepare = getattr(hf_model, "prepare_inputs_for_generation", None)
+    if prepare is None:
+        return False
+    try:
+        made = prepare(ids, attention_mask=torch.ones_like(ids), position_ids=given, use_cache=True)
+        return made.get("position_ids") is not None and not bool((made["position_ids"] == given).all())
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError):
+        return False  # it needs more than a text; `decode_step.wrong_rows` compares a step
 
 
 def takes_states(hf_model: HFModel) -> bool:

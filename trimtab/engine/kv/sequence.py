@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.kv.prefix_store import Mark, PrefixKey
-from trimtab.errors import DoesNotFitError
+from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning.values.byte_sizes import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of
 from trimtab.request import GenerateRequest
 
@@ -494,6 +494,26 @@ def has_three_axes(hf_model: HFModel) -> bool:
 def placeholder_ids(hf_model: HFModel) -> frozenset[int]:
     """Return the token ids that represent an image, frame or audio clip in a prompt."""
     return frozenset().union(*media_ids(hf_model))
+
+
+def lost_words(hf_model: HFModel) -> frozenset[int]:
+    """Return the token ids of the vocabulary that a table of the layers' own inputs has no row for; none is a placeholder."""
+    config = hf_model.config.get_text_config()
+    if not getattr(config, "hidden_size_per_layer_input", None) or config.model_type.startswith("gemma3n"):
+        return frozenset()  # Gemma 3n looks any other id up in the first row
+    return frozenset(range(int(config.vocab_size_per_layer_input), int(config.vocab_size))) - placeholder_ids(hf_model)
+
+
+def without_row(token: int, who: str) -> RequestError:
+    """Return the error for a token id of `lost_words`. who: has it."""
+    return RequestError(f"{who} has token id {token}: a table of the model's layers has no row for it", field="prompt")
+
+
+def check_words(hf_model: HFModel, token_ids: Sequence[int]) -> None:
+    """Raise RequestError for a prompt with ids of `lost_words`."""
+    lost = lost_words(hf_model)
+    if lost and not lost.isdisjoint(token_ids):
+        raise without_row(max(lost.intersection(token_ids)), "the prompt")
 
 
 def media_ids(hf_model: HFModel) -> tuple[frozenset[int], frozenset[int]]:

@@ -2,8 +2,9 @@
 
 A `Traced` tensor has the dtype and shape of a file tensor on the meta device, and an `Expression`: a file tensor, or
 an operation on expressions. A loader run on traced tensors renames, stacks, transposes and casts them as it would real
-ones; afterwards every parameter says how to make it. An operation that cannot be recorded (one that writes in place,
-draws random numbers or reads a value) is refused at once and kept in `Trace.problems`. Knows nothing of transformers.
+ones; afterwards every parameter says how to make it. An operation that cannot be recorded (one that writes in place
+or reads a value) is refused at once and kept in `Trace.problems`. Fresh values, such as random ones, have neither data nor an
+expression: a loader may draw what it then drops. Knows nothing of transformers.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 Fetch = Callable[[str], Tensor]
 
 # Fresh values that depend on more than the inputs: a replay would give others.
-UNREPEATABLE = frozenset(
-    ("empty_like", "new_empty", "new_empty_strided", "rand_like", "randn_like", "randint_like", "bernoulli", "dropout")
-)
+FRESH = frozenset(("empty_like", "new_empty", "new_empty_strided", "rand_like", "randn_like", "randint_like"))
+UNREPEATABLE = frozenset(("bernoulli", "dropout"))
 IN_PLACE_DUNDERS = frozenset(f"__{name}__" for name in ("setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ipow"))
 
 
@@ -135,6 +135,10 @@ class Traced(Tensor):
     expression: Expression
     run: Trace
 
+    def adopt(self, values: Traced) -> None:
+        """Have the values of another traced tensor of the same form."""
+        self.expression = values.expression
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
@@ -153,6 +157,12 @@ class Traced(Tensor):
             return first
         if _same(func, Tensor.requires_grad.__set__, Tensor.grad.__set__):  # type: ignore[attr-defined, union-attr]
             return None
+        if _same(func, Tensor.data.__set__) and _replaces(*args):  # type: ignore[attr-defined]
+            return None
+        if _name_of(func) in FRESH:
+            kwargs["device"] = "meta"
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*_mapped(args, _bare), **_mapped(kwargs, _bare))
         try:
             _check_recordable(func, args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():
@@ -188,6 +198,16 @@ def _check_recordable(func: object, args: object, kwargs: Mapping[str, object]) 
             raise CannotFollowError("another operand has no data")
 
 
+def _replaces(tensor: object, values: object) -> bool:
+    """Whether one traced tensor took over another one's values, which have the same form."""
+    if not isinstance(tensor, Traced) or not isinstance(values, Traced):
+        return False
+    if tensor.shape != values.shape or tensor.dtype != values.dtype:
+        return False
+    tensor.adopt(values)
+    return True
+
+
 def _are_equal(args: Any) -> bool:
     if len(args) != 2 or not all(isinstance(value, Traced) for value in args):
         return False
@@ -221,6 +241,8 @@ def _traced_result(func: object, args: Any, kwargs: object, result: object, trac
 def _is_same_values(func: object, args: Sequence[object]) -> bool:
     if _same(func, Tensor.detach, Tensor.requires_grad_, Tensor.data.__get__):  # type: ignore[attr-defined]
         return True
+    if _same(func, nn.functional.pad) and len(args) > 1 and isinstance(args[1], (list, tuple)) and not any(args[1]):
+        return True  # transformers pads a head's bias to its rows
     # Any other index, and `contiguous`, is recorded: it may change the strides.
     return _same(func, Tensor.__getitem__) and len(args) == 2 and args[1] is Ellipsis
 

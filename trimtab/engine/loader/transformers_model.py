@@ -27,6 +27,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import Rename
 from trimtab.engine.loader.anatomy_builder import build_anatomy
 from trimtab.engine.loader.tracing import (  # fmt: skip
+    CannotFollowError,
     Expression,
     NoAllocation,
     TooLargeError,
@@ -241,6 +242,12 @@ def _load_traced(
             )  # fmt: skip
     except TooLargeError as exc:
         raise CheckpointError(f"{kind.__name__} {exc}", path=checkpoint.folder / CONFIG, hint=TOO_LARGE) from exc
+    except CannotFollowError as exc:  # of trimtab: transformers may load it
+        why = "; ".join(trace.problems[:5])
+        raise CheckpointError(
+            f"trimtab cannot follow how transformers {transformers.__version__} makes {kind.__name__}: {why}",
+            path=checkpoint.path, hint="Load it with transformers alone",
+        ) from exc  # fmt: skip
     except Exception as exc:  # any error of the model's own code
         why = "; ".join(trace.problems[:5]) or _words(exc)
         raise CheckpointError(
