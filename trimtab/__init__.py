@@ -59,45 +59,17 @@ if TYPE_CHECKING:
 
 # Names whose modules import torch, or much else: imported at their first use.
 _LATE = {
-    "Answer": "trimtab.engine.batch.generate",
-    "Conversation": "trimtab.engine.calls.conversation",
-    "LoadedModel": "trimtab.engine.model",
-    "MergeReport": "trimtab.merging.report",
-    "ParityReport": "trimtab.verification.render.report",
-    "TokenLogprob": "trimtab.engine.batch.generate",
-    "Turn": "trimtab.engine.calls.conversation",
-    "merge": "trimtab.merging.merge",
-    "verify": "trimtab.verification.verify",
-}
+    "Answer": "trimtab.engine.batch.generate", "Conversation": "trimtab.engine.calls.conversation",
+    "LoadedModel": "trimtab.engine.model", "MergeReport": "trimtab.merging.report",
+    "ParityReport": "trimtab.verification.render.report", "TokenLogprob": "trimtab.engine.batch.generate",
+    "Turn": "trimtab.engine.calls.conversation", "merge": "trimtab.merging.merge", "verify": "trimtab.verification.verify",
+}  # fmt: skip
 
 __all__ = [
-    "AdapterError",
-    "Answer",
-    "AnswerOptions",
-    "CheckpointError",
-    "Conversation",
-    "DeviceError",
-    "DoesNotFitError",
-    "GenerateRequest",
-    "LoadRequest",
-    "LoadedModel",
-    "MergeReport",
-    "ParityError",
-    "ParityReport",
-    "Plan",
-    "RequestError",
-    "TokenLogprob",
-    "TrimtabError",
-    "Turn",
-    "UpstreamError",
-    "__version__",
-    "bridge",
-    "inspect",
-    "load",
-    "merge",
-    "plan",
-    "verify",
-]
+    "AdapterError", "Answer", "AnswerOptions", "CheckpointError", "Conversation", "DeviceError", "DoesNotFitError",
+    "GenerateRequest", "LoadRequest", "LoadedModel", "MergeReport", "ParityError", "ParityReport", "Plan", "RequestError",
+    "TokenLogprob", "TrimtabError", "Turn", "UpstreamError", "__version__", "bridge", "inspect", "load", "merge", "plan", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

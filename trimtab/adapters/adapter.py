@@ -27,16 +27,13 @@ def describe(file: AdapterFile, spec: AdapterSpec | None) -> dict[str, Any]:
     config = file.config
     shown = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
     report: dict[str, Any] = {
-        "path": str(file.folder),
-        "base_model": config.get("base_model_name_or_path") or " or ".join(file.made_for) or None,
-        "peft_version": config.get("peft_version"),
-        "tensors": len(file.tensors),
+        "path": str(file.folder), "base_model": config.get("base_model_name_or_path") or " or ".join(file.made_for) or None,
+        "peft_version": config.get("peft_version"), "tensors": len(file.tensors),
         "bytes": sum(entry.nbytes for entry in file.tensors.values()),
-        "dtypes": dict(sorted(Counter(entry.dtype for entry in file.tensors.values()).items())),
-        "parts": parts_of(file.tensors),
+        "dtypes": dict(sorted(Counter(entry.dtype for entry in file.tensors.values()).items())), "parts": parts_of(file.tensors),
         "config": {name: config[name] for name in shown if config.get(name) not in (None, False, [], {})},
         "target_modules": config.get("target_modules"),
-    }
+    }  # fmt: skip
     return report if spec is None else report | _describe_match(spec)
 
 
@@ -60,16 +57,11 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
     if idle:
         notes.append(f"target_modules names {', '.join(sorted(map(str, idle)))}, for which the file has no key")
     return spec.counts() | {
-        "prefix": spec.prefix,
-        "ranks": _tally(target.rank for target in lora),
-        "scales": _tally(target.scale for target in lora),
-        "dora": sum(target.use_dora for target in lora),
-        "lora_bias": sum(target.has_bias for target in lora),
+        "prefix": spec.prefix, "ranks": _tally(target.rank for target in lora), "scales": _tally(target.scale for target in lora),
+        "dora": sum(target.use_dora for target in lora), "lora_bias": sum(target.has_bias for target in lora),
         "dropped": [{"key": key, "reason": reason} for key, reason in spec.no_effect],
-        "remapped": [{"from": old, "to": new} for old, new in renamed],
-        "bytes_attached": spec.nbytes("float32"),
-        "notes": notes,
-    }
+        "remapped": [{"from": old, "to": new} for old, new in renamed], "bytes_attached": spec.nbytes("float32"), "notes": notes,
+    }  # fmt: skip
 
 
 def _spellings(target: AdapterTarget) -> set[str]:

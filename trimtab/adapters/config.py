@@ -221,12 +221,10 @@ REFUSED: Mapping[str, str] = {
     "megatron_config": "LoRA on Megatron's parallel layers",
     "trainable_token_indices": "trained rows of an embedding (trainable tokens)",
     "alora_invocation_tokens": "activated LoRA, which switches on at an invocation text",
-    "use_qalora": "QALoRA, which pools the input",
-    "layer_replication": "replicated layers, which change the model",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "Arrow routing between adapters",
+    "use_qalora": "QALoRA, which pools the input", "layer_replication": "replicated layers, which change the model",
+    "use_bdlora": "block-diagonal LoRA", "arrow_config": "Arrow routing between adapters",
     "kasa_config": "KaSA, which truncates the base weight",
-}
+}  # fmt: skip
 MERGED = "; PEFT's merge_and_unload() and save_pretrained() make a checkpoint that has it"
 MOST_RANK = 2**20
 _RANK = f"a rank is an integer of at least 1 and at most {MOST_RANK}"

@@ -96,11 +96,9 @@ class AdapterSpec:
         targets = {name: kinds[name] for name in ("wrapped", "linear")}
         targets |= {name: kinds[name] for name in ("embedding", "router", "experts", "saved") if kinds[name]}
         return {
-            "tensors": len(self.file.tensors),
-            "parts": parts_of(self.file.tensors),
-            "targets": targets | {"total": len(self.targets)},
-            "no_effect": len(self.no_effect),
-        }
+            "tensors": len(self.file.tensors), "parts": parts_of(self.file.tensors),
+            "targets": targets | {"total": len(self.targets)}, "no_effect": len(self.no_effect),
+        }  # fmt: skip
 
 
 class _Places:

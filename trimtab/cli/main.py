@@ -311,12 +311,9 @@ def parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog=None if wanted else exit_codes_text(), formatter_class=_Help,
     )  # fmt: skip
     top.add_argument(
-        "-V",
-        "--version",
-        action="version",
-        version=f"trimtab {trimtab.__version__}",
+        "-V", "--version", action="version", version=f"trimtab {trimtab.__version__}",
         help="print the version; with --json also those of other packages",
-    )
+    )  # fmt: skip
     commands = top.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=_Parser)
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

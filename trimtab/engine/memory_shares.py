@@ -30,16 +30,8 @@ if TYPE_CHECKING:
 
 # Tensors of a running request that are not measured one by one: together the rest of torch's peak.
 _RUNNING = (
-    "activations",
-    "workspaces",
-    "logits",
-    "scratch",
-    "kv_copies",
-    "prompt_buffers",
-    "tower_buffers",
-    "tower_activations",
-    "checks",
-)
+    "activations", "workspaces", "logits", "scratch", "kv_copies", "prompt_buffers", "tower_buffers", "tower_activations", "checks",
+)  # fmt: skip
 _DRIVER = ("cuda_context", "kernels")
 _SLACK = ("allocator_reserve", "fragments")
 _GRAPHS = ("graphs", "prompt_graphs", "tower_graphs")

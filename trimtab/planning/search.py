@@ -428,11 +428,9 @@ def _thinned(sizes: list[int]) -> list[int]:
 
 UNLIMITED_BYTES = 2**62
 _PAID = {
-    "token": "read at every token",
-    "image": "read once per image",
-    "audio": "read once per audio clip",
+    "token": "read at every token", "image": "read once per image", "audio": "read once per audio clip",
     "request": "read once per request",
-}
+}  # fmt: skip
 
 
 class Reasons:
@@ -528,11 +526,9 @@ class Refusal:
         """Return the budgets that the user set, without the limit of a memory that both devices share."""
         request = self.request
         return replace(
-            self.limits,
-            device_budget_bytes=request.gpu_memory_bytes or UNLIMITED_BYTES,
-            host_budget_bytes=request.host_memory_bytes or UNLIMITED_BYTES,
-            total_budget_bytes=None,
-        )
+            self.limits, device_budget_bytes=request.gpu_memory_bytes or UNLIMITED_BYTES,
+            host_budget_bytes=request.host_memory_bytes or UNLIMITED_BYTES, total_budget_bytes=None,
+        )  # fmt: skip
 
     def _neither_fits(self) -> DoesNotFitError:
         """Return the error for a request that needs more than one larger budget."""

@@ -16,36 +16,24 @@ from trimtab.errors import (
 )
 
 EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
-    (RequestError, 2),
-    (CheckpointError, 3),
-    (DoesNotFitError, 4),
-    (AdapterError, 5),
-    (DeviceError, 6),
-    (ParityError, 7),
+    (RequestError, 2), (CheckpointError, 3), (DoesNotFitError, 4), (AdapterError, 5), (DeviceError, 6), (ParityError, 7),
     (UpstreamError, 8),
-)
+)  # fmt: skip
 # For a path that does not exist, or is no model or adapter.
 MISSING = 3
 # For a later step that failed: the earlier step's result is valid and was reported.
 UNFINISHED = 10
 # What each exit code means, for --help; docs/command-line.md has the same table.
 EXIT_TEXTS = {
-    0: "success",
-    1: "answers differ, or a server's adapter is ignored or wrong",
-    2: "the request is invalid",
-    3: "a model or an adapter is missing, or a file is not what it claims to be",
-    4: "no placement fits the budgets",
-    5: "adapter and model do not match",
-    6: "the device failed while running, for example out of memory",
-    7: "a check of trimtab's own result failed",
-    8: "a known bug of another package prevents the run",
+    0: "success", 1: "answers differ, or a server's adapter is ignored or wrong", 2: "the request is invalid",
+    3: "a model or an adapter is missing, or a file is not what it claims to be", 4: "no placement fits the budgets",
+    5: "adapter and model do not match", 6: "the device failed while running, for example out of memory",
+    7: "a check of trimtab's own result failed", 8: "a known bug of another package prevents the run",
     9: "a server's answers do not show whether its adapter is alive",
     10: "a step is done, and its result stands, but a later step could not be done",
-    129: "stopped because its terminal was closed (SIGHUP)",
-    130: "stopped by Ctrl-C",
-    141: "the reader of the output closed it",
+    129: "stopped because its terminal was closed (SIGHUP)", 130: "stopped by Ctrl-C", 141: "the reader of the output closed it",
     143: "stopped by SIGTERM",
-}
+}  # fmt: skip
 
 
 # Where the texts begin in `exit_codes_text`.

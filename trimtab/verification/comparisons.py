@@ -18,15 +18,12 @@ from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.routes.runner import Route
 
 AGAINST: Mapping[str, str] = {
-    "resident": "the plan's tiers against every weight resident",
-    "stock": "trimtab against transformers, bitsandbytes and PEFT",
-    "base": "the adapter against the base: is it active at all?",
-    "bf16": "quantized weights against bf16 ones",
-    "full-head": "an 8-bit output head against the full one",
-    "single": "prompts in one batch against each alone",
+    "resident": "the plan's tiers against every weight resident", "stock": "trimtab against transformers, bitsandbytes and PEFT",
+    "base": "the adapter against the base: is it active at all?", "bf16": "quantized weights against bf16 ones",
+    "full-head": "an 8-bit output head against the full one", "single": "prompts in one batch against each alone",
     "alone": "several adapters in one batch against each alone",
     "eager": "answers token by token, from captured steps where there is a GPU, against one pass of the modules",
-}
+}  # fmt: skip
 BATCH_ROWS = 4
 FOLDER_HINT = "or the folder of a merged model"
 PLANNED_AUDIO_S = 30.0

@@ -39,11 +39,9 @@ def add(command: Command) -> None:
     """Add the command."""
     parser = command("chat", run_chat, "chat with a model: images, audio, adapters to switch and compare")
     add_placement(
-        parser,
-        model_help="a checkpoint folder, a hub id in the local cache, or a saved plan",
-        weights=True,
+        parser, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan", weights=True,
         prefix_cache=f"{PREFIX_CACHE} where the budget allows it; off: no cache",
-    )
+    )  # fmt: skip
     talk = group_of(parser, "conversation")
     talk.add_argument(
         "--use",

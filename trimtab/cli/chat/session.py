@@ -41,18 +41,15 @@ HELP = (
     ("/adapter NAME=PATH", "load one more adapter and answer with it"),
     ("/reload [NAME]", "reload adapters whose files have changed"),
     ("/compare A B [TEXT]", "answer TEXT, or the last question, with both; the conversation does not change"),
-    ("/again [NAME]", "replace the last answer with one by this adapter"),
-    ("/image FILE", "send this image with the next message"),
+    ("/again [NAME]", "replace the last answer with one by this adapter"), ("/image FILE", "send this image with the next message"),
     ("/audio FILE", "send this audio file with the next message"),
     ("/system [TEXT]", "set the system message, or show it; `/system off` removes it"),
     ("/memory", "planned and used memory, tokens of the context, speed of the last answer"),
     ("/save FILE", "save the conversation as .json for /load, or as .md to read"),
     ("/save! FILE", "the same, and replace a file that exists"),
-    ("/load FILE", "continue a saved conversation; adapters do not change"),
-    ("/clear", "forget all turns"),
-    ("/help", "list the commands"),
-    ("/quit", "leave, as Ctrl-D does"),
-)
+    ("/load FILE", "continue a saved conversation; adapters do not change"), ("/clear", "forget all turns"),
+    ("/help", "list the commands"), ("/quit", "leave, as Ctrl-D does"),
+)  # fmt: skip
 KEYS = (
     "Enter sends a message, Alt-Enter starts a new line. Ctrl-C ends an answer; the partial answer is kept. Type two slashes\n"
     'to send a message that begins with one: //etc. """ ... """ encloses several lines. Without a terminal each line is a message.'

@@ -80,12 +80,9 @@ def add(command: Command) -> None:
     planned = command("plan", run_plan, "plan the placement of every block of a model, without loading it")
     add_placement(planned, model_help="a checkpoint folder, or a hub id in the local cache", takes_plan=False)
     planned.add_argument(
-        "--card",
-        metavar="CARD",
-        action=ListOrCard,
-        other=next(action for action in planned._actions if action.dest == "model"),
+        "--card", metavar="CARD", action=ListOrCard, other=next(action for action in planned._actions if action.dest == "model"),
         help='plan for another GPU, from estimates: "RTX 4060 8GB", or a size: 8GiB; `list` prints every profile',
-    )
+    )  # fmt: skip
     request, output = group_of(planned, "largest request"), group_of(planned, "output")
     request.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
     request.add_argument("--images", type=int, metavar="N", help="images of one prompt (default: 1)")

@@ -74,11 +74,9 @@ def add(command: Command) -> None:
     add_answer_tokens(group)
     add_stop_at_turn_end(group)
     group.add_argument(
-        "--rows",
-        type=int,
-        metavar="N",
+        "--rows", type=int, metavar="N",
         help="requests decoded together, 1 to 64 (default: the most of 32, 16 and 8 that move no block off the GPU)",
-    )
+    )  # fmt: skip
     group.add_argument(
         "--resident-adapters", type=int, metavar="N",
         help="adapters on the model at once; the others stay in host memory (default: all)",

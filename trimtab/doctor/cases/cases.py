@@ -344,17 +344,12 @@ def device_map(name: str, parts: Parts) -> dict[str, Place] | str:
     first_off = parts.layer_count // 2
     layers: dict[str, Place] = {f"{parts.layers}.{index}": 0 if index < first_off else "cpu" for index in range(parts.layer_count)}
     maps: dict[str, dict[str, Place] | str] = {
-        "auto": "auto",
-        "all": {"": 0},
-        "cpu": {"": "cpu"},
-        "towers": {**towers, "": 0},
-        "towers-projector": {**towers, "model.multi_modal_projector": "cpu", "": 0},
-        "towers-explicit": {**explicit, **towers},
-        "disk": {**disk, "": 0},
-        "disk-explicit": {**explicit, **disk},
+        "auto": "auto", "all": {"": 0}, "cpu": {"": "cpu"}, "towers": {**towers, "": 0},
+        "towers-projector": {**towers, "model.multi_modal_projector": "cpu", "": 0}, "towers-explicit": {**explicit, **towers},
+        "disk": {**disk, "": 0}, "disk-explicit": {**explicit, **disk},
         "embed": {**inner, **language, f"{parts.language}.embed_tokens": "cpu"},
         "blocks": {**inner, **{path: 0 for path in language if path != parts.layers}, **layers},
-    }
+    }  # fmt: skip
     return maps[name]
 
 

@@ -38,12 +38,10 @@ SILENT: Mapping[str, tuple[str, str]] = {
     "BF16_MERGED_MATCHES_BF16_BASE": ("", "the bf16 merge answers as the base"),
     "BF16_MERGED_MATCHES_NEITHER": ("", "the bf16 merge answers neither as the adapter nor as the base"),
     REFUSED_BY_NAME: ("", "refused before loading, with the reason and a workaround"),
-    NOT_APPLICABLE: ("", "the model lacks what the case needs"),
-    "TIMEOUT": ("", "did not end in time and was killed"),
-    "OOM_HOST": ("", "killed because it exceeded the host memory limit"),
-    "CRASHED": ("", "crashed in native code"),
+    NOT_APPLICABLE: ("", "the model lacks what the case needs"), "TIMEOUT": ("", "did not end in time and was killed"),
+    "OOM_HOST": ("", "killed because it exceeded the host memory limit"), "CRASHED": ("", "crashed in native code"),
     UNKNOWN: ("", "no known signature matches"),
-}
+}  # fmt: skip
 LABELS: tuple[str, ...] = (*dict.fromkeys(signature.label for signature in SIGNATURES), *SILENT)
 _MERGE_LABELS = {"direct-4bit-merge": "DIRECT_4BIT_MERGED_MATCHES_", "fresh-bf16-merge": "BF16_MERGED_MATCHES_BF16_"}
 

@@ -81,12 +81,10 @@ class _Run:
         known = {"", *(path for path, _ in empty.named_modules())}
         arguments = case_model.load_arguments(self.case, self.parts, empty, self.work)
         self.configuration = {
-            "base": {**arguments, "dtype": "bfloat16"},
-            "adapter": self._adapter_arguments(),
-            "call": self.case.call,
+            "base": {**arguments, "dtype": "bfloat16"}, "adapter": self._adapter_arguments(), "call": self.case.call,
             **({"targets": TARGETS[self.case.adapter]} if self.case.needs_adapter else {}),
             **({"then": self.case.then} if self.case.then else {}),
-        }
+        }  # fmt: skip
         requested = arguments["device_map"]
         self.facts(
             configuration=map_texts(self.configuration, self.clean, keys=False), map_asked=requested,

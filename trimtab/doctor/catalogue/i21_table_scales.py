@@ -31,11 +31,8 @@ def probe(kit: Kit) -> Seen:
     state["model.embed_tokens.embedding_quantized"] = torch.ones(8, 16, dtype=torch.int8)
     state["model.embed_tokens.embedding_scale"] = torch.ones(8, 2)
     settings = {
-        "quant_method": "gemma",
-        "num_bits": 8,
-        "quantize_embeddings": True,
-        "modules_to_not_convert": ["model.layers", "lm_head"],
-    }
+        "quant_method": "gemma", "num_bits": 8, "quantize_embeddings": True, "modules_to_not_convert": ["model.layers", "lm_head"],
+    }  # fmt: skip
     config = transformers.LlamaConfig(**sizes, quantization_config=settings)
     with quiet():
         try:

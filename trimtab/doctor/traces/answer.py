@@ -1,6 +1,9 @@
 """The answer to a pasted error: owner, trackers, workaround, the next questions, and the confidence.
 
 All facts about a bug come from the catalogue, including the last known states of threads. Imports no torch.
+
+A known failure is found by exception, message and frames first. A text without an exception line is searched as a whole, and only
+for unique marks of a failure. A message that several causes share is UNKNOWN, with the missing information.
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
         "lora_[ab] device same|differ|cpu|wrong|mat2|move",
         "load_adapter|adapter|lora_ device same|differ|wrong cpu offload|load_adapter|move",
     ),
-    "B9": ("load_adapter offload|device_map|hook cpu|cuda|device|hook",),
-    "C1": ("meta.device need.a.{0,2}value disk|offload",),
+    "B9": ("load_adapter offload|device_map|hook cpu|cuda|device|hook",), "C1": ("meta.device need.a.{0,2}value disk|offload",),
     "C2": (f"{_MERGED} offload|cpu_offload|disk|device_map {_LOST}",),
     "C3": ("sequentialhook|weights_map", f"save_pretrained|saving offload|cpu|device_map hook|{_FAILED}"),
     "C4": (f"device_map peak|spike|temporar|first|before|initial gpu|vram|cuda offload|cpu load {_MEMORY}",),
@@ -89,8 +88,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "D5": (f"{_GEMMA} same.device|differ.{{0,9}}device|two.devices|devices|mm_token_type multi|split|offload|cpu|device_map|cuda",),
     "D6": (f"{_TABLE} {_MEMORY}|gpu|offload|cpu|flash|ssd",),
     "E1": (
-        "missing.adapter.keys",
-        rf"{_LORA} {_ABSENT} keys?\b|state.?dict|prefix warn|silent|ignor|discard|base|effect|random",
+        "missing.adapter.keys", rf"{_LORA} {_ABSENT} keys?\b|state.?dict|prefix warn|silent|ignor|discard|base|effect|random",
         f"{_LORA} load weights|checkpoint random|fresh|newly|uninitial|re.?initial|untrained|silent",
     ),
     "E2": (f"low_cpu_mem_usage {_LORA}|load_adapter meta|nan|random|missing|uninitial|garbage|{_OTHER}",),
@@ -106,8 +104,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "F1": (f"{_MERGED} {_BITS}|dequanti {_OTHER}",),
     "F2": (f"dequanti {_MERGED}|peft|adapter|lora quant_state|attribute|{_FAILED}",),
     "F3": (f"hqq|quanto|torchao|gptq|awq|aqlm|eetq {_MERGED}|offload|disk|device_map {_LORA}|{_FAILED}|not.impl|no.attribute",),
-    "F4": (f"{_MERGED} {_MEMORY}", "合并 内存|显存|爆|溢出"),
-    "F5": (f"safe_merge bias|ambiguous|boolean|lora_bias|{_FAILED}",),
+    "F4": (f"{_MERGED} {_MEMORY}", "合并 内存|显存|爆|溢出"), "F5": (f"safe_merge bias|ambiguous|boolean|lora_bias|{_FAILED}",),
     "G1": (rf"tied?\b|tie_word|tying|lm_head|shares?.memory offload|disk save|shares?.memory|duplicat|{_FAILED}",),
     "G2": (f"windows|backslash|win(10|11|32) offload|disk|offload_folder path|folder|copy|slash|{_LORA}",),
     "H1": (
@@ -131,8 +128,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "I1": ("num_kv_shared_layers", f"{_GEMMA} sliding cache|kv grow|{_MEMORY}|unbounded|full|unlimited"),
     "I2": ("distributed_operation|quantization_operation argument|unexpected", "weightconverter argument|unexpected|keyword"),
     "I3": (
-        "paramwrapper",
-        f"{_MOE} {_LORA} dora|lora_bias|target_parameters|rank_pattern|3-?d.param {_FAILED}|ignor|warn|work|match",
+        "paramwrapper", f"{_MOE} {_LORA} dora|lora_bias|target_parameters|rank_pattern|3-?d.param {_FAILED}|ignor|warn|work|match",
     ),
     "I4": (r"\w*dora 8.?bit|int8|load_in_8 error|nonetype|second|dtype|cpu",),
     "I5": ("lora_only bias|save|load|miss", f"bias {_LORA} not.{{0,9}}save|left.out|lost|missing save|reload|load"),
@@ -163,4 +159,4 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "I22": (f"fp8|float8 promotion|promote {_MERGED}|{_LORA}|dora|add", "promotion for float8"),
     "I24": (f"shared.?experts? {_LORA} glm|glm4_moe|glm.?4.5|routed|target_parameters",),
     "I23": (r"nvfp4\w* peft|lora|adapter|target.?modules? not.support|unsupport|error", "nvfp4linear"),
-}
+}  # fmt: skip

@@ -411,14 +411,10 @@ def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
     from trimtab.engine.towers.bounds_check import unknown_towers
 
     return replace(
-        built,
-        capture_unsupported=hf_slots.why_not(probed.model),
-        fused_unsupported=families.why_not(probed.model),
-        prompts_unsupported=hf_prefill.why_not(probed.model),
-        images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
-        can_chunk=hf_slots.can_chunk(probed.model),
-        unknown_towers=unknown_towers(probed.config),
-    )
+        built, capture_unsupported=hf_slots.why_not(probed.model), fused_unsupported=families.why_not(probed.model),
+        prompts_unsupported=hf_prefill.why_not(probed.model), images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
+        can_chunk=hf_slots.can_chunk(probed.model), unknown_towers=unknown_towers(probed.config),
+    )  # fmt: skip
 
 
 def _file_dtype(checkpoint: Checkpoint, plain: Mapping[str, TensorEntry], tensor_name: str) -> str | None:

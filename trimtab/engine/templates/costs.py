@@ -358,14 +358,12 @@ _STR: Mapping[str, Cost] = {
 }  # fmt: skip
 # Methods, by the type of their object. `format` and `format_map` are metered where they are read (`wrap_str_format`).
 METHODS: Sequence[tuple[type | tuple[type[Any], ...], Mapping[str, Cost]]] = (
-    (str, _STR),
-    (Mapping, {"copy": _shallow, "get": _arguments, "items": _constant, "keys": _constant, "values": _constant}),
+    (str, _STR), (Mapping, {"copy": _shallow, "get": _arguments, "items": _constant, "keys": _constant, "values": _constant}),
     ((list, tuple), {"copy": _shallow, "count": times(1), "index": times(1)}),
     ((int, float), dict.fromkeys(("bit_count", "bit_length", "conjugate", "hex", "is_integer"), _constant)),
-    (bytes, {"decode": _own, "hex": _own}),
-    (range, {"count": _own, "index": _own}),
+    (bytes, {"decode": _own, "hex": _own}), (range, {"count": _own, "index": _own}),
     ((LoopContext, Cycler), dict.fromkeys(("changed", "cycle", "next", "reset"), times(1))),
-)
+)  # fmt: skip
 
 
 def _bits(value: object) -> int:

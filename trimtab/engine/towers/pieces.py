@@ -14,6 +14,12 @@ other layer received, and those that are still referenced; of the others only th
 an error, never a wrong number (`NotKeptError`); the caller then runs the pass again, uncut.
 
 Not covered: models that write into a layer's output; their passes are not cut.
+
+A form is the program part of a tower layer's arguments and outputs, apart from the data, with slots for tensors:
+
+    tensors = []
+    form = form_of((args, kwargs), tensors, lengths)      # hashable; tensors in their order
+    args, kwargs = filled(form, iter(tensors))
 """
 
 from __future__ import annotations

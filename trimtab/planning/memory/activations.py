@@ -91,17 +91,10 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
 # their processor makes by default.
 PATCHES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
-        "gemma4": (2520, 280),
-        "gemma3": (4096, 256),
-        "gemma3n": (2304, 256),
-        "llava": (577, 576),
-        "mistral3": (3025, 756),
-        "qwen2_5_vl": (5120, 1280),
-        "qwen3_5": (5120, 1280),
-        "qwen3_vl": (5120, 1280),
-        "": (4096, 1024),
+        "gemma4": (2520, 280), "gemma3": (4096, 256), "gemma3n": (2304, 256), "llava": (577, 576), "mistral3": (3025, 756),
+        "qwen2_5_vl": (5120, 1280), "qwen3_5": (5120, 1280), "qwen3_vl": (5120, 1280), "": (4096, 1024),
     }
-)
+)  # fmt: skip
 # Of a context: the tokens of prompts that pass, by whether prompts of rows are captured.
 PASSING_DIVISORS = {False: 2, True: 4}
 # One second of sound: spectrogram frames of 10 ms with 128 bands, soft tokens of 40 ms (Gemma 4 feature extractor).

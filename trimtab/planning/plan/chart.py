@@ -37,18 +37,10 @@ ITEM_COLORS = {
     "tower_graphs": "#6f5aa6", "tower_buffers": "#c3a0b8", "tower_activations": "#d3b8c9",
 }  # fmt: skip
 ITEM_NAMES = {
-    "kv_cache": "KV cache",
-    "loading": "more while loading",
-    "kv_copies": "KV copies of steps",
-    "cuda_context": "driver context",
-    "kernels": "libraries and kernels",
-    "graphs": "graph nodes",
-    "workspaces": "cuBLAS workspaces",
-    "checks": "kernel checks",
-    "fixed": "shared look-up tables",
-    "media": "decoding of media",
-    "media_files": "received media",
-}
+    "kv_cache": "KV cache", "loading": "more while loading", "kv_copies": "KV copies of steps", "cuda_context": "driver context",
+    "kernels": "libraries and kernels", "graphs": "graph nodes", "workspaces": "cuBLAS workspaces", "checks": "kernel checks",
+    "fixed": "shared look-up tables", "media": "decoding of media", "media_files": "received media",
+}  # fmt: skip
 TIER_TINT = {"resident": 0.0, "gather": 0.25, "stream": 0.35, "host": 0.5, "disk": 0.2}
 
 

@@ -265,11 +265,9 @@ def _shown(text: str) -> str:
 def completion_logprob_json(tokens: Sequence[Token]) -> TextLogprobs:
     """Return tokens in the form of a completion choice's `logprobs`."""
     return {
-        "tokens": [_shown(token.text) for token in tokens],
-        "token_logprobs": [finite_logprob(token.logprob) for token in tokens],
-        "top_logprobs": [_top_json(token) for token in tokens],
-        "text_offset": [token.offset for token in tokens],
-    }
+        "tokens": [_shown(token.text) for token in tokens], "token_logprobs": [finite_logprob(token.logprob) for token in tokens],
+        "top_logprobs": [_top_json(token) for token in tokens], "text_offset": [token.offset for token in tokens],
+    }  # fmt: skip
 
 
 def _top_json(token: Token) -> dict[str, float]:

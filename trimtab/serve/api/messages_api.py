@@ -201,11 +201,9 @@ def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -
         fields |= {"chat_template_kwargs": {"enable_thinking": True}} if is_on else {"reasoning_effort": "none"}
     if isinstance(body, MessagesRequest):
         fields |= {
-            "max_tokens": min(body.max_tokens, longest),
-            "stream": body.stream,
-            "temperature": body.temperature,
+            "max_tokens": min(body.max_tokens, longest), "stream": body.stream, "temperature": body.temperature,
             "top_p": body.top_p,
-        }
+        }  # fmt: skip
         fields |= {"top_k": body.top_k, "stop": body.stop_sequences or None}
     return wire.chat_of(fields, names), names
 

@@ -27,22 +27,15 @@ ERRORS: Mapping[str, tuple[int, str, str]] = {
     "RequestError": (400, "invalid_request_error", "invalid_value"),
     "BodyTooLargeError": (413, "invalid_request_error", "body_too_large"),
     "UnknownModelError": (404, "invalid_request_error", "model_not_found"),
-    "CheckpointError": (422, "invalid_request_error", "bad_file"),
-    "AdapterError": (422, "invalid_request_error", "bad_adapter"),
-    "QueueFullError": (429, "rate_limit_error", "queue_full"),
-    "QuotaError": (429, "rate_limit_error", "quota"),
-    "BodiesFullError": (503, "server_error", "bodies_full"),
-    "DeviceError": (503, "server_error", "device"),
-    "WorkerDiedError": (503, "server_error", "worker_died"),
-    "ModelFailedError": (503, "server_error", "model_failed"),
-    "StoppingError": (503, "server_error", "stopping"),
-    "DeadlineError": (504, "timeout_error", "deadline"),
-    "TemporaryFolderError": (507, "server_error", "temporary_folder"),
-    "DoesNotFitError": (507, "server_error", "does_not_fit"),
-    "ParityError": (500, "server_error", "parity"),
-    "MistakeError": (500, "server_error", "mistake"),
+    "CheckpointError": (422, "invalid_request_error", "bad_file"), "AdapterError": (422, "invalid_request_error", "bad_adapter"),
+    "QueueFullError": (429, "rate_limit_error", "queue_full"), "QuotaError": (429, "rate_limit_error", "quota"),
+    "BodiesFullError": (503, "server_error", "bodies_full"), "DeviceError": (503, "server_error", "device"),
+    "WorkerDiedError": (503, "server_error", "worker_died"), "ModelFailedError": (503, "server_error", "model_failed"),
+    "StoppingError": (503, "server_error", "stopping"), "DeadlineError": (504, "timeout_error", "deadline"),
+    "TemporaryFolderError": (507, "server_error", "temporary_folder"), "DoesNotFitError": (507, "server_error", "does_not_fit"),
+    "ParityError": (500, "server_error", "parity"), "MistakeError": (500, "server_error", "mistake"),
     "UpstreamError": (500, "server_error", "upstream"),
-}
+}  # fmt: skip
 BUG = (500, "server_error", "bug")
 # Refusals before routing, with HTTP's names.
 HTTP_CODES = {

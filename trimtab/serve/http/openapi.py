@@ -62,11 +62,9 @@ def description(*, has_key: bool, beside: Collection[str] = ()) -> Schema:
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
-        "openapi": "3.2.0",
-        "info": {"title": "trimtab", "version": __version__, "description": "OpenAI's API on local models"},
-        "paths": {path: _path(path, route, has_key) for path, route in routes.items()},
-        "components": components,
-    }
+        "openapi": "3.2.0", "info": {"title": "trimtab", "version": __version__, "description": "OpenAI's API on local models"},
+        "paths": {path: _path(path, route, has_key) for path, route in routes.items()}, "components": components,
+    }  # fmt: skip
 
 
 def _reference(kind: Any) -> Schema:

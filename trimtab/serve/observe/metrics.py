@@ -62,12 +62,9 @@ class Metrics:
             buckets=TTFT_BUCKETS, **options,
         )  # fmt: skip
         self.between = Histogram(
-            "trimtab_time_between_pieces_seconds",
-            "Time between two deltas of one answer",
-            labels,
-            buckets=BETWEEN_BUCKETS,
+            "trimtab_time_between_pieces_seconds", "Time between two deltas of one answer", labels, buckets=BETWEEN_BUCKETS,
             **options,
-        )
+        )  # fmt: skip
         self.queued = Histogram(
             "trimtab_queue_seconds", "From arrival until the prompt starts to run", labels,
             buckets=QUEUE_BUCKETS, **options,

@@ -64,10 +64,8 @@ def arguments_of(
         _check(model, gpus)
     shown = {item.name: _plain(getattr(settings, item.name)) for item in fields(Settings)}
     shown |= {
-        "key_limits": {},
-        "limits": asdict(settings.limits),
-        "adapter_root": settings.adapter_root and _path(settings.adapter_root),
-    }
+        "key_limits": {}, "limits": asdict(settings.limits), "adapter_root": settings.adapter_root and _path(settings.adapter_root),
+    }  # fmt: skip
     return {
         "models": [_table(model) for model in models], "settings": shown, "replicas": list(replicas),
         "gpus": gpus, "cpus": cpus,

@@ -127,18 +127,9 @@ _PLACEMENT = {
     "kv_tokens": "kv_tokens", "kv": "kv", "answer_tokens": "answer_tokens", "experts": "experts",
 }  # fmt: skip
 _OWN = (
-    "path",
-    "plan",
-    "adapters",
-    "keep",
-    "rows",
-    "resident_adapters",
-    "idle_unload_s",
-    "supports_image",
-    "supports_audio",
-    "decode",
+    "path", "plan", "adapters", "keep", "rows", "resident_adapters", "idle_unload_s", "supports_image", "supports_audio", "decode",
     "stop_at_turn_end",
-)
+)  # fmt: skip
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "path": (str,), "plan": (str,), "adapters": (dict,), "keep": (list,), "rows": (int,), "resident_adapters": (int,),
     "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,),

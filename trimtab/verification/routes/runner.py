@@ -22,10 +22,8 @@ from trimtab.verification.routes.compare import Noise, NoiseFloor
 Say = Callable[[str], None]
 TIMEOUT_S = 3600.0
 OWN, STOCK, PREPARE = (
-    "trimtab.verification.routes.trimtab_run",
-    "trimtab.verification.routes.stock_run",
-    "trimtab.verification.routes.inputs",
-)
+    "trimtab.verification.routes.trimtab_run", "trimtab.verification.routes.stock_run", "trimtab.verification.routes.inputs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

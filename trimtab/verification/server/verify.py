@@ -3,6 +3,10 @@
 The server gets questions on which adapter and base differ most. The local base, adapter and known faults are evaluated
 on the same questions, along the server's tokens, in the precision in which the local base is nearest to the server's
 base.
+
+The distance of answers from a hypothesis is the mean difference of the logprobs that the server returned. For a server that returns
+only text, it is the difference between the log-probabilities of the local next token and of the server's token, at each position of
+its answer: 0 while both are the same.
 """
 
 from __future__ import annotations
