@@ -3,9 +3,9 @@
 `find_changes` selects the next release, `environments.py` makes its interpreter, the matrix runs the case there. A release
 that cannot be installed or run is reported and skipped; Ctrl-C keeps the results so far.
 
-The range of releases is halved if the labels at its ends differ; releases that cannot be run are skipped; both halves are searched if
-a third label appears. If the labels at both ends are equal, only the middle is tested, so a change that is undone between two tested
-releases is not found.
+The range of releases is halved if the labels at its ends differ; releases that cannot be run are skipped; both halves are
+searched if a third label appears. If the labels at both ends are equal, only the middle is tested, so a change that is undone
+between two tested releases is not found.
 """
 
 from __future__ import annotations

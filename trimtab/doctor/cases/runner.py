@@ -3,9 +3,9 @@
 A case that hangs, is killed for its memory or crashes is a record like any other. Finished records are passed to
 `on_record` at once, so that Ctrl-C keeps them.
 
-The script of a case (`case.py.j2`) builds a small Gemma 4 and an adapter with transformers and PEFT, needs no download and does not
-import trimtab. Without a GPU, `torch.device("cpu")` imitates one. It ends with a line that begins "RESULT: ", after the exception if
-there is one.
+The script of a case (`case.py.j2`) builds a small Gemma 4 and an adapter with transformers and PEFT, needs no download and does
+not import trimtab. Without a GPU, `torch.device("cpu")` imitates one. It ends with a line that begins "RESULT: ", after the
+exception if there is one.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 A graph repeats the very addresses that it was captured with, so its key has everything in a pass that is no value in a tensor.
 
-`FormUses`: how often forms of a pass were needed lately. A graph that is captured at each need and dropped before its next one costs
-more than the pass that it replaces; where another graph is evicted for it, it is captured once it is used more often.
+`FormUses`: how often forms of a pass were needed lately. A graph that is captured at each need and dropped before its next one
+costs more than the pass that it replaces; where another graph is evicted for it, it is captured once it is used more often.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -52,8 +52,11 @@ class PromptLayout:
     has_towers: bool
     experts: ExpertSlots
     stand_ins: dict[nn.Module, StandIn]
+    leaves: InitVar[list[Leaf]]
     holds: tuple[str, int] | None = None
-    let_go: weakref.finalize[..., PromptLayout] = field(init=False)
+
+    def __post_init__(self, leaves: list[Leaf]) -> None:
+        self.let_go = weakref.finalize(self, _let_go, self.name, WeakSet(leaves), WeakSet(self.stand_ins))
 
 
 class Layouts:
@@ -175,9 +178,7 @@ class Layouts:
         slots.cover(holders, name)
         stand_ins = {module: StandIn(vars(module)["adapters"][name]) for module in experts}
         own_name = f"\0prompt layout {next(_NUMBERS)}"
-        layout = PromptLayout(own_name, buffer, has_towers, slots, stand_ins)
-        layout.let_go = weakref.finalize(layout, _let_go, own_name, WeakSet(one.leaf for one in places), WeakSet(experts))
-        layout.let_go.atexit = False
+        layout = PromptLayout(own_name, buffer, has_towers, slots, stand_ins, [one.leaf for one in places])
         for module, stand_in in stand_ins.items():
             vars(module)["adapters"][own_name] = stand_in
             tables = slots.args(module, first)
