@@ -2,7 +2,7 @@
 
 A terminal obeys control characters: it moves the cursor, clears the screen, writes to the clipboard. Bidirectional
 controls show a reader another order than a program sees. Every error message, table, log and report is escaped here.
-JSON has its own escapes, and `cli/flags/highlight.py` handles a model's answers. Imports only the standard library.
+JSON has its own escapes, and `cli/flags/output.py` handles a model's answers. Imports only the standard library.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ DOCUMENT = Document(PROSE, [
 ])  # fmt: skip
 # Where text for people may be laid out or escaped: here, charts, the templates of chats, and lines that a terminal redraws.
 OWN = {
-    "report/render.py", "report/charts.py", "engine/templates/budget.py", "cli/flags/phase_line.py", "doctor/traces/reading.py",
+    "report/render.py", "report/charts.py", "engine/templates/budget.py", "cli/flags/output.py", "doctor/traces/reading.py",
     "formats/bitsandbytes.py",
 }  # fmt: skip
 

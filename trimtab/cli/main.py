@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import trimtab
 from trimtab.adapter_names import without_demo_name
 from trimtab.checkpoint.names import near_names
-from trimtab.cli.flags import phase_line
+from trimtab.cli.flags import output
 from trimtab.cli.flags.flags import give_model, group_of
 from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
 from trimtab.cli.flags.wording import Words
@@ -171,7 +171,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             return USAGE
         check_command(given[0])
         is_shown = not as_json and HELP.isdisjoint(given) and sys.stderr is not None and sys.stderr.isatty()
-        with phase_line.shown(given[0]) if is_shown else nullcontext():
+        with output.shown(given[0]) if is_shown else nullcontext():
             options = parser(given[:1]).parse_args(given)
             words = _words(options)
             give_model(options)

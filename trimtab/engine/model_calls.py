@@ -23,7 +23,7 @@ from trimtab.adapters.file import check_vocabulary, stamps_of
 from trimtab.checkpoint.names import check_options
 from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.calls import batch_calls as many
-from trimtab.engine.calls import hidden_states as inner
+from trimtab.engine.calls import embedding as inner
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import HeldAdapter
 from trimtab.errors import DoesNotFitError, RequestError, gib

@@ -23,7 +23,7 @@ from trimtab.cli.chat import chat as chat_command
 from trimtab.cli.chat import input as chat_input
 from trimtab.cli.chat import session as chat_session
 from trimtab.cli.chat.session import Session
-from trimtab.cli.flags.highlight import Style
+from trimtab.cli.flags.output import Style
 from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), f"style={demo.ADAPTERS['style']}"

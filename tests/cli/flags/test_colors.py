@@ -10,8 +10,7 @@ import pytest
 
 from trimtab.cli import main as cli
 from trimtab.cli.chat.session import Session
-from trimtab.cli.flags.highlight import apart
-from trimtab.cli.flags.output import has_color, set_off, show
+from trimtab.cli.flags.output import apart, has_color, set_off, show
 from trimtab.errors import RequestError
 from trimtab.report.document import Document, Table, Text
 from trimtab.report.render import CODES

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.flags.test_colors import Terminal
 from trimtab.cli import main as cli
-from trimtab.cli.flags import phase_line
+from trimtab.cli.flags import output
 from trimtab.process import phases
 
 
@@ -46,7 +46,7 @@ def seen(terminal):
 
 def test_a_phase_takes_the_place_of_the_last_one_and_gives_way_to_other_text(monkeypatch):
     terminal = on_terminal(monkeypatch)
-    with phase_line.shown("run"):
+    with output.shown("run"):
         assert seen(terminal) == ["reading the model"]
         phases.begin("importing torch and transformers")
         assert seen(terminal) == ["importing torch and transformers"]
@@ -70,7 +70,7 @@ def test_an_error_and_a_gone_terminal_leave_no_line(monkeypatch):
     assert cli.main(["run", "/nowhere", "hi"]) == 3
     assert "reading the model" in terminal.getvalue()
     assert next(line for line in seen(terminal) if line).startswith("trimtab: /nowhere")
-    line = phase_line.PhaseLine(terminal)
+    line = output.PhaseLine(terminal)
     terminal.close()
     line("loading", "")  # as on a terminal that was closed
 
@@ -101,14 +101,14 @@ def test_there_is_no_line_in_json_in_help_or_where_nothing_takes_long(words, mon
 
 def test_there_is_no_line_without_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with phase_line.shown("run"):
+    with output.shown("run"):
         phases.begin("loading", "1 of 2")
     assert sys.stderr.getvalue() == ""
 
 
 def test_a_dumb_terminal_gets_each_phase_once_on_a_line_of_its_own(monkeypatch):
     terminal = on_terminal(monkeypatch, "dumb")
-    with phase_line.shown("run"):
+    with output.shown("run"):
         for done in range(1, 4):
             phases.begin("loading", f"{done} of 3 GiB")
         phases.begin("")
@@ -119,7 +119,7 @@ def test_a_phase_is_one_line_without_control_characters(monkeypatch):
     terminal = on_terminal(monkeypatch)
     monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size((20, 10)))
     monkeypatch.setattr(terminal, "fileno", lambda: 2)
-    line = phase_line.PhaseLine(terminal)
+    line = output.PhaseLine(terminal)
     line("a\x1b[2J\nb", "of a name that is too long")
     assert seen(terminal) == ["a\\x1b[2J\\nb of a na"]
 

@@ -13,8 +13,8 @@ from tests import ROOT
 from tests.rules import each
 from trimtab.cli import main as cli
 from trimtab.doctor.facts.buckets import BUCKETS
+from trimtab.doctor.facts.bug import Tracker
 from trimtab.doctor.facts.evidence import Shown, Statement, differences, evidence_of
-from trimtab.doctor.facts.trackers import Tracker
 from trimtab.doctor.issues import draft as module
 from trimtab.doctor.issues.claims import decide_claims
 from trimtab.doctor.issues.draft import make_drafts

@@ -38,7 +38,7 @@ from trimtab.cli.main import main
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.calls.prompt_logprobs import PromptScores
+from trimtab.engine.calls.embedding import PromptScores
 from trimtab.engine.kv import int8 as hf_kv_int8
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.int8 import read_states, round_states

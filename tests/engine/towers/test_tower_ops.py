@@ -31,8 +31,7 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import EAGER
 from trimtab.engine.passes import media_embeddings as hf_prompt_media
-from trimtab.engine.towers.graphs import Towers
-from trimtab.engine.towers.kernels import TowerOps, four_bit_towers
+from trimtab.engine.towers.graphs import TowerOps, Towers, four_bit_towers
 from trimtab.planning.memory.prompts import uncaptured_bytes
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")

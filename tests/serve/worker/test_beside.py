@@ -11,7 +11,7 @@ from tokenizers import decoders
 import trimtab
 from tests import stock
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine.calls.prompt_logprobs import PIECE_TOKENS, PromptScores
+from trimtab.engine.calls.embedding import PIECE_TOKENS, PromptScores
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import Scheduler

@@ -13,9 +13,16 @@ from trimtab.engine.formats.bitsandbytes import quant_state, quantize
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
 from trimtab.merging.check_exact import rounded_once
-from trimtab.verification.merges.packed_grid import Grid, read_grid
 from trimtab.verification.merges.retention_files import packed_modules
-from trimtab.verification.merges.weights import FALSE_ALARM_RATE, MergedWeights, merged_weights, module_weight, saved_weight
+from trimtab.verification.merges.weights import (
+    FALSE_ALARM_RATE,
+    Grid,
+    MergedWeights,
+    merged_weights,
+    module_weight,
+    read_grid,
+    saved_weight,
+)
 from trimtab.verification.routes.alarm_rate import symmetric_limit
 
 SHAPE = (96, 128)

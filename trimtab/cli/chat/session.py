@@ -15,9 +15,8 @@ from trimtab.checkpoint.names import near_names
 from trimtab.cli.chat import file as chat_file
 from trimtab.cli.chat.input import Reader
 from trimtab.cli.flags.flags import BASE, mix_text
-from trimtab.cli.flags.highlight import Style, apart
 from trimtab.cli.flags.opening import end_text
-from trimtab.cli.flags.output import has_color, print_error, print_text, set_off
+from trimtab.cli.flags.output import Style, apart, has_color, print_error, print_text, set_off
 from trimtab.cli.flags.wording import as_typed
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.printable import printable

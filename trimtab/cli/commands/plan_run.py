@@ -41,9 +41,8 @@ from trimtab.cli.flags.flags import (
     sampling_options,
     system_of,
 )
-from trimtab.cli.flags.highlight import Style
 from trimtab.cli.flags.opening import end_text, opened, planned, say_beside, say_fallbacks
-from trimtab.cli.flags.output import Command, print_json, print_text, show
+from trimtab.cli.flags.output import Command, Style, print_json, print_text, show
 from trimtab.cli.flags.pull import pull_if_asked
 from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import DoesNotFitError, RequestError, gib

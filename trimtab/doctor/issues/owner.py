@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trimtab.doctor.facts.buckets import FIXED, REPOSITORIES
-from trimtab.doctor.facts.bug import Bug
+from trimtab.doctor.facts.bug import NAMED, Bug, Tracker, known_trackers, release
 from trimtab.doctor.facts.evidence import Run
-from trimtab.doctor.facts.trackers import NAMED, Tracker, known_trackers, release
 from trimtab.report.render import inline
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from trimtab.doctor.facts.bug import Bug
-from trimtab.doctor.facts.trackers import OPEN, Tracker, known_trackers, release
+from trimtab.doctor.facts.bug import OPEN, Bug, Tracker, known_trackers, release
 from trimtab.doctor.traces.likeness import Index, index_of
 from trimtab.doctor.traces.reading import PASTE_LINES, Paste, Trace, read_paste
 from trimtab.doctor.traces.signatures import SIGNATURES, Match, match, plain_message

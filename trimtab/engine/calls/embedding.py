@@ -1,23 +1,31 @@
-"""The embedding of a text: its last hidden state, pooled and scaled to length 1, while other requests run.
+"""What is read of a text's pass in place of an answer: its embedding, its own tokens' log-probabilities, its hidden states.
 
 The states are those behind the final norm, which the output head reads. "last" takes the last token's, "mean" the average of all in
 float32. A prompt is computed in the chunks that the plan counts for prompts, with an adapter as usual.
+
+The log-probabilities of a prompt's own tokens, each given those before it, are computed in short pieces: the logits of every position
+take room that a plan counts for one. The pieces do not depend on other requests, so neither do the numbers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from trimtab.engine.batch.request import check_logits
+from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.prompt import check_fits
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.prefill.stock_pass import TextPass
-from trimtab.errors import DeviceError
+from trimtab.errors import DeviceError, RequestError
+from trimtab.request import check_choice
 
 if TYPE_CHECKING:
-    from trimtab.engine.calls.asked_model import AskedModel
+    from trimtab.engine.batch.request import Prompt
+    from trimtab.engine.calls.asked_model import AskedModel, Chosen
 
 
 class Embedding(TextPass):
@@ -63,3 +71,106 @@ class Embedding(TextPass):
         """`unit` as D numbers."""
         numbers: list[float] = self.unit.tolist()
         return numbers
+
+
+POOLINGS = ("last", "mean")
+
+
+def embed(model: AskedModel, texts: Sequence[object], *, adapter: Chosen, pooling: str, normalize: bool) -> Tensor:
+    """Return [N, D] float32 on the CPU; see `LoadedModel.embed`. One text at a time: no padding, no rounding by neighbours."""
+    check_choice(pooling, POOLINGS, field_name="pooling")
+    if isinstance(texts, str) or chat.is_token_ids(texts):
+        raise RequestError("is a string; pass a list of strings", field="texts")
+    vectors = []
+    for text in texts:
+        inputs = _plain(model, text)
+        with model.answering(adapter):
+            embedding = Embedding(model, inputs, adapter=model.adapter_name(adapter), pooling=pooling)
+            while not embedding.step():
+                pass
+            vectors.append((embedding.unit if normalize else embedding.pooled).cpu())
+    if not vectors:
+        raise RequestError("holds no text", field="texts")
+    return torch.stack(vectors)
+
+
+def _plain(model: AskedModel, text: object) -> Inputs:
+    """Return the inputs of a text as it is, with the tokenizer's own first token; of token ids as they are."""
+    if isinstance(text, str):
+        if not text.strip():
+            raise RequestError("a text is empty", field="texts")
+        tokenizer = getattr(model.processor, "tokenizer", model.processor)
+        with model.preparing:
+            text = tokenizer(text, add_special_tokens=True)["input_ids"]
+    if not chat.is_token_ids(text):
+        raise RequestError("is neither a text nor token ids", field="texts", value=type(text).__name__)
+    inputs: Inputs = model.prepare(list(text))
+    return inputs
+
+
+def hidden_states(model: AskedModel, prompt: object, *, adapter: Chosen, **media: Any) -> Tensor:
+    """Return [layers + 1, S, D] float32 on the CPU; see `LoadedModel.hidden_states`. Errors: RequestError for a family that
+    projects its last state to another width."""
+    inputs = model.prepare(prompt, **media)
+    chat.check_fits(model, inputs, 0)
+    with model.answering(adapter), torch.no_grad():
+        model.lend_prompt_room()
+        states = model.hf_model(
+            **inputs.tensors, use_cache=False, output_hidden_states=True, logits_to_keep=1, return_dict=True
+        ).hidden_states
+    widths = sorted({int(state.shape[-1]) for state in states})
+    if len(widths) > 1:
+        raise RequestError(f"this family's states have different widths: {widths}", field="hidden_states")
+    return torch.stack([state[0].float().cpu() for state in states])
+
+
+# Positions whose logits are in memory at a time: 16 MiB in float32 for a vocabulary of 262,144.
+PIECE_TOKENS = 16
+
+
+class PromptScores(TextPass):
+    """The log-probabilities of one prompt: call `step` until it returns True; read `scores`, or `take` the scores of each step.
+
+    top: the number of most likely tokens for each position. scores: for each token of the prompt but the first, {token id:
+    (logprob, rank)} of the token and of the most likely ones. A rank of 1 is the most likely. Errors: RequestError for a prompt
+    with media, whose tokens are not text.
+    """
+
+    def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None, top: int) -> None:
+        if inputs.has_media:
+            raise RequestError("not supported: prompt_logprobs of images and audio", field="prompt_logprobs")
+        super().__init__(model, model.hf_model, inputs, adapter)
+        self._top = top
+        self._logits: Tensor | None = None  # of the last token [V]
+        self.scores: list[dict[int, tuple[float, int]]] = []
+
+    def take(self) -> list[dict[int, tuple[float, int]]]:
+        """Return the scores that no call has returned yet."""
+        found, self.scores = self.scores, []
+        return found
+
+    def hand_over(self, prompt: Prompt) -> None:
+        """Let a prompt of the same tokens, of which nothing is computed, be complete: its keys, values and logits are known."""
+        prompt.take_states(self._done, logits=self._logits, cache=self._cache)
+
+    def step(self) -> bool:
+        """Compute the next piece; True when it was the last. Errors: DeviceError for logits that are no numbers."""
+        start = self._done
+        logits = self._next(PIECE_TOKENS).logits[0]
+        end = self._done
+        check_logits(logits, adapter=self.adapter)
+        following = self._inputs.token_ids[start + 1 : end + 1]
+        self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
+        if end == self.prompt_tokens:
+            self._logits = logits[-1].float()
+        return end == self.prompt_tokens
+
+    def _add(self, logprobs: Tensor, following: tuple[int, ...]) -> None:
+        # The numbers of all rows are read at once: each read waits for the device.
+        own = logprobs.gather(1, torch.tensor(following, dtype=torch.long, device=logprobs.device)[:, None])
+        ranks = (logprobs > own).sum(dim=1) + 1
+        values, ids = logprobs.topk(self._top) if self._top else (logprobs[:, :0], logprobs[:, :0].long())
+        rows = zip(following, own[:, 0].tolist(), ranks.tolist(), values.tolist(), ids.tolist(), strict=True)
+        for token, logprob, rank, top_values, top_ids in rows:
+            top = {one: (value, place + 1) for place, (one, value) in enumerate(zip(top_ids, top_values, strict=True))}
+            self.scores.append({token: (logprob, rank), **top})

@@ -49,8 +49,7 @@ from trimtab.engine.prefill.packing import PackedPrefill
 from trimtab.engine.prefill.rows import PromptJob, Rows, Stage
 from trimtab.engine.prefill.selection import knows_padding, reads_experts, select_adapter
 from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
-from trimtab.engine.towers.graphs import Towers
-from trimtab.engine.towers.kernels import TowerOps
+from trimtab.engine.towers.graphs import TowerOps, Towers
 from trimtab.engine.towers.pieces import PausedError
 from trimtab.errors import RequestError, gib
 from trimtab.planning.memory.activations import use_of

@@ -15,6 +15,17 @@ of a graph too. A shape is captured on its second use, a few layers at a time wh
 
 Not covered: layers on the CPU or copied in for every pass, towers of unknown families (bounds_check.py), layers that are
 given or return other things than tensors and plain values: they run as they are.
+
+`TowerOps` are the kernels of prompts in these passes: 4-bit weights unpacked in one launch, LoRA added in two.
+
+    ops = TowerOps(model, kernels, short)        # before anything is captured: it reserves memory that graphs read
+    with ops.running(), towers.running(...): hf_model(**tensors)
+
+bitsandbytes unpacks each weight in three launches, and PEFT adds a LoRA by float32 products over thousands of rows. Here both are the
+kernels of prompt chunks (dequantize.py), and an RMS norm is one operation (fewer_ops.py). They run in every pass, captured or not, so
+the first pass of an image and its captured passes give the same bits. An unpacked weight has bitsandbytes' bits, and the product over
+it is the same call. A LoRA's change is rounded where PEFT rounds it, its sum in another order. Not covered: layers that the CPU
+computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
 """
 
 from __future__ import annotations
@@ -28,7 +39,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.lora.store import covered
+from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.kernels.dequantize import PromptKernels, is_read
+from trimtab.engine.layers.leaves import HostLeaf, Leaf
+from trimtab.engine.lora.fewer_ops import ShortOps
+from trimtab.engine.lora.store import TOWERS, covered
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Policy
 from trimtab.engine.towers.pieces import TowerPieces, UnknownFormError, filled, form_of
 from trimtab.errors import gib
@@ -39,7 +54,35 @@ if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.layers.context import EngineContext
 
-TOWERS = ("vision", "audio")
+
+class TowerOps:
+    """The operations of the passes of one model's towers. kernels, short: as chosen for its prompts."""
+
+    def __init__(self, model: EngineContext, kernels: PromptKernels, short: ShortOps) -> None:
+        self._kernels, self._short, self._store = kernels, short, model.adapter_store
+        self.leaves = four_bit_towers(model)
+        # No layer's input is kept in float32 for the next layer, whose graph must not read another graph's tensors.
+        self.adapters = kernels.adapters(shares_inputs=False)
+        kernels.reserve(self.leaves)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the towers use the kernels while the block runs."""
+        with self._short.step(self.adapters), self._store.multiplying(MatmulTable(self._kernels.matmul(self.leaves))):
+            yield
+
+
+def four_bit_towers(model: EngineContext) -> list[Leaf]:
+    """Return the layers over 4-bit weights of a model's towers and connectors that its device computes, streamed ones included."""
+    paths = {row.module_path for row in model.anatomy.rows if row.part in TOWERS}
+    return [
+        one for one in model.hf_model.modules()
+        if isinstance(one, Leaf) and not isinstance(one, HostLeaf) and is_read(one)
+        and one.module_path in paths
+    ]  # fmt: skip
+
+
+_LAYERED = ("vision", "audio")
 # Frames of 10 ms that audio is padded to: 1.3 to 30.7 s, each at most half more than the one before.
 SOUND_FRAMES = (128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072)
 # Families whose audio tower masks padding before every operation that looks beyond its own position (transformers 5.23.0,
@@ -325,7 +368,7 @@ def layers_of(model: EngineContext) -> dict[nn.Module, str]:
     """Return the layers of a model's towers, each with the tier of its weights."""
     tiers, paths = model.plan.tiers(), {}
     for row in model.anatomy.rows:
-        if row.part in TOWERS and row.block.rpartition(".")[2].isdecimal():
+        if row.part in _LAYERED and row.block.rpartition(".")[2].isdecimal():
             paths[row.block] = tiers.get(row.block, "resident")
     return {model.hf_model.get_submodule(path): tier for path, tier in paths.items()}
 

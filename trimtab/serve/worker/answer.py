@@ -15,8 +15,7 @@ import torch
 
 from trimtab.engine.batch.generate import AnswerText, TokenTexts
 from trimtab.engine.batch.request import Constraint, Prompt, Row, SampledToken
-from trimtab.engine.calls.embedding import Embedding
-from trimtab.engine.calls.prompt_logprobs import PromptScores
+from trimtab.engine.calls.embedding import Embedding, PromptScores
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.answer_forms import AnswerForm
 from trimtab.engine.chat.answer_reader import AnswerReader

@@ -21,8 +21,7 @@ from trimtab.adapter_names import parts_of
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, TokenTexts
 from trimtab.engine.batch.request import Row, SampledToken, Sampler
-from trimtab.engine.calls.embedding import Embedding
-from trimtab.engine.calls.prompt_logprobs import PromptScores
+from trimtab.engine.calls.embedding import Embedding, PromptScores
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.store import HeldAdapter
 from trimtab.engine.model import LoadedModel

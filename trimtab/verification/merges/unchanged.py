@@ -2,7 +2,7 @@
 
 A tensor is right if it has the base's bytes, or the base's values rounded once to the dtype of the merged file. Of a packed base
 they are the exact values, or those that its format unpacks. A tensor that the merged files have packed has to hold the levels
-that the base's values pack to (`packed_grid.py`). Tensors that the loader makes of several file tensors are compared by these,
+that the base's values pack to (weights.py). Tensors that the loader makes of several file tensors are compared by these,
 and whole in float32 only where the two folders are laid out differently.
 """
 
@@ -28,8 +28,7 @@ from trimtab.merging.changes.dequantize import packed_rows
 from trimtab.merging.changes.inverse import is_cast
 from trimtab.merging.files.layout import FLOATS
 from trimtab.process import phases
-from trimtab.verification.merges.packed_grid import Grid, exact_values, read_grid
-from trimtab.verification.merges.weights import OtherTensors, module_weight
+from trimtab.verification.merges.weights import Grid, OtherTensors, exact_values, module_weight, read_grid
 
 Outcome = Literal["equal", "differs", "not compared"]
 
