@@ -28,8 +28,8 @@ planning (plan): __init__ candidates<head_cost options planner planner<unpacked 
 engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks launch_config<cuts nvrtc nvrtc<product_cuts
     shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
-engine/tiers (runtime): reader<read reader<arena spill streaming<tiers
-engine/memory (runtime): graph_cache out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
+engine/tiers (runtime): reader<read reader<arena streaming<spill streaming<tiers
+engine/memory (runtime): graph_cache graph_cache<form_uses out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
     shared_pool<memory_segments step_memory
 engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops store<held_adapter layers<lora mixes
     routers store<adapter_store
@@ -39,20 +39,20 @@ engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<com
     device_kernels<kernels embed_and_logits<ends gemm4<many_rows gemv4<matvec selfcheck<fused_check
 engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns table<slots
 engine/passes (runtime): attention<hf_attention attention<cudnn chunk_forward<hf_prefill chunk_forward<packed_prefill
-    media_embeddings<hf_prompt_media prompt_job
+    media_embeddings<hf_prompt_media
 engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
-engine/decode (runtime): batch_invariant<company decode_step decode_step<batch_state graph_uses<form_uses step_capture
+engine/decode (runtime): batch_invariant<company decode_step decode_step<batch_state step_capture
     step_choice
-engine/towers (runtime): bounds_check<tower_check forms<tower_forms graphs<tower_graphs kernels<tower_ops pieces<tower_pieces
+engine/towers (runtime): bounds_check<tower_check pieces<tower_forms graphs<tower_graphs graphs<tower_ops pieces<tower_pieces
 engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<probe transformers_model<hf
     transformers_model<hf_renames head_kernel<head8_choice
 engine/templates (runtime): budget<template_budget costs<template_costs budget<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_check media_headers
     prompt<chat control_tokens<turn_end
 engine/prefill (runtime): encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
-    prefill<prefill_graphs prefix_cache stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
+    prefill<prefill_graphs prefix_cache rows<prompt_job stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
 engine/batch (runtime): batch generate kept_batch request<batch_request request<hf_generate request<finite kept_batch<turns
-engine/calls (runtime): batch_calls<many conversation embedding hidden_states<inner prompt_logprobs<prompt_scores
+engine/calls (runtime): batch_calls<many conversation embedding embedding<inner embedding<prompt_scores
 engine (runtime): __init__ model_calls<asking model_calls<waiting float16_check memory_shares model model_calls<planned_adapters
     tune<tune_model
 serve/worker (runtime): prompt_inputs<media_ahead

@@ -97,6 +97,12 @@ def test_every_former_module_is_imported_and_its_renamed_members_lead_to_what_th
     assert ran.stdout == "DeviceKernels trimtab.engine.kernels.attention_and_norms\n", ran.stderr
 
 
+def test_events_are_recorded_on_the_stream_of_a_named_gpu():
+    """Without a stream torch takes the current GPU's, which is another one where a model is on cuda:1."""
+    files = [file for room in ("engine", "serve") for file in (rooms.PACKAGE / room).rglob("*.py")]
+    assert not [str(file) for file in files if re.search(r"\.record\(\)", file.read_text(encoding="utf-8"))]
+
+
 def test_no_docstring_names_a_file_by_its_former_name():
     present = {file.name for folder in ("trimtab", "tests", "tools", "bench") for file in (rooms.ROOT / folder).rglob("*.py")}
     former = {f"{old.rpartition('/')[2]}.py" for old in former_names.moves()} - present

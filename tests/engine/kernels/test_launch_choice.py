@@ -201,7 +201,7 @@ def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
     runs = []
 
     class Event(SimpleNamespace):
-        def record(self):
+        def record(self, stream):
             runs.append("event")
 
         def synchronize(self):
@@ -213,7 +213,8 @@ def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
     graph = SimpleNamespace(replay=lambda: None)
     monkeypatch.setattr(selfcheck, "GraphCache", lambda: SimpleNamespace(record=lambda side, run: (graph, run())))
     monkeypatch.setattr(selfcheck, "side_stream", nullcontext)
-    for name, stand_in in {"device": nullcontext, "synchronize": lambda: None, "Event": lambda **_: Event()}.items():
+    stand_ins = {"device": nullcontext, "synchronize": lambda: None, "Event": lambda **_: Event(), "current_stream": lambda _: None}
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     device = torch.device("cuda", 0)
     # One call before the capture, and four in the graph: five took 0.1 ms.

@@ -1,7 +1,7 @@
 """One bug of another package: the known facts, and a probe's observation here.
 
-The known state of a thread about it comes from the catalogue's text; no network is used. A thread of unknown state may be open: check
-it before filing an issue.
+The known state of a thread about it comes from the catalogue's text; no network is used. A thread of unknown state may be open:
+check it before filing an issue.
 """
 
 from __future__ import annotations

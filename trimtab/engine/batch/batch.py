@@ -454,8 +454,7 @@ class Batch:
         self._read[:count].copy_(greedy, non_blocking=True)
         read = None
         if self._read.is_pinned():
-            read = torch.cuda.Event()
-            read.record()
+            read = torch.cuda.current_stream(greedy.device).record_event()
         outputs = None
         is_busy = behind is not None and behind()
         may = self.steps.may_look_ahead() and not self.prefixes.awaits_tokens

@@ -283,9 +283,7 @@ class PendingToken:
         on_gpu = token.device.type == "cuda"
         host = torch.empty((), dtype=torch.long, pin_memory=on_gpu)
         host.copy_(token, non_blocking=True)
-        event = torch.cuda.Event() if on_gpu else None
-        if event is not None:
-            event.record()
+        event = torch.cuda.current_stream(token.device).record_event() if on_gpu else None
         return cls(host, event, why)
 
 

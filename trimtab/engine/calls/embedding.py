@@ -3,8 +3,8 @@
 The states are those behind the final norm, which the output head reads. "last" takes the last token's, "mean" the average of all in
 float32. A prompt is computed in the chunks that the plan counts for prompts, with an adapter as usual.
 
-The log-probabilities of a prompt's own tokens, each given those before it, are computed in short pieces: the logits of every position
-take room that a plan counts for one. The pieces do not depend on other requests, so neither do the numbers.
+The log-probabilities of a prompt's own tokens, each given those before it, are computed in short pieces: the logits of every
+position take room that a plan counts for one. The pieces do not depend on other requests, so neither do the numbers.
 """
 
 from __future__ import annotations

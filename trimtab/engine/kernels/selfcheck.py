@@ -376,9 +376,9 @@ def graph_us(run: Callable[[], object], device: torch.device, *, repeat: int = 3
         times = []
         for _ in range(repeat):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+            start.record(torch.cuda.current_stream(device))
             graph.replay()
-            end.record()
+            end.record(torch.cuda.current_stream(device))
             end.synchronize()
             times.append(start.elapsed_time(end) * 1000)
     return min(times) / calls

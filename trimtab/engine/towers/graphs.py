@@ -21,11 +21,11 @@ given or return other things than tensors and plain values: they run as they are
     ops = TowerOps(model, kernels, short)        # before anything is captured: it reserves memory that graphs read
     with ops.running(), towers.running(...): hf_model(**tensors)
 
-bitsandbytes unpacks each weight in three launches, and PEFT adds a LoRA by float32 products over thousands of rows. Here both are the
-kernels of prompt chunks (dequantize.py), and an RMS norm is one operation (fewer_ops.py). They run in every pass, captured or not, so
-the first pass of an image and its captured passes give the same bits. An unpacked weight has bitsandbytes' bits, and the product over
-it is the same call. A LoRA's change is rounded where PEFT rounds it, its sum in another order. Not covered: layers that the CPU
-computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
+bitsandbytes unpacks each weight in three launches, and PEFT adds a LoRA by float32 products over thousands of rows. Here both are
+the kernels of prompt chunks (dequantize.py), and an RMS norm is one operation (fewer_ops.py). They run in every pass, captured or
+not, so the first pass of an image and its captured passes give the same bits. An unpacked weight has bitsandbytes' bits, and the
+product over it is the same call. A LoRA's change is rounded where PEFT rounds it, its sum in another order. Not covered: layers
+that the CPU computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
 """
 
 from __future__ import annotations

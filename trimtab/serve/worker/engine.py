@@ -357,17 +357,15 @@ class ChunkTimes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
         self._begun: Any = None
         self._waiting: deque[tuple[int, Any, Any]] = deque(maxlen=MOST_TIMED)
         self._known: deque[tuple[int, float]] = deque(maxlen=MOST_TIMED)
 
     def _mark(self) -> Any:
-        if not self._on_gpu:
+        if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def begin(self) -> None:
         """A chunk begins now, behind all that was queued before."""
@@ -376,7 +374,7 @@ class ChunkTimes:
     def end(self, size: int) -> None:
         """It ends here; size: in tokens, padding included."""
         end = self._mark()
-        if self._on_gpu:
+        if self._device.type == "cuda":
             self._waiting.append((size, self._begun, end))
         else:
             self._known.append((size, end - self._begun))
