@@ -29,8 +29,8 @@ engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks launch_c
     shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
 engine/tiers (runtime): reader<read reader<arena streaming<spill streaming<tiers
-engine/memory (runtime): graph_cache graph_cache<form_uses out_of_memory rates<devices reserve<transient_room shared_pool<prompt_room
-    shared_pool<memory_segments step_memory
+engine/memory (runtime): graph_cache graph_cache<form_uses out_of_memory rates<devices reserve<transient_room
+    shared_pool<prompt_room shared_pool<memory_segments step_memory
 engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops store<held_adapter layers<lora mixes
     routers store<adapter_store
 engine/layers (runtime): leaves leaves<tables leaves<unpacked_weights

@@ -364,7 +364,7 @@ def _ways(tokenizer: Any) -> list[Any]:
     """Return what a tokenizer makes ids of a text by."""
     made = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = [made[name] for name in ("normalizer", "pre_tokenizer", "post_processor")]
-    return [*parts, made["model"]["vocab"], bool(made["model"]["ignore_merges"])]
+    return [*parts, made["model"]["vocab"], bool(made["model"].get("ignore_merges"))]
 
 
 def _link(file: Path, name: Path) -> None:
