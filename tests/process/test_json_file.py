@@ -31,6 +31,7 @@ NO_FILES = {
     "trimtab/serve/grammar/source.py:from_json": "what the worker sent",
     "trimtab/serve/grammar/prover.py:prove": "what a process of this package sent",
     "trimtab/serve/grammar/child.py:from_bytes": "what the worker sent",
+    "trimtab/gguf/companion.py": "what the tokenizers package wrote in this process",
     "trimtab/gguf/folders.py:read_table": "this package's own file, with its checksum",
     "trimtab/machine/environment_child.py:how_installed": "in interpreters without this package; an installed package's metadata",
     "trimtab/process/child.py:main": "runs in interpreters without this package; the parent process wrote it",

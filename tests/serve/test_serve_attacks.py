@@ -132,7 +132,7 @@ MORE_ATTACKS = {
     "a deep input": (
         "/v1/messages", lambda: BLOCKS % (b'{"type":"tool_use","id":"a","name":"f","input":' + b'{"a":' * 10**5), 400, "body"),
     "items without end": ("/v1/responses", lambda: field(b"input", b"[" + b"{}," * 10**6 + b"{}]"), 400, "body"),
-    "texts without end": ("/v1/embeddings", lambda: field(b"input", b"[" + b'"a",' * 200_000 + b'"a"]'), 400, "body"),
+    "texts without end": ("/v1/embeddings", lambda: field(b"input", b"[" + b'"a",' * 200_000 + b'"a"]'), 400, "input"),
     "a text without end": ("/tokenize", lambda: field(b"prompt", b'"' + b"a" * 60_000_000 + b'"'), 413, "body"),
     "ids without end": ("/detokenize", lambda: field(b"tokens", b"[" + b"1," * 900_000 + b"1]"), 400, "body"),
 }  # fmt: skip

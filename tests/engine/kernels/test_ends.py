@@ -345,7 +345,7 @@ def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
     packed = SimpleNamespace(kind="nf4", shape=(64, 64), blocks=(64,), parts={})
     leaf = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, packed=lambda: packed, quant_kind="nf4")
     times = iter([1.0, 9.0] * 3 + [9.0, 1.0] * 3)
-    monkeypatch.setattr(kernels.tuning, "graph_us", lambda call, calls: next(times))
+    monkeypatch.setattr(kernels.tuning, "graph_us", lambda call, device, calls: next(times))
     monkeypatch.setattr(kernels.fused, "load", lambda device: "small")
     monkeypatch.setattr(kernels, "_wrong_small", lambda *args: None)
     monkeypatch.setattr(kernels.matvec, "load", lambda *args: "products")
