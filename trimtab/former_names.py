@@ -66,6 +66,7 @@ runtime/cuts (engine/cuda/launch_config): LaunchConfig<Cut
 runtime/prompt_room (engine/memory/shared_pool): PrefillMemoryPool<PromptRoom
 runtime/leaves (engine/layers/leaves): StationaryLinear<StillLeaf StagedLinear<StagedLeaf
 runtime/hf_slots (engine/kv/kv_cache): BatchedKVCache<SlotCache
+runtime/hf_slots (engine/kv/sequence): reset_offset copy_offset read_offset has_three_axes placeholder_ids media_ids
 runtime/hf_slots (engine/memory/graph_cache): restore
 runtime/kernels (engine/kernels/device_kernels): DeviceKernels<Kernels
 runtime/ends (engine/kernels/embed_and_logits): with_argmax<with_likeliest argmax_logits<likeliest

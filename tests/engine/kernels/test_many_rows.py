@@ -106,10 +106,10 @@ def test_blocks_have_as_many_items_as_each_other_and_every_item_is_one_blocks(mu
 def test_a_way_that_seems_slower_is_timed_again(monkeypatch):
     times = iter([5.0, 4.0, 3.0, 4.5])
     monkeypatch.setattr(selfcheck, "graph_us", lambda run, device, *, calls: next(times))
-    assert selfcheck.pair_us(None, None) == (3.0, 4.0)
+    assert selfcheck.pair_us(None, None, None) == (3.0, 4.0)
     count = []
     monkeypatch.setattr(selfcheck, "graph_us", lambda run, device, *, calls: count.append(run) or (6.0 if run == "ours" else 4.0))
-    assert selfcheck.pair_us("ours", "theirs") == (6.0, 4.0) and count == ["ours", "theirs"] * 4
+    assert selfcheck.pair_us("ours", "theirs", None) == (6.0, 4.0) and count == ["ours", "theirs"] * 4
 
 
 @on_cpu

@@ -169,23 +169,24 @@ class Batch:
         """How many more requests can join."""
         return self.rows - len(self.active) - len(self.placed)
 
+    def check_rows(self) -> None:
+        """Raise DeviceError for a family whose rows cannot be computed."""
+        if why := self.model.anatomy.capture_unsupported or decode_step.wrong_rows(self.model):
+            raise self._no_rows(why)
+
     def begin(
-        self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None,
-        top_logprobs: int | None = None, constraint: Constraint | None = None, client: str | None = "", group: str = "",
-        may_end_in_step: bool = False,
+        self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None, top_logprobs: int | None = None,
+        constraint: Constraint | None = None, client: str | None = "", group: str = "", may_end_in_step: bool = False,
     ) -> Prompt:  # fmt: skip
         """Return a prompt to be computed. Nothing is computed yet, and no row is taken.
 
         inputs: of `LoadedModel.prepare`; those of a text may be on the host. top_logprobs: how many of the most likely tokens to
         report with each token (0: only the token itself; None: none). constraint: (token ids so far, logits [V]) -> logits,
         applied before sampling. client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache.
-        group: requests with the same prompt, media and adapter share the first one's computation. may_end_in_step: of
-        `PrefillState`.
-        Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded; DeviceError for a family
-        whose states cannot be kept by rows, or whose step of rows is not that of one (`decode_step.wrong_rows`).
+        group: requests of one prompt, media and adapter share the first one's computation. may_end_in_step: of `PrefillState`.
+        Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded; those of `check_rows`.
         """
-        if why := self.model.anatomy.capture_unsupported or decode_step.wrong_rows(self.model):
-            raise self._no_rows(why)
+        self.check_rows()
         request = fitted(self.model, inputs, request)
         if adapter is not None and adapter not in self.model.adapter_store.names:
             raise RequestError(
@@ -362,8 +363,8 @@ class Batch:
             raise self._no_rows(exc) from exc
 
     def _no_rows(self, why: object) -> DeviceError:
-        hint = "`trimtab run` and `model.answer` run requests one at a time"
-        return DeviceError(f"this family cannot be batched: {why}", device=str(self.model.device), hint=hint)
+        hint, device = "`trimtab run` and `model.answer` run requests one at a time", str(self.model.device)
+        return DeviceError(f"this family cannot be batched: {why}", device=device, hint=hint)
 
     def step(self, behind: Callable[[], bool] | None = None) -> list[SampledToken]:
         """Return the next token of every unfinished row, in the order of the rows. A row without a token gets an `error`.

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from trimtab.engine.batch.batch import Batch, BatchModel
+from trimtab.engine.decode import decode_step
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.errors import RequestError
 from trimtab.process import phases
@@ -49,6 +50,9 @@ class KeptBatch:
         is_invariant = model.plan.request.batch_invariant
         keeps |= is_invariant  # an answer alone is a row of as many as a batch has
         if is_eager and not keeps:
+            return None
+        if not is_invariant and (why := decode_step.wrong_rows(model)) is not None:
+            self.fallbacks = (Fallback("steps of rows", why),)
             return None
         rows = model.plan.request.batch if is_invariant else 1
         if self.batch is not None and self.batch.rows != rows:

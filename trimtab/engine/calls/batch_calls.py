@@ -21,6 +21,7 @@ import torch
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch.generate import Answer, AnswerSoFar, AnswerText, Finish, Piece, detokenizer_of, generate_text, logprobs_of
 from trimtab.engine.decode import batch_invariant as company
+from trimtab.engine.decode import decode_step
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import RequestError, TrimtabError
@@ -71,7 +72,7 @@ def answers(
     if isinstance(requests, (str, Mapping)):
         raise RequestError("is one request; give a list of requests", field="requests", value=type(requests).__name__)
     prepared = (_prepared(model, index, one, options) for index, one in enumerate(requests))
-    run = _one_by_one if model.anatomy.capture_unsupported is not None else _together
+    run = _one_by_one if model.anatomy.capture_unsupported or decode_step.wrong_rows(model) else _together
     return run(model, prepared, rows, _raised if errors == "raise" else _returned, group)
 
 

@@ -64,6 +64,8 @@ with without_hub_kernels(), without_compiler():
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState, dequantize_4bit, dequantize_blockwise, int8_vectorwise_dequant, quantize_4bit
 
+INT8_THRESHOLD = INT8_SETTINGS["llm_int8_threshold"]
+
 # bitsandbytes says on every int8 call that inputs are cast to float16. That is the format, not an event.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
@@ -203,9 +205,8 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
     """Return bitsandbytes' own layer over the packed parts. Its forward is called because its kernels differ between releases."""
     rows, columns = packed.shape
     if packed.kind == "int8":
-        threshold = INT8_SETTINGS["llm_int8_threshold"]
         layer = bnb.nn.Linear8bitLt(
-            columns, rows, bias=bias is not None, has_fp16_weights=False, threshold=threshold, device="meta"
+            columns, rows, bias=bias is not None, has_fp16_weights=False, threshold=INT8_THRESHOLD, device="meta"
         )
         layer.weight = bnb.nn.Int8Params(packed.parts["weight"], requires_grad=False, has_fp16_weights=False)
         layer.state.CB, layer.state.SCB = packed.parts["weight"], packed.parts["SCB"]

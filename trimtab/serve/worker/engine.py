@@ -71,6 +71,7 @@ class LoadedEngine:
         Errors: DeviceError; CheckpointError if the model has no tokenizer that can be used: no prompt could be
         answered.
         """
+        self.batch.check_rows()
         with self.model._out_of_memory_named("capturing the first steps"):
             self.batch.captures_ahead.prepare(self.shelf.held, first=True)
         self.inputs.learn_media()
