@@ -141,7 +141,7 @@ class PlanInputs:
     process_bytes: host memory of this process before it began to load libraries; None: it has not begun, read now.
     sees_values: whether a plan searches the values of adapters for NaN and infinity. A server searches before it starts
     a worker, and the worker when it reads an adapter. is_to_load: whether a checkpoint without weights is refused. is_served:
-    whether a family that cannot be batched is.
+    whether a family that cannot be batched is. checks_folder: whether a model's folder that holds another adapter is.
     checkpoints, adapters, specs: by folder, as long as its files do not change; a spec also by its anatomy's identity.
     """
 
@@ -152,6 +152,7 @@ class PlanInputs:
     sees_values: bool = True
     is_to_load: bool = False
     is_served: bool = False
+    checks_folder: bool = True
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     adapters: dict[str, AdapterFile] = field(default_factory=dict)
     specs: dict[tuple[str, int], tuple[AdapterSpec, Anatomy]] = field(default_factory=dict)
@@ -221,7 +222,8 @@ def _planned(
     if inputs.is_to_load:
         check_has_weights(checkpoint)
     every = {**(later or {}), **request.adapters}
-    check_no_adapter(checkpoint, every.values())
+    if inputs.checks_folder:
+        check_no_adapter(checkpoint, every.values())
     files = {name: inputs.adapter(path, request.model) for name, path in every.items()}  # before any slow work
     for path in every.values():
         check_vocabulary(path, checkpoint.folder)

@@ -77,7 +77,7 @@ def _check_settings(checkpoint: Checkpoint) -> None:
     """Refuse int8 layers that compute in another way: outliers of another size in 16 bits, or weights that are quantized again."""
     given = checkpoint.quantization or {}
     for name, wanted in INT8_SETTINGS.items():
-        if (value := given.get(name, wanted)) != wanted:
+        if (value := given.get(name)) is not None and value != wanted:
             raise CheckpointError(
                 f"its int8 layers have {name} {value!r:.40}, {wanted!r} is read", path=checkpoint.path,
                 hint=f"Set {name} to {json.dumps(wanted)} in config.json to compute with it, or use the unquantized checkpoint",

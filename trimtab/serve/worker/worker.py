@@ -123,7 +123,8 @@ class _Worker:
         from trimtab.planning import Plan
 
         # The model and the machine are read once for all numbers of rows that are planned.
-        inputs = PlanInputs(process_bytes=process_bytes(), sees_values=False, is_served=True)
+        is_first = not settings.get("plan")
+        inputs = PlanInputs(process_bytes=process_bytes(), sees_values=False, is_served=True, checks_folder=is_first)
         _begin_imports(settings["request"], inputs)
 
         self.channel, self.inbox = channel, Inbox(channel)

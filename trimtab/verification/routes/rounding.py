@@ -65,7 +65,7 @@ def merged_in_memory(model: Any, adapter: str, seed: int | None, packed: Mapping
     changed = [
         module for module in model.hf_model.modules()
         if adapter in module.__dict__.get("adapters", {})
-        or (isinstance(module, Leaf) and module.module_path in forms)
+        or (isinstance(module, Leaf) and forms.get(module.module_path, module.quant_kind) != module.quant_kind)
     ]  # fmt: skip
     generator = None if seed is None else torch.Generator(device=model.device).manual_seed(seed)
     try:
@@ -130,7 +130,7 @@ def _merged_linear(leaf: Any, adapter: LinearAdapter) -> tuple[Tensor, Tensor | 
         whole *= adapter.magnitude.double().reshape(-1, 1)
     if adapter.B_bias is not None:
         more = adapter.B_bias.double() * adapter.scale
-        bias = (more if bias is None else bias.double() + more).to(weight.dtype)
+        bias = (more if bias is None else bias.double() + more).to(leaf.weight.dtype)
     return whole, bias
 
 

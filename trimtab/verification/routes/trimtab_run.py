@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trimtab.api import load, plan_request
+from trimtab.api import PlanInputs, load, plan_request
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.layers import EmbeddingAdapter
@@ -40,7 +40,11 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     started = time.monotonic()
     stock_route.bound_attention()  # for every budget: both routes then round equally
     prepared = {row["file"]: row for row in prompt_inputs.main(request["prepare"], emit)} if request.get("prepare") else {}
-    plan = Plan.from_json(route["plan"]) if route.get("plan") else plan_request(LoadRequest.from_json(route["request"]))
+    plan = (
+        Plan.from_json(route["plan"])
+        if route.get("plan")
+        else plan_request(LoadRequest.from_json(route["request"]), inputs=PlanInputs(checks_folder=False))
+    )
     # Transformers' generation if nothing else is compared: bit-equal to the stock stack's.
     with load(plan, decode=route.get("decode") or "eager") as model:
         emit(
