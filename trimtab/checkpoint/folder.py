@@ -165,7 +165,7 @@ def check_no_adapter(checkpoint: Checkpoint, adapters: Iterable[str | os.PathLik
     if os.path.realpath(folder) not in map(os.path.realpath, adapters):
         raise CheckpointError(
             f"holds an adapter too ({ADAPTER_CONFIG}), which transformers would load with the model", path=folder,
-            hint=f"Move {ADAPTER_CONFIG} away if its weights are merged or the model alone is meant; else give it as an adapter too",
+            hint=f"Move {ADAPTER_CONFIG} away if its weights are merged, or the model alone is meant; or give it as an adapter",
         )  # fmt: skip
 
 

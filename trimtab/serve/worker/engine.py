@@ -68,8 +68,7 @@ class LoadedEngine:
     def capture(self) -> None:
         """Capture the graphs of first requests; `capture_more` captures the rest.
 
-        Errors: DeviceError; CheckpointError if the model has no tokenizer that can be used: no prompt could be
-        answered.
+        Errors: DeviceError, also for a family without rows; CheckpointError without a tokenizer that can be used.
         """
         self.batch.check_rows()
         with self.model._out_of_memory_named("capturing the first steps"):
