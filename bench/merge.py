@@ -192,8 +192,8 @@ def scales(work: Path) -> list[dict[str, Any]]:
     positions of the demo's prompts. noise_kl: the same of bf16 merged (unpacked), for size.
     """
     from trimtab.demo import demo as line
+    from trimtab.engine.formats import coded_files as pack
     from trimtab.merging import merge
-    from trimtab.merging.files import quantize as pack
 
     demo = line.FOLDER
     prompts = [json.loads(text) for text in (demo / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -355,7 +355,7 @@ def _name_marked(made: dict[str, Any], header: GgufHeader, spelling: Mapping[int
     known = {one["content"]: one for one in made["added_tokens"]}
     usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     made["added_tokens"] = [
-        known.get(text, usual | {"content": text, "special": not types or types[place] != _DEFINED}) | {"id": place}
+        known.get(text, usual | {"content": text, "special": not types or types[place] == _CONTROL}) | {"id": place}
         for place, text in marked.items()
     ]
 
