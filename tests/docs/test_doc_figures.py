@@ -528,6 +528,12 @@ def without_bfloat16():
     assert all(row["tensors_gib"] <= row["plan_gib"] for one in (narrow, wide) for row in one.values() if "plan_gib" in row)
 
 
+def check_page(texts, name):
+    """Assert that a page of docs/ has every text of a function that makes them of the results."""
+    page = " ".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").split())
+    assert not [text for text in texts() if " ".join(text.split()) not in page]
+
+
 CASES = {
     without_bfloat16: "plan-for-another-card",
     holds: "operate", holds_in_limits: "limits", media_memory: "operate",
@@ -550,9 +556,7 @@ CASES = {
 
 @each("texts", CASES, where=lambda texts: texts.__name__)
 def test_figures_of_a_page_are_those_of_the_results(texts):
-    page = " ".join((ROOT / "docs" / f"{CASES[texts]}.md").read_text(encoding="utf-8").split())
-    missing = [text for text in texts() if " ".join(text.split()) not in page]
-    assert not missing
+    check_page(texts, CASES[texts])
 
 
 def test_the_divergence_that_a_plan_names_is_the_largest_of_the_demos_adapters_and_formats():

@@ -1,6 +1,6 @@
 """Figures of pages measured on an H100 or on a CPU's server, as test_doc_figures.py has them of the other results."""
 
-from tests.docs.test_doc_figures import ROOT, images, results_of, rounded
+from tests.docs.test_doc_figures import ROOT, check_page, images, results_of, rounded
 from tests.rules import each
 
 
@@ -190,9 +190,7 @@ CASES = {
 
 @each("texts", CASES, where=lambda texts: texts.__name__)
 def test_figures_of_a_page_are_those_of_the_results(texts):
-    page = " ".join((ROOT / "docs" / f"{CASES[texts]}.md").read_text(encoding="utf-8").split())
-    missing = [text for text in texts() if " ".join(text.split()) not in page]
-    assert not missing
+    check_page(texts, CASES[texts])
 
 
 def _range(values: list[float], form: str) -> str:

@@ -15,6 +15,7 @@ from tests.long_runs import slow_on_cpu
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.errors import DeviceError
+from trimtab.planning.values import execution
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
@@ -494,3 +495,13 @@ def test_turns_are_the_rotary_modules_own(dtype):
             torch.testing.assert_close(found, own, rtol=2**-7, atol=1e-3)
     fused.turns(positions, kinds[:1], None)
     assert torch.equal(kinds[0][2], wanted[0])
+
+
+@pytest.mark.parametrize("kinds", [((8, 2, 256), (8, 2, 512)), ((32, 8, 128),), ((64, 8, 128),)])
+@pytest.mark.parametrize("rows", [8, 64])
+def test_scratch_of_attention_is_within_what_a_plan_counts(kinds, rows):
+    """Of every size of step on a card with 132 multiprocessors, in a context of 8192."""
+    sizes = [*(size for size in execution.BUCKETS if size < rows), rows]
+    values = sum(fused.scratch_values(size, *kind, 8192, 132) for size in sizes for kind in kinds)
+    more = sum(size for size in sizes if size > execution.KERNEL_ROWS) * execution.ROW_SCRATCH_BYTES
+    assert 0 < 4 * values <= execution.SCRATCH_BYTES["fused"] + more

@@ -549,7 +549,7 @@ def _raise_device_errors(exc: BaseException) -> None:
 
 
 def _wrong_rows(model: EngineContext, part: int) -> str | None:
-    """The same of tokens from one place of the vocabulary: behind its 1/part."""
+    """Return the same of the tokens that follow the first 1/part of the vocabulary."""
     hf_model, device = model.hf_model, model.device
     # A sliding layer of stock's cache keeps one position less than its window.
     places = min(_TRIED_PLACES, model.plan.request.context_tokens)
