@@ -161,11 +161,15 @@ step cards-qwen 280 $py -m bench.cards --work "$work" --save "$out/cards.json" -
 # 6. A memory checker over every kernel, where there is one (NVIDIA's compute-sanitizer, from a toolkit or its wheel).
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer)}
 if [ -n "$sanitizer" ]; then
-  own=(); for name in native cub gemm cutlass; do own+=(--kernel-name-exclude "kns=$name"); done  # torch's kernels
+  own=(); for name in native cub gemm cutlass nvjet; do own+=(--kernel-name-exclude "kns=$name"); done  # torch's kernels
   for tool in memcheck initcheck synccheck; do
     plan "sanitizer-$tool"
     step "sanitizer-$tool" 270 "$sanitizer" --tool $tool --error-exitcode 9 $py -m tests.gpu.once &
+    plan "layers-$tool"
+    step "layers-$tool" 270 "$sanitizer" --tool $tool --error-exitcode 9 $py -m tests.gpu.once layers &
   done
+  plan layers-racecheck
+  step layers-racecheck 270 "$sanitizer" --tool racecheck "${own[@]}" --error-exitcode 9 $py -m tests.gpu.once layers &
   for part in 1 2 3 4 5 6 7 8 9 10; do
     plan "racecheck-$part"
     step "racecheck-$part" 270 "$sanitizer" --tool racecheck "${own[@]}" --error-exitcode 9 $py -m tests.gpu.once $part 10 &

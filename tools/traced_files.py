@@ -1,7 +1,7 @@
 """Which files of the package does one answer enter? Traced in every process and thread of a command.
 
-    python tools/traced_files.py run      `trimtab run` on the demo, with an adapter, on a CPU
-    python tools/traced_files.py chat     a warm chat request to the demo's server: its API process and its worker together
+    python tools/traced_files.py run [DEVICE]     `trimtab run` on the demo, with an adapter, on a CPU
+    python tools/traced_files.py chat [DEVICE]    a warm chat request to the demo's server: its API process and its worker together
 
 A file counts if one of its functions was entered: code that only an import runs (module and class bodies, comprehensions of
 them) does not. A generator or coroutine that goes on is entered again. What a server does beside a request, such as the worker's
@@ -146,20 +146,20 @@ def entered_by(arguments: Sequence[str], folder: Path, *, package: Path = ROOT /
     return records.files()
 
 
-def of_a_run(folder: Path) -> list[str]:
+def of_a_run(folder: Path, device: str = "cpu") -> list[str]:
     """Return the files that `trimtab run` on the demo enters."""
     demo = ROOT / "trimtab" / "demo"
-    flags = ["--adapter", f"style={demo / 'adapters' / 'style'}", "--device", "cpu", "--max-new-tokens", str(TOKENS)]
+    flags = ["--adapter", f"style={demo / 'adapters' / 'style'}", "--device", device, "--max-new-tokens", str(TOKENS)]
     return entered_by(["-m", "trimtab", "run", str(demo / "base"), *flags, QUESTIONS[0]], folder)
 
 
-def chat_records(folder: Path) -> Records:
+def chat_records(folder: Path, device: str = "cpu") -> Records:
     """Return what chat requests with an adapter enter, each after the first: a round each."""
     from bench import client
-    from bench.served import Served
+    from bench.served import DEMO, Served
 
     records = Records(folder)
-    with Served(environment=records.environment) as server:
+    with Served([*DEMO, "--device", device], environment=records.environment) as server:
         for number, question in enumerate(QUESTIONS):
             if number:
                 records.count(number)
@@ -171,20 +171,20 @@ def chat_records(folder: Path) -> Records:
     return records
 
 
-def of_a_chat_request(folder: Path) -> list[str]:
+def of_a_chat_request(folder: Path, device: str = "cpu") -> list[str]:
     """Return the files that every such request enters, in the API process and the worker."""
-    return chat_records(folder).files()
+    return chat_records(folder, device).files()
 
 
 TRACED = {"run": of_a_run, "chat": of_a_chat_request}
 
 
 def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 1 or arguments[0] not in TRACED:
-        print(f"python tools/traced_files.py {'|'.join(TRACED)}", file=sys.stderr)
+    if not 1 <= len(arguments) <= 2 or arguments[0] not in TRACED:
+        print(f"python tools/traced_files.py {'|'.join(TRACED)} [DEVICE]", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        print("\n".join(TRACED[arguments[0]](Path(folder))))
+        print("\n".join(TRACED[arguments[0]](Path(folder), *arguments[1:])))
     return 0
 
 

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.cuda_on_cpu import FOLDER_VARIABLE, modules, run
+from tests.engine.kernels.test_experts import kernels as kernels_of_experts
 from tests.gpu import once
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import delta_rule, experts
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -331,6 +334,18 @@ def test_kernels_of_many_tokens_run_and_are_right(monkeypatch):
     assert wanted - names == {"rows_product_32", "rows_product_64"}  # MANY_ROWS has both, and they take long here
     roomy = SimpleNamespace(shared_bytes=227 * 1024)
     assert {many_rows._tile(n, roomy, 16) for n in once.MANY_ROWS} == {16, 32, 64}
+
+
+def test_kernels_of_mixtures_and_recurrent_layers_run_and_are_right(monkeypatch):
+    module, shape = kernels_of_experts(), once.DELTAS[0]
+    options = delta_rule.options(shape, torch.bfloat16)
+    delta = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=options)
+    assert list(once.findings_of_mixtures(module)) == [] == list(once.findings_of_deltas([(delta, shape)]))
+    assert set(modules.launches(module)) == set(experts.NAMES) and set(delta.launches) == set(delta_rule.NAMES)
+    monkeypatch.setattr(once, "MIXTURES", {kind: once.MIXTURES[kind] for kind in ("nf4", "none", "q8_0")})
+    monkeypatch.setattr(once.mixtures, "check", lambda *args, **kwargs: "one is")
+    monkeypatch.setattr(once.torch, "equal", lambda *args: False)
+    assert [one.split()[-1] for one in once.findings_of_mixtures(module)] == ["is", *["device"] * 3, "is", "is", *["device"] * 3]
 
 
 def test_a_wrong_kernel_of_many_tokens_is_named(monkeypatch):

@@ -4,14 +4,15 @@
 
 Also with --tool initcheck, synccheck and racecheck. That one needs many times as long: `python -m tests.gpu.once 2 12` runs the
 second of twelve parts, several of which may run beside each other. `python -m tests.gpu.once many` runs the kernels of prompts, of
-steps of more than 8 rows and of the 8-bit head alone. Values are compared as well, as when a model is loaded.
+steps of more than 8 rows and of the 8-bit head alone, `python -m tests.gpu.once layers` those of mixtures and of recurrent layers.
+Values are compared as well, as when a model is loaded.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import delta_rule, routers
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import experts as mixtures
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import routers
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.loader import head_kernel as head8_choice
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
@@ -48,6 +50,13 @@ EXTENDED = ((96, 320), (40, 1104))
 MANY_ROWS = (9, 16, 27, 33, 64)
 MANY_PRODUCTS = (((64,), 1024), ((48, 16), 512), ((256,), 2560))
 HEADS = ((500, 512), (1031, 256))
+# Experts, hidden and inner size of mixtures, by the format of both stacks. Tokens with slots: two of a step, a prompt's.
+MIXTURES = {
+    "nf4": (5, 128, 64), "nf4-dq": (5, 320, 64), "none": (5, 128, 64), "q8_0": (4, 128, 64), "q4_k": (4, 256, 256),
+    "int4-g32-zp": (4, 128, 64), "fp8-128x128": (4, 128, 128), "nvfp4-g16": (4, 128, 64),
+}  # fmt: skip
+NEAR_TOKENS = (1, 8, 70)
+DELTAS = (delta_rule.DeltaShape(2, 4, 32, 64, 4), delta_rule.DeltaShape(1, 2, 128, 128, 4))
 
 
 def findings(
@@ -143,14 +152,52 @@ def findings_of_many(
                 yield f"the 8-bit head: {found}"
 
 
+def findings_of_mixtures(module: Any, *, slots: int = 2) -> Iterator[str]:
+    """Yield what is wrong with the products of mixtures: experts on the device, and in host memory with so many slots."""
+    from tests.engine.kernels import test_experts as cases
+    from tests.engine.tiers.test_near_experts import apart
+
+    for kind, (count, width, inner) in MIXTURES.items():
+        if kind in ("nf4", "nf4-dq", "none"):
+            mixture = cases.mixture_of(count, width, inner, torch.bfloat16, kind)
+        else:
+            stacks = [cases.file_stack(kind, count, *one, module.device) for one in ((2 * inner, width), (width, inner))]
+            mixture = mixtures.Mixture(*stacks, "silu")
+        if (found := mixtures.check(module, mixture, 2, torch.bfloat16, rows=(1, 8))) is not None:
+            yield f"a mixture of {kind}: {found}"
+        if kind == "none":
+            continue
+        with torch.device("cpu"):
+            far = apart(mixture, slots, module.device)
+        for n in NEAR_TOKENS:
+            x, index, weights, tables = cases.case(mixture, n, 2, torch.bfloat16, slots=(0, -1, 2), rows=min(n, 2))
+            made = [
+                mixtures.experts(x, index, weights, one, torch.empty_like(x), lora=tables, module=module) for one in (far, mixture)
+            ]
+            if not torch.equal(*made):
+                yield f"{n} tokens of a mixture of {kind} with {slots} slots are not those of experts on the device"
+
+
+def findings_of_deltas(modules: Iterable[tuple[Any, delta_rule.DeltaShape]]) -> Iterator[str]:
+    """Yield what is wrong with the kernels of recurrent layers."""
+    for module, shape in modules:
+        if (found := delta_rule.check(module, shape)) is not None:
+            yield f"{shape}: {found}"
+
+
 def main(part: int | str = 1, parts: int = 1) -> int:
-    """Run all of it, or one part, on the first GPU, print what is wrong. part: "many" for the kernels of many tokens alone."""
+    """Run all of it, or one part, on the first GPU, print what is wrong. part: "many" for the kernels of many tokens alone,
+    "layers" for those of mixtures and recurrent layers."""
     device = torch.device("cuda", 0)
     said = []
-    if part != "many":
+    if part == "layers":
+        with device:
+            said += findings_of_mixtures(mixtures.load(device))
+        said += findings_of_deltas((delta_rule.load(device, shape, torch.bfloat16), shape) for shape in DELTAS)
+    elif part != "many":
         products, small = matvec.load(device), fused.load(device)
         said += findings(products, small, ends.load(device), part=int(part), parts=parts)
-    if part == "many" or int(part) == parts:
+    if part == "many" or part == parts:
         many = prompt_kernels.load(device), many_rows.load(device), head8.load(device)
         said += findings_of_many(*many)
     torch.cuda.synchronize()
@@ -159,4 +206,4 @@ def main(part: int | str = 1, parts: int = 1) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(word if word == "many" else int(word) for word in sys.argv[1:])))
+    sys.exit(main(*(int(word) if word.isdigit() else word for word in sys.argv[1:])))

@@ -69,14 +69,20 @@ def test_a_captured_mixture_follows_indices_rows_and_adapters(module, kind, toke
         assert torch.equal(out, ours.experts(x, index, weights, mixture, torch.empty_like(x), **run))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "nf4-dq"])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "q8_0", "int4-g128", "q4_k"])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_captured_step_with_slots_has_the_bits_of_resident_experts(module, kind, rows):
+@pytest.mark.parametrize("slots", [1, 5])
+def test_a_captured_step_with_slots_has_the_bits_of_resident_experts(module, kind, rows, slots):
     """Experts in host memory, read and copied over the link; every replay chooses others."""
     torch.manual_seed(rows)
-    mixture = cases.mixture_of(*SIZES[1], BF16, kind)
+    if kind in ("q8_0", "int4-g128", "q4_k"):
+        count, width, inner = SIZES[0]
+        stacks = [cases.file_stack(kind, count, *shape, DEVICE) for shape in ((2 * inner, width), (width, inner))]
+        mixture = ours.Mixture(*stacks, "silu")
+    else:
+        mixture = cases.mixture_of(*SIZES[1], BF16, kind)
     with torch.device("cpu"):
-        far = apart(mixture, 5, DEVICE)
+        far = apart(mixture, slots, DEVICE)
     x, index, weights, tables = cases.case(mixture, rows, 4, BF16, slots=(0, -1, 2))
     out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
     ours.experts(x, index, weights, far, out, lora=tables, module=module)

@@ -342,8 +342,8 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
         cos, sin = (torch.randn(n, dim, device=DEVICE).bfloat16() for _ in range(2))
         q = torch.empty(n, heads, dim, dtype=torch.bfloat16, device=DEVICE)
         out = torch.empty(n, heads * dim, dtype=torch.bfloat16, device=DEVICE)
-        values = fused.scratch_values(n, heads, kv_heads, dim, places, small.multiprocessors)
-        scratch = torch.full((values,), math.nan, device=DEVICE)
+        floats = fused.scratch_values(n, heads, kv_heads, dim, places, small.multiprocessors)
+        scratch = torch.full((floats,), math.nan, device=DEVICE)
 
         def step():
             torch.remainder(positions, places, out=at)  # noqa: B023

@@ -209,9 +209,9 @@ def test_kernels_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n
     assert relative_error(out, exact(x, index, given, mixture, tables)) < LARGEST[dtype]
 
 
-def file_stack(form, count, rows, columns):
+def file_stack(form, count, rows, columns, device="cpu"):
     """A stack in a publisher's format: random experts, each by itself."""
-    made = autotune.RandomWeights(torch.device("cpu"), quant=form)
+    made = autotune.RandomWeights(torch.device(device), quant=form)
     experts = [made.make(rows, columns) for _ in range(count)]
     parts = {name: torch.stack([one.parts[name] for one in experts]) for name in experts[0].parts}
     return replace(experts[0], shape=(count, rows, columns), parts=parts)

@@ -205,7 +205,7 @@ def experts(
     assert lora is None or n % len(lora.row_slots) == 0
     near, is_many = mixture.near, n > MOST_ROWS
     # Scales are read as constants: not by a product that may begin while slots are written.
-    launch = partial(_launch, module, x.dtype, False if is_many and near is not None else dependent)
+    launch = partial(_launch, module, x.dtype, dependent if near is None else False)
     try:
         return (_many if is_many else _few)(x, index, weights, mixture, out, launch, lora)
     except BaseException:
