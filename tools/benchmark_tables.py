@@ -198,6 +198,8 @@ def experts(results: Mapping[str, Any]) -> str:
         names = ("predicted_tok_s", "tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")
         cells = [f"{row[name]:,.{int(row[name] < 10)}f}" if name in row else "-" for name in names]
         where = f"{card} GiB, 1/{copies} of the link" if copies else f"{card} GiB" if card else "whole"
+        if "predicted_at_hits_tok_s" in row:
+            cells[0] += f" ({row['predicted_at_hits_tok_s']:,.0f})"
         link = f"{row['link_share']:.0%} of {row['link_gb_s']:.1f} GB/s" if "link_share" in row else "-"
         name = MIXTURES[size] + BESIDE.get(kind, "") + _mark(row)
         rows.append([name, where, near, hits, link, *cells, f"{row['process_gib']:.2f} GiB" if "process_gib" in row else "-"])
