@@ -344,7 +344,7 @@ class FusedStep:
         own, chosen, beside = layer.experts, None, None
         if layer.mlp is None or (own is not None and own.near is not None):
             x, norm = self.normed(y, norm), None
-            # Experts that are not on the device are brought while the MLP is computed.
+            # Experts in host memory are copied while the MLP is computed.
             chosen = None if own is None else self.chosen(own, x if layer.mlp is None else middle, 1, is_step=True)
         if layer.mlp is not None:
             y = self._mlp(layer.mlp, y if chosen is None else x, norm)

@@ -347,7 +347,7 @@ def _stack_arguments(mixture: Mixture, stack: Packed | Tensor, where: Tensor | N
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """Experts that are being copied to their slots, by a stream of its own. gate_up: lets the stream of the caller wait for the
+    """Experts that are being copied to their slots, by a separate stream. gate_up: lets the stream of the caller wait for the
     first stack, join: for all. Every fetch is joined."""
 
     gate_up: Callable[[], None]
@@ -386,7 +386,7 @@ def _wait(event: torch.cuda.Event, kept: Tensor) -> None:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # Of another priority than those of torch's pool, which somebody else may use while this one is captured.
+    # Of another priority than those of torch's pool, which the code of another model may use while this one is captured.
     return torch.cuda.Stream(device, priority=-1)
 
 
