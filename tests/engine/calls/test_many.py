@@ -394,6 +394,19 @@ def test_a_stop_token_ends_an_answer_on_every_way(model):
         assert whole.text.startswith(answer.text) and len(answer.text) < len(whole.text)
 
 
+def test_a_stop_text_in_the_first_token_ends_an_answer_on_every_way(model):
+    asked = "What helps against a cough?"
+    options = {"temperature": 3.0, "max_new_tokens": 10}
+    firsts = ((seed, model.answer(asked, temperature=3.0, seed=seed, max_new_tokens=1).text) for seed in range(20))
+    seed, first = next((seed, text) for seed, text in firsts if text[:2].isalpha() and len(text) > 1)
+    options |= {"seed": seed, "stop": (first[1],)}
+    one = model.answer(asked, **options)
+    assert one.text == first[0] and len(one.token_ids) == 1
+    requests = [{"prompt": asked, **options}, {"prompt": "Hello", "max_new_tokens": 3}]
+    for answer in (*model.answers(asked, 1, **options), next(iter(model.batch(requests)))):
+        assert (answer.text, answer.token_ids, answer.finish_reason) == (one.text, one.token_ids, "stop")
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"stop_token_ids": (-1,)}, "stop_token_ids"),

@@ -147,14 +147,10 @@ def _together(
                         break  # until an answer ends
                     for failed in _go_on(model, batch, begun, ready, flights):
                         yield failed[0], on_error(failed[1])
-                for sampled in batch.step() if any(row.finish is None for row in flights) else ():
+                yield from _leave(batch, flights, on_error)  # a first token may have met a stop text
+                for sampled in batch.step() if flights else ():
                     flights[sampled.row].take(sampled)
-                for row in [row for row, flight in flights.items() if row.finish is not None or flight.text.is_over]:
-                    batch.leave(row)
-                    flight = flights.pop(row)
-                    if row.error is not None and not isinstance(row.error, RequestError):
-                        raise row.error
-                    yield flight.index, flight.answer(row.finish) if row.error is None else on_error(row.error)
+                yield from _leave(batch, flights, on_error)
             is_over = True
         finally:
             while begun:
@@ -168,6 +164,16 @@ def _together(
                 gc.collect()  # a batch and its steps know each other
                 if model.device.type == "cuda":
                     torch.cuda.empty_cache()
+
+
+def _leave(batch: Batch, flights: dict[Row, _Flight], on_error: _OnError) -> Iterator[tuple[int, Any]]:
+    """Yield the answers that are over. Their rows leave first."""
+    for row in [row for row, flight in flights.items() if row.finish is not None or flight.text.is_over]:
+        batch.leave(row)
+        flight = flights.pop(row)
+        if row.error is not None and not isinstance(row.error, RequestError):
+            raise row.error
+        yield flight.index, flight.answer(row.finish) if row.error is None else on_error(row.error)
 
 
 @dataclass(frozen=True, eq=False)
