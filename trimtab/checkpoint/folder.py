@@ -28,6 +28,7 @@ from trimtab.gguf.header import file_kind
 from trimtab.process.json_file import read_object
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -188,6 +189,28 @@ def stamp_of(folder: Path, file: Path) -> Stamp:
     except OSError:
         return name, -1, -1
     return name, stat.st_size, stat.st_mtime_ns
+
+
+# Fields of generation_config.json that change which token `generate` takes, and with which values they change nothing.
+_RULES: dict[str, tuple[object, ...]] = {
+    "repetition_penalty": (1,), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,), "sequence_bias": (), "min_length": (0,), "min_new_tokens": (0,), "num_beams": (1,),
+    "forced_bos_token_id": (), "forced_eos_token_id": (), "exponential_decay_length_penalty": (), "guidance_scale": (1,),
+    "watermarking_config": (), "stop_strings": (),
+}  # fmt: skip
+
+
+def unapplied_rules(generation: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a generation_config.json asks of every answer and trimtab does not do, by the file's name; {} if nothing."""
+    asked = {name: generation.get(name) for name, neutral in _RULES.items() if generation.get(name) not in (None, [], *neutral)}
+    words = generation.get("bad_words_ids")
+    if any(isinstance(word, list) and len(word) > 1 for word in (words if isinstance(words, list) else ())):
+        asked["bad_words_ids"] = []
+    if not asked:
+        return {}
+    texts = (f"{name} {value}" if isinstance(value, (int, float)) else name for name, value in asked.items())
+    remedy = "; repetition_penalty can be given with each request" if "repetition_penalty" in asked else ""
+    return {GENERATION: f"asks for {', '.join(texts)}: not applied{remedy}"}
 
 
 def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:

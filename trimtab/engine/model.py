@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
-from trimtab.checkpoint.folder import find_folder
+from trimtab.checkpoint.folder import find_folder, unapplied_rules
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.engine import float16_check
@@ -124,7 +124,8 @@ class LoadedModel(Asking):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 if self.anatomy.unknown_towers:
                     guard_towers(self._loaded.hf_model)
-                self._loaded.left_out |= kept_batch.compared(self)
+                rules: dict[str, Any] = getattr(self._loaded.hf_model.generation_config, "to_dict", dict)()
+                self._loaded.left_out |= kept_batch.compared(self) | unapplied_rules(rules)
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
                 if plan.request.prefix_cache_bytes:
@@ -445,7 +446,8 @@ class LoadedModel(Asking):
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """The slower computations that replace a kernel or a graph, with reasons; complete after a first answer."""
+        """The slower computations that replace a kernel or a graph, with reasons; complete after a first answer. Also the
+        rules of the checkpoint's generation_config.json that answers do not follow."""
         from trimtab.engine.decode.step_choice import Fallback
 
         own = () if self.kept.batch is None else tuple(self.kept.batch.steps.fallbacks)

@@ -132,9 +132,10 @@ def add(command: Command) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     from trimtab.api import PlanInputs, device_budget_bytes, plan_options, plan_request
     from trimtab.checkpoint.end_tokens import unlisted_end
-    from trimtab.checkpoint.folder import find_folder
+    from trimtab.checkpoint.folder import GENERATION, find_folder, unapplied_rules
     from trimtab.planning.options import options_document
     from trimtab.planning.values.cards import find_card
+    from trimtab.process.json_file import read_object
     from trimtab.report.charts import check_path
     from trimtab.report.render import WIDEST
 
@@ -189,6 +190,9 @@ def run_plan(options: argparse.Namespace) -> int:
             f"the tokenizer's end token {token} is not among the end tokens of the checkpoint: `run`, `chat` and `serve` end "
             "answers there if the chat template ends turns with it; transformers' generate goes on", file=sys.stderr,
         )  # fmt: skip
+    file = find_folder(request.model) / GENERATION
+    for name, rules in (unapplied_rules(read_object(file, GENERATION)) if file.is_file() else {}).items():
+        print_text(f"{name}: {rules}", file=sys.stderr)
     if plan.execution_device == "cpu" and request.device == "auto" and request.gpu_memory_bytes is not None:
         print_text(f"this plan is for the CPU. {in_flags(NO_GPU, None, {'card': '--card'})}", file=sys.stderr)
     for path in (options.save, options.picture):

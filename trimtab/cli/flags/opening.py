@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import trimtab
 from trimtab.adapters.file import peft_folder, weights_beside
-from trimtab.checkpoint.folder import find_folder
+from trimtab.checkpoint.folder import GENERATION, find_folder
 from trimtab.cli.flags.output import print_text
 from trimtab.process import before_torch, phases
 from trimtab.request import LoadRequest
@@ -67,7 +67,8 @@ def say_beside(adapters: Mapping[str, str]) -> None:
 def say_fallbacks(model: trimtab.LoadedModel) -> None:
     """Print the slower fallbacks on stderr."""
     for one in model.fallbacks:
-        print_text(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
+        how = "" if one.what == GENERATION else "slower than it could be: "
+        print_text(f"{how}{one.what}: {one.why}", file=sys.stderr)
 
 
 def end_text(answer: Answer, context_tokens: int, *, has_stop_texts: bool) -> str | None:

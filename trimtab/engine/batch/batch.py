@@ -193,7 +193,7 @@ class Batch:
                 "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters,
                 near=near_names(str(adapter), self.model.adapters),
             )  # fmt: skip
-        sampler = Sampler(request, self.model.device)
+        sampler = Sampler(request, self.model.device, self.steps.suppressed, self.steps.suppressed_first)
         row = Row(
             adapter, request, list(inputs.token_ids), inputs.prompt_tokens, client=client, group=group, sampler=sampler,
             constraint=constraint,

@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from trimtab.engine.batch.request import AnswerPenalties, check_logits
+from trimtab.engine.batch.request import AnswerPenalties, Suppressed, check_logits
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.prompt import fitted
@@ -548,7 +548,8 @@ def stock_generate(
 ) -> None:  # fmt: skip
     """Run transformers' own generation; tokens go to streamer.put, one row each step.
 
-    Only the request decides how tokens are drawn: sampling values in the checkpoint's generation_config are not used.
+    Only the request decides how tokens are drawn: of the checkpoint's generation_config suppressed tokens count, sampling values
+    do not.
     adapter: the name in an error of the logits. logprobs: receives each step's logits. kv: the form of keys and
     values, "full" or "int8". Errors: DeviceError for logits that are not numbers.
     """
@@ -585,7 +586,8 @@ def stock_generate(
         # In the order of `Sampler`: these processors run before temperature and cuts.
         repeats = request.repetition_penalty
         penalty = None if repeats is None else transformers.RepetitionPenaltyLogitsProcessor(penalty=repeats)
-        processors = [_Numbers(adapter), logprobs, penalty, AnswerPenalties.of(request)]
+        always, first = (torch.tensor(ids, device=device) if ids else None for ids in sequence.suppressed_ids(model))
+        processors = [_Numbers(adapter), logprobs, penalty, AnswerPenalties.of(request), Suppressed(always, first)]
         model.generation_config = transformers.GenerationConfig()  # nothing of the file's may be filled in
         try:
             model.generate(

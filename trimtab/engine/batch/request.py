@@ -5,6 +5,7 @@ Tokens are drawn by transformers' own processors, with the values of the request
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from trimtab.engine.kernels.embed_and_logits import with_argmax
+from trimtab.engine.kernels.embed_and_logits import with_argmax, without
 from trimtab.engine.kv.sequence import PrefillState, TokenSequence
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
@@ -65,13 +66,32 @@ class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
         return self._added
 
 
+class Suppressed(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Leaves tokens out of an answer: always, and as its first one. The first call sees the prompt alone. Shapes: [k] int64."""
+
+    def __init__(self, always: Tensor | None, first: Tensor | None) -> None:
+        self._always, self._first = always, first
+        self._prompt_tokens: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        count = input_ids.shape[-1]
+        self._prompt_tokens = count if self._prompt_tokens is None else self._prompt_tokens
+        for ids in (self._always, self._first if count == self._prompt_tokens else None):
+            scores = scores if ids is None else scores.index_fill(-1, ids, -math.inf)
+        return scores
+
+
 class Sampler:
     """Draws the tokens of one request: transformers' own processors in the order in which `generate` applies them.
 
     The same seed draws the same tokens as `generate` for a batch of one: each row has a separate generator.
+    suppressed, suppressed_first: tokens [k] int64 that the answer does not have, and does not begin with.
     """
 
-    def __init__(self, request: GenerateRequest, device: torch.device) -> None:
+    def __init__(
+        self, request: GenerateRequest, device: torch.device, suppressed: Tensor | None = None,
+        suppressed_first: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._processors = transformers.LogitsProcessorList()
         self._looks_back = request.repetition_penalty is not None
         self._ids: Tensor | None = None  # [1, n], the first `_known` of them are the request's known tokens
@@ -82,6 +102,10 @@ class Sampler:
         if (changes := AnswerPenalties.of(request)) is not None:
             self._looks_back = True
             self._processors.append(changes)
+        self._suppressed = suppressed
+        if suppressed_first is not None or (suppressed is not None and (self._processors or request.temperature)):
+            self._looks_back = self._looks_back or suppressed_first is not None
+            self._processors.append(Suppressed(suppressed, suppressed_first))
         self._generator: torch.Generator | None = None
         self.alike: object = None  # equal for samplers that change scores alike, by the scores alone
         if request.temperature == 0:
@@ -106,8 +130,13 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it takes the most likely token as it is."""
+        """Whether it takes the most likely token that is not suppressed, as steps give it."""
         return not self._processors and self._generator is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes the most likely token of all."""
+        return self.is_greedy and self._suppressed is None
 
     def draw(self, token_ids: Sequence[int], logits: Tensor) -> int:
         """Return the next token. token_ids: prompt and answer so far. logits: [V] float32. Errors: DeviceError if there is
@@ -123,8 +152,10 @@ class Sampler:
         Draws as torch.multinomial does for one token (the same generator, the same token), which waits twice for the device
         to check its input.
         """
-        if self.is_greedy:
+        if self.is_plain:
             return logits.argmax()
+        if self.is_greedy:
+            return without(with_argmax(logits), self._suppressed)[1]
         scores = self._processors(self._history(token_ids, logits.device), logits[None].clone())
         return scores[0].argmax() if self._generator is None else _drawn([self], scores)[0]
 
@@ -275,7 +306,7 @@ class PendingToken:
     def of(cls, row: Row, logits: Tensor) -> PendingToken:
         """Queue the sampling of a row's first token. logits: of its prompt's last one [V]."""
         token, why = with_argmax(logits)[1], None
-        if row.constraint is None and not row.sampler.is_greedy:
+        if row.constraint is None and not row.sampler.is_plain:
             try:
                 token = torch.where(token < 0, token, row.sampler.queue(row.token_ids, logits))
             except Exception as exc:  # raised where the row's token is read

@@ -166,7 +166,7 @@ def _together(
                     torch.cuda.empty_cache()
 
 
-def _leave(batch: Batch, flights: dict[Row, _Flight], on_error: _OnError) -> Iterator[tuple[int, Any]]:
+def _leave(batch: Batch, flights: dict[Row, _Flight], on_error: _OnError) -> Iterator[tuple[int, object]]:
     """Yield the answers that are over. Their rows leave first."""
     for row in [row for row, flight in flights.items() if row.finish is not None or flight.text.is_over]:
         batch.leave(row)

@@ -8,7 +8,8 @@ How users' characters are known in a rendered prompt: the template is rendered o
 that control tokens consist of. Transformers 5.23 has `sanitize_control_tokens`; older supported releases have not, and it does
 not see a token whose halves are in two parts of a message.
 
-The token that ends a turn: transformers' `generate` ends an answer with the ids of generation_config.json, else of config.json.
+The token that ends a turn: transformers' `generate` ends an answer with the ids of generation_config.json, and reads those of
+config.json where there is no such file; trimtab also where the file has none, and there `generate` goes on.
 Some published checkpoints lack the token that their template writes behind an answer, so every answer runs to the token limit.
 vLLM also ends answers with the tokenizer's own end token (v1/core/sched/utils.py, check_stop), llama.cpp with a list of texts
 (llama-vocab.cpp, special_eog_ids). `trimtab run`, `chat` and `serve` do as vLLM where that token is the template's; elsewhere they

@@ -59,7 +59,7 @@ def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tenso
     for number, name in rows.items():
         store.set(name)
         with cache.from_row(number), torch.no_grad():
-            scores, token = ends.argmax_logits(steps._modules(1), None, None, None)
+            scores, token = ends.without(ends.argmax_logits(steps._modules(1), None, None, None), steps.suppressed)
         logits.append(scores[0].clone())
         tokens.append(token[0].clone())
     return torch.stack(logits), torch.stack(tokens)

@@ -138,6 +138,9 @@ class DecodeStep:
         self._shape: tuple[int, ...] | None = None
         self._live = -1  # rows that `cache.live` says
         self._tables = leaves.asking_host(self.model.hf_model)
+        always, first = sequence.suppressed_ids(self.model.hf_model)
+        # Tokens that no answer has, and those with which none begins.
+        self.suppressed, self.suppressed_first = (torch.tensor(ids, device=self.device) if ids else None for ids in (always, first))
         # A token without a row in a layer's table ends its answer before a step looks it up.
         self._may_lack_rows = bool(sequence.lost_words(self.model.hf_model))
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.
@@ -183,8 +186,8 @@ class DecodeStep:
         return self.wrote_tokens and not self._tables and not self._may_lack_rows
 
     def run(self, state: BatchState) -> tuple[Tensor, Tensor]:
-        """Return the logits [count, V] float32 of one step of these rows, and each row's most likely token [count],
-        -1 where the scores are not numbers. Both are overwritten by the next step.
+        """Return the logits [count, V] float32 of one step of these rows, and each row's most likely token [count] that is not
+        suppressed, -1 where the scores are not numbers. Both are overwritten by the next step.
 
         Keys and values are written; positions are the caller's to advance.
         """
@@ -279,8 +282,10 @@ class DecodeStep:
     def _finish(self, step: Step, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             if self._fused is not None and step is self._fused:
-                return self._fused(count, next_tokens)
-            return ends.argmax_logits(step(count), None, next_tokens, self.kernels.ends)
+                outputs = self._fused(count, next_tokens)
+            else:
+                outputs = ends.argmax_logits(step(count), None, next_tokens, self.kernels.ends)
+            return ends.without(outputs, self.suppressed, next_tokens)
 
     def _finish_and_go_on(self, step: Step, count: int) -> tuple[Tensor, Tensor]:
         return self._finish(step, count, self.tokens[:count, 0])

@@ -173,6 +173,23 @@ def with_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits, torch.where(best.isfinite(), token, -1)
 
 
+def without(outputs: tuple[Tensor, Tensor], ids: Tensor | None, following: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the logits [..., V] as they are, and the most likely token of each row [...] that is none of `ids` [k] int64.
+
+    outputs: of `with_argmax` or `argmax_logits`; its tokens are overwritten, and -1 stays. following: as in `argmax_logits`.
+    """
+    logits, tokens = outputs
+    if ids is None:
+        return outputs
+    kept = logits.index_select(-1, ids)  # a copy of all logits would take memory that no plan counts
+    best, allowed = logits.index_fill_(-1, ids, -math.inf).max(dim=-1)
+    logits.index_copy_(-1, ids, kept)
+    tokens.copy_(torch.where((tokens < 0) | ~best.isfinite(), -1, allowed))
+    if following is not None:
+        following.copy_(tokens.clamp(min=0))
+    return outputs
+
+
 def argmax_logits(
     logits: Tensor, softcap: float | None, following: Tensor | None = None, module: nvrtc.Module | None = None, *,
     out: tuple[Tensor, Tensor] | None = None, dependent: bool | None = None,

@@ -158,13 +158,23 @@ def read_generation_config(folder: Path) -> Any:
     has_own = (folder / "generation_config.json").is_file()
     if has_own:
         check_file(folder / "generation_config.json", "generation_config.json")
-    options = {} if has_own else {"config_file_name": "config.json", "_from_model_config": True}
+    options: dict[str, Any] = {} if has_own else {"config_file_name": "config.json", "_from_model_config": True}
     try:
-        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
+        config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
     except (ValueError, OSError, TypeError) as exc:
         if not has_own:
             return None
         raise CheckpointError(f"cannot be read ({_words(exc)})", path=folder / "generation_config.json") from exc
+    for name in ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"):  # what `sequence.suppressed_ids` reads
+        given = getattr(config, name, None) or []
+        words = given if name == "bad_words_ids" else [given]
+        if not (
+            isinstance(words, list) and all(isinstance(one, list) and all(type(token) is int for token in one) for one in words)
+        ):
+            raise CheckpointError(
+                f"{name} must be token ids", path=folder / options.get("config_file_name", "generation_config.json")
+            )
+    return config
 
 
 @contextmanager

@@ -151,7 +151,8 @@ def noise_of(model: Any, item: Mapping[str, Any], continuation: Sequence[int]) -
 
 
 def greedy(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> list[int]:
-    """Return the greedy answer's token ids, its end token included; the sampling values in the checkpoint are not used."""
+    """Return the greedy answer's token ids, its end token included. Of the checkpoint's generation config it obeys
+    suppressed tokens alone, as trimtab does."""
     import transformers
 
     own = model.generation_config
@@ -164,7 +165,9 @@ def greedy(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> list[i
     config = transformers.GenerationConfig(
         max_new_tokens=count, do_sample=False, eos_token_id=ends or None,
         pad_token_id=pad if pad is not None else (ends[0] if ends else 0),
-        bos_token_id=getattr(own, "bos_token_id", None),
+        bos_token_id=getattr(own, "bos_token_id", None), suppress_tokens=getattr(own, "suppress_tokens", None),
+        begin_suppress_tokens=getattr(own, "begin_suppress_tokens", None),
+        bad_words_ids=[word for word in getattr(own, "bad_words_ids", None) or () if len(word) == 1] or None,
     )  # fmt: skip
     forced.forget_request(model)
     with generating(model) as generate:
