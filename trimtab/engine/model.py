@@ -124,8 +124,8 @@ class LoadedModel(Asking):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 if self.anatomy.unknown_towers:
                     guard_towers(self._loaded.hf_model)
-                rules: dict[str, Any] = getattr(self._loaded.hf_model.generation_config, "to_dict", dict)()
-                self._loaded.left_out |= kept_batch.compared(self) | unapplied_rules(rules)
+                rules = unapplied_rules(getattr(self._loaded.hf_model.generation_config, "to_dict", dict)())
+                self._loaded.left_out |= kept_batch.compared(self) | rules
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
                 if plan.request.prefix_cache_bytes:

@@ -158,7 +158,7 @@ def read_generation_config(folder: Path) -> Any:
     has_own = (folder / "generation_config.json").is_file()
     if has_own:
         check_file(folder / "generation_config.json", "generation_config.json")
-    options: dict[str, Any] = {} if has_own else {"config_file_name": "config.json", "_from_model_config": True}
+    options = {} if has_own else {"config_file_name": "config.json", "_from_model_config": True}
     try:
         config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
     except (ValueError, OSError, TypeError) as exc:
@@ -172,7 +172,7 @@ def read_generation_config(folder: Path) -> Any:
             isinstance(words, list) and all(isinstance(one, list) and all(type(token) is int for token in one) for one in words)
         ):
             raise CheckpointError(
-                f"{name} must be token ids", path=folder / options.get("config_file_name", "generation_config.json")
+                f"{name} must be token ids", path=folder / ("generation_config.json" if has_own else "config.json")
             )
     return config
 
