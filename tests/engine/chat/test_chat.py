@@ -9,9 +9,11 @@ import transformers
 
 import trimtab
 from tests import talking
+from trimtab.engine.chat import prompt as chat
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader.processor import check_named_ids
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.verification.routes.inputs import WithoutWeights
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 
@@ -172,6 +174,28 @@ def test_names_are_written_by_templates_that_know_them_and_refused_by_others(tmp
             else:
                 with pytest.raises(RequestError, match="not supported: name"):
                     loaded.prepare(messages)
+
+
+PARTS = "{% for m in messages %}{{ m.role }}:{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endfor %}"
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content | trim | upper }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, system, wanted",
+    [
+        (PARTS, None, "user:Hello"), (PARTS, "Be brief", "system:Be briefuser:Hello"), (USERS, None, "HELLO"),
+        (USERS, "Be brief", "not supported: system"), ("{{ messages[0].role }}", None, "not write the text of the last question"),
+    ],
+)  # fmt: skip
+def test_no_text_is_lost_in_a_template(tmp_path, template, system, wanted):
+    folder = talking.build_llama(tmp_path / "llama", chat_template=template)
+    asked = WithoutWeights(folder, "bfloat16")
+    if not wanted.startswith("not "):
+        given = chat.prepare(asked, "Hello", system=system)
+        assert asked.processor.decode(given.token_ids) == wanted
+    else:
+        with pytest.raises(RequestError, match=wanted):
+            chat.prepare(asked, "Hello", system=system)
 
 
 def test_a_checkpoint_without_tokenizer_says_so(tmp_path):

@@ -586,8 +586,8 @@ def stock_generate(
         # In the order of `Sampler`: these processors run before temperature and cuts.
         repeats = request.repetition_penalty
         penalty = None if repeats is None else transformers.RepetitionPenaltyLogitsProcessor(penalty=repeats)
-        always, first = (torch.tensor(ids, device=device) if ids else None for ids in sequence.suppressed_ids(model))
-        processors = [_Numbers(adapter), logprobs, penalty, AnswerPenalties.of(request), Suppressed(always, first)]
+        suppressed = Suppressed(*sequence.suppressed_ids(model, device))
+        processors = [_Numbers(adapter), logprobs, penalty, AnswerPenalties.of(request), suppressed]
         model.generation_config = transformers.GenerationConfig()  # nothing of the file's may be filled in
         try:
             model.generate(

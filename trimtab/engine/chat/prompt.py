@@ -282,9 +282,10 @@ def _up_to_end(rendered: str, text: str) -> str:
 
 
 def _rendered(
-    model: ChatModel, owner: ChatTemplateOwner, messages: list[Message], template_kwargs: Mapping[str, object] | None,
+    model: ChatModel, owner: ChatTemplateOwner, forms: Sequence[list[Message]], template_kwargs: Mapping[str, object] | None,
     tools: Sequence[Mapping[str, object]], continue_final_message: bool,
 ) -> PromptText:  # fmt: skip
+    """Return the rendered messages. forms: the same messages; the first one that the template writes counts."""
     if tools and "tools" not in answer_form(owner, with_tools=True).reads:
         raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
 
@@ -299,21 +300,23 @@ def _rendered(
 
     folder = model.processor_folder
     if "[TOOL_CALLS]" in str(owner.chat_template):
-        messages = _with_short_ids(messages)
+        forms = [_with_short_ids(form) for form in forms]
     problem: Exception | None = None
-    # Templates of models that see may take contents as lists of parts, as text alone, or each in some places.
-    for form in (messages, _texts_plain(messages)):
+    for form in forms:
         try:
             prompt: PromptText = model.control_tokens.render(render, form, tools)
-            is_listed = form is messages and any(isinstance(message["content"], list) for message in form)
+            is_listed = any(isinstance(message["content"], list) for message in form)
             if is_listed and _LIST.search(render(_neutral(form))):
                 raise ValueError("it writes a list of parts where text belongs")
             if any("name" in message for message in form if message["role"] != "tool"):
                 _check_names(render, form, tools)
-        except REFUSALS as exc:
-            problem = problem or exc
+            _check_written(render, form, tools, prompt.text)
+        except (*REFUSALS, RequestError) as exc:
+            problem = exc if isinstance(exc, RequestError) else problem or exc
         else:
             return replace(prompt, opening=_opening(model, render, form, tools, prompt.text))
+    if isinstance(problem, RequestError):
+        raise problem
     raise RequestError(f"the chat template refuses these messages ({problem})", field="prompt") from problem
 
 
@@ -388,6 +391,24 @@ def _check_names(render: Callable[..., str], messages: Sequence[Message], tools:
         raise RequestError("not supported: name (the checkpoint's chat template writes none)", field="name")
 
 
+def _check_written(
+    render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Mapping[str, object]], written: str
+) -> None:  # fmt: skip
+    """Raise if the rendered prompt lacks the last text of a user (ValueError: another form may have it) or a system message."""
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    for place in [*users[-1:], *(at for at, one in enumerate(messages) if one["role"] in ("system", "developer"))]:
+        content = messages[place]["content"]
+        texts = [part["text"] for part in parts_in(messages[place]) if part["type"] == "text"]
+        if all(text.strip() in written for text in texts):
+            continue
+        mark: str | list[Part] = _END if isinstance(content, str) else [{"type": "text", "text": _END}]
+        if _END in render([*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]], tools):
+            continue  # in another form
+        if place in users:
+            raise ValueError("it does not write the text of the last question")
+        raise RequestError("not supported: system (the checkpoint's chat template writes no such message)", field="system")
+
+
 def _text_only(
     model: ChatModel, tokenizer: Tokenizer, messages: list[Message], prompt: object, system: str | None,
     template_kwargs: Mapping[str, object] | None, tools: Sequence[Mapping[str, object]], device: torch.device,
@@ -402,7 +423,8 @@ def _text_only(
     def encode(text: str) -> MutableMapping[str, object]:
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)
 
-    rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs, tools, continue_final_message)
+    # Some templates of models that see take lists of parts alone.
+    rendered = _rendered(model, tokenizer, (_joined(messages), messages), template_kwargs, tools, continue_final_message)
     encoded = model.control_tokens.encode(encode, rendered, adds_special=False)
     return _inputs(model, tokenizer, encoded, device, has_media=False, rendered=rendered)
 
@@ -431,7 +453,8 @@ def _through_processor(
     tokenizer = getattr(processor, "tokenizer", processor)
     owner = processor if getattr(processor, "chat_template", None) else tokenizer
     if getattr(owner, "chat_template", None):
-        rendered = _rendered(model, owner, messages, template_kwargs, tools, continue_final_message)
+        # Such templates may take contents as lists of parts, as text alone, or each in some places.
+        rendered = _rendered(model, owner, (messages, _texts_plain(messages)), template_kwargs, tools, continue_final_message)
     elif pictures or sounds:
         raise RequestError("this checkpoint has no chat template to place media in", field="prompt")
     else:

@@ -138,9 +138,7 @@ class DecodeStep:
         self._shape: tuple[int, ...] | None = None
         self._live = -1  # rows that `cache.live` says
         self._tables = leaves.asking_host(self.model.hf_model)
-        always, first = sequence.suppressed_ids(self.model.hf_model)
-        # Tokens that no answer has, and those with which none begins.
-        self.suppressed, self.suppressed_first = (torch.tensor(ids, device=self.device) if ids else None for ids in (always, first))
+        self.suppressed, self.suppressed_first = sequence.suppressed_ids(self.model.hf_model, self.device)
         # A token without a row in a layer's table ends its answer before a step looks it up.
         self._may_lack_rows = bool(sequence.lost_words(self.model.hf_model))
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.

@@ -516,19 +516,21 @@ def check_words(hf_model: HFModel, token_ids: Sequence[int]) -> None:
         raise without_row(max(lost.intersection(token_ids)), "the prompt")
 
 
-def suppressed_ids(hf_model: HFModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the token ids that no answer has, and those with which none begins, by the checkpoint's generation config.
+def suppressed_ids(hf_model: HFModel, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return the token ids that no answer has, and those with which none begins, by the checkpoint's generation config: [k] int64
+    on the device, None without any.
 
     Source: transformers 5.23's SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, and NoBadWordsLogitsProcessor
     for words of one token; ids beyond the vocabulary are no tokens.
     """
-    own, words = hf_model.generation_config, int(hf_model.config.get_text_config().vocab_size)
+    own, words = hf_model.generation_config, range(int(hf_model.config.get_text_config().vocab_size))
     ends = getattr(own, "eos_token_id", None)
     bad = {word[0] for word in getattr(own, "bad_words_ids", None) or () if len(word) == 1}
     bad -= set(ends if isinstance(ends, (list, tuple)) else [ends])
-    always, first = {*(getattr(own, "suppress_tokens", None) or ()), *bad}, getattr(own, "begin_suppress_tokens", None) or ()
-    known = range(words)
-    return tuple(sorted(always & set(known))), tuple(sorted(set(first) & set(known)))
+    always, first = bad.union(getattr(own, "suppress_tokens", None) or ()), getattr(own, "begin_suppress_tokens", None) or ()
+    known = ([token for token in ids if token in words] for ids in (always, first))
+    all_ids, first_ids = (torch.tensor(ids, device=device) if ids else None for ids in known)
+    return all_ids, first_ids
 
 
 def media_ids(hf_model: HFModel) -> tuple[frozenset[int], frozenset[int]]:
