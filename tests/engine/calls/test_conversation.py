@@ -6,7 +6,9 @@ import threading
 import pytest
 
 import trimtab
+from tests import talking
 from trimtab import demo
+from trimtab.engine.batch.generate import Generation, Piece
 from trimtab.engine.chat.media import read_image
 from trimtab.errors import RequestError
 
@@ -190,3 +192,24 @@ def test_an_adapter_unloaded_while_its_new_files_are_read_stays_unloaded(changed
     with pytest.raises(RequestError) as caught:
         changed.reload_adapter("own")
     assert caught.value.field == "adapter" and changed.adapters == ()
+
+
+THINKS = "{{ bos_token }}{% for m in messages %}{{ m.role }} {{ m.content.split('<channel|>')[-1] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "before, said, kept",
+    [
+        ("", "<|channel>thought\n plum<channel|> otter<eos>", "otter"), ("", " otter<eos>", " otter"), ("", "<|channel> plum", ""),
+        ("<|channel>", " plum<channel|> otter one", "otter"), ("<channel|>", " plum<channel|> otter", " plum otter"),
+    ],
+)  # fmt: skip
+def test_a_turn_keeps_no_thought_whose_marks_no_text_shows(tmp_path, monkeypatch, before, said, kept):
+    folder = talking.build_llama(tmp_path / "llama", chat_template=THINKS + (before and "<bos>" + before))
+    with trimtab.load(trimtab.plan(folder, quant="none", device="cpu", context=128)) as loaded:
+        tokens = loaded.processor(said, add_special_tokens=False)["input_ids"]
+        shown = loaded.processor.decode(tokens, skip_special_tokens=True)
+        monkeypatch.setattr(Generation, "__iter__", lambda self: (piece for piece in [Piece(shown, tuple(tokens))]))
+        chat = loaded.chat(max_new_tokens=20, stop=(" one",))
+        chat.send("Hello")
+        assert [turn.text for turn in chat.turns] == (["Hello", kept] if kept else [])

@@ -10,14 +10,18 @@ planned context, `when_full` decides: "error" refuses the message, "drop" leaves
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.names import check_options, near_names
-from trimtab.engine.batch.generate import Answer, Timed
+from trimtab.engine.batch.generate import Answer, AnswerText, Detokenizer, Timed, hidden_ids
 from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat.answer_forms import THOUGHT_MARKS
+from trimtab.engine.chat.answer_reader import AnswerReader
+from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image, several
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
@@ -72,7 +76,8 @@ class Conversation:
     """A conversation with one model. adapter, options: for answers without their own; both may be changed between turns.
 
     turns: questions and answers in order. left_out: number of the oldest turns that are no longer part of the prompt. last:
-    the latest answer, with its timings. An answer without text leaves no turns.
+    the latest answer, with its timings. An answer without text leaves no turns. Of an answer with thoughts between control tokens,
+    which its text shows, a turn has the rest.
     """
 
     def __init__(
@@ -258,9 +263,11 @@ class Conversation:
         request = request.within(room, most_tokens=room)
         self._model.check_tokens(request)
         timed = Timed(self._model, inputs, request)
-        return self._pieces(timed, turns, used, left_out, keep=keep)
+        return self._pieces(timed, turns, used, left_out, keep=partial(_said, self._model, inputs, request) if keep else None)
 
-    def _pieces(self, timed: Timed, turns: list[Turn], adapter: Chosen, left_out: int, *, keep: bool) -> Iterator[str]:
+    def _pieces(
+        self, timed: Timed, turns: list[Turn], adapter: Chosen, left_out: int, *, keep: Callable[[Answer], str] | None
+    ) -> Iterator[str]:  # fmt: skip
         try:
             with self._model.answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:
@@ -268,7 +275,25 @@ class Conversation:
                         yield piece.text
         finally:
             answer = self.last = timed.answer
-            if keep and answer.text.strip():
-                self.turns = [*turns, Turn("assistant", answer.text, adapter=adapter)]
+            if keep is not None and (said := keep(answer)).strip():
+                self.turns = [*turns, Turn("assistant", said, adapter=adapter)]
                 self.left_out = left_out
                 self.prompt_tokens = answer.prompt_tokens + len(answer.token_ids)
+
+
+def _said(model: AskedModel, inputs: Inputs, request: GenerateRequest, answer: Answer) -> str:
+    """Return an answer's text without thoughts whose marks are control tokens, which no text shows: a template that leaves old
+    thoughts out finds no mark there. Thoughts between other marks stay: the template sees those."""
+    tokenizer = getattr(model.processor, "tokenizer", model.processor)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if special.isdisjoint(close for _, close in THOUGHT_MARKS):
+        return answer.text
+    form = chat.answer_form(model.processor)
+    if form.thoughts is None or form.thoughts[1] not in special:
+        return answer.text
+    ends = {*end_token_ids(model.hf_model), *request.stop_token_ids}
+    text = AnswerText(Detokenizer(tokenizer, request.stop, hidden=hidden_ids(tokenizer, form.thought_marks)), ends)
+    begun = tokenizer.decode(list(inputs.token_ids[-8:]), skip_special_tokens=False).rstrip()
+    reader = AnswerReader(form, in_thought=begun.endswith(form.thoughts[0]))
+    parts = [*reader.push("".join(map(text.take, answer.token_ids)) + text.end()), *reader.finish()]
+    return "".join(value for kind, value in parts if kind == "text").replace(form.thoughts[1], "")  # one that closes nothing
