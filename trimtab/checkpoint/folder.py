@@ -205,12 +205,10 @@ def unapplied_rules(generation: Mapping[str, Any]) -> dict[str, str]:
     asked = {name: generation.get(name) for name, neutral in _RULES.items() if generation.get(name) not in (None, [], *neutral)}
     words = generation.get("bad_words_ids")
     if any(isinstance(word, list) and len(word) > 1 for word in (words if isinstance(words, list) else ())):
-        asked["bad_words_ids"] = []
-    if not asked:
-        return {}
+        asked["bad_words_ids"] = words
     texts = (f"{name} {value}" if isinstance(value, (int, float)) else name for name, value in asked.items())
     remedy = "; repetition_penalty can be given with each request" if "repetition_penalty" in asked else ""
-    return {GENERATION: f"asks for {', '.join(texts)}: not applied{remedy}"}
+    return {GENERATION: f"asks for {', '.join(texts)}: not applied{remedy}"} if asked else {}
 
 
 def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -398,15 +398,15 @@ def _check_written(
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     for place in [*users[-1:], *(at for at, one in enumerate(messages) if one["role"] in ("system", "developer"))]:
         content = messages[place]["content"]
-        texts = [part["text"] for part in parts_in(messages[place]) if part["type"] == "text"]
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
         if all(text.strip() in written for text in texts):
             continue
         mark: str | list[Part] = _END if isinstance(content, str) else [{"type": "text", "text": _END}]
-        if _END in render([*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]], tools):
-            continue  # in another form
-        if place in users:
+        in_another_form = _END in render([*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]], tools)
+        if not in_another_form and place in users:
             raise ValueError("it does not write the text of the last question")
-        raise RequestError("not supported: system (the checkpoint's chat template writes no such message)", field="system")
+        if not in_another_form:
+            raise RequestError("not supported: system (the checkpoint's chat template writes no such message)", field="system")
 
 
 def _text_only(
