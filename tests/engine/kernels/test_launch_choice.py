@@ -137,8 +137,9 @@ def test_where_registers_do_not_suffice_the_same_blocks_hold_fewer_weights(modul
         return dataclasses.replace(FITS, local_bytes=24 if len(asked) == 1 else 0)
 
     monkeypatch.setattr(run.CpuModule, "limits", limits, raising=False)
-    made, _ = configured(module, product, monkeypatch)
+    made, compiled = configured(module, product, monkeypatch)
     assert matvec.choose(product.groups[0], 2, module) == fewer[0] and len(asked) == 2
+    assert compiled == [most, *kernels.instead_of(most, found)]  # several at once, before the first is tried
     assert made.configs == {product.key: launch_configs.ESTIMATED} and made.plain_products == {}
 
 
@@ -153,7 +154,7 @@ def test_what_was_fastest_on_such_a_card_is_used_with_the_registers_that_it_spil
 
 def test_a_product_is_prepared_once(module, product, monkeypatch):
     configured(module, product, monkeypatch)
-    monkeypatch.setattr(DeviceKernels, "_configure", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr(DeviceKernels, "_takes", lambda *_: pytest.fail("prepared again"))
     DeviceKernels(matvec=module).prepare([], torch.bfloat16, [2])
 
 
@@ -167,6 +168,26 @@ def test_choosing_kernels_tunes_nothing(monkeypatch):
     leaf = type("Leaf", (), {"in_features": 64, "out_features": 64, "quant_kind": "nf4", "device": "cpu", "dtype": 1})()
     DeviceKernels.choose([[[leaf]]], [], rows=4)
     assert prepared == [1, 2, 4]
+
+
+def test_kernels_are_compiled_ahead_once_for_a_card_and_never_again_for_the_same_steps(product, monkeypatch):
+    checks, asked = kernels.KeptChecks(), []
+    leaf = SimpleNamespace(
+        packed=lambda: product.groups[0][0], device=torch.device("cuda"), dtype=torch.bfloat16, quant_kind="nf4-dq"
+    )
+    leaf.in_features, leaf.out_features = product.groups[0][0].shape[1], product.groups[0][0].shape[0]
+    monkeypatch.setattr(kernels.KeptChecks, "of", lambda device: checks)
+    monkeypatch.setattr(tuning, "compile_ahead", lambda *_, counts, **__: asked.append(counts))
+    monkeypatch.setattr(kernels.KernelFamily, "choose", lambda self, *_: None)
+    for norm, rows in (
+        (matvec.PLAIN, 1),
+        (matvec.PLAIN, 1),
+        (matvec.NormForm("after", False), 1),
+        (matvec.PLAIN, 2),
+        (matvec.PLAIN, 1),
+    ):
+        kernels._choose([[[leaf]]], [], None, rows, norm)
+    assert asked == [[1], [1], [1, 2]]
 
 
 def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module, product, monkeypatch):

@@ -39,7 +39,7 @@ from trimtab.request import DEFAULT_QUANT
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "compile_tried", "graph_us", "jobs", "keep_tuned",
-    "pair_us", "relative_error", "tune", "why_not_cut",
+    "pair_us", "relative_error", "tune", "why_no_room", "why_not_cut",
 ]  # fmt: skip
 
 _PIECE = 2**20
@@ -154,6 +154,21 @@ class _Product:
         return all(relative_error(a, b) <= LARGEST_ERROR for a, b in zip(results, wanted, strict=True))
 
 
+def why_no_room(
+    weights: Sequence[Packed], module: nvrtc.Module, cut: LaunchConfig, *, dtype: torch.dtype, pair: bool, is_timed: bool = False
+) -> str | None:  # fmt: skip
+    """Return why a launch configuration does not compile, or has no room in the card's shared memory and registers, or None."""
+    if not cut.held:
+        return None
+    try:
+        limits = module.variant(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair)).limits(cut.kernel)
+    except DeviceError as exc:
+        if is_out_of_memory(exc):
+            raise
+        return str(exc)
+    return launch_configs.why_not(cut, limits, module.shared_bytes, is_timed=is_timed)
+
+
 def why_not_cut(
     weights: Sequence[Packed], n: int, module: nvrtc.Module, cut: LaunchConfig, *, dtype: torch.dtype, gate: str | None,
     small: nvrtc.Module | None = None, is_timed: bool = False,
@@ -164,17 +179,8 @@ def why_not_cut(
     `add_norm`, for a configuration with the norm in front. is_timed: it was the fastest on another such card.
     """
     pair = gate is not None
-    if cut.held:
-        wanted = matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair)
-        try:
-            limits = module.variant(wanted).limits(cut.kernel)
-        except DeviceError as exc:
-            if is_out_of_memory(exc):
-                raise
-            return str(exc)
-        why = launch_configs.why_not(cut, limits, module.shared_bytes, is_timed=is_timed)
-        if why is not None:
-            return why
+    if (why := why_no_room(weights, module, cut, dtype=dtype, pair=pair, is_timed=is_timed)) is not None:
+        return why
     product = _Product(weights, n, module, dtype, gate)
     plain = next((one for one in matvec.ways(weights, n, module, pair=pair) if not one.held), None)
     if plain is None:
