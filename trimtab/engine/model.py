@@ -124,9 +124,9 @@ class LoadedModel(Asking):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 if self.anatomy.unknown_towers:
                     guard_towers(self._loaded.hf_model)
-                self._loaded.left_out |= kept_batch.compared(self)
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
+                self._loaded.left_out |= kept_batch.compared(self)
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 phases.begin("attaching adapters")
