@@ -201,10 +201,32 @@ def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module
     configured(module, product, monkeypatch)
     made = {job.options for job in wanted if job.name == "matvec4.cu"}
     assert asked and {(*options, *module.common) for options in asked} == made
+    held = [any(option.startswith("-DHELD") for option in job.options) for job in wanted]
+    assert held == sorted(held)  # those that take longest begin first
     names = [job.name for job in wanted]
     assert names.count("attend.cu") == 2 and {"fused.cu", "ends.cu", "prompt.cu"} <= set(names)
     several = tuning.jobs([(group, False)], [], module, dtype, checked=(1,), counts=[1], has_many=True)
     assert "rows.cu" in [job.name for job in several]
+
+
+@pytest.mark.parametrize(
+    ("quant", "shape", "calls"),
+    [("nf4-dq", (12288, 4096), 10), ("q4_k", (64, 256), 10), ("q4_k", (1024, 4096), 2), ("q6_k", (12288, 4096), 1)],
+)
+def test_own_products_that_take_thousands_of_launches_are_timed_with_few_calls(quant, shape, calls):
+    assert kernels._own_calls([SimpleNamespace(out_features=shape[0], in_features=shape[1], quant_kind=quant)]) == calls
+
+
+def test_the_own_products_of_a_shape_are_timed_once_for_all_its_cuts(module, product, monkeypatch):
+    packed, timed = product.groups[0][0], []
+    leaf = SimpleNamespace(packed=lambda: packed, out_features=packed.shape[0], in_features=packed.shape[1], quant_kind="nf4-dq")
+    monkeypatch.setattr(matvec.nvrtc, "why_not", lambda device: None)
+    monkeypatch.setattr(module, "capability", (8, 0), raising=False)
+    monkeypatch.setattr(tuning, "graph_us", lambda run, *_, **__: timed.append(run.func) or len(timed))
+    made = DeviceKernels(matvec=module)
+    assert made.measure([leaf], torch.bfloat16) == (1, 2)
+    module.products.chosen[matvec.cut_key([packed], 1)] = ways(Product([[packed]], 1, None), module, held=True)
+    assert made.measure([leaf], torch.bfloat16) == (3, 2) and timed.count(kernels._own_layers) == 1
 
 
 def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):

@@ -308,7 +308,8 @@ def jobs(
                 Job(fused.source("attend.cu"), fused.attention_options(kind, dtype, turn=turn), "attend.cu")
                 for turn in (True, False)
             ]
-    variants: dict[tuple[str, ...], None] = {}
+    # Those without a configuration take longest: none of them is the last to begin.
+    variants: tuple[dict[tuple[str, ...], None], ...] = {}, {}
     for group, pair in weights:
         if any(matvec.why_not(packed, dtype, module.device) for packed in group):
             continue
@@ -317,11 +318,13 @@ def jobs(
                 config = matvec.config_of(one, n, module, pair=pair)
                 for normed in () if config is None else (False, True) if config[0].normed else (False,):
                     cut = None if config is None else config[0]
-                    variants[matvec.options(one[0], dtype, cut, members=len(one), pair=pair, normed=normed)] = None
+                    own_options = matvec.options(one[0], dtype, cut, members=len(one), pair=pair, normed=normed)
+                    variants[cut is not None and cut.held > 0][own_options] = None
             for n in checked:
                 plain = matvec.choose(one, n, module)
-                variants[matvec.options(one[0], dtype, plain, members=len(one))] = None
-    return wanted + [Job(matvec.source(), (*options, *module.common), "matvec4.cu") for options in variants]
+                variants[plain.held > 0][matvec.options(one[0], dtype, plain, members=len(one))] = None
+    source = matvec.source()
+    return wanted + [Job(source, (*options, *module.common), "matvec4.cu") for some in variants for options in some]
 
 
 def compile_ahead(
