@@ -425,11 +425,13 @@ def _choose(
     checks = KeptChecks.of(device)
     forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
     counts, has_many = [n for n in PRODUCT_ROWS if n <= rows], rows > KERNEL_ROWS
-    compiled = "compiled ahead", str(dtype), forms, list(attention), norm, counts, has_many
+    compiled = "compiled ahead", str(dtype), forms, list(attention), norm, counts, has_many, list(deltas), list(mixtures or ())
     if device.type == "cuda" and checks.find(*compiled) is None:
+        others = [delta_rule.job(one, dtype) for one in deltas]
+        others += [one for _, opened in (mixtures or {}).values() for one in experts.jobs(opened(), dtype)]
         tuning.compile_ahead(
             [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
-            checked=_ROWS, counts=counts, has_many=has_many, norm=norm,
+            checked=_ROWS, counts=counts, has_many=has_many, norm=norm, others=others,
         )  # fmt: skip
         checks.keep({}, *compiled)
 
