@@ -332,8 +332,8 @@ def compile_ahead(
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
     norm: matvec.NormForm = matvec.PLAIN, others: Sequence[Job] = (),
 ) -> None:  # fmt: skip
-    """Compile the sources and variants that `jobs` returns for a device, and others, in parallel. One that does not compile is named
-    by its check."""
+    """Compile the sources and variants that `jobs` returns for a device, and others, in parallel. One that does not compile is
+    named by its check."""
     if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
         return
     with suppress(DeviceError):  # the next load reports the reason
