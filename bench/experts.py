@@ -9,9 +9,9 @@ half of each layer's experts has scores times that. COPIES: every copy to the GP
 row, of the public API, token ids in and text out, an adapter of rank 8 on attention and dense parts: `tok_s` of one row behind a
 prompt of 33 tokens, `first_ms` of 512 tokens; `experts_tok_s`: an adapter on experts too; `rows8_tok_s`: eight rows, each with its
 own of these. `predicted_tok_s`: of the plan of one row; of that of eight `predicted_row_tok_s`, the rate of each. `hits`: of
-the experts chosen by steps, those that were on the card; `link_limit_tok_s`: what copying the others allows at `link_gb_s`, and
-`link_share` of it was reached. `peak_gib`: of torch's allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16
-bits, the same adapter, greedy, one row behind 512 tokens.
+the experts chosen by steps, those that were on the card; `predicted_at_hits_tok_s`: of the plan, with these hits;
+`link_limit_tok_s`: what copying the others allows at `link_gb_s`, and `link_share` of it was reached. `peak_gib`: of torch's
+allocator; `process_gib`: of the driver. stock: transformers and PEFT, 16 bits, the same adapter, greedy, one row behind 512 tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def run(
                 say(f"{name} {found[name]}")
         if (hits := expert_hits(model)) is not None:
             found["hits"] = round(hits, 3)
-            found |= _link_row(model, plan, hits, found["tok_s"])
+            found |= _link_row(model, plan, hits, found)
             say(f"hits {found['hits']}, {found['link_share']} of the link's limit")
 
         def several(tokens: int) -> list[float]:
@@ -157,14 +158,16 @@ def run(
     return found
 
 
-def _link_row(model: Any, plan: Any, hits: float, tok_s: float) -> dict[str, float]:
-    """Return the measured rate of the link, the tokens per second that copying the missed experts allows, and the share reached."""
+def _link_row(model: Any, plan: Any, hits: float, row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the measured rate of the link, the tokens per second that copying the missed experts allows, the share reached, and
+    what the plan predicts with these hits."""
     config = model.hf_model.config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
-    limit = plan.rates.pinned_h2d_Bps / max(1.0, (1 - hits) * chosen * plan.experts.bytes / plan.experts.count)
+    chosen, link_Bps = getattr(config, "num_experts_per_tok", None) or config.top_k_experts, plan.rates.pinned_h2d_Bps
+    most_s = chosen * plan.experts.bytes / plan.experts.count / link_Bps  # of a token that finds none of its experts
+    limit, planned_hits = 1 / max(1e-9, (1 - hits) * most_s), row["slots"] / config.num_experts
     return {
-        "link_gb_s": round(plan.rates.pinned_h2d_Bps / 1e9, 2), "link_limit_tok_s": round(limit, 1),
-        "link_share": round(tok_s / limit, 3),
+        "link_gb_s": round(link_Bps / 1e9, 2), "link_limit_tok_s": round(limit, 1), "link_share": round(row["tok_s"] / limit, 3),
+        "predicted_at_hits_tok_s": round(1 / (1 / row["predicted_tok_s"] - (hits - planned_hits) * most_s), 1),
     }  # fmt: skip
 
 

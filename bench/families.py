@@ -6,8 +6,9 @@ Checkpoints are random, of released sizes, the decoder in NF4 with double quanti
 Answers are the public API's: token ids in, text out. A row: `tok_s` of one row (256 tokens behind the first 33), `rows8_tok_s` of
 eight rows with an adapter each, `first_ms` of 512 tokens (median of five, no prompt comes twice), `load_s`, how steps run and why.
 What the file to be saved has rows of is not run again. `--card-gib`: the planned budget of the GPU, and the memory that its
-allocator may take, for one row and one adapter. llama.cpp: of Qwen3 in Q4_K_M without an adapter, by the program that PEER names:
-`PEER FILE.gguf` prints a line `PEER {"tok_s": ..., "ttft512_ms": ...}`.
+allocator may take, for one row and one adapter; `link_share`: of the rate that the link allows for what a step copies.
+llama.cpp: of Qwen3 in Q4_K_M without an adapter, by the program that PEER names: `PEER FILE.gguf` prints a line
+`PEER {"tok_s": ..., "ttft512_ms": ...}`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import DEVICE, empty_cache, synchronize
+from bench.cards import link_row
 from bench.memory import environment
 
 MODELS = ("qwen3-8b", "llama-3-8b", "gemma3-4b", "qwen3-vl-4b", "qwen3.5-9b", "e4b")
@@ -95,6 +97,8 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         if rows == 8:
             eight(SHORT)
             found["rows8_tok_s"] = round(8 * (LONG - SHORT) / (eight(LONG) - eight(SHORT)), 1)
+        else:
+            found |= {name: value for name, value in link_row(plan, found["tok_s"], 0).items() if name.startswith("link")}
         step = model.plan.execution.step
         found |= {
             "step": step.mode, "reason": step.reason, "head": model.plan.execution.head,

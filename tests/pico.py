@@ -269,6 +269,11 @@ _OTHERS = {
     "olmo3": ("Olmo3ForCausalLM", partial(_text, "Olmo3", layer_types=[_SLIDING, _FULL], sliding_window=8)),
     "glm": ("GlmForCausalLM", partial(_text, "Glm", attention_bias=True)),
     "glm4": ("Glm4ForCausalLM", partial(_text, "Glm4", attention_bias=True)),
+    "smollm3": ("SmolLM3ForCausalLM", partial(_text, "SmolLM3", no_rope_layers=[1, 0])),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        partial(_text, "Qwen2", use_sliding_window=True, sliding_window=8, layer_types=[_FULL, _SLIDING], tie_word_embeddings=True),
+    ),
     "seed_oss": ("SeedOssForCausalLM", partial(_text, "SeedOss", attention_bias=True, attention_out_bias=False)),
     "granite": (
         "GraniteForCausalLM",

@@ -198,15 +198,19 @@ def experts(results: Mapping[str, Any]) -> str:
         names = ("predicted_tok_s", "tok_s", "experts_tok_s", "rows8_tok_s", "first_ms")
         cells = [f"{row[name]:,.{int(row[name] < 10)}f}" if name in row else "-" for name in names]
         where = f"{card} GiB, 1/{copies} of the link" if copies else f"{card} GiB" if card else "whole"
-        name = (f"{MIXTURES[size]}, stock, 16 bits" if kind == "stock" else MIXTURES[size]) + _mark(row)
-        rows.append([name, where, near, hits, *cells, f"{row['process_gib']:.2f} GiB" if "process_gib" in row else "-"])
-    heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "planned", "tokens/s",
-             "adapter on experts", "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
-    table = _table(heads, 7, rows)
+        if "predicted_at_hits_tok_s" in row:
+            cells[0] += f" ({row['predicted_at_hits_tok_s']:,.0f})"
+        link = f"{row['link_share']:.0%} of {row['link_gb_s']:.1f} GB/s" if "link_share" in row else "-"
+        name = MIXTURES[size] + BESIDE.get(kind, "") + _mark(row)
+        rows.append([name, where, near, hits, link, *cells, f"{row['process_gib']:.2f} GiB" if "process_gib" in row else "-"])
+    heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "of what the link allows", "planned",
+             "tokens/s", "adapter on experts", "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
+    table = _table(heads, 8, rows)
     what = "random weights, NF4 with double quantization, an adapter of rank 8 on attention and dense parts"
     return f"{table}\n\n{_where(results)}; {what}. The process holds the adapters. {EARLIER}\n"
 
 
+BESIDE = {"stock": ", stock, 16 bits", "llama.cpp": ", llama.cpp, Q4_K, no adapter"}
 LOOPS = {"outside": "sampled, whole, all of the time counted", "closed": "greedy, streamed"}
 
 

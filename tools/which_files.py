@@ -32,7 +32,7 @@ NAMES = {
     "llama": "Llama", "mistral3": "Mistral 3", "ministral3": "Ministral 3", "mixtral": "Mixtral", "qwen3": "Qwen3",
     "qwen3_5": "Qwen3.5", "qwen3_vl": "Qwen3-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_moe": "Qwen3 MoE", "phi3": "Phi-3 and 4",
     "olmo2": "OLMo 2", "olmo3": "OLMo 3", "glm": "GLM", "glm4": "GLM-4", "granite": "Granite", "gpt_oss": "gpt-oss",
-    "seed_oss": "Seed-OSS",
+    "seed_oss": "Seed-OSS", "smollm3": "SmolLM3", "qwen2": "Qwen2, Qwen2.5",
     "llava": "LLaVA", "internvl": "InternVL", "qwen2_moe": "Qwen2 MoE", "qwen3_5_moe": "Qwen3.5 MoE", "glm4_moe": "GLM-4.5",
 }  # fmt: skip
 # Rows of bench/results/families.json and formats.json.

@@ -14,14 +14,15 @@ from tests.engine.prefill.test_prefill import DEVICE, answered, differ, eager, i
 from trimtab.engine.batch.batch import Batch
 
 
-@pytest.mark.parametrize("quant", ["none", "nf4-dq"])
-def test_steps_of_mixed_rows_and_prompts_are_captured_and_those_of_the_modules(quant, tmp_path):
+@pytest.mark.parametrize("quant, rows", [("none", 4), ("nf4-dq", 4), ("nf4-dq", 12), ("nf4-dq", 33)])
+def test_steps_of_mixed_rows_and_prompts_are_captured_and_those_of_the_modules(quant, rows, tmp_path):
     base = pico.build("qwen3_5", tmp_path / "base")
     adapters = {name: pico.adapter(base, tmp_path / name, rank=rank, seed=rank) for name, rank in (("a", 4), ("b", 20))}
-    plan = trimtab.plan(base, adapters=adapters, quant=quant, context=128, device=DEVICE, batch=4)
+    plan = trimtab.plan(base, adapters=adapters, quant=quant, context=128, device=DEVICE, batch=rows)
     assert plan.execution.step.mode == "fused" and ("own products" in plan.execution.step.reason) == (quant == "none")
     with trimtab.load(plan, decode="auto") as model:
-        expected, batch = (joined(model, way, ASKED, rows=4) for way in ("eager", "auto"))
+        asked = [ASKED[number % 3] for number in range(rows - 1)]
+        expected, batch = (joined(model, way, asked, rows=rows) for way in ("eager", "auto"))
         compare(expected, batch, 4, 2 * TOLERANCE)
         assert batch.steps.captures and not [one for one in batch.steps.fallbacks if one.what in ("graph", "fused step")]
         alone, whole = Batch(model, rows=1), eager(model)

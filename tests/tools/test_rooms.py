@@ -102,9 +102,8 @@ WAYS = {
     r"\.capture_begin\(": ("engine/memory/graph_cache.py",),
     r"def apply\(self, layer: AdaptedLayer": ("engine/batched_lora/table.py", "engine/lora/fewer_ops.py", "engine/lora/store.py"),
     r"hf_model\(\s*(\*\*|input_ids)": (
-        "engine/batch/generate.py", "engine/calls/embedding.py", "engine/decode/decode_step.py", "engine/families/check.py",
-        "engine/passes/chunk_forward.py", "engine/passes/media_embeddings.py", "engine/prefill/stock_pass.py",
-        "verification/routes/teacher_forcing.py",
+        "engine/decode/decode_step.py", "engine/families/check.py", "engine/passes/chunk_forward.py",
+        "engine/passes/media_embeddings.py", "engine/prefill/stock_pass.py", "verification/routes/teacher_forcing.py",
     ),
     r"Matmul\(\s*\"": (
         "engine/batched_lora/columns.py", "engine/families/chunk.py", "engine/families/step.py", "engine/kernels/dequantize.py",

@@ -22,10 +22,11 @@ WITH_ADAPTER = (9, 17, 40)  # padded, a last chunk of one token, and several chu
 # qwen3, gemma3: one norm and one rotation, and two of each. qwen3_vl: positions along three axes. gemma2, gpt_oss: eager attention
 # that caps scores, and that has sinks; experts as they are. ministral3: queries grow. phi3: joined products. olmo3: norms behind,
 # of all heads together. glm4: pairs turn. granite: factors. gemma4_moe: experts next to the MLP. glm4_moe, qwen3_moe: in
-# some layers, with a shared one and without.
+# some layers, with a shared one and without. smollm3: a layer without a rotation.
 FAMILIES = (
     "gemma4", "gemma4_dense", "qwen3", "gemma3", "qwen3_5", "gemma2", "gpt_oss", "ministral3", "phi3", "olmo3", "glm4", "granite",
-    "gemma4_moe", "glm4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "qwen3_moe", "olmo2", "llama")),
+    "gemma4_moe", "glm4_moe", "smollm3",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "qwen3_moe", "olmo2", "llama", "qwen2")),
 )  # fmt: skip
 
 

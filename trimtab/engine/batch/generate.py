@@ -29,11 +29,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from trimtab.engine.batch.request import AnswerPenalties, check_logits
 from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.control_tokens import end_token_ids
-from trimtab.engine.chat.prompt import check_fits, fitted
+from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import Inputs, text_of
 from trimtab.engine.prefill.rows import PrefillContext
+from trimtab.engine.prefill.stock_pass import whole_pass
 from trimtab.errors import CheckpointError
 from trimtab.request import DEFAULT_NEW_TOKENS, GenerateRequest
 
@@ -496,11 +497,7 @@ def generate_text(model: AnsweringModel, inputs: Inputs, request: GenerateReques
 
 def logits(model: BatchModel, inputs: Inputs) -> Tensor:
     """Return teacher-forced logits of the whole prompt: [S, V] float32 on the CPU."""
-    check_fits(model, inputs, 0)
-    sequence.reset_offset(model.hf_model)
-    model.lend_prompt_room()
-    with torch.no_grad():
-        logits_of_prompt: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits
+    logits_of_prompt: Tensor = whole_pass(model, inputs).logits
     return logits_of_prompt[0].float().cpu()
 
 

@@ -19,7 +19,7 @@ from trimtab.engine.batch.request import check_logits
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.prompt import check_fits
 from trimtab.engine.kv.sequence import Inputs
-from trimtab.engine.prefill.stock_pass import TextPass
+from trimtab.engine.prefill.stock_pass import TextPass, whole_pass
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import check_choice
 
@@ -112,12 +112,8 @@ def hidden_states(model: AskedModel, prompt: object, *, adapter: Chosen, **media
     """Return [layers + 1, S, D] float32 on the CPU; see `LoadedModel.hidden_states`. Errors: RequestError for a family that
     projects its last state to another width."""
     inputs = model.prepare(prompt, **media)
-    chat.check_fits(model, inputs, 0)
-    with model.answering(adapter), torch.no_grad():
-        model.lend_prompt_room()
-        states = model.hf_model(
-            **inputs.tensors, use_cache=False, output_hidden_states=True, logits_to_keep=1, return_dict=True
-        ).hidden_states
+    with model.answering(adapter):
+        states = whole_pass(model, inputs, output_hidden_states=True, logits_to_keep=1).hidden_states
     widths = sorted({int(state.shape[-1]) for state in states})
     if len(widths) > 1:
         raise RequestError(f"this family's states have different widths: {widths}", field="hidden_states")

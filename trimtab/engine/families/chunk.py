@@ -166,7 +166,7 @@ class ChunkLayers:
         if own is None:
             assert y is not None
             return y
-        y = self.step.mixture(own, residual, x if y is None else None, y, rows)
+        y = self.step.mixture(own, None, residual, x if y is None else None, y, rows)
         if own.shared is not None:
             gate = None if own.shared_gate is None else self._products([own.shared_gate], x, rows)[0]
             fused.add_gated(y, self._gated(own.shared, x, rows), gate, self.step.kernels.small)

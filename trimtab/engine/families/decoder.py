@@ -292,16 +292,21 @@ class Experts:
         return self.has_mixture and why_not_many([stack_shape(self.module, name) for name in ("gate_up_proj", "down_proj")]) is None
 
     @property
+    def near(self) -> NearExperts | None:
+        """Its slots, where its experts are in host memory."""
+        found: NearExperts | None = vars(self.module).get("near")
+        return found
+
+    @property
     def key(self) -> tuple[object, ...]:
         """What of the stacks selects a kernel, as values that print the same in every process. No streamed block is entered."""
-        near: NearExperts | None = vars(self.module).get("near")
-        slots = () if near is None else (near.slots,)
+        slots = () if self.near is None else (self.near.slots,)
         return stack_facts(self.module, "gate_up_proj"), stack_facts(self.module, "down_proj"), *slots
 
     def mixture(self, activation: str) -> Mixture:
         """Return the stacks as kernels take them, of a module that they know; streamed ones are entered."""
         gate_up, down = stack_of(self.module, "gate_up_proj"), stack_of(self.module, "down_proj")
-        return Mixture(gate_up, down, activation, vars(self.module).get("near"))
+        return Mixture(gate_up, down, activation, self.near)
 
     def chosen(self, x: Tensor, rows: int = 1) -> tuple[Tensor, Tensor]:
         """Return the numbers [n, K] int64 of the experts of x [n, D], which the router reads, and their weights [n, K]. rows: of

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,6 +16,7 @@ from trimtab.engine.kernels import routers
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
     from trimtab.engine.families.decoder import Experts, Layer
+    from trimtab.engine.kernels.device_kernels import DeviceKernels
     from trimtab.engine.layers.leaves import Leaf
     from trimtab.engine.lora.experts import ExpertsAdapter
     from trimtab.engine.lora.store import AdapterStore
@@ -34,14 +36,37 @@ def hold(layers: Sequence[Layer], name: str | None) -> bool:
     return is_whole
 
 
+class Chosen(NamedTuple):
+    """The numbers [n, K] and weights [n, K] of tokens' experts; fetch: of those that are being copied to the device."""
+
+    numbers: Tensor
+    weights: Tensor
+    fetch: kernels.Fetch | None = None
+
+
 def routed(
-    own: Experts, x: Tensor, rows: int, product: Callable[[Sequence[Leaf], Tensor], Tensor] | None, module: nvrtc.Module | None
+    own: Experts, x: Tensor, activation: str, product: Callable[[Sequence[Leaf], Tensor], Tensor], made: DeviceKernels, live: Tensor
+) -> Chosen:  # fmt: skip
+    """Return the experts of a step's rows x [n, D], of which the first `live` are used; those that are in host memory are on their
+    way then. product: with the adapters of the rows. made: the kernels of the step."""
+    numbers, weights = _routed(own, x, product, made.small)
+    if own.near is None:
+        return Chosen(numbers, weights)
+    if len(x) > 1:
+        # Padding rows choose what the first row does: they bring no expert to the device.
+        is_used = torch.arange(len(x), dtype=torch.int32, device=x.device) < live
+        numbers = torch.where(is_used[:, None], numbers, numbers[:1])
+    if made.experts is None:
+        return Chosen(numbers, weights)
+    return Chosen(numbers, weights, kernels.fetch(numbers, own.mixture(activation), made.experts, x.dtype))
+
+
+def _routed(
+    own: Experts, x: Tensor, product: Callable[[Sequence[Leaf], Tensor], Tensor], module: nvrtc.Module | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the numbers [n, K] and weights [n, K] of x's experts, x [n, D]. rows: as `Experts.chosen` has it. product: of a step,
-    with the adapters of its rows; None: the router computes as it is. module: of kernels between products."""
-    route = own.route if product is not None and module is not None else None
-    if route is None or product is None or not route.takes(x, int(own.module.num_experts)):
-        return own.chosen(x, rows)
+    route = own.route if module is not None else None
+    if route is None or not route.takes(x, int(own.module.num_experts)):
+        return own.chosen(x)
     given = x if route.scale is None else routers.normed(x, route.scale, route.factor, route.eps, module)
     if route.linear is not None:
         logits = product([route.linear], given)
@@ -52,12 +77,11 @@ def routed(
 
 
 def experts_of(
-    own: Experts, x: Tensor, chosen: tuple[Tensor, Tensor], rows: int, activation: str, store: AdapterStore,
+    own: Experts, x: Tensor, chosen: Chosen, rows: int, activation: str, store: AdapterStore,
     module: nvrtc.Module | None,
 ) -> Tensor:  # fmt: skip
-    """Return the experts' output for x [n, D]. chosen: as `routed` gives it. rows: as `Experts.chosen` has it. module: of the
-    kernels, None without."""
-    numbers, weights = chosen
+    """Return the experts' output for x [n, D]. rows: as `Experts.chosen` has it. module: of the kernels, None without."""
+    numbers, weights, fetch = chosen
     table, adapters = store.table, vars(own.module).get("adapters", {})
     lora = None if table is None else table.expert_args(own.module, rows if rows > 1 else len(x))  # a step's tokens are rows
     used = [adapters[name] for name in store.selection.active() if name in adapters]
@@ -68,6 +92,9 @@ def experts_of(
     is_many = len(x) > kernels.MOST_ROWS and lora is None
     is_plain = is_many and not (own.is_packed or (store.groups_on_host and own.takes_many))
     if module is None or is_apart or is_plain or not own.has_mixture:
+        if fetch is not None:
+            fetch.join()
         made: Tensor = own.module(x, numbers, weights)
         return made
-    return kernels.experts(x, numbers, weights, own.mixture(activation), x.new_empty(x.shape), lora=lora, module=module)
+    mixture, out = own.mixture(activation), x.new_empty(x.shape)
+    return kernels.experts(x, numbers, weights, mixture, out, lora=lora, module=module, fetched=fetch)

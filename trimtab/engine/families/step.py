@@ -18,7 +18,7 @@ from torch import Tensor
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Mlp, Norm
 from trimtab.engine.families.families import describe
-from trimtab.engine.families.mixture import experts_of, routed
+from trimtab.engine.families.mixture import Chosen, experts_of, routed
 from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule, layouts
@@ -341,18 +341,20 @@ class FusedStep:
         y = self._added(layer, self._products([layer.mixer.o], attended))
         middle = self.buffer("middle", h.shape, h.dtype)
         norm = self.norm(h, layer.after_attention, layer.before_mlp, None, middle)
-        own = layer.experts
-        if layer.mlp is None:
-            x = self.normed(y, norm)
-        else:
-            y = self._mlp(layer.mlp, y, norm)
+        own, chosen, beside = layer.experts, None, None
+        if layer.mlp is None or (own is not None and own.near is not None):
+            x, norm = self.normed(y, norm), None
+            # Experts in host memory are copied while the MLP is computed.
+            chosen = None if own is None else self.chosen(own, x if layer.mlp is None else middle, 1, is_step=True)
+        if layer.mlp is not None:
+            y = self._mlp(layer.mlp, y if chosen is None else x, norm)
+        elif own is not None and own.shared is not None:
+            beside = self._mlp(own.shared, x)
         if own is not None:
-            given, dense = (x, None) if layer.mlp is None else (None, y)
-            y = self.mixture(own, middle, given, dense, is_step=True)
-            if own.shared is not None:
-                made = self._mlp(own.shared, x)
+            y = self.mixture(own, chosen, middle, x if layer.mlp is None else None, y, is_step=True)
+            if beside is not None:
                 gate = None if own.shared_gate is None else self._products([own.shared_gate], x)
-                y = fused.add_gated(y, made, gate, self.kernels.small)
+                y = fused.add_gated(y, beside, gate, self.kernels.small)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)
@@ -377,29 +379,27 @@ class FusedStep:
         return self._products([own.down], gated)
 
     def mixture(
-        self, own: Experts, h: Tensor, x: Tensor | None, y: Tensor | None = None, rows: int = 1, is_step: bool = False
-    ) -> Tensor:
+        self, own: Experts, chosen: Chosen | None, h: Tensor, x: Tensor | None, y: Tensor | None = None, rows: int = 1,
+        is_step: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return what a layer's experts but the shared one make of x [n, D]; next to an MLP: of the residual h [n, D], with what
-        the MLP made, y."""
+        the MLP made, y. chosen: None if they are not yet."""
         given = (rows, self.kind, self.decoder.adapter_store, self.kernels.experts)
         if x is not None:
-            return experts_of(own, x, self._chosen(own, x, rows, is_step), *given)
+            return experts_of(own, x, chosen or self.chosen(own, x, rows, is_step), *given)
         assert y is not None and own.before is not None and own.after is not None and own.after_dense is not None
         dense, x, after = torch.empty_like(y), torch.empty_like(h), own.after
         self.add_norm(y, own.after_dense, dense)
         self.add_norm(h, own.before, x)
         # Behind the norm of y: a router with as many experts as the model is wide writes its scores there.
-        made = experts_of(own, x, self._chosen(own, h, rows, is_step), *given)
+        made = experts_of(own, x, chosen or self.chosen(own, h, rows, is_step), *given)
         fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
         return dense
 
-    def _chosen(self, own: Experts, x: Tensor, rows: int, is_step: bool) -> tuple[Tensor, Tensor]:
-        numbers, weights = routed(own, x, rows, self._products if is_step else None, self.kernels.small)
-        if is_step and len(x) > 1 and "near" in vars(own.module):
-            # Padding rows choose what the first row does: they bring no expert to the device.
-            is_used = torch.arange(len(x), dtype=torch.int32, device=x.device) < self.cache.live
-            numbers = torch.where(is_used[:, None], numbers, numbers[:1])
-        return numbers, weights
+    def chosen(self, own: Experts, x: Tensor, rows: int, is_step: bool) -> Chosen:
+        """Return the experts of x [n, D], which is the residual next to an MLP. rows: as `Experts.chosen` has it."""
+        live = self.cache.live
+        return routed(own, x, self.kind, self._products, self.kernels, live) if is_step else Chosen(*own.chosen(x, rows))
 
     def _added(self, layer: Layer, y: Tensor) -> Tensor:
         """Return what is added to the residual."""

@@ -15,8 +15,9 @@ A module serves one stream at a time. What it does not know: whether the kernels
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -201,9 +202,10 @@ def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype, *, multiple: int) 
 
 def experts(
     x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, *, lora: ExpertLora | None = None,
-    module: nvrtc.Module | None = None, dependent: bool | None = None,
+    module: nvrtc.Module | None = None, dependent: bool | None = None, fetched: Fetch | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the mixture's output for x [n, D] in `out` [n, D]. index [n, K] int64, weights [n, K] in x's type or float32."""
+    """Return the mixture's output for x [n, D] in `out` [n, D]. index [n, K] int64, weights [n, K] in x's type or float32. fetched:
+    of a step's index, if its experts are on their way."""
     n = len(x)
     if module is None or x.device != module.device:
         return _experts_torch(x, index, weights, mixture, out, lora)
@@ -214,22 +216,20 @@ def experts(
     near, is_many = mixture.near, n > MOST_ROWS
     # Scales are read as constants: not by a product that may begin while slots are written.
     launch = partial(_launch, module, x.dtype, dependent if near is None else False)
-    try:
-        return (_many if is_many else _few)(x, index, weights, mixture, out, launch, lora)
-    except BaseException:
-        if near is not None:
-            near.forget()
-        raise
+    if not is_many:
+        fetched = None if near is None else fetched or fetch(index, mixture, module, x.dtype)
+        return _few(x, index, weights, mixture, out, launch, lora, fetched)
+    with nullcontext() if near is None else _forgetting(near):
+        return _many(x, index, weights, mixture, out, launch, lora)
 
 
 def _few(
-    x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, launch: Callable[..., None], lora: ExpertLora | None
+    x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, launch: Callable[..., None], lora: ExpertLora | None,
+    fetched: Fetch | None,
 ) -> Tensor:  # fmt: skip
     """Do what `experts` does for the rows of a step."""
     (n, chosen), (count, _, width), inner = index.shape, mixture.gate_up.shape, mixture.down.shape[2]
     pairs = n * chosen
-    if mixture.near is not None:
-        _fetch(index, mixture, mixture.near, launch)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     low, changes = _low(lora, pairs, x.device)
     if lora is not None and low is not None:
@@ -237,6 +237,8 @@ def _few(
             mixture.gate_up, "experts_low", (lora.largest_rank, 2 * chosen, n), 8,
             [x, x.stride(0), width, 0, index, chosen, count, 0, *_tables(lora, n), *changes[:2]],
         )  # fmt: skip
+    if fetched is not None:
+        fetched.gate_up()
     outputs, chunks = _outputs(mixture.gate_up)[0], -(-width // _CHUNK)
     launch(
         mixture.gate_up, "experts_gate_up", (inner // outputs, chosen, n), _warps(chunks),
@@ -251,6 +253,8 @@ def _few(
             mixture.down, "experts_low", (lora.largest_rank, chosen, n), 8,
             [h, inner, inner, 1, index, chosen, count, 2, *_tables(lora, n), *changes[:2]],
         )  # fmt: skip
+    if fetched is not None:
+        fetched.join()
     outputs, units = _outputs(mixture.down)[1], chosen * -(-inner // _CHUNK)
     launch(
         mixture.down, "experts_down", (width // outputs, n), _warps(units),
@@ -349,17 +353,59 @@ def _stack_arguments(mixture: Mixture, stack: Packed | Tensor, where: Tensor | N
     return [*given, offset, *reversed(layouts.tables(stack)), *places]
 
 
-def _fetch(index: Tensor, mixture: Mixture, near: NearExperts, launch: Callable[..., None]) -> None:
-    """Give the chosen experts slots, and copy those that are new there."""
-    pairs, count, slots = index.numel(), len(near.where), near.slots
-    most = min(pairs, slots)
-    fetched = torch.empty(1 + 2 * min(pairs, count), dtype=torch.int32, device=index.device)
-    launch(
-        mixture.gate_up, "experts_assign", (1,), 32,
-        [index, pairs, count, near.where, near.owner, near.used, near.clock, near.counts, slots, fetched], 4 * 2 * (count + slots),
-    )  # fmt: skip
-    for stack in (mixture.gate_up, mixture.down):
-        _copy(mixture, stack, fetched, most, launch)
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """Experts that are being copied to their slots, by a separate stream. gate_up: lets the stream of the caller wait for the
+    first stack, join: for all. Every fetch is joined."""
+
+    gate_up: Callable[[], None]
+    join: Callable[[], None]
+
+
+def fetch(index: Tensor, mixture: Mixture, module: nvrtc.Module, dtype: torch.dtype) -> Fetch:
+    """Give the experts of a step's rows [n, K] slots, and begin to copy those that are new there."""
+    near = mixture.near
+    assert near is not None
+    pairs, count, slots, launch = index.numel(), len(near.where), near.slots, partial(_launch, module, dtype, False)
+    listed = torch.empty(1 + 2 * min(pairs, count), dtype=torch.int32, device=index.device)
+    with _forgetting(near):
+        launch(
+            mixture.gate_up, "experts_assign", (1,), 32,
+            [index, pairs, count, near.where, near.owner, near.used, near.clock, near.counts, slots, listed],
+            4 * 2 * (count + slots),
+        )  # fmt: skip
+        if not index.is_cuda:
+            for stack in (mixture.gate_up, mixture.down):
+                _copy(mixture, stack, listed, min(pairs, slots), launch)
+            return Fetch(lambda: None, lambda: None)
+        waits, side = [], _side_stream(index.device)
+        side.wait_stream(torch.cuda.current_stream(index.device))
+        with torch.cuda.stream(side):
+            for stack in (mixture.gate_up, mixture.down):
+                _copy(mixture, stack, listed, min(pairs, slots), launch)
+                waits.append(side.record_event())
+    return Fetch(*(partial(_wait, event, listed) for event in waits))
+
+
+def _wait(event: torch.cuda.Event, kept: Tensor) -> None:
+    """kept: what the other stream reads until then."""
+    torch.cuda.current_stream(kept.device).wait_event(event)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # Of another priority than those of torch's pool, which the code of another model may use while this one is captured.
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextmanager
+def _forgetting(near: NearExperts) -> Iterator[None]:
+    """Empty the slots if a launch fails behind the one that says what they hold."""
+    try:
+        yield
+    except BaseException:
+        near.forget()
+        raise
 
 
 def _copy(mixture: Mixture, stack: Packed | Tensor, fetched: Tensor, most: int, launch: Callable[..., None]) -> None:

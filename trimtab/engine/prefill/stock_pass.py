@@ -9,12 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.engine.chat.prompt import check_fits
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import Inputs, PrefillState, text_of
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import PrefillContext, Rows
 from trimtab.engine.towers.pieces import PausedError
+
+
+def whole_pass(model: PrefillContext, inputs: Inputs, **options: Any) -> Any:
+    """Return what the model makes of a whole prompt in one pass, without a cache: teacher-forced logits, hidden states.
+    Errors: RequestError for a prompt that does not fit the context."""
+    check_fits(model, inputs, 0)
+    sequence.reset_offset(model.hf_model)
+    model.lend_prompt_room()
+    with torch.no_grad():
+        return model.hf_model(**inputs.tensors, use_cache=False, return_dict=True, **options)
 
 
 class TextPass:

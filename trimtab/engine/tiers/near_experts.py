@@ -2,8 +2,8 @@
 
 Kernels read host memory over the link at its own address (`reader.seen_by`). In a step, `experts_assign` gives the chosen experts
 slots and `experts_fetch` copies those that are new (engine/kernels/cuda/experts_near.cu), both inside the step's graph: the host
-never reads which. A prompt uses nearly all experts: they take turns in the half of the slots that was used longest ago. One stream
-at a time.
+never reads which. Copies run on a separate stream, while a dense or shared MLP and the product of the first stack are computed. A
+prompt uses nearly all experts: they take turns in the half of the slots that was used longest ago. One step at a time.
 """
 
 from __future__ import annotations
