@@ -128,17 +128,21 @@ def _qwen2_5_vl() -> Any:
     )  # fmt: skip
 
 
-def _qwen3_vl() -> Any:
-    from transformers import Qwen3VLConfig
+def _qwen3_vl(name: str = "") -> Any:
+    """Name: "Moe" for a mixture, whose files have its stacks transposed."""
+    import transformers
 
-    return Qwen3VLConfig(
-        text_config=_TEXT | {"rope_parameters": _qwen_rope()},
+    text: dict[str, Any] = _TEXT | {"rope_parameters": _qwen_rope()}
+    if name:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 2 * WIDTH, "mlp_only_layers": [1]}
+    return getattr(transformers, f"Qwen3VL{name}Config")(
+        text_config=text,
         vision_config={
             "depth": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2, "out_hidden_size": WIDTH,
             "deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 8,
         },
         image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not name,
     )  # fmt: skip
 
 
@@ -284,6 +288,7 @@ _OTHERS = {
     "qwen3_5_vl": ("Qwen3_5ForConditionalGeneration", partial(_qwen3_5, has_images=True)),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", partial(_qwen3_5, "Moe")),
     "qwen3_5_moe_vl": ("Qwen3_5MoeForConditionalGeneration", partial(_qwen3_5, "Moe", has_images=True)),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", partial(_qwen3_vl, "Moe")),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         partial(
@@ -393,7 +398,7 @@ def inputs(family: str, model_config: Any, *, seed: int = 0) -> dict[str, Tensor
         media["pixel_values"], image_tokens = torch.randn(1, 3, size, size, generator=generator), 1 if family == "internvl" else 4
         if family == "mistral3":
             media["image_sizes"] = torch.tensor([[size, size]])
-    elif family.endswith("_vl"):
+    elif "_vl" in family:
         vision = model_config.vision_config
         pixels = torch.randn(16, 3 * vision.temporal_patch_size * vision.patch_size**2, generator=generator)
         media, image_tokens = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}, 4

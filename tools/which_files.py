@@ -34,6 +34,7 @@ NAMES = {
     "olmo2": "OLMo 2", "olmo3": "OLMo 3", "glm": "GLM", "glm4": "GLM-4", "granite": "Granite", "gpt_oss": "gpt-oss",
     "seed_oss": "Seed-OSS", "smollm3": "SmolLM3", "qwen2": "Qwen2, Qwen2.5",
     "llava": "LLaVA", "internvl": "InternVL", "qwen2_moe": "Qwen2 MoE", "qwen3_5_moe": "Qwen3.5 MoE", "glm4_moe": "GLM-4.5",
+    "qwen3_vl_moe": "Qwen3-VL MoE",
 }  # fmt: skip
 # Rows of bench/results/families.json and formats.json.
 MEASURED = {

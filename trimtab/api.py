@@ -238,14 +238,13 @@ def _planned(
         here = here or (machine_of(card, host_available_bytes=host_available_bytes()), rates_of(card))
     elif here is None:
         here = known.find_machine(request.device, bytes_now)
-    is_known = here is not None
     dtype_reason, model_type = "", str(checkpoint.config.get("model_type", ""))
     if given.dtype == "auto":
         dtype, dtype_reason = choose_dtype(model_type, here[0].capability if here else _capability(request.device))
         request = replace(request, dtype=dtype)
     first = replace(request, head="full") if request.head == "auto" else request
     narrow = keeps_16bit(request.dtype, dtype_reason)
-    anatomy = anatomy_for(checkpoint, first, inputs, may_be_kept=here is not None, keeps_16bit=narrow)
+    anatomy = anatomy_for(checkpoint, first, inputs, has_tree=here is None, keeps_16bit=narrow)
     if inputs.is_served:
         check_batched(anatomy, field="model", value=request.model, hint="`trimtab run` and `model.answer` answer one at a time")
     if checkpoint.has_weights:
@@ -261,11 +260,11 @@ def _planned(
     if request.head == "auto" and not machine.on_cpu:
         head_refused = head_change(specs, anatomy)
         small = replace(request, head="int8")
-        if not head_refused and is_known:
+        if not head_refused:
             head_refused = anatomies.find_refusal(checkpoint, small, keeps_16bit=narrow) or ""
         try:
             if not head_refused:
-                head8 = anatomy_for(checkpoint, small, inputs, may_be_kept=is_known, keeps_16bit=narrow)
+                head8 = anatomy_for(checkpoint, small, inputs, keeps_16bit=narrow)
         except RequestError as exc:
             head_refused = str(exc).splitlines()[0]
             anatomies.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
@@ -280,7 +279,7 @@ def _planned(
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
         held_bytes=held, media=NO_MEDIA if media is None else media_memory(request, anatomy, media),
         head8=head8, is_advised=is_advised,
-        anatomy_of=lambda changed: anatomy_for(checkpoint, changed, inputs, may_be_kept=is_known, keeps_16bit=narrow),
+        anatomy_of=lambda changed: anatomy_for(checkpoint, changed, inputs, keeps_16bit=narrow),
     )  # fmt: skip
     dtype_reason = dtype_reason or reason_of(request.dtype, machine.capability, model_type)
     window = window_reason(checkpoint, request.context_tokens) if checkpoint.is_gguf else ""
@@ -315,30 +314,32 @@ def check_routers(checkpoint: Checkpoint, anatomy: Anatomy) -> None:
 
 
 def anatomy_for(
-    checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool, keeps_16bit: bool
-) -> Anatomy:
-    """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe."""
+    checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, has_tree: bool = False, keeps_16bit: bool
+) -> Anatomy:  # fmt: skip
+    """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe. has_tree: make
+    the module tree also where the anatomy is cached: a load takes it, and a process that is measured next has it."""
     from trimtab.machine import machine_cache as anatomies
 
     key = anatomy_key(request, keeps_16bit=keeps_16bit)
     if key in inputs.anatomies:
         return inputs.anatomies[key]
-    anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit) if may_be_kept else None
-    if anatomy is None and may_be_kept and request.keep_unquantized:
+    anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit)
+    if anatomy is None and request.keep_unquantized:
         whole = anatomies.find_anatomy(checkpoint, replace(request, keep_unquantized=()), keeps_16bit=keeps_16bit)
         if whole is not None:  # it has the same modules: a mistake is known before torch is imported
             check_keep(request.keep_unquantized, whole.rows)
-    if anatomy is None:
+    if anatomy is None or has_tree:
         phases.begin_imports()
         from trimtab.engine.loader import transformers_model as hf
 
         phases.begin("reading the model")
         probe = inputs.probe = inputs.probe or hf.probe(checkpoint, request.dtype)
-        anatomy = hf.anatomy_of(
-            probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
-            keeps_16bit=keeps_16bit, experts=request.experts,
-        )  # fmt: skip
-        anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values, keeps_16bit=keeps_16bit)
+        if anatomy is None:
+            anatomy = hf.anatomy_of(
+                probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
+                keeps_16bit=keeps_16bit, experts=request.experts,
+            )  # fmt: skip
+            anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values, keeps_16bit=keeps_16bit)
     inputs.anatomies[key] = anatomy
     return anatomy
 
@@ -492,4 +493,4 @@ def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str
 def modules_of(checkpoint: Checkpoint) -> Anatomy:
     """Return the anatomy of a checkpoint as it is before any format is chosen, with experts in 16 bits. Errors: CheckpointError."""
     request = LoadRequest(model=str(checkpoint.folder), quant="none", dtype="bfloat16", head="full", experts=EXPERTS[1])
-    return anatomy_for(checkpoint, request, PlanInputs(), may_be_kept=True, keeps_16bit=False)
+    return anatomy_for(checkpoint, request, PlanInputs(), keeps_16bit=False)

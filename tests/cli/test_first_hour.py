@@ -535,7 +535,7 @@ def test_a_module_that_a_known_model_does_not_have_is_told_before_torch_is_impor
     monkeypatch.setattr(api.phases, "begin_imports", lambda: pytest.fail("imports torch"))
     wrong = LoadRequest(model=str(BASE), quant="none", keep_unquantized=("q_porj",))
     with pytest.raises(RequestError, match="names no linear module") as caught:
-        api.anatomy_for(read_checkpoint(BASE), wrong, api.PlanInputs(), may_be_kept=True, keeps_16bit=False)
+        api.anatomy_for(read_checkpoint(BASE), wrong, api.PlanInputs(), keeps_16bit=False)
     assert caught.value.value == ["q_porj"]
 
 

@@ -50,12 +50,13 @@ EXTENDED = ((96, 320), (40, 1104))
 MANY_ROWS = (9, 16, 27, 33, 64)
 MANY_PRODUCTS = (((64,), 1024), ((48, 16), 512), ((256,), 2560))
 HEADS = ((500, 512), (1031, 256))
-# Experts, hidden and inner size of mixtures, by the format of both stacks. Tokens with slots: two of a step, a prompt's.
+# Experts, hidden and inner size of mixtures, by the format of both stacks. Tokens with slots and of how many rows: of steps, and
+# two of prompts.
 MIXTURES = {
     "nf4": (5, 128, 64), "nf4-dq": (5, 320, 64), "none": (5, 128, 64), "q8_0": (4, 128, 64), "q4_k": (4, 256, 256),
     "int4-g32-zp": (4, 128, 64), "fp8-128x128": (4, 128, 128), "nvfp4-g16": (4, 128, 64),
 }  # fmt: skip
-NEAR_TOKENS = (1, 8, 70)
+NEAR_TOKENS = ((1, 1), (8, 2), (9, 9), (64, 64), (70, 2))
 DELTAS = (delta_rule.DeltaShape(2, 4, 32, 64, 4), delta_rule.DeltaShape(1, 2, 128, 128, 4))
 
 
@@ -163,14 +164,14 @@ def findings_of_mixtures(module: Any, *, slots: int = 2) -> Iterator[str]:
         else:
             stacks = [cases.file_stack(kind, count, *one, module.device) for one in ((2 * inner, width), (width, inner))]
             mixture = mixtures.Mixture(*stacks, "silu")
-        if (found := mixtures.check(module, mixture, 2, torch.bfloat16, rows=(1, 8))) is not None:
+        if (found := mixtures.check(module, mixture, 2, torch.bfloat16, rows=(1, 9))) is not None:
             yield f"a mixture of {kind}: {found}"
         if kind == "none":
             continue
         with torch.device("cpu"):
             far = apart(mixture, slots, module.device)
-        for n in NEAR_TOKENS:
-            x, index, weights, tables = cases.case(mixture, n, 2, torch.bfloat16, slots=(0, -1, 2), rows=min(n, 2))
+        for n, n_rows in NEAR_TOKENS:
+            x, index, weights, tables = cases.case(mixture, n, 2, torch.bfloat16, slots=(0, -1, 2), rows=n_rows)
             made = [
                 mixtures.experts(x, index, weights, one, torch.empty_like(x), lora=tables, module=module) for one in (far, mixture)
             ]

@@ -8,6 +8,7 @@ if not torch.cuda.is_available():
 
 import trimtab
 from tests.engine.batch.test_batch import *
+from tests.serve.worker.test_killed import *
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.request import GenerateRequest

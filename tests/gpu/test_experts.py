@@ -45,9 +45,9 @@ def test_mixtures_of_real_models_agree_with_float64(module, sizes, kind, dtype):
 
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "none"])
-@pytest.mark.parametrize("tokens, rows", [(8, 8), (96, 4)])
+@pytest.mark.parametrize("tokens, rows", [(8, 8), (9, 9), (64, 64), (96, 4)])
 def test_a_captured_mixture_follows_indices_rows_and_adapters(module, kind, tokens, rows, dependent):
-    """Of a step, and of a prompt whose rows have 24 tokens each."""
+    """Of steps, and of a prompt whose rows have 24 tokens each."""
     mixture = cases.mixture_of(*SIZES[0], BF16, kind)
     given = [cases.case(mixture, tokens, 8, BF16, slots=slots, rows=rows) for slots in ((0, -1, 2, 1), (-1, 1))]
     x, index, weights, tables = given[0]
@@ -70,7 +70,7 @@ def test_a_captured_mixture_follows_indices_rows_and_adapters(module, kind, toke
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "q8_0", "int4-g128", "q4_k"])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("slots", [1, 5])
 def test_a_captured_step_with_slots_has_the_bits_of_resident_experts(module, kind, rows, slots):
     """Experts in host memory, read and copied over the link; every replay chooses others."""
@@ -104,7 +104,7 @@ def test_a_captured_step_with_slots_has_the_bits_of_resident_experts(module, kin
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma4_moe", "mixtral", "glm4_moe"])
 def test_answers_within_slots_are_the_resident_ones(family, slots, tmp_path):
     with torch.device("cpu"):
         base = pico.build(family, tmp_path / "base")

@@ -124,10 +124,10 @@ class LoadedModel(Asking):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 if self.anatomy.unknown_towers:
                     guard_towers(self._loaded.hf_model)
-                rules = unapplied_rules(getattr(self._loaded.hf_model.generation_config, "to_dict", dict)())
-                self._loaded.left_out |= kept_batch.compared(self) | rules
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
+                rules = unapplied_rules(getattr(self._loaded.hf_model.generation_config, "to_dict", dict)())
+                self._loaded.left_out |= kept_batch.compared(self) | rules
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 phases.begin("attaching adapters")

@@ -144,7 +144,7 @@ def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
         check_vocabulary(path, checkpoint.folder)
     if files:
         request = LoadRequest(model=str(checkpoint.folder), quant="none", dtype="bfloat16")
-        anatomy = anatomy_for(checkpoint, request, PlanInputs(), may_be_kept=True, keeps_16bit=False)
+        anatomy = anatomy_for(checkpoint, request, PlanInputs(), keeps_16bit=False)
         for file in files.values():
             match_adapter(file, anatomy)
 

@@ -26,7 +26,7 @@ WITH_ADAPTER = (9, 17, 40)  # padded, a last chunk of one token, and several chu
 FAMILIES = (
     "gemma4", "gemma4_dense", "qwen3", "gemma3", "qwen3_5", "gemma2", "gpt_oss", "ministral3", "phi3", "olmo3", "glm4", "granite",
     "gemma4_moe", "glm4_moe", "smollm3",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "qwen3_moe", "olmo2", "llama", "qwen2")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "qwen3_moe", "qwen3_vl_moe", "olmo2", "llama", "qwen2")),
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def load(family, folder, **options):
 
 
 # In float32 the gated delta rule has no kernels, and grouped products of experts cannot be captured (torch 2.11).
-IN_16_BITS = ("qwen3_5", "gpt_oss", "gemma4_moe", "glm4_moe", "qwen3_moe")
+IN_16_BITS = ("qwen3_5", "gpt_oss", "gemma4_moe", "glm4_moe", "qwen3_moe", "qwen3_vl_moe")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -114,7 +114,7 @@ def test_rows_of_a_pass_have_their_own_adapters_in_routers(tmp_path, monkeypatch
 
 def test_modules_of_experts_get_no_pass_of_several_adapters(model, request):
     """They take the tokens of all rows as one, so a layer inside them would find the adapters of other rows."""
-    is_mixture = request.node.callspec.id in ("gpt_oss", "gemma4_moe", "glm4_moe", "qwen3_moe")
+    is_mixture = request.node.callspec.id in IN_16_BITS[1:]
     batch = batch_of(model, rows=5)
     assert model.adapter_store.names
     batch.steps.fused_step = lambda: None

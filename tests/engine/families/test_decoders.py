@@ -38,7 +38,7 @@ from trimtab.request import GenerateRequest
 
 TEXTS = ["gemma", "gemma2", "ministral3", "phi3", "olmo2", "olmo3", "glm", "glm4", "granite", "gpt_oss", "smollm3", "qwen2"]
 NEW = [*TEXTS, "llava", "internvl", "seed_oss"]
-MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "gemma4_moe", "qwen3_5_moe", "glm4_moe"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "gemma4_moe", "qwen3_5_moe", "glm4_moe", "qwen3_vl_moe"]
 DESCRIBED = ["gemma4", "gemma4_dense", "qwen3", "llama", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "qwen3_5", *NEW, *MIXTURES]
 # Their steps have what those of another one have; each is compared with stock in test_matrix.py.
 ALIKE = {*MIXTURES, *TEXTS, "llama", "qwen3_vl", "mistral3", "llava", "internvl", "seed_oss"}

@@ -137,8 +137,9 @@ def test_where_registers_do_not_suffice_the_same_blocks_hold_fewer_weights(modul
         return dataclasses.replace(FITS, local_bytes=24 if len(asked) == 1 else 0)
 
     monkeypatch.setattr(run.CpuModule, "limits", limits, raising=False)
-    made, _ = configured(module, product, monkeypatch)
+    made, compiled = configured(module, product, monkeypatch)
     assert matvec.choose(product.groups[0], 2, module) == fewer[0] and len(asked) == 2
+    assert compiled == [most, *kernels.instead_of(most, found)]  # several at once, before the first is tried
     assert made.configs == {product.key: launch_configs.ESTIMATED} and made.plain_products == {}
 
 
@@ -153,7 +154,7 @@ def test_what_was_fastest_on_such_a_card_is_used_with_the_registers_that_it_spil
 
 def test_a_product_is_prepared_once(module, product, monkeypatch):
     configured(module, product, monkeypatch)
-    monkeypatch.setattr(DeviceKernels, "_configure", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr(DeviceKernels, "_takes", lambda *_: pytest.fail("prepared again"))
     DeviceKernels(matvec=module).prepare([], torch.bfloat16, [2])
 
 
@@ -169,6 +170,27 @@ def test_choosing_kernels_tunes_nothing(monkeypatch):
     assert prepared == [1, 2, 4]
 
 
+def test_kernels_are_compiled_ahead_once_for_a_card_and_never_again_for_the_same_steps(product, monkeypatch):
+    checks, asked = kernels.KeptChecks(), []
+    leaf = SimpleNamespace(
+        packed=lambda: product.groups[0][0], device=torch.device("cuda"), dtype=torch.bfloat16, quant_kind="nf4-dq"
+    )
+    leaf.in_features, leaf.out_features = product.groups[0][0].shape[1], product.groups[0][0].shape[0]
+    monkeypatch.setattr(kernels.KeptChecks, "of", lambda device: checks)
+    monkeypatch.setattr(
+        tuning, "compile_ahead", lambda *_, counts, others, **__: asked.append((counts, [one.name for one in others]))
+    )
+    monkeypatch.setattr(kernels.KernelFamily, "choose", lambda self, *_: None)
+    after, delta, stack = matvec.NormForm("after", False), kernels.DeltaShape(2, 4, 32, 32, 4), torch.empty(2, 4, 4)
+    mixtures = {("a",): (2, lambda: SimpleNamespace(gate_up=stack, down=stack))}
+    for norm, rows, more in (
+        (matvec.PLAIN, 1, ()), (matvec.PLAIN, 1, ()), (after, 1, ()), (matvec.PLAIN, 2, ()), (matvec.PLAIN, 1, ([delta], mixtures)),
+        (matvec.PLAIN, 1, ()), (matvec.PLAIN, 1, ([delta], mixtures)),
+    ):  # fmt: skip
+        kernels._choose([[[leaf]]], [], None, rows, norm, *more)
+    assert asked == [([1], []), ([1], []), ([1, 2], []), ([1], ["delta.cu", *["experts.cu"] * 3])]
+
+
 def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module, product, monkeypatch):
     group, dtype, asked = product.groups[0], torch.bfloat16, []
     real = run.CpuModule.variant
@@ -180,10 +202,32 @@ def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module
     configured(module, product, monkeypatch)
     made = {job.options for job in wanted if job.name == "matvec4.cu"}
     assert asked and {(*options, *module.common) for options in asked} == made
+    held = [any(option.startswith("-DHELD") for option in job.options) for job in wanted]
+    assert held == sorted(held)  # those that take longest begin first
     names = [job.name for job in wanted]
     assert names.count("attend.cu") == 2 and {"fused.cu", "ends.cu", "prompt.cu"} <= set(names)
     several = tuning.jobs([(group, False)], [], module, dtype, checked=(1,), counts=[1], has_many=True)
     assert "rows.cu" in [job.name for job in several]
+
+
+@pytest.mark.parametrize(
+    ("quant", "shape", "calls"),
+    [("nf4-dq", (12288, 4096), 10), ("q4_k", (64, 256), 10), ("q4_k", (1024, 4096), 2), ("q6_k", (12288, 4096), 1)],
+)
+def test_own_products_that_take_thousands_of_launches_are_timed_with_few_calls(quant, shape, calls):
+    assert kernels._own_calls([SimpleNamespace(out_features=shape[0], in_features=shape[1], quant_kind=quant)]) == calls
+
+
+def test_the_own_products_of_a_shape_are_timed_once_for_all_its_cuts(module, product, monkeypatch):
+    packed, timed = product.groups[0][0], []
+    leaf = SimpleNamespace(packed=lambda: packed, out_features=packed.shape[0], in_features=packed.shape[1], quant_kind="nf4-dq")
+    monkeypatch.setattr(matvec.nvrtc, "why_not", lambda device: None)
+    monkeypatch.setattr(module, "capability", (8, 0), raising=False)
+    monkeypatch.setattr(tuning, "graph_us", lambda run, *_, **__: timed.append(run.func) or len(timed))
+    made = DeviceKernels(matvec=module)
+    assert made.measure([leaf], torch.bfloat16) == (1, 2)
+    module.products.chosen[matvec.cut_key([packed], 1)] = ways(Product([[packed]], 1, None), module, held=True)
+    assert made.measure([leaf], torch.bfloat16) == (3, 2) and timed.count(kernels._own_layers) == 1
 
 
 def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):

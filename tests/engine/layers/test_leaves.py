@@ -13,10 +13,13 @@ from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401
 from tests.engine.kernels.test_fused_kernels import MANY_STEP_TOLERANCE, on_cpu, wide  # noqa: F401
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks
 from tests.planning.values.test_execution import E4B, plan
+from trimtab.engine.families import check
+from trimtab.engine.formats import packed as packing
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels.autotune import RandomWeights
 from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.planner import ITEM, unpacked_bytes
@@ -145,6 +148,27 @@ def test_a_prompt_over_unpacked_weights_is_the_prompt(monkeypatch, tmp_path):
         weights.mul_(-1)  # and a wrong weight is seen
         with model.adapter_store.multiplying(MatmulTable(kept.matmul())):
             assert differ(answered(in_chunks(model, (16,)), model.prepare(ids(40))), expected) > 2**-5
+
+
+def test_a_description_is_compared_over_weights_that_are_kept_and_none_is_dequantized_again(monkeypatch, tmp_path):
+    with loaded("gemma4", tmp_path, monkeypatch) as model:
+        leaves = prompt_kernels.four_bit(model.hf_model)
+        model.unpacked = UnpackedWeights(leaves)
+        for leaf in leaves:
+            monkeypatch.setitem(leaf.__dict__, "shell", lambda _: pytest.fail("dequantized"))
+        assert check.difference(model) is None and model.adapter_store.matmuls is None
+
+
+@pytest.mark.parametrize("quant", ["int4-g32", "q4_k", "q8_0"])
+def test_a_weight_that_is_kept_is_dequantized_in_fewer_pieces_to_the_same_bits(quant, monkeypatch):
+    packed = RandomWeights(torch.device("cpu"), quant=quant).make(64, 256)
+    monkeypatch.setattr("trimtab.formats.record.DEQUANTIZED_VALUES", 1024)
+    wanted, pieces = dequantize(packed), []
+    monkeypatch.setattr(packing, "range", lambda *given: pieces.append(given) or range(*given), raising=False)
+    for at_once, count in ((0, 16), (4096, 4), (10**6, 1)):
+        assert torch.equal(dequantize(packed, torch.empty_like(wanted), at_once=at_once), wanted)
+        assert len(pieces) == count + 1  # of the loop, and of each piece
+        pieces.clear()
 
 
 @pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])

@@ -57,6 +57,14 @@ def test_devices_detaching_and_whole_slices_leave_a_leaf():
     assert not a.is_meta
 
 
+def test_questions_about_the_form_are_answered_without_recording_anything(monkeypatch):
+    """They are most of what a loader asks of a model's tensors."""
+    (a,) = traced("a")
+    monkeypatch.setattr("trimtab.engine.loader.tracing._check_recordable", lambda *_: pytest.fail("recorded"))
+    assert (a.shape, a.dtype, a.ndim, a.dim(), a.size(1), a.numel(), a.grad_fn) == ((4, 6), torch.bfloat16, 2, 2, 6, 24, None)
+    assert a.is_floating_point() and type(a.shape) is torch.Size
+
+
 def test_a_cast_is_not_a_leaf_and_each_leaf_is_asked_for_once():
     a, b = traced("a", "b")
     made = torch.stack([a.to(torch.float32), b.to(torch.float32), a.to(torch.float32)])

@@ -155,10 +155,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "weight-of-a-router": {"target_modules": ["q_proj"], "target_parameters": ["gate.weight", "router.weight"]},
     "shared-expert": {"target_modules": ["q_proj", "shared_expert.gate_proj", "shared_experts.up_proj", "shared_expert_gate"]},
 }
-MIXTURES = ("qwen3_5_moe", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "gemma4_moe")
+MIXTURES = ("qwen3_5_moe", "mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "gemma4_moe", "qwen3_vl_moe")
 
 
-@pytest.mark.parametrize("family", [MIXTURES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in MIXTURES[1:])])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_all_that_peft_makes_of_a_mixture_answers_as_in_peft(family: str, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Mlp, Norm, UndescribedError
 from trimtab.engine.families.families import describe
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.embed_and_logits import argmax_logits
@@ -49,7 +50,9 @@ def difference(model: EngineContext) -> str | None:
         try:
             decoder = describe(hf_model)
             store.none()
-            with store.applying(EAGER):
+            # Both sides multiply with the same weights: those that are kept unpacked are not dequantized twice more.
+            kept = MatmulTable(None if model.unpacked is None else model.unpacked.matmul())
+            with store.applying(EAGER), store.multiplying(kept):
                 _FOUND[hf_model] = wrong(decoder, hf_model, model.device, model.dtype, model.plan.request.context_tokens)
         except UndescribedError as exc:
             _FOUND[hf_model] = str(exc)

@@ -235,16 +235,17 @@ Exact = Callable[[Packed, range, torch.dtype, torch.device], Tensor]
 
 def dequantized(
     exact: Exact, packed: Packed, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, at_once: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return rows of a weight in its own type, or then cast to another. A few of them are in memory in addition at a time.
 
-    They are computed in float32, or in the type of scales that have the weight's. out: where they are written.
+    They are computed in float32, or in the type of scales that have the weight's. out: where they are written. at_once: as of
+    `weights.dequantize`.
     """
     form, columns = stored_format(packed.kind), packed.shape[1]
     wide = packed.parts["scale"].dtype if form.scales_in_type else torch.float32
     out = torch.empty(stop - start, columns, dtype=dtype or packed.dtype, device=device) if out is None else out
-    step = max(1, form.at_once((stop - start) * columns)[1] // columns)
+    step = max(1, max(at_once, form.at_once((stop - start) * columns)[1]) // columns)
     for first in range(start, stop, step):
         rows = range(first, min(first + step, stop))
         values = exact(packed, rows, wide, device)

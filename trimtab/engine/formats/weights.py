@@ -41,7 +41,8 @@ class WeightFormat:
     first. shell: a layer over the parts where they are, without a copy: a layer over views of a staging buffer computes with the
     buffer's current content. exact_rows: rows of a weight that kernels read, in another type and not rounded to its own: what they
     are compared with. random_parts: the parts of such a weight. quantize: (weight, format) -> it packed; ValueError for values
-    that the format does not have. write: (the weight, where [D_out, D_in]) -> it written there; `dequantize` and a copy without.
+    that the format does not have. write: (the weight, where [D_out, D_in], at least how many values at a time) -> it written there;
+    `dequantize` and a copy without.
     """
 
     dequantize: Callable[[Packed], Tensor]
@@ -51,7 +52,7 @@ class WeightFormat:
     exact_rows: Callable[[Packed, range, torch.dtype], Tensor] | None = None
     random_parts: RandomParts | None = None
     quantize: Callable[[Tensor, str], Packed] | None = None
-    write: Callable[[Packed, Tensor], Tensor] | None = None
+    write: Callable[[Packed, Tensor, int], Tensor] | None = None
 
 
 def _plain_shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
@@ -70,8 +71,8 @@ def _dequantized(
 ) -> WeightFormat:  # fmt: skip
     """Return how a family is handled whose weights torch's operations dequantize for each product."""
 
-    def whole(packed: Packed, out: Tensor | None = None) -> Tensor:
-        return dequantized(exact, packed, 0, packed.shape[0], packed.parts["weight"].device, out=out)
+    def whole(packed: Packed, out: Tensor | None = None, at_once: int = 0) -> Tensor:
+        return dequantized(exact, packed, 0, packed.shape[0], packed.parts["weight"].device, out=out, at_once=at_once)
 
     return WeightFormat(
         whole, partial(dequantized, exact), shell or partial(dequantized_shell, exact), read,
@@ -125,12 +126,13 @@ def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.d
     return read(entry, parts, dtype)
 
 
-def dequantize(packed: Packed, out: Tensor | None = None) -> Tensor:
-    """Return the unpacked weight [D_out, D_in], in its own dtype, on its device. out: where it is written."""
+def dequantize(packed: Packed, out: Tensor | None = None, *, at_once: int = 0) -> Tensor:
+    """Return the unpacked weight [D_out, D_in], in its own dtype, on its device. out: where it is written. at_once: values that may
+    be computed at a time, DEQUANTIZED_BYTES each, where that is more than the plan counts for a product."""
     form = _of(packed.kind)
     if out is None:
         return form.dequantize(packed)
-    return out.copy_(form.dequantize(packed)) if form.write is None else form.write(packed, out)
+    return out.copy_(form.dequantize(packed)) if form.write is None else form.write(packed, out, at_once)
 
 
 def dequantize_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:

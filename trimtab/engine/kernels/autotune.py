@@ -39,7 +39,7 @@ from trimtab.request import DEFAULT_QUANT
 
 __all__ = [
     "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "compile_tried", "graph_us", "jobs", "keep_tuned",
-    "pair_us", "relative_error", "tune", "why_not_cut",
+    "pair_us", "relative_error", "tune", "why_no_room", "why_not_cut",
 ]  # fmt: skip
 
 _PIECE = 2**20
@@ -154,6 +154,21 @@ class _Product:
         return all(relative_error(a, b) <= LARGEST_ERROR for a, b in zip(results, wanted, strict=True))
 
 
+def why_no_room(
+    weights: Sequence[Packed], module: nvrtc.Module, cut: LaunchConfig, *, dtype: torch.dtype, pair: bool, is_timed: bool = False
+) -> str | None:  # fmt: skip
+    """Return why a launch configuration does not compile, or has no room in the card's shared memory and registers, or None."""
+    if not cut.held:
+        return None
+    try:
+        limits = module.variant(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair)).limits(cut.kernel)
+    except DeviceError as exc:
+        if is_out_of_memory(exc):
+            raise
+        return str(exc)
+    return launch_configs.why_not(cut, limits, module.shared_bytes, is_timed=is_timed)
+
+
 def why_not_cut(
     weights: Sequence[Packed], n: int, module: nvrtc.Module, cut: LaunchConfig, *, dtype: torch.dtype, gate: str | None,
     small: nvrtc.Module | None = None, is_timed: bool = False,
@@ -164,17 +179,8 @@ def why_not_cut(
     `add_norm`, for a configuration with the norm in front. is_timed: it was the fastest on another such card.
     """
     pair = gate is not None
-    if cut.held:
-        wanted = matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair)
-        try:
-            limits = module.variant(wanted).limits(cut.kernel)
-        except DeviceError as exc:
-            if is_out_of_memory(exc):
-                raise
-            return str(exc)
-        why = launch_configs.why_not(cut, limits, module.shared_bytes, is_timed=is_timed)
-        if why is not None:
-            return why
+    if (why := why_no_room(weights, module, cut, dtype=dtype, pair=pair, is_timed=is_timed)) is not None:
+        return why
     product = _Product(weights, n, module, dtype, gate)
     plain = next((one for one in matvec.ways(weights, n, module, pair=pair) if not one.held), None)
     if plain is None:
@@ -302,7 +308,8 @@ def jobs(
                 Job(fused.source("attend.cu"), fused.attention_options(kind, dtype, turn=turn), "attend.cu")
                 for turn in (True, False)
             ]
-    variants: dict[tuple[str, ...], None] = {}
+    # Those without a configuration take longest: none of them is the last to begin.
+    variants: tuple[dict[tuple[str, ...], None], ...] = {}, {}
     for group, pair in weights:
         if any(matvec.why_not(packed, dtype, module.device) for packed in group):
             continue
@@ -311,27 +318,29 @@ def jobs(
                 config = matvec.config_of(one, n, module, pair=pair)
                 for normed in () if config is None else (False, True) if config[0].normed else (False,):
                     cut = None if config is None else config[0]
-                    variants[matvec.options(one[0], dtype, cut, members=len(one), pair=pair, normed=normed)] = None
+                    own_options = matvec.options(one[0], dtype, cut, members=len(one), pair=pair, normed=normed)
+                    variants[cut is not None and cut.held > 0][own_options] = None
             for n in checked:
                 plain = matvec.choose(one, n, module)
-                variants[matvec.options(one[0], dtype, plain, members=len(one))] = None
-    return wanted + [Job(matvec.source(), (*options, *module.common), "matvec4.cu") for options in variants]
+                variants[plain.held > 0][matvec.options(one[0], dtype, plain, members=len(one))] = None
+    source = matvec.source()
+    return wanted + [Job(source, (*options, *module.common), "matvec4.cu") for some in variants for options in some]
 
 
 def compile_ahead(
     weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[fused.AttentionShape], device: torch.device,
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
-    norm: matvec.NormForm = matvec.PLAIN,
+    norm: matvec.NormForm = matvec.PLAIN, others: Sequence[Job] = (),
 ) -> None:  # fmt: skip
-    """Compile the sources and variants that `jobs` returns for a device, in parallel. One that does not compile is named by its
-    check."""
+    """Compile the sources and variants that `jobs` returns for a device, and others, in parallel. One that does not compile is
+    named by its check."""
     if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
         return
     with suppress(DeviceError):  # the next load reports the reason
         module = matvec.load(device, norm)
         try:
             wanted = jobs(weights, attention, module, dtype, checked=checked, counts=counts, has_many=has_many)
-            nvrtc.compile_all(wanted, module.capability)
+            nvrtc.compile_all([*others, *wanted], module.capability)
         finally:
             module.close()
 

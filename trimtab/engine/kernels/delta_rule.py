@@ -69,6 +69,11 @@ def options(shape: DeltaShape, dtype: torch.dtype) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def job(shape: DeltaShape, dtype: torch.dtype) -> nvrtc.Job:
+    """Return what `load` compiles."""
+    return nvrtc.Job(source(), options(shape, dtype), "delta.cu")
+
+
 def load(device: torch.device | str, shape: DeltaShape, dtype: torch.dtype) -> nvrtc.Module:
     """Compile the kernels of one kind of layer. Errors: DeviceError if that is not possible here."""
     return nvrtc.Module(source(), device=device, options=options(shape, dtype), name="delta.cu")

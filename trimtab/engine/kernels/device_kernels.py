@@ -8,7 +8,7 @@ are kept for later processes on this card (check_cache.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -36,7 +36,7 @@ from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, slower
 from trimtab.engine.layers.leaves import Leaf, ResidentLeaf
-from trimtab.formats.record import stored_format
+from trimtab.formats.record import DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
 
 if TYPE_CHECKING:
@@ -193,15 +193,20 @@ class DeviceKernels:
             return
         report = progress or (lambda done, of: None)
         report(0, 2 * len(wanted))
-        known = [self._config_of(one, dtype) for one in wanted]
-        tuning.compile_cuts(
-            [(one.groups[0], one.gate is not None, config[0]) for one, config in zip(wanted, known, strict=True) if config],
-            self.matvec, dtype,
-        )  # fmt: skip
-        for number, (one, config) in enumerate(zip(wanted, known, strict=True)):
+        # Without any `choose` reports why nothing fits.
+        known = [(one, config) for one in wanted if (config := self._config_of(one, dtype)) is not None]
+
+        def compile_cuts(cuts_of: Iterable[tuple[Product, LaunchConfig]]) -> None:
+            tuning.compile_cuts([(one.groups[0], one.gate is not None, cut) for one, cut in cuts_of], self.matvec, dtype)
+
+        compile_cuts((one, config[0]) for one, config in known)
+        refused = [(one, config[0]) for one, config in known if self._lacks_room(one, *config, dtype)]
+        compile_cuts((one, cut) for one, first in refused for cut in self._instead_of(one, first))
+        for number, (one, config) in enumerate(known):
             report(len(wanted) + number, 2 * len(wanted))
-            ready.add(one.key)
-            self._configure(one, config, dtype)
+            if one.key in self.rejected or not self._takes(one, *config, dtype):
+                any(self._takes(one, cut, launch_configs.ESTIMATED, dtype) for cut in self._instead_of(one, config[0]))
+        ready.update(one.key for one in wanted)
         for group in groups:
             self.measure(group[0], dtype)
         report(2 * len(wanted), 2 * len(wanted))
@@ -229,25 +234,34 @@ class DeviceKernels:
         form, has_small = _form_of(one.groups[0]), self.small is not None
         return "configuration", one.key, form, str(dtype), one.gate, has_small, self.matvec.products.norm
 
-    def _configure(self, one: Product, config: tuple[LaunchConfig, str] | None, dtype: torch.dtype) -> None:
-        """Take a product's configuration, or the next one that this card can run, and record for later processes that it can."""
-        if config is None:
-            return  # `choose` reports why nothing fits
+    def _instead_of(self, one: Product, cut: LaunchConfig) -> list[LaunchConfig]:
+        return instead_of(cut, matvec.ways(one.groups[0], one.n, self.matvec, pair=one.gate is not None))
+
+    def _lacks_room(self, one: Product, cut: LaunchConfig, status: str, dtype: torch.dtype) -> bool:
+        """Whether a configuration that no process checked here needs more registers or memory than the card has: `rejected`."""
+        if status == launch_configs.MEASURED or self.checks.find(*self._config_key(one, dtype)) is not None:
+            return False
+        is_timed, is_pair = status == launch_configs.SHIPPED, one.gate is not None
+        why = tuning.why_no_room(one.groups[0], self.matvec, cut, dtype=dtype, pair=is_pair, is_timed=is_timed)
+        if why is not None:
+            self.rejected[one.key] = why
+        return why is not None
+
+    def _takes(self, one: Product, cut: LaunchConfig, status: str, dtype: torch.dtype) -> bool:
+        """Take a configuration for a product if this card can run it, and record for later processes that it can."""
         key = self._config_key(one, dtype)
-        ways = matvec.ways(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
-        for cut, status in (config, *((cut, launch_configs.ESTIMATED) for cut in instead_of(config[0], ways))):
-            if status != launch_configs.MEASURED and self.checks.find(*key) is None:
-                why = tuning.why_not_cut(
-                    one.groups[0], one.n, self.matvec, cut, dtype=dtype, gate=one.gate, small=self.small,
-                    is_timed=status == launch_configs.SHIPPED,
-                )  # fmt: skip
-                if why is not None:
-                    self.rejected.setdefault(one.key, why)
-                    continue
-                self.checks.keep({"cut": asdict(cut), "status": status}, *key)
-            self.matvec.products.chosen[one.key] = cut
-            self.configs[one.key] = status
-            return
+        if status != launch_configs.MEASURED and self.checks.find(*key) is None:
+            why = tuning.why_not_cut(
+                one.groups[0], one.n, self.matvec, cut, dtype=dtype, gate=one.gate, small=self.small,
+                is_timed=status == launch_configs.SHIPPED,
+            )  # fmt: skip
+            if why is not None:
+                self.rejected.setdefault(one.key, why)
+                return False
+            self.checks.keep({"cut": asdict(cut), "status": status}, *key)
+        self.matvec.products.chosen[one.key] = cut
+        self.configs[one.key] = status
+        return True
 
     @property
     def plain_products(self) -> dict[str, str]:
@@ -320,7 +334,9 @@ class DeviceKernels:
         if self.matvec.capability >= (9, 0):
             with self.overlapping(True):
                 best = min(best, tuning.graph_us(ours, x.device, calls=_CALLS))
-        pair = best, tuning.graph_us(partial(_own_layers, group, x), x.device, calls=_CALLS)
+        known = self.measured_us.get(shape_of(group))  # of another cut
+        theirs = tuning.graph_us(partial(_own_layers, group, x), x.device, calls=_own_calls(group)) if known is None else known[1]
+        pair = best, theirs
         self.measured_us[shape_of(group)] = pair
         self.checks.keep({"ours": pair[0], "theirs": pair[1]}, *key)
         return pair
@@ -408,12 +424,16 @@ def _choose(
     measured: Times = {}
     checks = KeptChecks.of(device)
     forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
-    if device.type == "cuda" and checks.find(PRODUCTS, str(dtype), forms) is None:
+    counts, has_many = [n for n in PRODUCT_ROWS if n <= rows], rows > KERNEL_ROWS
+    compiled = "compiled ahead", str(dtype), forms, list(attention), norm, counts, has_many, list(deltas), list(mixtures or ())
+    if device.type == "cuda" and checks.find(*compiled) is None:
+        others = [delta_rule.job(one, dtype) for one in deltas]
+        others += [one for _, opened in (mixtures or {}).values() for one in experts.jobs(opened(), dtype)]
         tuning.compile_ahead(
             [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
-            checked=_ROWS, counts=[n for n in PRODUCT_ROWS if n <= rows], has_many=rows > KERNEL_ROWS,
-            norm=norm,
+            checked=_ROWS, counts=counts, has_many=has_many, norm=norm, others=others,
         )  # fmt: skip
+        checks.keep({}, *compiled)
 
     def tried(
         name: str, load: Callable[[], nvrtc.Module], wrong: Callable[[nvrtc.Module, Times], str | None], *key: object
@@ -532,7 +552,9 @@ def _wrong_rows(
         x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
         out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
         both = partial(many_rows.linear, x, [packed], out, module=module), partial(leaf.base, x)
-        timed[str(len(timed))] = measured[f"{n} rows: {shape_of([leaf])}"] = tuning.pair_us(*both, module.device, calls=_CALLS)
+        timed[str(len(timed))] = measured[f"{n} rows: {shape_of([leaf])}"] = tuning.pair_us(
+            *both, module.device, calls=_own_calls([leaf])
+        )
     if not timed:
         return "no layer of this model is in a form that they read"
     return slower(timed, "the layers' own", f" for {n} rows")
@@ -559,6 +581,13 @@ def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
         if (error := tuning.relative_error(y, wanted)) > tuning.LARGEST_ERROR:
             return f"{n} rows of {wide} values: relative error {error:.1e}"
     return None
+
+
+def _own_calls(group: Sequence[Leaf]) -> int:
+    """Return how many calls of layers' own products are timed in one graph: a weight that torch dequantizes takes tens of launches
+    for every piece of it, milliseconds for one call, and a graph of ten calls of a head 140,000 nodes."""
+    values = sum(leaf.out_features * leaf.in_features for leaf in group if stored_format(leaf.quant_kind).is_own)
+    return max(1, _CALLS // max(1, values // DEQUANTIZED_VALUES))
 
 
 def _own_layers(group: Sequence[Leaf], x: Tensor) -> None:

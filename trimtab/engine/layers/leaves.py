@@ -35,8 +35,9 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of, seen_by
 from trimtab.engine.tiers.streaming import Group, Staged
-from trimtab.formats.record import rounds_change, stored_format
+from trimtab.formats.record import DEQUANTIZED_BYTES, rounds_change, stored_format
 from trimtab.planning.planner import ITEM, aligned, columns_of
+from trimtab.planning.values.execution import CHECK_BYTES
 
 
 class Leaf(nn.Module):
@@ -230,9 +231,9 @@ def compute_on_host(module: nn.Module) -> None:
 
 class UnpackedWeights:
     """The weights of some layers, of one type. Shapes: each [D_out, D_in]. columns: values behind each row, zeros at first;
-    holds: the adapter in them, None for none."""
+    holds: the adapter in them, None for none. at_once: as of `weights.dequantize`."""
 
-    def __init__(self, leaves: Sequence[Leaf], columns: int = 0) -> None:
+    def __init__(self, leaves: Sequence[Leaf], columns: int = 0, *, at_once: int = 0) -> None:
         self.columns = columns
         self.holds: Hashable = None
         # Each starts where torch would start a tensor: a product's sums may depend on the alignment of its operands.
@@ -243,7 +244,7 @@ class UnpackedWeights:
         start = 0
         for leaf, size in zip(leaves, sizes, strict=True):
             self._starts[leaf] = start
-            dequantize(leaf.packed(), self.weight(leaf))
+            dequantize(leaf.packed(), self.weight(leaf), at_once=at_once)
             start += size
 
     @classmethod
@@ -259,8 +260,12 @@ class UnpackedWeights:
             # Of another type, releases of bitsandbytes round in different places.
             and (one.packed().dtype == one.dtype or not rounds_change(one.quant_kind))
         ]  # fmt: skip
+        # The memory in which kernels are checked later.
+        at_once = (
+            CHECK_BYTES // DEQUANTIZED_BYTES if model.device.type == "cuda" and model.plan.execution.step.mode == "fused" else 0
+        )
         with torch.no_grad():
-            return cls(leaves, columns_of(model.plan)) if leaves else None
+            return cls(leaves, columns_of(model.plan), at_once=at_once) if leaves else None
 
     @property
     def nbytes(self) -> int:

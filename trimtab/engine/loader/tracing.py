@@ -124,9 +124,16 @@ class CannotFollowError(RuntimeError):
     """An operation on traced tensors that has no recordable meaning."""
 
 
-def _same(func: object, *known: object) -> bool:
-    # Compared with ==: descriptors such as Tensor.device.__get__ are made again at every look-up.
-    return any(func == item for item in known)
+# Functions of a form; functions whose answer is the same for all traced tensors (the loader treats meta as "not loaded"); functions
+# that give the tensor itself. Looked up by ==: descriptors such as Tensor.device.__get__ are made again each time.
+_ASKS = frozenset((
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "grad_fn")), Tensor.dim, Tensor.size, Tensor.numel,
+    Tensor.is_floating_point,
+))  # fmt: skip
+_ANSWERS: dict[object, object] = {getattr(Tensor, name).__set__: None for name in ("requires_grad", "grad")}
+_ANSWERS |= {getattr(Tensor, name).__get__: answer for name, answer in (("device", torch.device("cpu")), ("is_meta", False))}
+_MOVES = frozenset((Tensor.cpu, Tensor.cuda, Tensor.pin_memory))
+_SAME_VALUES = frozenset((Tensor.detach, Tensor.requires_grad_, *(getattr(Tensor, name).__get__ for name in ("data",))))
 
 
 class Traced(Tensor):
@@ -143,21 +150,20 @@ class Traced(Tensor):
     def __torch_function__(
         cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
+        if func in _ASKS:  # most calls: the answer is the form's own
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        if func in _ANSWERS:
+            return _ANSWERS[func]
         kwargs = dict(kwargs or {})
         first = next(value for value in _flat((args, kwargs)) if isinstance(value, Traced))
-        if _same(func, Tensor.device.__get__):  # type: ignore[attr-defined]
-            return torch.device("cpu")  # the loader treats meta as "not loaded"
-        if _same(func, Tensor.is_meta.__get__):  # type: ignore[attr-defined]
-            return False
-        if _same(func, torch.equal, Tensor.equal):
+        if func in (torch.equal, Tensor.equal):
             return _are_equal(args)
-        if _same(func, Tensor.to) and args[0] is first:
+        if func == Tensor.to and args[0] is first:
             return _cast(first, args[1:], kwargs)
-        if _same(func, Tensor.cpu, Tensor.cuda, Tensor.pin_memory):
+        if func in _MOVES:
             return first
-        if _same(func, Tensor.requires_grad.__set__, Tensor.grad.__set__):  # type: ignore[attr-defined, union-attr]
-            return None
-        if _same(func, Tensor.data.__set__) and _replaces(*args):  # type: ignore[attr-defined]
+        if func == Tensor.data.__set__ and _replaces(*args):  # type: ignore[attr-defined]
             return None
         if _name_of(func) in FRESH:
             kwargs["device"] = "meta"
@@ -239,12 +245,12 @@ def _traced_result(func: object, args: Any, kwargs: object, result: object, trac
 
 
 def _is_same_values(func: object, args: Sequence[object]) -> bool:
-    if _same(func, Tensor.detach, Tensor.requires_grad_, Tensor.data.__get__):  # type: ignore[attr-defined]
+    if func in _SAME_VALUES:
         return True
-    if _same(func, nn.functional.pad) and len(args) > 1 and isinstance(args[1], (list, tuple)) and not any(args[1]):
+    if func == nn.functional.pad and len(args) > 1 and isinstance(args[1], (list, tuple)) and not any(args[1]):
         return True  # transformers pads a head's bias to its rows
     # Any other index, and `contiguous`, is recorded: it may change the strides.
-    return _same(func, Tensor.__getitem__) and len(args) == 2 and args[1] is Ellipsis
+    return func == Tensor.__getitem__ and len(args) == 2 and args[1] is Ellipsis
 
 
 def _wrap(bare: Tensor, expression: Expression, trace: Trace) -> Traced:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,22 @@ from trimtab.engine.prefill.rows import PrefillContext, Rows
 from trimtab.engine.towers.pieces import PausedError
 
 
-def whole_pass(model: PrefillContext, inputs: Inputs, **options: Any) -> Any:
+class Output(Protocol):
+    """What a model's forward returns: logits [1, S, V]; hidden_states [1, S, D] of each layer, if requested."""
+
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...]
+
+
+def whole_pass(model: PrefillContext, inputs: Inputs, **options: int) -> Output:
     """Return what the model makes of a whole prompt in one pass, without a cache: teacher-forced logits, hidden states.
     Errors: RequestError for a prompt that does not fit the context."""
     check_fits(model, inputs, 0)
     sequence.reset_offset(model.hf_model)
     model.lend_prompt_room()
     with torch.no_grad():
-        return model.hf_model(**inputs.tensors, use_cache=False, return_dict=True, **options)
+        output: Output = model.hf_model(**inputs.tensors, use_cache=False, return_dict=True, **options)
+    return output
 
 
 class TextPass:
