@@ -185,7 +185,7 @@ def test_rows_of_a_family_that_cannot_place_them_are_answered_one_by_one(name, t
         for own, theirs in zip(logprobs(one.batch(prompts, **given)), logprobs(wanted), strict=True):
             assert own == pytest.approx(theirs, abs=TOLERANCE)
         monkeypatch.setattr(one, "decode", "fused")  # else a text alone is no row here
-        assert one.rows() is None and [how.what for how in one.fallbacks] == ["steps of rows"]
+        assert one.rows() is None and "steps of rows" in [how.what for how in one.fallbacks]
 
 
 def test_a_token_without_a_row_in_a_table_of_the_layers_ends_its_own_answer(tmp_path, monkeypatch):
