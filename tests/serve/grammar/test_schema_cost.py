@@ -231,7 +231,7 @@ def test_multiples_are_refused_by_what_they_cost():
 def digits():
     """A vocabulary in which up to three digits are one token, as Llama 3's has them."""
     tokens = [bytes([one]) for one in range(256)] + [f"{one:0{size}}".encode() for size in (2, 3) for one in range(10**size)]
-    return Vocabulary([*tokens, b"<end>"], [len(tokens)], len(tokens))
+    return Vocabulary([*tokens, b"<end>"], [len(tokens)], [len(tokens)])
 
 
 @pytest.mark.parametrize("value", [16384, 49999, 60000, 65536, 78125, 86400, 90000, 100000, 131072, 1000000])
@@ -259,7 +259,7 @@ if sys.platform == "linux":
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
     resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
 tokens = [bytes([one]) for one in range(256)]
-tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary([*tokens, b"<end>"], [256], 256)))
+tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary([*tokens, b"<end>"], [256], [256])))
 process, kept = psutil.Process(), []
 for value in [7, *json.loads(sys.argv[1])]:
     (text,) = GrammarSource("here", schema={"type": "integer", "multipleOf": value}).grammars().values()
@@ -295,7 +295,7 @@ def test_multiples_take_at_most_twice_the_memory_of_the_states_that_are_counted(
 def test_answers_within_the_limits_of_a_multiple_are_multiples(value, digits):
     kind = {"type": "integer" if isinstance(value, int) else "number", "multipleOf": value}
     check_cost([kind], field="here")
-    vocabulary = Vocabulary([*digits.tokens[:256], b"<end>"], [256], 256)
+    vocabulary = Vocabulary([*digits.tokens[:256], b"<end>"], [256], [256])
     (text,) = GrammarSource("here", schema=kind).grammars().values()
     matcher, reason = compiled(LLTokenizer(TokenizerWrapper(vocabulary)), text)
     assert not reason
