@@ -46,6 +46,29 @@ def named(schemas):
     return {"type": "object", "properties": {f"p{i}": one for i, one in enumerate(schemas)}}
 
 
+_FAR = 2**53 + 1
+CHANGED = [
+    {"const": _FAR}, {"enum": [1, {"a": [-_FAR]}]}, {"const": 2**63}, integer(minimum=_FAR), integer(maximum=_FAR, minimum=0),
+    integer(minimum=10**19), {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, {"exclusiveMinimum": 7, "maximum": 7.25},
+    {"exclusiveMaximum": 0, "minimum": -0.5},
+    {"allOf": [{"exclusiveMinimum": 1}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"maximum": 1.5}}},
+]  # fmt: skip
+KEPT = [
+    {"const": 2**53}, {"const": 2.5e-8}, integer(minimum=-(2**53), maximum=2**63 - 1), integer(maximum=2**64 - 1),
+    {"exclusiveMinimum": 0, "exclusiveMaximum": 1}, {"exclusiveMinimum": -1, "maximum": -0.5},
+    {"exclusiveMinimum": 0.25, "maximum": 0.5}, {"properties": {"minimum": {"const": 1}}},
+]  # fmt: skip
+
+
+def test_numbers_that_the_grammar_would_change_are_refused():
+    for schema in CHANGED:
+        with pytest.raises(RequestError, match="of its numbers") as caught:
+            check_cost([{"properties": {"a": schema}, **schema}], field="here")
+        assert caught.value.field == "here"
+    for schema in KEPT:
+        check_cost([schema], field="here")
+
+
 PRIMES = (3, 7, 11, 13, 17, 19, 23)
 
 
