@@ -15,8 +15,9 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from trimtab.engine.chat.call_values import target_of
 from trimtab.errors import RequestError
-from trimtab.serve.grammar.schema import Targets, list_of, nodes_of, target_of
+from trimtab.serve.grammar.schema import Targets, list_of, nodes_of
 
 MOST_REFERENCES = 16  # that lead to one another are followed
 
@@ -430,7 +431,7 @@ def inexact_numbers(schema: Any) -> int:
     count = 0
     for node in nodes_of(schema):
         for name in _BOUNDS:
-            if _is_number(value := node.get(name)):
+            for value in _numbers([node.get(name)]):
                 read = max(-(2**63), min(int(float(value)), 2**63 - 1))
                 is_beyond = read > value if name.lower().endswith("minimum") else read < value
                 count += read != int(value) and not (abs(read) >= 2**63 - 1 and is_beyond)
@@ -443,7 +444,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
     waiting = [value]
     while waiting:
         one = waiting.pop()
-        if _is_number(one):
+        if isinstance(one, (int, float)) and not isinstance(one, bool):
             yield one
         elif isinstance(one, (dict, list)):
             waiting.extend(one.values() if isinstance(one, dict) else one)

@@ -115,7 +115,7 @@ class LoadedEngine:
             request = replace(job.request, max_new_tokens=None).within(left, most_tokens=job.request.answer_tokens)
             job = replace(job, request=request)
         assert reading is not None
-        # Only a constrained answer has ends of its own, where the model's files name none.
+        # Only a constrained answer has further ends: where the model's files name none.
         own = set(compiled.ends) - self.batch.ends
         if own:
             job = replace(job, request=replace(job.request, stop_token_ids=(*job.request.stop_token_ids, *own)))
