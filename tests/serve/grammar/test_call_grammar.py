@@ -12,7 +12,7 @@ from tests import talking
 from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm
 from trimtab.engine.chat.answer_reader import AnswerReader
 from trimtab.errors import RequestError
-from trimtab.serve.grammar.constraint import AfterThought, Grammar
+from trimtab.serve.grammar.constraint import AfterThought, Grammar, MayThink
 
 END = 1
 TREE = {
@@ -262,6 +262,21 @@ def test_after_a_thought_the_calls_are_held(grammar, tokenizer):
     opened = constraint([*given, 300, close], zeros)
     allowed = torch.nonzero(opened > -1).flatten().tolist()
     assert allowed == [tokenizer.convert_tokens_to_ids("<|tool_call>")]
+
+
+def test_a_thought_that_the_answer_opens_is_free_and_may_be_left_out(grammar, tokenizer):
+    opens, closes, calls = tokenizer.convert_tokens_to_ids(["<|channel>", "<channel|>", "<|tool_call>"])
+    zeros = torch.zeros(len(tokenizer))
+
+    def allowed(*answer):
+        constraint = MayThink(grammar.calls("gemma4", FUNCTIONS, several=False), opens, [closes])
+        ids = [2, 5, *answer]
+        return [torch.nonzero(constraint(ids[:size], zeros) > -1).flatten().tolist() for size in range(2, len(ids) + 1)]
+
+    assert sorted(allowed()[0]) == sorted([opens, calls])
+    thought = allowed(opens, 300, closes, calls)
+    assert len(thought[1]) == len(thought[2]) == len(tokenizer) and thought[3] == [calls] and opens not in thought[4]
+    assert opens not in allowed(calls)[1]
 
 
 # Calls that need not be made ------------------------------------------------------------------------------------------

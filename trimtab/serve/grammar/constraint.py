@@ -247,6 +247,28 @@ class AfterThought:
         return scores if self._is_inside else self._constraint(token_ids, scores)
 
 
+class MayThink:
+    """A constraint before which an answer may have one thought. open_id: the token that opens it; close_ids: those that end it."""
+
+    def __init__(self, constraint: SchemaConstraint, open_id: int, close_ids: Sequence[int]) -> None:
+        self._constraint, self._open_id = constraint, open_id
+        self._thought = AfterThought(constraint, close_ids)
+        self._start: int | None = None
+
+    def __call__(self, token_ids: Sequence[int], scores: Tensor) -> Tensor:
+        if self._start is None:
+            self._start = len(token_ids)
+        begun = len(token_ids) - self._start
+        if begun and token_ids[self._start] == self._open_id:
+            if begun == 1:
+                self._constraint.restart()
+            return self._thought(token_ids, scores)
+        allowed = self._constraint(token_ids, scores)
+        if not begun:
+            allowed[self._open_id] = scores[self._open_id]
+        return allowed
+
+
 class SchemaConstraint:
     """One answer's constraint: call with the tokens so far and the logits [V]; forbidden tokens get minus infinity.
 
@@ -256,6 +278,10 @@ class SchemaConstraint:
     def __init__(self, matcher: Matcher, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, list(ends)
         self._seen: int | None = None
+
+    def restart(self) -> None:
+        """Begin at the next call, where no token was taken yet."""
+        self._seen = None
 
     def __call__(self, token_ids: Sequence[int], scores: Tensor) -> Tensor:
         if self._seen is None:

@@ -149,7 +149,7 @@ def _has_kind(value: Any, kind: Any) -> bool:
 
 
 def in_document(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of a tool's schema as a schema of its own, whose references lead to the same places."""
+    """Return a part of a tool's schema as a separate schema, whose references lead to the same places."""
     schema = {"enum": []} if schema is False else schema if isinstance(schema, Mapping) else {}
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     if _refers_elsewhere({**schema, "$defs": shared}):
