@@ -225,3 +225,44 @@ def test_a_call_whose_name_comes_late_is_looked_at_once(text, monkeypatch):
     assert sum(looked_at) <= len(text)
     if "name" in text:
         assert "".join(call.arguments for kind, call in parts if kind == "call") == '{"a": "' + "x" * 20_000 + '"}'
+
+
+def _strict(text):
+    def refuse(word):
+        raise ValueError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("gemma4", "<|tool_call>call:f{x:1e999,y:-1e400}<tool_call|>", {"x": "1e999", "y": "-1e400"}),
+        ("qwen-xml", "<tool_call>\n<function=f>\n<parameter=x>\n[1, -Infinity]\n</parameter>\n</function>\n</tool_call>",
+         {"x": [1, "-Infinity"]}),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": NaN, "y": [-Infinity, -5, "a\\"NaN"]}}\n</tool_call>',
+         {"x": "NaN", "y": ["-Infinity", -5, 'a"NaN']}),
+        ("hermes", '<tool_call>\n{"arguments": {"x": 1e999}, "name": "f"}\n</tool_call>', {"x": "1e999"}),
+        ("llama", '{"parameters": {"x": ' + "1" * 5000 + '}, "name": "f"}', {"x": "1" * 5000}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 3, 999])
+def test_arguments_are_json_where_a_model_writes_numbers_that_json_does_not_have(form, text, expected, size):
+    reader = AnswerReader(AnswerForm(form), functions={"f": None})
+    parts = [part for start in range(0, len(text), size) for part in reader.push(text[start : start + size])] + reader.finish()
+    assert _strict("".join(call.arguments for kind, call in parts if kind == "call")) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"type": "boolean"}, "True", True), ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "None", None),
+        ({"type": ["integer", "null"]}, "None", None), ({"type": "integer"}, "None", "None"), ({"type": "string"}, "True", "True"),
+        ({"$ref": "#/definitions/Zip"}, "01234", "01234"), ({"$ref": "#/definitions/Flag"}, "False", False),
+    ],
+)  # fmt: skip
+def test_values_between_tags_are_of_the_kind_that_their_schema_has(schema, text, expected):
+    whole = {"Zip": {"type": "string"}, "Flag": {"type": "boolean"}, "F": {"type": "object", "properties": {"x": schema}}}
+    reader = AnswerReader(AnswerForm("qwen-xml"), functions={"f": {"$ref": "#/definitions/F", "definitions": whole}})
+    parts = reader.push(f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>")
+    assert json.loads("".join(call.arguments for kind, call in parts if kind == "call")) == {"x": expected}

@@ -12,7 +12,7 @@ from tests import talking
 from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm
 from trimtab.engine.chat.answer_reader import AnswerReader
 from trimtab.errors import RequestError
-from trimtab.serve.grammar.constraint import AfterThought, Grammar
+from trimtab.serve.grammar.constraint import AfterThought, Grammar, MayThink
 
 END = 1
 TREE = {
@@ -186,6 +186,73 @@ def test_free_values_of_gemma4_are_any_of_its_forms(grammar, tokenizer):
     assert not is_allowed(grammar.calls("gemma4", free, several=False), tokenizer, "<|tool_call>call:f{b:1}<tool_call|>")
 
 
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 3}
+
+
+def of(properties, **others):
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False, **others}
+
+
+# What each schema needs is drawn in every form, and the answer satisfies it in plain words of Python.
+SHAPES = [
+    ({"$ref": "#/definitions/X", "definitions": {"X": of({"n": DIGIT})}}, lambda v: v["n"] in range(4)),
+    ({"anyOf": [of({"a": DIGIT}), of({"b": DIGIT})]}, lambda v: [*v] in (["a"], ["b"])),
+    ({"allOf": [of({"a": DIGIT})]}, lambda v: [*v] == ["a"]),
+    ({"properties": {"a": DIGIT}, "required": ["a"]}, lambda v: v["a"] in range(4)),
+    ({"properties": {"a": DIGIT}, "required": ["a", "z"], "additionalProperties": DIGIT}, lambda v: v["z"] in range(4)),
+    (of({"x": {**of({"a": DIGIT, "b": DIGIT}), "required": [], "anyOf": [{"required": ["a"]}]}}), lambda v: "a" in v["x"]),
+    (of({"x": {"type": "array", "prefixItems": [DIGIT, {"const": 7}], "items": False, "minItems": 2}}), lambda v: v["x"][1] == 7),
+    (of({"x": {"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 3}]}}), lambda v: v["x"] in (2, 3)),
+    (of({"x": {"type": "array", "items": DIGIT, "maxItems": 1}}), lambda v: len(v["x"]) < 2),
+    ({"type": "object", "properties": {"a": DIGIT, "b": False}, "required": ["a"]}, lambda v: "b" not in v),
+    (of({"v": DIGIT, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}), lambda v: v["next"] is None or "v" in v["next"]),
+    (of({"a": DIGIT, "b": {"$ref": "#/properties/a"}}), lambda v: v["b"] in range(4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["gemma4", "qwen-xml", "hermes"])
+@pytest.mark.parametrize("place", range(len(SHAPES)))
+def test_arguments_satisfy_the_shapes_in_which_libraries_write_schemas(place, form, grammar, tokenizer):
+    (schema, is_right), draw, ended = SHAPES[place], random.Random(3), 0
+    for _ in range(40):
+        text = drawn(grammar.calls(form, [{"name": "f", "parameters": schema}], several=False), tokenizer, draw, most=120)
+        if text is not None:
+            reader = AnswerReader(AnswerForm(form), functions={"f": schema})
+            written = json.loads("".join(call.arguments for _, call in reader.push(text) + reader.finish()))
+            assert isinstance(written, dict) and is_right(written), text
+            ended += 1
+        if ended == 3:
+            return
+    raise AssertionError("no answer ended")
+
+
+def test_an_object_of_free_names_is_held_to_its_values_and_its_count(grammar, tokenizer):
+    free = [{"name": "f", "parameters": {"type": "object", "additionalProperties": DIGIT, "minProperties": 1, "maxProperties": 1}}]
+    forms = {"gemma4": ("<|tool_call>call:f{%s}<tool_call|>", "k:%s", ","), "qwen-xml": (
+        "<tool_call>\n<function=f>\n%s</function>\n</tool_call>", "<parameter=k>\n%s\n</parameter>\n", "")}  # fmt: skip
+    for form, (call, pair, comma) in forms.items():
+        for values, is_right in (["2"], True), (["9"], False), ([], False), (["1", "2"], False):
+            text = call % comma.join(pair % value for value in values)
+            assert is_allowed(grammar.calls(form, free, several=False), tokenizer, text) == is_right, text
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("minProperties", {"type": "object", "additionalProperties": DIGIT, "minProperties": 2}),
+        ("patternProperties", {"type": "object", "patternProperties": {"^a": DIGIT}}),
+        ("minLength", of({"a": {"type": "string", "minLength": 10**6}})),
+        ("maxLength", of({"a": {"enum": ["a", "bc"], "maxLength": 1}})),
+        ("type", {"type": "string"}),
+    ],
+)
+def test_what_a_form_of_calls_cannot_enforce_is_refused(keyword, schema, grammar):
+    for form in ("gemma4", "qwen-xml"):
+        with pytest.raises(RequestError, match=f"parameters of 'f' have '{keyword}'") as caught:
+            grammar.calls(form, [{"name": "f", "parameters": schema}], several=False)
+        assert caught.value.field == "tools"
+
+
 def test_after_a_thought_the_calls_are_held(grammar, tokenizer):
     close = tokenizer.convert_tokens_to_ids("<channel|>")
     constraint = AfterThought(grammar.calls("gemma4", FUNCTIONS, several=False), [close])
@@ -197,9 +264,24 @@ def test_after_a_thought_the_calls_are_held(grammar, tokenizer):
     assert allowed == [tokenizer.convert_tokens_to_ids("<|tool_call>")]
 
 
+def test_a_thought_that_the_answer_opens_is_free_and_may_be_left_out(grammar, tokenizer):
+    opens, closes, calls = tokenizer.convert_tokens_to_ids(["<|channel>", "<channel|>", "<|tool_call>"])
+    zeros = torch.zeros(len(tokenizer))
+
+    def allowed(*answer):
+        constraint = MayThink(grammar.calls("gemma4", FUNCTIONS, several=False), opens, [closes])
+        ids = [2, 5, *answer]
+        return [torch.nonzero(constraint(ids[:size], zeros) > -1).flatten().tolist() for size in range(2, len(ids) + 1)]
+
+    assert sorted(allowed()[0]) == sorted([opens, calls])
+    thought = allowed(opens, 300, closes, calls)
+    assert len(thought[1]) == len(thought[2]) == len(tokenizer) and thought[3] == [calls] and opens not in thought[4]
+    assert opens not in allowed(calls)[1]
+
+
 # Calls that need not be made ------------------------------------------------------------------------------------------
 
-SAID = "I look it up: 3 < 5 {now} \n"
+SAID = "DIGIT look it up: 3 < 5 {now} \n"
 
 
 def continued(constraint, tokenizer, draw, text, *, most=300):

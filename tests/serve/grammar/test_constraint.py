@@ -1,5 +1,6 @@
 """Which texts an answer in JSON may be, token by token, and which schemas are refused."""
 
+import copy
 import json
 import time
 
@@ -8,7 +9,8 @@ import torch
 
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader.transformers_model import load_tokenizer
-from trimtab.errors import RequestError
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.serve.grammar.child import Vocabulary
 from trimtab.serve.grammar.constraint import Grammar, Pace
 from trimtab.serve.grammar.schema import MOST_PAIRS, check_ends, check_patterns
 
@@ -24,6 +26,26 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def grammar(tokenizer):
     return Grammar(tokenizer, [END])
+
+
+@pytest.mark.parametrize("ends", [[1, 106], [106, 1]])
+def test_each_end_token_ends_an_answer_that_could_go_on(ends, tokenizer):
+    grammar, zeros = Grammar(tokenizer, ends), torch.zeros(len(tokenizer))
+    given = [2, 3, *tokenizer("7", add_special_tokens=False)["input_ids"]]
+    constraint = grammar.constraint({"type": "integer"})
+    constraint(given[:2], zeros)
+    assert [end for end in (1, 106) if constraint(given, zeros)[end] == 0] == [1, 106]
+    assert Vocabulary.from_bytes(grammar.vocabulary()).ends == ends
+
+
+def test_only_end_tokens_of_the_vocabulary_end_an_answer_or_else_the_tokenizers_own(tokenizer):
+    own = tokenizer.eos_token_id
+    for ends, kept in (([106, 1, len(tokenizer), -1], [106, 1]), ([-1, 10**6], [own]), ([], [own])):
+        assert Grammar(tokenizer, ends).ends == kept
+    nameless = copy.deepcopy(tokenizer)
+    nameless.eos_token = None
+    with pytest.raises(CheckpointError, match="no token ends an answer"):
+        Grammar(nameless, [])
 
 
 def is_allowed(grammar, tokenizer, text, schema):

@@ -46,6 +46,29 @@ def named(schemas):
     return {"type": "object", "properties": {f"p{i}": one for i, one in enumerate(schemas)}}
 
 
+_FAR = 2**53 + 1
+CHANGED = [
+    {"const": _FAR}, {"enum": [1, {"a": [-_FAR]}]}, {"const": 2**63}, integer(minimum=_FAR), integer(maximum=_FAR, minimum=0),
+    integer(minimum=10**19), {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, {"exclusiveMinimum": 7, "maximum": 7.25},
+    {"exclusiveMaximum": 0, "minimum": -0.5},
+    {"allOf": [{"exclusiveMinimum": 1}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"maximum": 1.5}}},
+]  # fmt: skip
+KEPT = [
+    {"const": 2**53}, {"const": 2.5e-8}, integer(minimum=-(2**53), maximum=2**63 - 1), integer(maximum=2**64 - 1),
+    {"exclusiveMinimum": 0, "exclusiveMaximum": 1}, {"exclusiveMinimum": -1, "maximum": -0.5},
+    {"exclusiveMinimum": 0.25, "maximum": 0.5}, {"properties": {"minimum": {"const": 1}}},
+]  # fmt: skip
+
+
+def test_numbers_that_the_grammar_would_change_are_refused():
+    for schema in CHANGED:
+        with pytest.raises(RequestError, match="of its numbers") as caught:
+            check_cost([{"properties": {"a": schema}, **schema}], field="here")
+        assert caught.value.field == "here"
+    for schema in KEPT:
+        check_cost([schema], field="here")
+
+
 PRIMES = (3, 7, 11, 13, 17, 19, 23)
 
 
@@ -231,7 +254,7 @@ def test_multiples_are_refused_by_what_they_cost():
 def digits():
     """A vocabulary in which up to three digits are one token, as Llama 3's has them."""
     tokens = [bytes([one]) for one in range(256)] + [f"{one:0{size}}".encode() for size in (2, 3) for one in range(10**size)]
-    return Vocabulary([*tokens, b"<end>"], [len(tokens)], len(tokens))
+    return Vocabulary([*tokens, b"<end>"], [len(tokens)], [len(tokens)])
 
 
 @pytest.mark.parametrize("value", [16384, 49999, 60000, 65536, 78125, 86400, 90000, 100000, 131072, 1000000])
@@ -259,7 +282,7 @@ if sys.platform == "linux":
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
     resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
 tokens = [bytes([one]) for one in range(256)]
-tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary([*tokens, b"<end>"], [256], 256)))
+tokenizer = LLTokenizer(TokenizerWrapper(Vocabulary([*tokens, b"<end>"], [256], [256])))
 process, kept = psutil.Process(), []
 for value in [7, *json.loads(sys.argv[1])]:
     (text,) = GrammarSource("here", schema={"type": "integer", "multipleOf": value}).grammars().values()
@@ -295,7 +318,7 @@ def test_multiples_take_at_most_twice_the_memory_of_the_states_that_are_counted(
 def test_answers_within_the_limits_of_a_multiple_are_multiples(value, digits):
     kind = {"type": "integer" if isinstance(value, int) else "number", "multipleOf": value}
     check_cost([kind], field="here")
-    vocabulary = Vocabulary([*digits.tokens[:256], b"<end>"], [256], 256)
+    vocabulary = Vocabulary([*digits.tokens[:256], b"<end>"], [256], [256])
     (text,) = GrammarSource("here", schema=kind).grammars().values()
     matcher, reason = compiled(LLTokenizer(TokenizerWrapper(vocabulary)), text)
     assert not reason

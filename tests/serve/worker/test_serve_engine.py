@@ -249,6 +249,13 @@ def test_an_answer_is_held_to_its_schema(engine, options):
     assert json.loads(text) == {"n": 3, "c": "mauve"} and last.finish == "stop"
 
 
+@pytest.mark.parametrize("ends", [(), (-1, 10**6)])
+def test_a_constrained_answer_ends_where_the_files_name_no_token_that_can_end_it(model, ends, monkeypatch):
+    monkeypatch.setattr("trimtab.engine.batch.batch.end_token_ids", lambda _: ends)
+    text, last, _ = run(LoadedEngine(model, rows=4), ask("a", schema=SCHEMA, tokens=100))["a"]
+    assert json.loads(text) == {"n": 3, "c": "mauve"} and last.finish == "stop"
+
+
 def test_a_schema_is_compiled_where_no_token_waits_for_it(engine, monkeypatch):
     compiled, whole = [], Reading.constraint
     monkeypatch.setattr(Reading, "constraint", lambda *arguments: compiled.append(threading.current_thread()) or whole(*arguments))

@@ -21,9 +21,11 @@ from typing import Any
 
 from trimtab.engine.chat.answer_forms import CALL_MARKS, PYTHON_TAG, AnswerForm
 from trimtab.engine.chat.call_values import (
+    JsonNumbers,
     gemma_arguments,
     gemma_arguments_prefix,
     mark_overlap,
+    read_json,
     tagged_arguments,
     tagged_arguments_prefix,
 )
@@ -113,7 +115,7 @@ class AnswerReader:
         self._label = _LABEL if form.thoughts and form.thoughts[0] == "<|channel>" else ""
         self._is_labelled = not self._label
         self._read = self._thought if in_thought else self._text
-        self._span = JsonSpan()
+        self._span, self._numbers = JsonSpan(), JsonNumbers()
         # Of a call whose name is not known yet.
         self._head = JsonSpan()
         self._parts: list[Part] = []
@@ -255,6 +257,7 @@ class AnswerReader:
 
     def _begin(self, name: str) -> None:
         self._parts.append(("call", Call(self.calls, id=_new_id(self._calls), name=name)))
+        self._numbers = JsonNumbers()
         self.calls += 1
 
     def _add(self, arguments: str) -> None:
@@ -309,7 +312,7 @@ class AnswerReader:
 
     def _json_arguments(self) -> bool:
         end = self._span.feed(self._buffer)
-        self._add(self._buffer if end is None else self._buffer[:end])
+        self._add(self._numbers.push(self._buffer[:end]))
         self._buffer = "" if end is None else self._buffer[end:]
         if end is None:
             return False
@@ -406,10 +409,12 @@ def _new_id(calls: str | None) -> str:
 def _call_in(text: str) -> tuple[str, str] | None:
     """Return the name and the arguments' JSON of a whole call as JSON, None if it is none."""
     try:
-        call = json.loads(text, strict=False)
+        call = read_json(text, strict=False)
+        if not isinstance(call, dict):
+            return None
         name, given = call["name"], call.get("arguments", call.get("parameters", {}))
-        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        return (name, arguments) if isinstance(name, str) and isinstance(json.loads(arguments), dict) else None
+        arguments = json.dumps(read_json(given) if isinstance(given, str) else given, ensure_ascii=False)
+        return (name, arguments) if isinstance(name, str) and arguments[0] == "{" else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -9,14 +9,19 @@ given. Imports no torch.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 from trimtab.engine.chat.answer_forms import GEMMA_QUOTE
 
-MOST_DEPTH = 64
+MOST_DEPTH, MOST_BRANCHES, MOST_DIGITS = 64, 256, 4000
+_NO_JSON = ("NaN", "Infinity", "-Infinity")
+_NAMES = {str: "string", bool: "boolean", type(None): "null"}
+_WORDS = {"True": (True, "boolean"), "False": (False, "boolean"), "None": (None, "null")}
 _PARAMETER = re.compile(r"<parameter=([^<>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _OPENED = re.compile(r"<parameter=([^<>]*)>\n?")
 _NUMBER_START = re.compile(r"-?(?:0|[1-9]\d*)?(?:(?<=\d)\.\d*)?(?:(?<=\d)[eE][+-]?\d*)?")
@@ -225,18 +230,17 @@ def _plain(text: str) -> object:
         return text == "true"
     if text in ("null", "None"):
         return None
-    return json.loads(text) if _NUMBER.fullmatch(text) else text
+    return read_json(text) if _NUMBER.fullmatch(text) else text
 
 
 def tagged_arguments(body: str, parameters: Mapping[str, object] | None) -> dict[str, object]:
     """Return the arguments between tags. parameters: the tool's schema, which distinguishes texts from other values."""
-    properties = (parameters or {}).get("properties")
     arguments: dict[str, object] = {}
     # Up to the last end alone: each start behind it would look for one through all the text.
     whole, end, _ = body.rpartition("</parameter>")
     for name, text in _PARAMETER.findall(whole + end):
-        schema = properties.get(name) if isinstance(properties, Mapping) else None
-        arguments[name] = text if is_text_schema(schema) else _read(text)
+        schemas = parameter_schemas(parameters, name)
+        arguments[name] = text if are_texts(schemas) else _read(text, schemas)
     return arguments
 
 
@@ -248,26 +252,120 @@ def tagged_arguments_prefix(body: str, parameters: Mapping[str, object] | None) 
     if opened is None:
         return written
     name, text = opened[1], tail[opened.end() :]
-    properties = (parameters or {}).get("properties")
     written += f"{', ' if len(written) > 1 else ''}{_dumps(name)}: "
-    if not is_text_schema(properties.get(name) if isinstance(properties, Mapping) else None):
+    if not are_texts(parameter_schemas(parameters, name)):
         return written  # whether it is a number, an object or a text is known at its end
     end = "\n</parameter>"
     return written + _dumps(text[: len(text) - mark_overlap(text, end)])[:-1]
 
 
-def is_text_schema(schema: object) -> bool:
-    """Whether a parameter's schema allows texts alone."""
-    if not isinstance(schema, Mapping):
-        return False
+def parameter_schemas(parameters: object, name: str | None) -> list[Mapping[str, object]]:
+    """Return the schemas of an argument, references followed. name: None for one that is not declared."""
+    declared: list[object] = []
+    others: list[object] = []
+    for node in _branches(parameters, parameters):
+        named, rest = node.get("properties"), node.get("additionalProperties")
+        if isinstance(named, Mapping) and name in named:
+            declared.append(named[name])
+        others += [rest] if isinstance(rest, Mapping) else []
+    return [node for schema in declared or others for node in _branches(schema, parameters)]
+
+
+def _branches(schema: object, root: object) -> list[Mapping[str, object]]:
+    """Return a schema and what its references, allOf, anyOf and oneOf have."""
+    found: list[Mapping[str, object]] = []
+    waiting: list[object] = [schema]
+    while waiting and len(found) < MOST_BRANCHES:
+        node = waiting.pop(0)
+        if not isinstance(node, Mapping) or any(node is one for one in found):
+            continue
+        found.append(node)
+        waiting += [target_of(root, node["$ref"])] if "$ref" in node else []
+        for several in ("allOf", "anyOf", "oneOf"):
+            options = node.get(several)
+            waiting += options if isinstance(options, list) else []
+    return found
+
+
+def are_texts(schemas: list[Mapping[str, object]]) -> bool:
+    """Whether a parameter's schemas allow texts alone."""
+    kinds = set[str]()
+    for schema in schemas:
+        kinds |= _kinds(schema)
+    return kinds == {"string"}
+
+
+def _kinds(schema: Mapping[str, object]) -> set[str]:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
-        return all(isinstance(value, str) for value in values)
-    return schema.get("type") == "string"
+        return {_NAMES.get(type(value), "number") for value in values}
+    kinds = schema.get("type")
+    if kinds is None:
+        return set() if any(name in schema for name in ("$ref", "allOf", "anyOf", "oneOf")) else {""}
+    return set(map(str, kinds if isinstance(kinds, list) else [kinds]))
 
 
-def _read(text: str) -> object:
+def _read(text: str, schemas: list[Mapping[str, object]]) -> object:
+    # Published templates write these values of Python.
+    value, kind = _WORDS.get(text, (None, "string"))
+    if any(kind in _kinds(schema) for schema in schemas) and kind != "string":
+        return value
     try:
-        return json.loads(text)
+        return read_json(text)
     except (ValueError, RecursionError):
         return text
+
+
+def read_json(text: str, *, strict: bool = True) -> object:
+    """Return the value of JSON. NaN, infinities and numbers beyond float64 or thousands of digits, which JSON cannot pass on, are
+    texts as they were written. Errors: as json.loads."""
+    return json.loads(text, strict=strict, parse_constant=str, parse_float=_number, parse_int=_integer)
+
+
+def _number(text: str) -> float | str:
+    return number if math.isfinite(number := float(text)) else text
+
+
+def _integer(text: str) -> int | str:
+    return int(text) if len(text) <= MOST_DIGITS else text
+
+
+class JsonNumbers:
+    """Quotes NaN and infinities in JSON that arrives in pieces: they are no JSON."""
+
+    def __init__(self) -> None:
+        self._word, self._is_text, self._is_escaped = "", False, False
+
+    def push(self, text: str) -> str:
+        """Return what is sure: the beginning of such a word waits."""
+        pieces = []
+        for char in text:
+            if not self._is_text and any(word.startswith(self._word + char) for word in _NO_JSON):
+                self._word += char
+                continue
+            pieces.append(f'"{self._word}"' if self._word in _NO_JSON else self._word)
+            pieces.append(char)
+            self._word = ""
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped, self._is_text = char == "\\", char != '"'
+            else:
+                self._is_text = char == '"'
+        return "".join(pieces)
+
+
+def target_of(root: object, pointer: object) -> object:
+    """Return the value at a JSON pointer (#/...), None if it leads nowhere. Source: RFC 6901."""
+    if not isinstance(pointer, str) or not pointer.startswith("#"):
+        return None
+    value = root
+    for step in unquote(pointer[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdecimal() and len(step) < 10 and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return value if pointer[1:2] in ("", "/") else None

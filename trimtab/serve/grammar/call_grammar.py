@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab.engine.chat.answer_forms import CALL_MARKS, GEMMA_QUOTE
-from trimtab.engine.chat.call_values import is_text_schema
+from trimtab.engine.chat.call_values import are_texts, parameter_schemas, target_of
 from trimtab.errors import RequestError
-from trimtab.serve.grammar.schema import target_of
+from trimtab.serve.grammar.plain_schema import KEYWORDS, PlainSchemas, in_document, values_of
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # The spaces that JSON may have where a model was trained on one; see constraint.WHITE_SPACE.
@@ -23,6 +23,7 @@ _SPACES = {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": "[ 
 _SIMPLE_KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
 # A definition is written into each rule of JSON below it.
 MOST_RULES, MOST_LETTERS = 20_000, 8 * 2**20
+MOST_COUNT = 1_000_000
 
 
 # The start of a bare call of Llama's.
@@ -83,54 +84,65 @@ class _Grammar:
 
     def _call(self, function: Mapping[str, Any]) -> str:
         name, self._root, self._known = function["name"], function.get("parameters") or NO_PARAMETERS, {}
+        self._plain = PlainSchemas(self._root, name)
         match self._form:
             case "gemma4":
-                return f"{_literal(f'call:{name}')} {self._object(self._root)}"
+                return f"{_literal(f'call:{name}')} {self._rule(*map(self._object, self._plain.objects(self._root)))}"
             case "qwen-xml":
                 opened, closed = _literal(f"\n<function={name}>\n"), _literal("</function>\n")
-                return f"{opened} {self._tagged(self._root)} {closed}"
+                return f"{opened} {self._rule(*map(self._tagged, self._plain.objects(self._root)))} {closed}"
             case "mistral-args":
-                return f"{_literal(name)} {self._mark('[ARGS]')} {self._json(self._root)}"
+                return f"{_literal(name)} {self._mark('[ARGS]')} {self._whole()}"
         key = "parameters" if self._form == "llama" else "arguments"
         head = "" if self._after == BARE_HEAD else BARE_HEAD
         opened, closed = _literal(f'{head}: {json.dumps(name)}, "{key}": '), _literal("}")
-        return f"{opened} {self._json(self._root)} {closed}"
+        return f"{opened} {self._whole()} {closed}"
 
     def _json(self, schema: Any) -> str:
         """Return a rule of JSON that satisfies a schema; its references are to the function's own."""
-        if not isinstance(schema, Mapping):
-            schema = {} if schema is not False else {"enum": []}
-        shared = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
-        return self._rule("%json " + json.dumps({**shared, **schema, **_SPACES}))
+        return self._rule("%json " + json.dumps({**in_document(schema, self._root), **_SPACES}))
+
+    def _whole(self) -> str:
+        """Return a rule of all arguments as JSON: an object, also if the schema allows others."""
+        kinds = self._root.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise self._plain.refused("type")
+        return self._rule("%json " + json.dumps({**self._root, "type": "object", **_SPACES}))
 
     # Gemma 4 ----------------------------------------------------------------------------------------------------------
 
     def _value(self, schema: Any) -> str:
-        if not isinstance(schema, Mapping) or not schema:
-            return self._anything()
+        rules = [self._plain_value(one) for one in self._plain.of(schema)]
+        return self._rule(*rules) if rules else self._json(False)
+
+    def _plain_value(self, schema: Mapping[str, Any]) -> str:
         if isinstance(pointer := schema.get("$ref"), str):
             return self._reference(pointer)
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._rule(*map(self._written, values)) if values else self._json({"enum": []})
-        for several in ("anyOf", "oneOf"):
-            if isinstance(schema.get(several), list) and schema[several]:
-                return self._rule(*(self._value(one) for one in schema[several]))
-        if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
-            return self._value(schema["allOf"][0])
-        kinds = schema.get("type")
-        if isinstance(kinds, list) and kinds:
-            return self._rule(*(self._value({**schema, "type": kind}) for kind in kinds))
-        match kinds:
-            case "string":
-                return self._string(schema)
-            case "integer" | "number" | "boolean" | "null":
-                return self._json(schema)
-            case "array":
-                return self._array(schema)
-            case "object":
-                return self._object(schema)
-        return self._object(schema) if "properties" in schema else self._anything()
+        if (values := self._listed(schema)) is not None:
+            return self._rule(*map(self._written, values)) if values else self._json(False)
+        kinds = (
+            [schema["type"]] if "type" in schema else [kind for kind in KEYWORDS if any(name in schema for name in KEYWORDS[kind])]
+        )
+        rules = []
+        for kind in kinds:
+            match kind:
+                case "string":
+                    rules.append(self._string(schema))
+                case "array":
+                    rules.append(self._array(schema))
+                case "object":
+                    rules.append(self._object(schema))
+                case _:
+                    rules.append(self._json({**schema, "type": kind}))
+        return self._rule(*rules) if rules else self._anything()
+
+    def _listed(self, schema: Mapping[str, Any]) -> list[Any] | None:
+        """Return the values that an alternative lists, None if it lists none."""
+        values = values_of(schema)
+        for name in () if values is None else (name for names in KEYWORDS.values() for name in names if name in schema):
+            if name != "format":
+                raise self._plain.refused(name)
+        return values
 
     def _reference(self, pointer: str) -> str:
         if pointer not in self._known:
@@ -146,7 +158,7 @@ class _Grammar:
     def _string(self, schema: Mapping[str, Any]) -> str:
         name = f"L{len(self._rules)}"  # in capitals: a rule would be split into separate tokens
         # The end mark of the text is not written inside it.
-        self._rules.append(rf"{name}: {_any_text(schema)} & ~/(.|\n)*<[|](.|\n)*/")
+        self._rules.append(rf"{name}: {self._any_text(schema)} & ~/(.|\n)*<[|](.|\n)*/")
         return self._rule(f"{self._quote()} {name} {self._quote()}")
 
     def _written(self, value: Any) -> str:
@@ -164,21 +176,51 @@ class _Grammar:
         return _literal(name) if _SIMPLE_KEY.fullmatch(name) else f"{self._quote()} {_literal(name)} {self._quote()}"
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        item = self._value(schema.get("items", {}))
-        least, most = _count(schema, "minItems") or 0, _count(schema, "maxItems")
-        if most == 0:
-            return '"[" "]"'
-        more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else max(most, least) - 1}}}'
-        full = self._rule(f'"[" {item} {more} "]"')
-        return full if least else self._rule(full, '"[" "]"')
+        first, rest = schema.get("prefixItems") or (), schema.get("items", {})
+        if isinstance(rest, list):  # as drafts before 2020-12 have it
+            first, rest = rest, schema.get("additionalItems", {})
+        least, most = self._count(schema, "minItems") or 0, self._count(schema, "maxItems")
+        first = first[:most]
+        size = len(first)
+        if rest is False and least > size:
+            return self._json(False)
+        has_more = rest is not False and most != size
+        item = self._value(rest) if has_more else ""
+        begun = max(size, 1)  # of the elements before those that repeat
+        after = _times(f'"," {item}', least - begun, None if most is None else max(most, least) - begun) if has_more else '""'
+        if not size:
+            full = f"{item} {after}"
+            return self._rule(*(['"[" "]"'] if not least else []), *([f'"[" {full} "]"'] if has_more else []))
+        for place in range(size - 1, -1, -1):
+            comma = '"," ' if place else ""
+            one = f"{comma}{self._value(first[place])} {after}"
+            after = self._rule(one) if place < least else self._rule(one, '""')
+        return self._rule(f'"[" {after} "]"')
+
+    def _properties(self, schema: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], Any]:
+        """Return name -> schema of an object's properties, which of them are required, and the schema of others.
+
+        Names that no value may have are omitted, required ones that are not declared are added. Errors: RequestError.
+        """
+        given, others = schema.get("properties"), schema.get("additionalProperties", True)
+        required = {name for name in schema.get("required") or () if isinstance(name, str)}
+        named = dict(given) if isinstance(given, Mapping) else {}
+        if "patternProperties" in schema and (required - named.keys() or not named):
+            raise self._plain.refused("patternProperties")
+        named |= {name: others for name in schema.get("required") or () if isinstance(name, str) and name not in named}
+        named = {name: one for name, one in named.items() if name in required or one is not False}
+        least, most = self._count(schema, "minProperties") or 0, self._count(schema, "maxProperties")
+        if least > (len(required) if named else 1):  # a key may be repeated
+            raise self._plain.refused("minProperties")
+        if named and most is not None and most < len(named):
+            raise self._plain.refused("maxProperties")
+        return named, required, others
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        properties = schema.get("properties")
-        if not isinstance(properties, Mapping) or not properties:
-            if schema.get("additionalProperties", True) is False:
-                return '"{" "}"'
-            return self._free_object(schema.get("additionalProperties"))
-        required = set(filter(lambda name: isinstance(name, str), schema.get("required") or ()))
+        properties, required, others = self._properties(schema)
+        if not properties:
+            key = "/[A-Za-z_][A-Za-z0-9_.-]*/"
+            return self._free(schema, '"{"', lambda: f'{key} ":" {self._value(others)}', '","', '"}"')
         # Templates write keys in this order, so models do.
         names = sorted(properties, key=str.lower)
         first, more = '""', '""'
@@ -191,10 +233,23 @@ class _Grammar:
             more = self._rule(with_more) if is_needed else self._rule(with_more, more)
         return self._rule(f'"{{" {first} "}}"')
 
-    def _free_object(self, values: Any) -> str:
-        value = self._value(values) if isinstance(values, Mapping) else self._anything()
-        pair = f'/[A-Za-z_][A-Za-z0-9_.-]*/ ":" {value}'
-        return self._rule(f'"{{" {pair} ("," {pair})* "}}"', '"{" "}"')
+    def _free(self, schema: Mapping[str, Any], opened: str, pair_of: Callable[[], str], comma: str, closed: str) -> str:
+        """Return a rule of an object whose names are free."""
+        least, most = self._count(schema, "minProperties") or 0, self._count(schema, "maxProperties")
+        if schema.get("additionalProperties", True) is False or most == 0:
+            return f"{opened} {closed}" if not least else self._json(False)
+        pair = pair_of()
+        full = self._rule(f"{opened} {pair} {_times(f'{comma} {pair}', 0, None if most is None else most - 1)} {closed}")
+        return full if least else self._rule(full, f"{opened} {closed}")
+
+    def _count(self, schema: Mapping[str, Any], name: str) -> int | None:
+        """Return a length or a number of parts. A greatest one beyond MOST_COUNT is none. Errors: RequestError for a least one."""
+        value = schema.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+            return None
+        if value >= MOST_COUNT:
+            raise self._plain.refused(name)
+        return int(value)
 
     def _anything(self) -> str:
         if self._any is None:
@@ -208,39 +263,38 @@ class _Grammar:
     # Qwen's tags ------------------------------------------------------------------------------------------------------
 
     def _tagged(self, schema: Mapping[str, Any]) -> str:
-        properties = schema.get("properties")
-        required = schema.get("required") or ()
-        pieces = []
-        for name, value in (properties if isinstance(properties, Mapping) else {}).items():
-            is_text = is_text_schema(value)
-            plain = is_text and "enum" not in value and "const" not in value
-            opened, closed = _literal(f"<parameter={name}>\n"), _literal("\n</parameter>\n")
-            if plain:
-                # The end is looked for at every character: as a separate lexeme, the text would contain it.
-                inner = f"t{len(self._rules)}"
-                self._rules.append(f"{inner}[suffix={closed}]: {_any_text(value)}")
-                pair = self._rule(f"{opened} {inner}")
-            else:
-                if is_text:
-                    texts = [value["const"]] if "const" in value else value["enum"]
-                    inner = self._rule(*map(_literal, texts))
-                else:
-                    inner = self._json(value)
-                pair = self._rule(f"{opened} {inner} {closed}")
-            pieces.append(pair if name in required else f"{pair}?")
-        return " ".join(pieces)
+        properties, required, others = self._properties(schema)
+        if not properties:
+            return self._free(schema, '""', lambda: self._argument(None, others), '""', '""')
+        pairs = [(name, self._argument(name, one)) for name, one in properties.items()]
+        return " ".join(pair if name in required else f"{pair}?" for name, pair in pairs)
+
+    def _argument(self, name: str | None, schema: Any) -> str:
+        """Return a rule of one argument. name: None for any."""
+        opened = r"/<parameter=[A-Za-z_][A-Za-z0-9_.-]*>\n/" if name is None else _literal(f"<parameter={name}>\n")
+        closed = _literal("\n</parameter>\n")
+        if not are_texts(parameter_schemas(self._root, name)):
+            return self._rule(f"{opened} {self._json(schema)} {closed}")
+        rules = []
+        for one in self._plain.followed(schema):
+            if (values := self._listed(one)) is not None:
+                rules += [f"{opened} {_literal(value)} {closed}" for value in values]
+                continue
+            # The end is looked for at every character: as a separate lexeme, the text would contain it.
+            inner = f"t{len(self._rules)}"
+            self._rules.append(f"{inner}[suffix={closed}]: {self._any_text(one)}")
+            rules.append(f"{opened} {inner}")
+        return self._rule(*rules) if rules else self._json(False)
+
+    def _any_text(self, schema: Mapping[str, Any]) -> str:
+        """Return a regular expression of any text of a schema's length."""
+        least, most = self._count(schema, "minLength") or 0, self._count(schema, "maxLength")
+        return f"/(.|\\n){{{least},{'' if most is None else most}}}/" if least or most is not None else r"/(.|\n)*/"
 
 
-def _any_text(schema: Mapping[str, Any]) -> str:
-    """Return a regular expression of any text of a schema's length."""
-    least, most = _count(schema, "minLength") or 0, _count(schema, "maxLength")
-    return f"/(.|\\n){{{least},{'' if most is None else most}}}/" if least or most is not None else r"/(.|\n)*/"
+def _times(what: str, least: int, most: int | None) -> str:
+    return '""' if most == 0 else f"({what}){{{max(least, 0)},{'' if most is None else most}}}"
 
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _count(schema: Mapping[str, Any], name: str) -> int | None:
-    value = schema.get(name)
-    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 10_000 else None

@@ -38,8 +38,8 @@ class Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_id: int) -> None:
-        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
+    def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int], ends: Sequence[int]) -> None:
+        self.tokens, self.special_token_ids, self.ends, self.eos_token_id = tokens, special_token_ids, ends, ends[0]
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
@@ -64,16 +64,16 @@ class Vocabulary:
         """Return that of an LLTokenizer."""
         ids = range(tokenizer.vocab_size)
         special = [token for token in ids if tokenizer.is_special_token(token)]
-        return cls([tokenizer.decode_bytes([token]) for token in ids], special, tokenizer.eos_token)
+        return cls([tokenizer.decode_bytes([token]) for token in ids], special, tokenizer.eos_tokens)
 
     def to_bytes(self) -> bytes:
         tokens = [one.hex() for one in self.tokens]
-        return json.dumps([tokens, list(self.special_token_ids), self.eos_token_id]).encode()
+        return json.dumps([tokens, list(self.special_token_ids), list(self.ends)]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vocabulary:
-        tokens, special, end = json.loads(data)
-        return cls([bytes.fromhex(one) for one in tokens], special, end)
+        tokens, special, ends = json.loads(data)
+        return cls([bytes.fromhex(one) for one in tokens], special, ends)
 
 
 def read_frame(stream: IO[bytes]) -> bytes:
@@ -117,7 +117,8 @@ def _read(frames: queue.SimpleQueue[bytes]) -> None:
 def _tokenizer(data: bytes) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(Vocabulary.from_bytes(data)))
+    vocabulary = Vocabulary.from_bytes(data)
+    return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(vocabulary.ends))
 
 
 def _limit_memory() -> None:

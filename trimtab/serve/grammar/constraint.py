@@ -45,20 +45,26 @@ Prove = Callable[[GrammarSource, Callable[[], bytes]], Proof]
 class Grammar:
     """The tokenizer's side of every constraint: made once per model.
 
-    end_ids: tokens that end an answer. prove: compiles each grammar first (None: it is compiled at once, without limits).
-    Errors: CheckpointError for a tokenizer that llguidance cannot read (it needs the fast form, tokenizer.json).
+    end_ids: tokens that end an answer; those outside the vocabulary are passed over, and without any the tokenizer's own is one.
+    prove: compiles each grammar first (None: it is compiled at once, without limits).
+    Errors: CheckpointError for a tokenizer that llguidance cannot read (it needs the fast form, tokenizer.json), and where no token
+    ends an answer.
     """
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], prove: Prove | None = None) -> None:
         import llguidance.hf
 
         try:
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=end_ids[0] if end_ids else None)
+            known = range(len(tokenizer))
+            self.ends = [token for token in end_ids if token in known] or [tokenizer.eos_token_id]
+            if self.ends == [None]:
+                raise ValueError("no token ends an answer: eos_token_id and eos_token are missing")
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=self.ends)
         except (ValueError, TypeError, AttributeError, AssertionError) as exc:
             raise CheckpointError(
                 f"its tokenizer cannot restrict an answer to a schema ({exc})", path=str(getattr(tokenizer, "name_or_path", ""))
             ) from exc
-        self._ends, self._words, self._prove = list(end_ids), tokenizer, prove
+        self._words, self._prove = tokenizer, prove
         self._held = HeldMemory()
 
     def vocabulary(self) -> bytes:
@@ -72,7 +78,7 @@ class Grammar:
         memory to compile. DeviceError where the grammars of its client, or of all answers, take too much together.
         """
         source = GrammarSource("response_format.json_schema", schema=dict(schema))
-        return SchemaConstraint(self._matchers(source, client)[""], self._ends)
+        return SchemaConstraint(self._matchers(source, client)[""], self.ends)
 
     def calls(self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, client: str = "") -> SchemaConstraint:
         """Return the constraint of an answer that calls one of these functions. form: one of `answer_forms.CALL_MARKS`.
@@ -80,7 +86,7 @@ class Grammar:
         Errors: as `constraint`, for parameters.
         """
         source = GrammarSource("tools", form=form, functions=list(functions), several=several, marks=self._marks(form))
-        return SchemaConstraint(self._matchers(source, client)[""], self._ends)
+        return SchemaConstraint(self._matchers(source, client)[""], self.ends)
 
     def calls_once_opened(
         self, form: AnswerForm, functions: Sequence[Mapping[str, Any]], *, several: bool, in_thought: bool, client: str = ""
@@ -241,6 +247,28 @@ class AfterThought:
         return scores if self._is_inside else self._constraint(token_ids, scores)
 
 
+class MayThink:
+    """A constraint before which an answer may have one thought. open_id: the token that opens it; close_ids: those that end it."""
+
+    def __init__(self, constraint: SchemaConstraint, open_id: int, close_ids: Sequence[int]) -> None:
+        self._constraint, self._open_id = constraint, open_id
+        self._thought = AfterThought(constraint, close_ids)
+        self._start: int | None = None
+
+    def __call__(self, token_ids: Sequence[int], scores: Tensor) -> Tensor:
+        if self._start is None:
+            self._start = len(token_ids)
+        begun = len(token_ids) - self._start
+        if begun and token_ids[self._start] == self._open_id:
+            if begun == 1:
+                self._constraint.restart()
+            return self._thought(token_ids, scores)
+        allowed = self._constraint(token_ids, scores)
+        if not begun:
+            allowed[self._open_id] = scores[self._open_id]
+        return allowed
+
+
 class SchemaConstraint:
     """One answer's constraint: call with the tokens so far and the logits [V]; forbidden tokens get minus infinity.
 
@@ -250,6 +278,10 @@ class SchemaConstraint:
     def __init__(self, matcher: Matcher, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, list(ends)
         self._seen: int | None = None
+
+    def restart(self) -> None:
+        """Begin at the next call, where no token was taken yet."""
+        self._seen = None
 
     def __call__(self, token_ids: Sequence[int], scores: Tensor) -> Tensor:
         if self._seen is None:

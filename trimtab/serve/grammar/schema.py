@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
+from trimtab.engine.chat.call_values import target_of
 from trimtab.errors import RequestError
 
 # Every schema that a person or a library writes stays far below it; it stops schemas made to be expensive.
@@ -160,22 +160,6 @@ class Targets(dict[Any, Any]):
 
     def __missing__(self, pointer: Any) -> Any:
         return self.setdefault(pointer, target_of(self._root, pointer))
-
-
-def target_of(root: Any, pointer: Any) -> Any:
-    """Return the value at a JSON pointer (#/...), None if it leads nowhere. Source: RFC 6901."""
-    if not isinstance(pointer, str) or not pointer.startswith("#"):
-        return None
-    value: Any = root
-    for step in unquote(pointer[1:]).split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, dict) and step in value:
-            value = value[step]
-        elif isinstance(value, list) and step.isdecimal() and len(step) < 10 and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            return None
-    return value if pointer[1:2] in ("", "/") else None
 
 
 def list_of(schema: Mapping[str, Any], name: str) -> list[Any]:

@@ -15,8 +15,9 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from trimtab.engine.chat.call_values import target_of
 from trimtab.errors import RequestError
-from trimtab.serve.grammar.schema import Targets, list_of, nodes_of, target_of
+from trimtab.serve.grammar.schema import Targets, list_of, nodes_of
 
 MOST_REFERENCES = 16  # that lead to one another are followed
 
@@ -65,19 +66,23 @@ def check_cost(schemas: Sequence[Mapping[str, Any]], *, field: str) -> None:
 @dataclass(frozen=True)
 class _Merged:
     """The constraints of one value. multiples: the least common multiple in each case that `anyOf` and `oneOf` allow. patterns:
-    regular expressions that all have to match. cases: in how many ways branches can be combined."""
+    regular expressions that all have to match. cases: in how many ways branches can be combined. bounds: keyword and value, of
+    any branch."""
 
     multiples: frozenset[int] = frozenset((1,))
     patterns: int = 0
     cases: int = 1
+    bounds: frozenset[tuple[str, float]] = frozenset()
 
     def __and__(self, other: _Merged) -> _Merged:
         pairs = {math.lcm(one, two) for one in self.multiples for two in other.multiples}
-        return _Merged(_bounded(pairs), self.patterns + other.patterns, min(_MANY, self.cases * other.cases))
+        return _Merged(
+            _bounded(pairs), self.patterns + other.patterns, min(_MANY, self.cases * other.cases), self.bounds | other.bounds
+        )
 
     def __or__(self, other: _Merged) -> _Merged:
         multiples, cases = _bounded(self.multiples | other.multiples), min(_MANY, self.cases + other.cases)
-        return _Merged(multiples, max(self.patterns, other.patterns), cases)
+        return _Merged(multiples, max(self.patterns, other.patterns), cases, self.bounds | other.bounds)
 
 
 def _bounded(multiples: set[int] | frozenset[int]) -> frozenset[int]:
@@ -116,7 +121,8 @@ class Merges:
         return self._known[id(node)]
 
     def _computed(self, node: Mapping[str, Any]) -> _Merged:
-        merged = _Merged(_bounded({_multiple(node)}), ("pattern" in node) + ("format" in node))
+        bounds = frozenset((name, node[name]) for name in _BOUNDS if _is_number(node.get(name)))
+        merged = _Merged(_bounded({_multiple(node)}), ("pattern" in node) + ("format" in node), bounds=bounds)
         for one in list_of(node, "allOf"):
             merged &= self.of(one)
         for name in ("anyOf", "oneOf"):
@@ -130,6 +136,7 @@ class Merges:
 
 # Merges below merged objects and arrays ---------------------------------------------------------------------------
 
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _MERGING = ("allOf", "$ref", "anyOf", "oneOf")
 _TELLING = ("multipleOf", "pattern", "format", "anyOf", "oneOf")
 _OTHERS = ("additionalProperties", "unevaluatedProperties", "items", "additionalItems", "unevaluatedItems")
@@ -406,12 +413,69 @@ def _may_be_nested(root: Any, branch: Any, depth: int = 0) -> bool:
 
 def range_digits(schema: Any) -> int:
     """Return how many digits the bounds of all numbers have."""
-    names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-    bounds = (node[name] for node in nodes_of(schema) for name in names if name in node)
-    return sum(len(str(one)) for one in bounds if isinstance(one, (int, float)) and not isinstance(one, bool))
+    return sum(len(str(node[name])) for node in nodes_of(schema) for name in _BOUNDS if _is_number(node.get(name)))
+
+
+# Numbers that llguidance would change ----------------------------------------------------------------------------------
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def inexact_numbers(schema: Any) -> int:
+    """Return how many numbers of a schema llguidance would replace by others: it has float64 for all, and 64 bits for integers.
+
+    Its least and greatest integer are exact nevertheless, and a bound beyond them only makes fewer answers possible.
+    """
+    count = 0
+    for node in nodes_of(schema):
+        for name in _BOUNDS:
+            for value in _numbers([node.get(name)]):
+                read = max(-(2**63), min(int(float(value)), 2**63 - 1))
+                is_beyond = read > value if name.lower().endswith("minimum") else read < value
+                count += read != int(value) and not (abs(read) >= 2**63 - 1 and is_beyond)
+        for value in _numbers([node.get("const"), *list_of(node, "enum")]):
+            count += int(float(value)) != int(value) or abs(value) >= 2**63
+    return count
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (int, float)) and not isinstance(one, bool):
+            yield one
+        elif isinstance(one, (dict, list)):
+            waiting.extend(one.values() if isinstance(one, dict) else one)
+
+
+def open_units(merges: Merges) -> int:
+    """Return how many values have an integer as exclusive bound and the other one in the same unit, farther from zero: llguidance
+    would allow that integer."""
+    return sum(_is_open_unit(one.bounds) for one in (*map(merges.of, nodes_of(merges.root)), *merges.below))
+
+
+def _is_open_unit(bounds: frozenset[tuple[str, float]]) -> bool:
+    # A maximum is the minimum of the negated number.
+    for sign, exclusive, others in ((1, "exclusiveMinimum", "maximum"), (-1, "exclusiveMaximum", "minimum")):
+        lows = [sign * value for name, value in bounds if name == exclusive and int(value) == value]
+        ups = [sign * value for name, value in bounds if name.lower().endswith(others)]
+        if any(0 <= low < up < low + 1 for low in lows for up in ups):
+            return True
+    return False
 
 
 LIMITS = (
+    Limit(
+        0, inexact_numbers, "{count} of its numbers would be changed: a grammar has 53 bits of an integer's value",
+        "Write large integers as texts", is_total=False,
+    ),
+    Limit(
+        0, open_units,
+        "{count} of its numbers have an integer as exclusive bound and the other one in the same unit: a grammar cannot enforce it",
+        "Write a bound with a fraction (exclusiveMinimum 0.001) or as minimum", is_total=False, is_of_merges=True,
+    ),
     # llguidance 1.9.1 has remainders of 32 bits: beyond them an answer never ends, or is no multiple.
     Limit(
         (2**32 - 1) // 10, largest_multiple, "a multipleOf is {count} without its decimal point, the limit is {most}",

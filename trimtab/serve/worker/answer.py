@@ -26,7 +26,7 @@ from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.job import Event, Job, Token, token_text
 from trimtab.serve.contract.log import write_traceback
-from trimtab.serve.grammar.constraint import AfterThought, Grammar
+from trimtab.serve.grammar.constraint import AfterThought, Grammar, MayThink
 from trimtab.serve.scheduling.scheduler import MistakeError
 
 LESS_HINT = "Send a smaller request, or try again later"
@@ -209,7 +209,7 @@ class Reading:
         self._tokenizer = getattr(processor, "tokenizer", processor)
         self.reader: AnswerReader | None = None
         self.shown: tuple[str, ...] = ()
-        self._is_in_thought = False
+        self._is_in_thought = self._may_think = False
         # Tokens of undecided text.
         self._held: tuple[Token, ...] = ()
         if is_chat(job):
@@ -218,6 +218,8 @@ class Reading:
         if self.shown or job.tools:
             is_new = not job.continue_final_message  # the end of a continued prompt is always text
             self._is_in_thought = is_new and self._opens_thought(inputs.token_ids[-END_TOKENS:])
+            kwargs = template_kwargs(job, processor)
+            self._may_think = is_new and bool(kwargs.get("enable_thinking") or kwargs.get("thinking"))
             functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in job.tools}
             allowed = list(functions) if job.must_call == "" else [job.must_call]
             self.reader = AnswerReader(
@@ -247,10 +249,12 @@ class Reading:
             constraint = grammar.calls(
                 self._form.calls or "", functions, several=job.several_calls and not job.must_call, client=job.sender
             )
-        if not self._is_in_thought:
+        if self._form.thoughts is None or not (self._is_in_thought or self._may_think):
             return constraint
-        assert self._form.thoughts is not None
-        return AfterThought(constraint, self._tokenizer(self._form.thoughts[1], add_special_tokens=False)["input_ids"])
+        opened, closed = (self._tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in self._form.thoughts)
+        if self._is_in_thought:
+            return AfterThought(constraint, closed)
+        return MayThink(constraint, opened[0], closed) if len(opened) == 1 else constraint
 
     def events(
         self, text: str, tokens: tuple[Token, ...], *, is_last: bool, is_cut: bool = False

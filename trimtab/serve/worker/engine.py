@@ -115,6 +115,10 @@ class LoadedEngine:
             request = replace(job.request, max_new_tokens=None).within(left, most_tokens=job.request.answer_tokens)
             job = replace(job, request=request)
         assert reading is not None
+        # Only a constrained answer has further ends: where the model's files name none.
+        own = set(compiled.ends) - self.batch.ends
+        if own:
+            job = replace(job, request=replace(job.request, stop_token_ids=(*job.request.stop_token_ids, *own)))
         scores = None
         if job.prompt_logprobs is not None:
             scores = PromptScores(self.model, inputs, adapter=job.adapter, top=job.prompt_logprobs)
@@ -130,7 +134,7 @@ class LoadedEngine:
         before = inputs.token_ids if job.continue_final_message or not is_chat(job) else ()
         hidden = self.inputs.hidden_ids(reading.shown)
         detokenizer = Detokenizer(self.inputs.tokenizer, job.request.stop, hidden=hidden, before=before)
-        text = AnswerText(detokenizer, self.batch.ends)
+        text = AnswerText(detokenizer, self.batch.ends | own)
         return Answer(job, prompt, prompt.row, text, time.monotonic(), reading=reading, scores=scores)
 
     def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:

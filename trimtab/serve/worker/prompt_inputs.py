@@ -63,11 +63,13 @@ SHORT_CHARACTERS = 32_768
 
 @dataclass(frozen=True)
 class Compiled:
-    """The inputs of a job, the reader of its answer (None: no text), and the constraint of the answer."""
+    """The inputs of a job, the reader of its answer (None: no text), and the constraint of the answer. ends: tokens that end it,
+    the model's or the tokenizer's own."""
 
     inputs: Inputs
     reading: Reading | None = None
     constraint: Constraint | None = None
+    ends: tuple[int, ...] = ()
 
 
 class PromptInputs:
@@ -75,7 +77,8 @@ class PromptInputs:
     than planned: the planned ones)."""
 
     def __init__(self, model: LoadedModel, *, ends: Iterable[int], audio_s: float | None = None) -> None:
-        self.model, self._ends = model, sorted(ends)
+        vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
+        self.model, self._ends = model, [token for token in sorted(ends) if 0 <= token < vocabulary]
         planned_s = float(model.plan.request.audio_s)
         self.audio_s = planned_s if audio_s is None else min(audio_s, planned_s)
         self.media = MediaPool(
@@ -157,7 +160,10 @@ class PromptInputs:
     def compiled(self, job: Job, inputs: Inputs) -> Compiled:
         """Return the inputs with what an answer needs in addition. Errors: RequestError."""
         reading = Reading(job, inputs, self.model.processor)
-        return Compiled(inputs, reading, reading.constraint(self._made_grammar()) if is_constrained(job) else None)
+        if not is_constrained(job):
+            return Compiled(inputs, reading)
+        grammar = self._made_grammar()
+        return Compiled(inputs, reading, reading.constraint(grammar), tuple(grammar.ends))
 
     def hidden_ids(self, shown: tuple[str, ...]) -> frozenset[int] | None:
         """Return the ids that a `Detokenizer` omits if these control tokens are part of the text; None if none is."""
