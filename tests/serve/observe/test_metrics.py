@@ -116,7 +116,7 @@ def test_no_sum_over_adapters_goes_down_when_one_is_unloaded():
     metrics = Metrics()
     for name in ("a", "b", "a"):
         seen = answer(metrics, name)
-        seen.started()
+        seen.started({})
 
     def sums():
         found, ends = samples(metrics), ("_total", "_sum", "_count", "_bucket")
@@ -151,8 +151,10 @@ def test_what_a_worker_counts_goes_on_when_the_worker_is_put_back():
 def test_the_queue_and_the_whole_request_are_timed():
     metrics = Metrics()
     seen = answer(metrics)
-    seen.started()
-    seen.started()
+    seen.arrived -= 9  # of which the prompt was computed for the last 5
+    for ago_s in (5.0, 1.0):
+        seen.started({"ago_s": ago_s})
+    assert seen.queued_s == pytest.approx(4, abs=0.5)
     found = samples(metrics)
     assert found["trimtab_queue_seconds_count", label(model="demo", adapter="style")] == 1
     assert found["trimtab_request_seconds_count", label(model="demo", adapter="style")] == 1

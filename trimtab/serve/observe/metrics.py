@@ -290,10 +290,10 @@ class Seen:
             tokens.labels(*labels, "prompt").inc(self.prompt_tokens - before[0])
             tokens.labels(*labels, "completion").inc(self.completion_tokens - before[1])
 
-    def started(self) -> None:
-        """Record that a prompt has started. Of several choices, only the first counts."""
+    def started(self, usage: Mapping[str, Any]) -> None:
+        """Record that a prompt has started, usage["ago_s"] seconds ago. Of several choices, only the first counts."""
         if self.queued_s is None:
-            self.queued_s = time.monotonic() - self.arrived
+            self.queued_s = max(0.0, time.monotonic() - self.arrived - usage.get("ago_s", 0.0))
             self.metrics.queued.labels(self.model, label_of(self.adapter)).observe(self.queued_s)
 
     def end(self, how: str) -> None:
