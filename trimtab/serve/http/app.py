@@ -405,11 +405,14 @@ class _Api:
         if getattr(body, "adapter", None) is not None:
             request.state.names = {**_names_of(request), "model": "adapter"}
 
-    def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
+    def _begin(
+        self, request: Request, model: str, adapter: str | None, *, choices: int, computes: bool = True
+    ) -> Seen:  # fmt: skip
         """Return the events of a request. Errors: QuotaError if its key may have no more."""
         limits = self.quotas.of(request.state.credential) if self.settings.key_limits else None
         use = None if limits is None else self.quotas.enter(limits)
-        return self.metrics.begin(model, adapter, choices=choices, key=None if limits is None else limits.name, use=use)
+        key = None if limits is None else limits.name
+        return self.metrics.begin(model, adapter, choices=choices, key=key, use=use, computes=computes)
 
     # Other routes -----------------------------------------------------------------------------------------------------
 
@@ -466,7 +469,8 @@ class _Api:
         return sender_of(request.state.credential, address, self.settings)
 
     async def _result(self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape) -> Response:
-        seen = self._begin(request, model, adapter, choices=1)
+        computes = any(job.kind == "embedding" for job in jobs)  # others only split or join a text
+        seen = self._begin(request, model, adapter, choices=1, computes=computes)
         stream = beside.in_turn(self.pool, model, self._from_sender(request, jobs), seen.dropped)
         merged = Merged([stream], names=_names_of(request))
         return await answer(

@@ -114,11 +114,13 @@ class Metrics:
 
     def begin(
         self, model: str, adapter: str | None, *, choices: int, key: str | None = None, use: Use | None = None,
+        computes: bool = True,
     ) -> Seen:  # fmt: skip
         """Return the counter of one request, used until its end. key: the name of its key, if any. use: charged with
-        the tokens of prompt and answer, and left at the end.
+        the tokens of prompt and answer, and left at the end. computes: whether the model computes its tokens; others are
+        not counted.
         """
-        return Seen(self, model, adapter or "", choices, key, use)
+        return Seen(self, model, adapter or "", choices, key, use, computes)
 
     def forget(self, adapter: str, model: str | None) -> None:
         """Drop an adapter's series, so that the number of series stays limited. Their counts are added to UNLOADED's. model:
@@ -242,6 +244,7 @@ class Seen:
     choices: int
     key: str | None = None
     use: Use | None = None
+    computes: bool = True
     arrived: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     last: float | None = None
@@ -263,7 +266,7 @@ class Seen:
                 self.metrics.between.labels(*labels).observe(now - self.last)
             self.last = now
         elif event.kind in ("done", "result", "error"):
-            self._count(event.usage)
+            self._count(event.usage if self.computes else {})
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         """Charge the computed tokens. Choices of one prompt share it; a prompt may have been computed twice
@@ -283,7 +286,7 @@ class Seen:
     def dropped(self, usage: Mapping[str, Any]) -> None:
         """Charge the computed tokens of a cancelled job, as the worker reports them, often after the request's end."""
         before = self.prompt_tokens, self.completion_tokens
-        self._count(usage)
+        self._count(usage if self.computes else {})
         if self.is_over:
             tokens = self.metrics.tokens
             labels = self.model, label_of(self.adapter)
