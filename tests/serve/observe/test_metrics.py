@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import trimtab
+from trimtab.serve.contract import log as journal
 from trimtab.serve.contract.job import Event
 from trimtab.serve.observe.metrics import Metrics
 
@@ -65,6 +66,20 @@ def test_a_request_ends_once():
     answer(metrics).end("cancelled")
     assert [seen["ended"] for seen in metrics.recent()] == ["done"]
     assert ("trimtab_requests_total", label(model="demo", adapter="style", ended="cancelled")) not in samples(metrics)
+
+
+def test_what_an_abandoned_request_computed_is_unknown_until_the_worker_tells_it():
+    metrics, notes = Metrics(), {}
+    seen = metrics.begin("demo", "style", choices=2)
+    seen.event(Event("1", "done", finish="stop", usage=USAGE))
+    token = journal._notes.set(notes)
+    seen.end("cancelled")
+    journal._notes.reset(token)
+    shown = metrics.recent()[0]
+    assert [one[name] for one in (notes, shown) for name in USAGE] == [None] * 6
+    seen.dropped({"prompt_tokens": 5, "completion_tokens": 3})
+    assert [shown[name] for name in USAGE] == [15, 7, 6]
+    assert samples(metrics)["trimtab_tokens_total", label(model="demo", adapter="style", kind="completion")] == 7
 
 
 def test_a_models_state_is_shown():

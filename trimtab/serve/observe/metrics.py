@@ -253,6 +253,18 @@ class Seen:
     cached_tokens: int = 0
     queued_s: float | None = None
     is_over: bool = False
+    counted: int = 0  # choices whose tokens are known
+    _kept: dict[str, Any] = field(default_factory=dict)  # its entry of `Metrics.recent`
+
+    @property
+    def _tokens(self) -> dict[str, int | None]:
+        """Its counts as they are shown: None as long as one of its choices has not told its own."""
+        counts = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+        return {name: count if self.counted >= self.choices else None for name, count in counts.items()}
 
     def event(self, event: Event) -> None:
         """Record an event of the request."""
@@ -266,6 +278,7 @@ class Seen:
                 self.metrics.between.labels(*labels).observe(now - self.last)
             self.last = now
         elif event.kind in ("done", "result", "error"):
+            self.counted += event.kind != "result"
             self._count(event.usage if self.computes else {})
 
     def _count(self, usage: Mapping[str, Any]) -> None:
@@ -286,8 +299,10 @@ class Seen:
     def dropped(self, usage: Mapping[str, Any]) -> None:
         """Charge the computed tokens of a cancelled job, as the worker reports them, often after the request's end."""
         before = self.prompt_tokens, self.completion_tokens
+        self.counted += 1
         self._count(usage if self.computes else {})
         if self.is_over:
+            self._kept.update(self._tokens)
             tokens = self.metrics.tokens
             labels = self.model, label_of(self.adapter)
             tokens.labels(*labels, "prompt").inc(self.prompt_tokens - before[0])
@@ -314,15 +329,15 @@ class Seen:
         self.metrics.whole.labels(*labels).observe(seconds)
         times = {"queue_s": self.queued_s, "first_token_s": self.first_s}
         journal.note(
-            model=self.model, adapter=self.adapter or None, key=self.key, ended=how, prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens, cached_tokens=self.cached_tokens, **{journal.ARRIVED: self.arrived},
+            model=self.model, adapter=self.adapter or None, key=self.key, ended=how, **self._tokens,
+            **{journal.ARRIVED: self.arrived},
             **{name: round(value, 4) for name, value in times.items() if value is not None},
         )  # fmt: skip
         decode_s = seconds - (self.first_s or 0.0)
-        self.metrics._recent.append({
+        self._kept.update({
             "at": time.time(), "model": self.model, "adapter": self.adapter, "ended": how, "seconds": seconds,
-            "ttft_s": self.first_s, "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens,
-            "completion_tokens": self.completion_tokens,
+            "ttft_s": self.first_s, **self._tokens,
             "tok_s": (self.completion_tokens - self.choices) / decode_s
             if self.completion_tokens > self.choices and decode_s > 0 else None,
         })  # fmt: skip
+        self.metrics._recent.append(self._kept)
