@@ -56,7 +56,7 @@ from trimtab.serve.contract.errors import error_from_worker, error_json, error_r
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas
-from trimtab.serve.contract.settings import IGNORED_HEADER, Settings
+from trimtab.serve.contract.settings import IGNORED_HEADER, RELOAD, Settings
 from trimtab.serve.http.auth import AccessMiddleware, client_of, sender_of
 from trimtab.serve.http.live import Live
 from trimtab.serve.http.openapi import description
@@ -116,7 +116,7 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
         assert isinstance(exc, TrimtabError)
         error = client_error(plain_error(exc), _names_of(request))
         note_refusal(error, folders)
-        return _as_asked(request, *error_from_worker(error, folders))
+        return _as_asked(request, *error_from_worker(error, folders, is_admin=request.url.path == RELOAD))
 
     return handle
 
