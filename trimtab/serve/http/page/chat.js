@@ -56,6 +56,7 @@ export function startChat(model, onKept) {
       setTurns(left, "Message and answer deleted", { isFocused: true });
       if (left.length) return keep();
       await store.forget(chat.id);
+      chat.revision = 0;
       onKept(chat);
     },
     /** Show another version of an answer, with the turns that followed it. Returns whether that is possible now. */
@@ -228,10 +229,22 @@ export function startChat(model, onKept) {
     try {
       await store.keep(what);
       sessionKeep(CURRENT, chat.id);
-    } catch {
+    } catch (error) {
+      if (error instanceof store.ChangedError) {
+        if (what === chat) await takeOther();
+        return;
+      }
       fail("The browser's storage is full: this chat is not saved");
     }
     onKept(what);
+  }
+
+  /** Show the chat as another tab has left it. A message that is in neither goes back to where it was written. */
+  async function takeOther() {
+    const lost = chat.turns.at(-1).text;
+    await open(chat.id);
+    if (!question.value && !chat.turns.some(({ text }) => text === lost)) question.value = lost;
+    fail("This chat was changed or deleted in another tab: here is what is kept of it");
   }
 
   // What is seen ----------------------------------------------------------------------------------------------------
