@@ -11,7 +11,8 @@ BEAT_S = 0.02
 
 def main(connection, settings):
     channel = Channel(connection)
-    if settings.get("fail"):
+    fails_after = settings.get("fail_after")
+    if settings.get("fail") or (fails_after is not None and os.path.exists(fails_after)):
         channel.send({"say": "fatal", "error": {"class": "CheckpointError", "message": "no model", "fields": {"path": "m"}}})
         os._exit(1)
     if settings.get("die_at_start_after") is not None and os.path.exists(settings["die_at_start_after"]):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.page import serving
-from tests.page.reading import answered, answers, ask, expect, faked, question, set_options, stand_in
+from tests.page.reading import KEY, answered, answers, ask, expect, faked, question, set_options, stand_in
 
 pytestmark = pytest.mark.slow
 
@@ -355,3 +355,33 @@ def test_a_chat_is_shown_before_the_server_has_named_its_adapters(opened):
     for route in held:
         route.continue_()
     expect(page.locator(".answer .tools option")).to_have_count(4)
+
+
+def test_a_tab_takes_over_what_another_one_kept_and_brings_no_deleted_chat_back(opened):
+    first = opened()
+    stand_in(first, "One.", "Two.")
+    ask(first, "Who?")
+    answers(first)
+    second = first.context.new_page()
+    second.add_init_script(f"sessionStorage.setItem('trimtab-key', {json.dumps(KEY)})")
+    second.goto(first.url)
+    stand_in(second, "Three.", "Four.")
+    second.locator("#chat-list .open").click()
+    expect(second.locator(".asked")).to_have_count(1)
+    ask(first, "From the first")
+    answers(first, 2)
+    expect(first.locator("#stop")).to_be_hidden()  # its chat is kept then
+    ask(second, "From the second")
+    expect(second.locator("#ask-error")).to_contain_text("changed or deleted in another tab")
+    expect(second.locator("#question")).to_have_value("From the second")
+    assert texts(second) == ["Who?", "One.", "From the first", "Two."]
+    second.click("#send")
+    answers(second, 3)
+    expect(second.locator("#stop")).to_be_hidden()
+    first.click("#delete-all")
+    first.locator("dialog[open] button").last.click()
+    expect(first.locator("#chat-list .open")).to_have_count(0)
+    ask(second, "Too late")
+    expect(second.locator("#ask-error")).to_contain_text("changed or deleted in another tab")
+    expect(second.locator(".asked")).to_have_count(0)
+    expect(second.locator("#chat-list .open")).to_have_count(0)

@@ -3,9 +3,11 @@
 import base64
 import io
 import json
+import os
 import socket
 import threading
 import wave
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +93,28 @@ def test_a_picture_can_be_dropped_and_pasted(opened, how):
     expect(page.locator("#attached li")).to_contain_text("here.png")
     ask(page, asked["prompt"])
     assert answers(page) == [asked["answers"]["base"]]
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("image", "image_url"), ("audio", "input_audio")])
+def test_a_file_that_changes_after_it_was_attached_is_sent_as_it_was(opened, tmp_path, kind, kept):
+    page, held = opened(), (serving.DEMO / question(kind)[kind]).read_bytes()
+    sent, path = stand_in(page, "Fine."), tmp_path / Path(question(kind)[kind]).name
+    path.write_bytes(held)
+    page.set_input_files("#file", str(path))
+    expect(page.locator("#attached li")).to_have_count(1)
+    path.write_bytes(held + b"x")
+    os.utime(path, (1, 1))
+    ask(page, "What is it?")
+    assert answers(page) == ["Fine."]
+    assert base64.b64encode(held).decode() in json.dumps(sent[0]["messages"][0]["content"][0][kept])
+
+
+def test_what_cannot_be_read_is_told_at_the_answer_and_the_page_goes_on(opened):
+    page = opened()
+    page.evaluate("() => { FileReader.prototype.readAsDataURL = () => { throw new Error('It is gone'); }; }")
+    ask(page, "What is it?", media=question("image")["image"])
+    expect(page.locator(".answer")).to_contain_text("It is gone")
+    expect(page.locator("#stop")).to_be_hidden()
 
 
 def test_something_else_is_refused_and_a_picture_can_be_removed(opened, tmp_path):

@@ -267,9 +267,8 @@ class Pool:
                         named[name], weights[name] = served.adapters[name], served.weights.get(name, 1.0)
                         report["loaded"].append(shown)
                 except TrimtabError as exc:
-                    report["problems"].append(
-                        f"{shown}: {error_from_worker(plain_error(exc), self.folders)[1]['error']['message']}"
-                    )
+                    _, body = error_from_worker(plain_error(exc), self.folders, is_admin=True)
+                    report["problems"].append(f"{shown}: {body['error']['message']}")
                 kept = tuple(name for name in member.served.kept if name in named)
                 member.served = replace(member.served, adapters=dict(named), kept=kept, weights=dict(weights))
         return report

@@ -196,6 +196,9 @@ class _Server(uvicorn.Server):
         left_s = 0.0 if self.force_exit else end - time.monotonic()
         self.config.timeout_graceful_shutdown = max(1, math.ceil(left_s))
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves out the app's end: its task would be cancelled later, with a traceback in the log
+            await asyncio.to_thread(self._pool.stop)
+            await self.lifespan.shutdown()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -103,6 +103,17 @@ def test_a_value_that_is_wrong_is_the_files_fault_and_not_the_requests(value):
     assert pool.settings is BEFORE
 
 
+@pytest.mark.parametrize("kind", [RequestError, CheckpointError])
+def test_an_administrator_is_told_the_reason_that_names_a_flag_but_no_folder(kind):
+    where = {"field": "--api-key-file", "value": "f"} if kind is RequestError else {"path": "/srv/own/keys.toml"}
+
+    def wrong():
+        raise kind("holds no key, --lenient or not", **where)
+
+    error = server(wrong)[1]("/admin/reload", "root").json()["error"]
+    assert "holds no key, --lenient or not" in error["message"] and "/srv/own" not in str(error)
+
+
 def test_an_open_server_on_all_addresses_is_refused_also_where_the_file_names_another_host():
     # `host` waits for a restart: without keys the address that it listens on now would be open.
     pool, live = Reloaded(), Live(replace(BEFORE, host="0.0.0.0"))

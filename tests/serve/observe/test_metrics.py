@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import trimtab
+from trimtab.serve.contract import log as journal
 from trimtab.serve.contract.job import Event
 from trimtab.serve.observe.metrics import Metrics
 
@@ -67,6 +68,20 @@ def test_a_request_ends_once():
     assert ("trimtab_requests_total", label(model="demo", adapter="style", ended="cancelled")) not in samples(metrics)
 
 
+def test_what_an_abandoned_request_computed_is_unknown_until_the_worker_tells_it():
+    metrics, notes = Metrics(), {}
+    seen = metrics.begin("demo", "style", choices=2)
+    seen.event(Event("1", "done", finish="stop", usage=USAGE))
+    token = journal._notes.set(notes)
+    seen.end("cancelled")
+    journal._notes.reset(token)
+    shown = metrics.recent()[0]
+    assert [one[name] for one in (notes, shown) for name in USAGE] == [None] * 6
+    seen.dropped({"prompt_tokens": 5, "completion_tokens": 3})
+    assert [shown[name] for name in USAGE] == [15, 7, 6]
+    assert samples(metrics)["trimtab_tokens_total", label(model="demo", adapter="style", kind="completion")] == 7
+
+
 def test_a_models_state_is_shown():
     found = samples(Metrics(), MODEL)
     expected = {
@@ -116,7 +131,7 @@ def test_no_sum_over_adapters_goes_down_when_one_is_unloaded():
     metrics = Metrics()
     for name in ("a", "b", "a"):
         seen = answer(metrics, name)
-        seen.started()
+        seen.started({})
 
     def sums():
         found, ends = samples(metrics), ("_total", "_sum", "_count", "_bucket")
@@ -151,8 +166,10 @@ def test_what_a_worker_counts_goes_on_when_the_worker_is_put_back():
 def test_the_queue_and_the_whole_request_are_timed():
     metrics = Metrics()
     seen = answer(metrics)
-    seen.started()
-    seen.started()
+    seen.arrived -= 9  # of which the prompt was computed for the last 5
+    for ago_s in (5.0, 1.0):
+        seen.started({"ago_s": ago_s})
+    assert seen.queued_s == pytest.approx(4, abs=0.5)
     found = samples(metrics)
     assert found["trimtab_queue_seconds_count", label(model="demo", adapter="style")] == 1
     assert found["trimtab_request_seconds_count", label(model="demo", adapter="style")] == 1

@@ -113,7 +113,11 @@ def test_without_the_package_the_flag_is_refused_by_name():
     assert issubclass(RequestError, Exception)
 
 
-def test_what_is_sent_is_what_the_variables_say():
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [({}, "trimtab"), ({"OTEL_SERVICE_NAME": "svc"}, "svc"), ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=own,a=b"}, "own")],
+)  # fmt: skip
+def test_what_is_sent_is_what_the_variables_say(variables, name):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the exporter is not installed")
     import http.server
     import os
@@ -138,8 +142,9 @@ def test_what_is_sent_is_what_the_variables_say():
         "spans.request([], '/v1/x', {'method': 'POST', 'status': 200, 'model': 'demo'}, start_ns=1, end_ns=2)\n"
         "spans.close()"
     )
-    environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}", **variables}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
     server.shutdown()
     ((path, body),) = got
-    assert path == "/v1/traces" and b"POST /v1/x" in body and b"trimtab" in body and b"demo" in body
+    assert path == "/v1/traces" and b"POST /v1/x" in body and b"demo" in body
+    assert b"service.name\x12" + bytes([len(name) + 2, 10, len(name)]) + name.encode() in body and b"unknown_service" not in body

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.serve.scheduling.test_scheduler import MockEngine, ends, job, make, to_the_end
-from tests.serving import USAGE, MockPool, client, words
+from tests.serving import RESULTS, USAGE, MockPool, client, words
 from trimtab.errors import DeviceError
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.quotas import KeyLimits
@@ -229,6 +229,17 @@ def test_a_second_pass_of_a_prompt_counts_for_its_key():
     usage = {**USAGE, "prompt_tokens": 50, "completion_tokens": 1, "scored_tokens": 49}
     pool = MockPool(lambda job: [*words(job, "a")[:-1], Event(job.id, "done", finish="stop", usage=usage)])
     assert status_of_the_next(pool, "/v1/completions", prompt="a", prompt_logprobs=1) == (200, 429)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}),
+     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]})],
+)  # fmt: skip
+def test_tokens_that_are_only_split_or_joined_cost_a_key_nothing(path, body):
+    usage = {"prompt_tokens": 100, "completion_tokens": 0}
+    pool = MockPool(lambda job: [Event(job.id, "done", finish="stop", usage=usage, result=RESULTS[job.kind])])
+    assert status_of_the_next(pool, path, **body) == (200, 200)
 
 
 def test_log_probabilities_of_a_worker_that_was_lost_are_not_shown_twice():

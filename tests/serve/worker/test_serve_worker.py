@@ -368,3 +368,12 @@ def test_a_worker_that_cannot_load_its_model_says_why_and_ends(tmp_path, monkeyp
             said.append(channel.receive())
     assert ended.value.code == 1 and said[-1]["say"] == "fatal"
     assert "has no tokenizer files" in said[-1]["error"]["message"] and said[-1]["error"]["class"] == "CheckpointError"
+
+
+def test_a_start_is_sent_with_its_age(running, monkeypatch):
+    prefill = running.worker.engine.prefill
+    monkeypatch.setattr(running.worker.engine, "prefill", lambda *args: (time.sleep(0.3), prefill(*args))[1])
+    running.ask("aged", tokens=2)
+    assert running.end_of("aged").kind == "done"
+    (start,) = [event for event in running.events if (event.job_id, event.kind) == ("aged", "started")]
+    assert 0.3 <= start.usage["ago_s"] < 5

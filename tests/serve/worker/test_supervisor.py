@@ -157,6 +157,19 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again(start):
     assert response.status_code == 503 and response.headers["retry-after"] == "30"
 
 
+def test_a_model_that_was_unloaded_and_cannot_be_loaded_again_fails_at_once(start, tmp_path, caplog):
+    supervisor = start({"fail_after": str(tmp_path / "mark")})
+    supervisor.stop()
+    (tmp_path / "mark").touch()
+    supervisor.start()
+    error = ends(ask(supervisor, job("1", "echo")), 1)["1"].error
+    assert (error["class"], "no model" in error["message"]) == ("ModelFailedError", True)
+    assert (supervisor.state, supervisor.restarts) == ("failed", 0) and "starts again" not in caplog.text
+    (tmp_path / "mark").unlink()
+    supervisor.start()
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
+
+
 def test_a_worker_that_keeps_dying_is_given_up_in_the_end(start, tmp_path, monkeypatch):
     monkeypatch.setattr("trimtab.serve.worker.supervisor.PAUSES_S", (0.0, 0.0))
     mark = tmp_path / "mark"

@@ -295,11 +295,12 @@ class Merged:
     """The events of several jobs as one stream of (choice, event). It ends when all have ended, or at the first error.
 
     Unread events are joined per choice, so that a slow reader costs no more memory than the unread text. on_start:
-    called when the computation of a job's prompt begins. names: of the chat's fields in the client's request.
+    called with the usage of each "started". names: of the chat's fields in the client's request.
     """
 
     def __init__(
-        self, streams: Sequence[AsyncIterator[Event]], on_start: Callable[[], None] | None = None, *, names: Names | None = None
+        self, streams: Sequence[AsyncIterator[Event]], on_start: Callable[[Mapping[str, Any]], None] | None = None, *,
+        names: Names | None = None,
     ) -> None:  # fmt: skip
         self._on_start, self._names = on_start, names or {}
         self._waiting: deque[tuple[int, Event]] = deque()
@@ -324,7 +325,7 @@ class Merged:
     def _put(self, index: int, event: Event) -> None:
         if event.kind == "started":  # not sent to clients
             if self._on_start is not None:
-                self._on_start()
+                self._on_start(event.usage)
             return
         if event.error is not None:
             event = replace(event, error=client_error(event.error, self._names))

@@ -77,13 +77,17 @@ def _nearest(name: str, known: Sequence[str]) -> list[str]:
     return sorted(known, key=lambda one: (-alike(one), one))[:NEAR_NAMES]
 
 
-def error_json(name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and OpenAI's error object of an error. folders: from `redact.own_folders`."""
+def error_json(
+    name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = (), *, is_admin: bool = False
+) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and OpenAI's error object of an error. folders: from `redact.own_folders`. is_admin: for an
+    administrator, who may see flags and arguments."""
     status, kind, code = ERRORS.get(name, BUG)
     if name not in ERRORS:
         where = f" under {request_id()}" if request_id() else ""
         name, message, fields = ("bug", f"The server failed; its log has the traceback{where}", {"error_id": request_id()})
-    message, fields = for_clients(name, message, fields)
+    if not is_admin:
+        message, fields = for_clients(name, message, fields)
     known = str(fields.get("path") or "")
     shown = {key: _as_json(fields[key]) for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
     return status, _object(
@@ -109,9 +113,11 @@ def _object(
     }  # fmt: skip
 
 
-def error_from_worker(error: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
-    """Return status and object of an error from the worker."""
-    return error_json(error["class"], error["message"], error["fields"], folders)
+def error_from_worker(
+    error: Mapping[str, Any], folders: Sequence[str] = (), *, is_admin: bool = False
+) -> tuple[int, dict[str, Any]]:
+    """Return status and object of an error from the worker, as `error_json`."""
+    return error_json(error["class"], error["message"], error["fields"], folders, is_admin=is_admin)
 
 
 def note_refusal(error: Mapping[str, Any], folders: Sequence[str] = ()) -> None:

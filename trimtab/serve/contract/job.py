@@ -81,7 +81,7 @@ class Token:
 class Event:
     """One event of a job. kind:
 
-    "started"    the computation of its prompt begins (queued_s, prompt_tokens)
+    "started"    the computation of its prompt begins (usage: started_at by the worker's clock, sent as ago_s)
     "text"       a fragment of the answer in whole characters, possibly empty (text, tokens)
     "reasoning"  the same for reasoning before the answer (text)
     "call"       a fragment of a tool call (call: index, arguments; with the first fragment of each: id, name)

@@ -56,7 +56,7 @@ from trimtab.serve.contract.errors import error_from_worker, error_json, error_r
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas
-from trimtab.serve.contract.settings import IGNORED_HEADER, Settings
+from trimtab.serve.contract.settings import IGNORED_HEADER, RELOAD, Settings
 from trimtab.serve.http.auth import AccessMiddleware, client_of, sender_of
 from trimtab.serve.http.live import Live
 from trimtab.serve.http.openapi import description
@@ -116,7 +116,7 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
         assert isinstance(exc, TrimtabError)
         error = client_error(plain_error(exc), _names_of(request))
         note_refusal(error, folders)
-        return _as_asked(request, *error_from_worker(error, folders))
+        return _as_asked(request, *error_from_worker(error, folders, is_admin=request.url.path == RELOAD))
 
     return handle
 
@@ -405,11 +405,14 @@ class _Api:
         if getattr(body, "adapter", None) is not None:
             request.state.names = {**_names_of(request), "model": "adapter"}
 
-    def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
+    def _begin(
+        self, request: Request, model: str, adapter: str | None, *, choices: int, computes: bool = True
+    ) -> Seen:  # fmt: skip
         """Return the events of a request. Errors: QuotaError if its key may have no more."""
         limits = self.quotas.of(request.state.credential) if self.settings.key_limits else None
         use = None if limits is None else self.quotas.enter(limits)
-        return self.metrics.begin(model, adapter, choices=choices, key=None if limits is None else limits.name, use=use)
+        key = None if limits is None else limits.name
+        return self.metrics.begin(model, adapter, choices=choices, key=key, use=use, computes=computes)
 
     # Other routes -----------------------------------------------------------------------------------------------------
 
@@ -466,7 +469,8 @@ class _Api:
         return sender_of(request.state.credential, address, self.settings)
 
     async def _result(self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape) -> Response:
-        seen = self._begin(request, model, adapter, choices=1)
+        computes = any(job.kind == "embedding" for job in jobs)  # others only split or join a text
+        seen = self._begin(request, model, adapter, choices=1, computes=computes)
         stream = beside.in_turn(self.pool, model, self._from_sender(request, jobs), seen.dropped)
         merged = Merged([stream], names=_names_of(request))
         return await answer(

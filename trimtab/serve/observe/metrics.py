@@ -114,11 +114,13 @@ class Metrics:
 
     def begin(
         self, model: str, adapter: str | None, *, choices: int, key: str | None = None, use: Use | None = None,
+        computes: bool = True,
     ) -> Seen:  # fmt: skip
         """Return the counter of one request, used until its end. key: the name of its key, if any. use: charged with
-        the tokens of prompt and answer, and left at the end.
+        the tokens of prompt and answer, and left at the end. computes: whether the model computes its tokens; others are
+        not counted.
         """
-        return Seen(self, model, adapter or "", choices, key, use)
+        return Seen(self, model, adapter or "", choices, key, use, computes)
 
     def forget(self, adapter: str, model: str | None) -> None:
         """Drop an adapter's series, so that the number of series stays limited. Their counts are added to UNLOADED's. model:
@@ -242,6 +244,7 @@ class Seen:
     choices: int
     key: str | None = None
     use: Use | None = None
+    computes: bool = True
     arrived: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     last: float | None = None
@@ -250,6 +253,18 @@ class Seen:
     cached_tokens: int = 0
     queued_s: float | None = None
     is_over: bool = False
+    counted: int = 0  # choices whose tokens are known
+    _kept: dict[str, Any] = field(default_factory=dict)  # its entry of `Metrics.recent`
+
+    @property
+    def _tokens(self) -> dict[str, int | None]:
+        """Its counts as they are shown: None as long as one of its choices has not told its own."""
+        counts = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+        return {name: count if self.counted >= self.choices else None for name, count in counts.items()}
 
     def event(self, event: Event) -> None:
         """Record an event of the request."""
@@ -263,7 +278,8 @@ class Seen:
                 self.metrics.between.labels(*labels).observe(now - self.last)
             self.last = now
         elif event.kind in ("done", "result", "error"):
-            self._count(event.usage)
+            self.counted += event.kind != "result"
+            self._count(event.usage if self.computes else {})
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         """Charge the computed tokens. Choices of one prompt share it; a prompt may have been computed twice
@@ -283,17 +299,19 @@ class Seen:
     def dropped(self, usage: Mapping[str, Any]) -> None:
         """Charge the computed tokens of a cancelled job, as the worker reports them, often after the request's end."""
         before = self.prompt_tokens, self.completion_tokens
-        self._count(usage)
+        self.counted += 1
+        self._count(usage if self.computes else {})
         if self.is_over:
+            self._kept.update(self._tokens)
             tokens = self.metrics.tokens
             labels = self.model, label_of(self.adapter)
             tokens.labels(*labels, "prompt").inc(self.prompt_tokens - before[0])
             tokens.labels(*labels, "completion").inc(self.completion_tokens - before[1])
 
-    def started(self) -> None:
-        """Record that a prompt has started. Of several choices, only the first counts."""
+    def started(self, usage: Mapping[str, Any]) -> None:
+        """Record that a prompt has started, usage["ago_s"] seconds ago. Of several choices, only the first counts."""
         if self.queued_s is None:
-            self.queued_s = time.monotonic() - self.arrived
+            self.queued_s = max(0.0, time.monotonic() - self.arrived - usage.get("ago_s", 0.0))
             self.metrics.queued.labels(self.model, label_of(self.adapter)).observe(self.queued_s)
 
     def end(self, how: str) -> None:
@@ -311,15 +329,15 @@ class Seen:
         self.metrics.whole.labels(*labels).observe(seconds)
         times = {"queue_s": self.queued_s, "first_token_s": self.first_s}
         journal.note(
-            model=self.model, adapter=self.adapter or None, key=self.key, ended=how, prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens, cached_tokens=self.cached_tokens, **{journal.ARRIVED: self.arrived},
+            model=self.model, adapter=self.adapter or None, key=self.key, ended=how, **self._tokens,
+            **{journal.ARRIVED: self.arrived},
             **{name: round(value, 4) for name, value in times.items() if value is not None},
         )  # fmt: skip
         decode_s = seconds - (self.first_s or 0.0)
-        self.metrics._recent.append({
+        self._kept.update({
             "at": time.time(), "model": self.model, "adapter": self.adapter, "ended": how, "seconds": seconds,
-            "ttft_s": self.first_s, "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens,
-            "completion_tokens": self.completion_tokens,
+            "ttft_s": self.first_s, **self._tokens,
             "tok_s": (self.completion_tokens - self.choices) / decode_s
             if self.completion_tokens > self.choices and decode_s > 0 else None,
         })  # fmt: skip
+        self.metrics._recent.append(self._kept)

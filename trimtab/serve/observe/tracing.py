@@ -81,7 +81,9 @@ def from_environment() -> Spans:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as exc:
         raise RequestError("OpenTelemetry is not installed", field="--otel", hint=HINT) from exc
-    # The SDK reads OTEL_SERVICE_NAME, which overrides this name.
-    provider = TracerProvider(resource=Resource.create({"service.name": "trimtab"}).merge(Resource.create()))
+    resource = Resource.create()
+    if str(resource.attributes.get("service.name", "unknown_service")).startswith("unknown_service"):  # no variable names it
+        resource = resource.merge(Resource({"service.name": "trimtab"}))
+    provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Spans(provider.get_tracer("trimtab"), provider.shutdown)

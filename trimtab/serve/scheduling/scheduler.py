@@ -491,7 +491,7 @@ class Scheduler:
 
     def _start(self, entry: _Entry) -> None:
         entry.start(now := self._now())
-        self._tell(Event(entry.job.id, "started", usage={"queued_s": now - entry.arrived}))
+        self._tell(Event(entry.job.id, "started", usage={"started_at": now}))
 
     def _behind(self) -> bool:
         """Give rows to the complete prompts, then compute chunks of the next ones. Returns whether there were any."""

@@ -34,6 +34,8 @@ PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
 PATIENCE = Patience()
 # A model that could not be loaded is not tried again for each request.
 FAILED_S = 30.0
+# Errors of a start that another start would have too.
+FINAL = frozenset(kind.__name__ for kind in worker.FOR_OPERATORS)
 # "unresponsive": a ready worker has become silent (ipc.py). Requests wait for it, or for the next one.
 # The first phase of a worker, before it tells its own.
 STARTING = ("starting the worker process", "")
@@ -453,9 +455,10 @@ class Supervisor:
             died = WorkerDiedError(exit_code, life.reason)
             lost, calls = self.work.take(self._may_stay)
             self._failures = 0 if life.answered else self._failures + 1
-            never_ready = self.state == "loading" and self.plan is None
-            is_over = self._is_stopping or never_ready or self._failures >= len(PAUSES_S)
-            has_said_why = never_ready and self.failure is not None
+            is_final = self.plan is None or (self.failure or {}).get("class") in FINAL
+            cannot_load = self.state == "loading" and is_final
+            is_over = self._is_stopping or cannot_load or self._failures >= len(PAUSES_S)
+            has_said_why = cannot_load and self.failure is not None
             if is_over:
                 self._life = None
                 lost += self.work.take()[0]

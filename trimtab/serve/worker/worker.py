@@ -248,7 +248,7 @@ class _Worker:
         if self.events or time.monotonic() - self._told > BEAT_S:
             self._told = time.monotonic()
             events, self.events[:] = list(self.events), []
-            self.channel.send({"say": "events", "events": [event_to_message(event) for event in events]})
+            self.channel.send({"say": "events", "events": [event_to_message(_dated(event)) for event in events]})
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         match message["do"]:
@@ -327,6 +327,13 @@ class _Worker:
             "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
             "swap_p99_s": swap_s[int(len(swap_s) * 0.99)] if swap_s else None,
         }  # fmt: skip
+
+
+def _dated(event: Event) -> Event:
+    """Return an event as it is sent: a start has its age, because the receiver's clock is another one."""
+    if event.kind != "started":
+        return event
+    return replace(event, usage={"ago_s": time.monotonic() - event.usage["started_at"]})
 
 
 def _stop_at_turn_end(model: Any, is_asked: bool | None) -> str | None:

@@ -56,6 +56,7 @@ export function startChat(model, onKept) {
       setTurns(left, "Message and answer deleted", { isFocused: true });
       if (left.length) return keep();
       await store.forget(chat.id);
+      chat.revision = 0;
       onKept(chat);
     },
     /** Show another version of an answer, with the turns that followed it. Returns whether that is possible now. */
@@ -183,10 +184,15 @@ export function startChat(model, onKept) {
     await keep();
     await Promise.all(slots.map(async (slot) => {
       const answerView = view.answers[turn.slots.indexOf(slot)], version = versionOf(slot);
-      const { messages, leftOut } = await messagesOf(mine.turns.slice(0, at + 1), version.voice, model());
-      const body = options.bodyOf(version.voice, messages);
-      if (isContinued) continueIn(body, version);
-      await run(version, body, signal, {
+      let leftOut = "";
+      const bodyOf = async () => {
+        const found = await messagesOf(mine.turns.slice(0, at + 1), version.voice, model());
+        const body = options.bodyOf(version.voice, found.messages);
+        leftOut = found.leftOut;
+        if (isContinued) continueIn(body, version);
+        return body;
+      };
+      await run(version, bodyOf, signal, {
         grow: () => {
           if (mine !== chat) return;
           answerView.grow();
@@ -223,10 +229,22 @@ export function startChat(model, onKept) {
     try {
       await store.keep(what);
       sessionKeep(CURRENT, chat.id);
-    } catch {
+    } catch (error) {
+      if (error instanceof store.ChangedError) {
+        if (what === chat) await takeOther();
+        return;
+      }
       fail("The browser's storage is full: this chat is not saved");
     }
     onKept(what);
+  }
+
+  /** Show the chat as another tab has left it. A message that is in neither goes back to where it was written. */
+  async function takeOther() {
+    const lost = chat.turns.at(-1).text;
+    await open(chat.id);
+    if (!question.value && !chat.turns.some(({ text }) => text === lost)) question.value = lost;
+    fail("This chat was changed or deleted in another tab: here is what is kept of it");
   }
 
   // What is seen ----------------------------------------------------------------------------------------------------
@@ -391,8 +409,8 @@ function interrupt(version) {
   Object.assign(version, { isBusy: false, how: "interrupted", facts: "interrupted" });
 }
 
-/** Send a request and put into a version what comes. */
-async function run(version, body, signal, { grow, say }) {
+/** Send a request and put into a version what comes. bodyOf(): the request's body; its errors are the answer's. */
+async function run(version, bodyOf, signal, { grow, say }) {
   const began = performance.now(), isContinued = version.text !== "";
   let first = null, usage = null, finish = null, frame = null, shownMs = 0;
   version.error = null;
@@ -408,7 +426,7 @@ async function run(version, body, signal, { grow, say }) {
   };
   soon();
   try {
-    for await (const chunk of stream("/v1/chat/completions", body, signal)) {
+    for await (const chunk of stream("/v1/chat/completions", await bodyOf(), signal)) {
       usage = chunk.usage ?? usage;
       const choice = chunk.choices?.[0];
       finish = choice?.finish_reason ?? finish;

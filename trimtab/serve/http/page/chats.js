@@ -89,7 +89,7 @@ export function startChats(chat) {
     await chat().forget(id);
     await show();
     offerUndo(`“${title}” deleted`, async () => {
-      await store.keep(removed);
+      await store.keep({ ...removed, revision: 0 });
       if (wasCurrent) await chat().open(id);
       show();
     }, { isFocused: true });

@@ -11,7 +11,7 @@ const MOST_TEXT_BYTES = 2 ** 20; // of a text file: far more than a context hold
 /** One thing to send, as a chat keeps it: {kind: "image" or "sound", name, format, blob}, or {kind: "text", name, format, text}. */
 async function imageOf(file) {
   const blob = IMAGE_TYPES.includes(file.type) ? file : await asPng(file);
-  return { kind: "image", name: file.name || "image", format: blob.type, blob: new Blob([blob], { type: blob.type }) };
+  return { kind: "image", name: file.name || "image", format: blob.type, blob: new Blob([await blob.arrayBuffer()], { type: blob.type }) };
 }
 
 async function asPng(file) {
@@ -27,7 +27,8 @@ async function soundOf(file) {
   const head = new TextDecoder("latin1").decode(await file.slice(0, 12).arrayBuffer());
   // What the server reads itself goes as it is; anything else this browser can play becomes wav first.
   const format = head.startsWith("RIFF") && head.endsWith("WAVE") ? "wav" : head.startsWith("fLaC") ? "flac" : null;
-  const blob = format ? file : await asWav(await file.arrayBuffer());
+  const encoded = await file.arrayBuffer(); // the file may change before it is sent
+  const blob = format ? encoded : await asWav(encoded);
   const held = new Blob([blob], { type: `audio/${format ?? "wav"}` });
   return { kind: "sound", name: file.name || "recording.wav", format: format ?? "wav", blob: held };
 }

@@ -177,8 +177,8 @@ function showRequests(requests) {
     const cell = (text, isNumber = false) => make("td", { class: isNumber ? "number" : null }, text);
     refill(body, ...requests.map((one) => make(
       "tr", {}, cell(new Date(one.at * 1000).toLocaleTimeString()), cell(one.adapter || `${one.model} (base)`),
-      cell(seconds(one.ttft_s), true), cell(rate(one.tok_s), true), cell(String(one.prompt_tokens), true),
-      cell(String(one.completion_tokens), true), cell(seconds(one.seconds), true), cell(ENDED[one.ended] ?? one.ended),
+      cell(seconds(one.ttft_s), true), cell(rate(one.tok_s), true), cell(one.prompt_tokens ?? "-", true),
+      cell(one.completion_tokens ?? "-", true), cell(seconds(one.seconds), true), cell(ENDED[one.ended] ?? one.ended),
     )));
     if (!requests.length) body.append(make("tr", {}, make("td", { colspan: 8, class: "quiet" }, "None yet.")));
   });

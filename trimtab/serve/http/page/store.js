@@ -60,16 +60,32 @@ export function read(id) {
   return within("readonly", (store) => store(CHATS).get(id), ({ chats }) => chats.get(id));
 }
 
-/** Keep a chat. Errors: what the browser says when its room is used up. */
-export function keep(chat) {
+/** Another tab has changed the chat, or deleted it. */
+export class ChangedError extends Error {}
+
+const TAB = performance.timeOrigin + Math.random(); // who wrote a chat last
+
+/** Keep a chat. Errors: ChangedError, and what the browser says when its room is used up. */
+export async function keep(chat) {
   const head = { id: chat.id, title: chat.title, at: chat.at };
-  return within("readwrite", (store) => {
-    store(HEADS).put(head);
-    return store(CHATS).put(chat);
+  let revision = null;
+  await within("readwrite", (store) => {
+    const reading = store(CHATS).get(chat.id);
+    reading.onsuccess = () => {
+      const held = reading.result, before = held?.revision ?? 0;
+      if (before !== (chat.revision ?? 0) && held?.tab !== TAB) return;
+      revision = before + 1;
+      store(HEADS).put(head);
+      store(CHATS).put({ ...chat, revision, tab: TAB });
+    };
+    return reading;
   }, ({ heads: all, chats }) => {
+    revision = 0;
     all.set(chat.id, head);
     chats.set(chat.id, structuredClone(chat));
   });
+  if (revision === null) throw new ChangedError("changed in another tab");
+  chat.revision = revision;
 }
 
 export function forget(id) {
