@@ -257,8 +257,7 @@ class AnswerReader:
 
     def _begin(self, name: str) -> None:
         self._parts.append(("call", Call(self.calls, id=_new_id(self._calls), name=name)))
-        self._numbers = JsonNumbers()
-        self.calls += 1
+        self.calls, self._numbers = self.calls + 1, JsonNumbers()
 
     def _add(self, arguments: str) -> None:
         if arguments:

@@ -115,10 +115,6 @@ class LoadedEngine:
             request = replace(job.request, max_new_tokens=None).within(left, most_tokens=job.request.answer_tokens)
             job = replace(job, request=request)
         assert reading is not None
-        # Only a constrained answer has further ends: where the model's files name none.
-        own = set(compiled.ends) - self.batch.ends
-        if own:
-            job = replace(job, request=replace(job.request, stop_token_ids=(*job.request.stop_token_ids, *own)))
         scores = None
         if job.prompt_logprobs is not None:
             scores = PromptScores(self.model, inputs, adapter=job.adapter, top=job.prompt_logprobs)
@@ -126,15 +122,15 @@ class LoadedEngine:
         if inputs.has_media:
             inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
-            inputs, job.request, top_logprobs=job.top_logprobs, constraint=compiled.constraint, client=job.client, group=job.group,
-            may_end_in_step=True,
+            inputs, compiled.ended(job.request), top_logprobs=job.top_logprobs, constraint=compiled.constraint, client=job.client,
+            group=job.group, may_end_in_step=True,
         )  # fmt: skip
         prompt.row.use_adapter(job.adapter)  # it may stay in host memory until its turn
         # The client has the text that an answer continues.
         before = inputs.token_ids if job.continue_final_message or not is_chat(job) else ()
         hidden = self.inputs.hidden_ids(reading.shown)
         detokenizer = Detokenizer(self.inputs.tokenizer, job.request.stop, hidden=hidden, before=before)
-        text = AnswerText(detokenizer, self.batch.ends | own)
+        text = AnswerText(detokenizer, self.batch.ends.union(compiled.ends))
         return Answer(job, prompt, prompt.row, text, time.monotonic(), reading=reading, scores=scores)
 
     def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:

@@ -40,6 +40,7 @@ from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, request_bytes, sound_bytes
+from trimtab.request import GenerateRequest
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.log import drop_tracebacks, write_traceback
@@ -70,6 +71,10 @@ class Compiled:
     reading: Reading | None = None
     constraint: Constraint | None = None
     ends: tuple[int, ...] = ()
+
+    def ended(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request whose answer also ends at `ends`."""
+        return replace(request, stop_token_ids=(*request.stop_token_ids, *self.ends)) if self.ends else request
 
 
 class PromptInputs:
