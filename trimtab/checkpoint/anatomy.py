@@ -101,6 +101,11 @@ class ModuleRow:
                 return row
         return None
 
+    @property
+    def is_read_linear(self) -> bool:
+        """Whether it is a Linear whose weight the module around it reads: it stays where it is computed with, unquantized."""
+        return self.kind == "other" and self.class_name == "Linear"
+
     @cached_property
     def stacks(self) -> tuple[TensorRow, ...]:
         """The stacks of a module of experts."""
@@ -209,7 +214,7 @@ def first_equal(anatomy: Anatomy) -> Anatomy:
 
 def check_keep(keep_unquantized: Sequence[str], rows: Sequence[ModuleRow]) -> None:
     """Raise RequestError for patterns that name no linear module of a model."""
-    linears = [row.module_path for row in rows if row.kind == "linear"]
+    linears = [row.module_path for row in rows if row.kind == "linear" or row.is_read_linear]
     lost = [pattern for pattern in keep_unquantized if not any(matches(pattern, path) for path in linears)]
     if lost:
         near = [name for pattern in lost for name in near_names(pattern, linears)]
