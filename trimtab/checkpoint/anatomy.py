@@ -148,7 +148,8 @@ class Anatomy:
     fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
     an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. can_chunk: whether a text is computed
     in chunks; else whole, of any length. unknown_towers: model types of towers whose look-ups are checked while they run. renames:
-    transformers' renamings for checkpoints of this model, in order.
+    transformers' renamings for checkpoints of this model, in order. answers_unsupported: why it gives no answers, None if it
+    does; has_vectors: whether it still embeds texts.
     """
 
     model_class: str
@@ -167,6 +168,8 @@ class Anatomy:
     can_chunk: bool = True
     unknown_towers: tuple[str, ...] = ()
     renames: tuple[Rename, ...] = ()
+    answers_unsupported: str | None = None
+    has_vectors: bool = True
 
     def __hash__(self) -> int:
         """A hash of a few fields. Results computed from thousands of rows are cached by anatomy, and hashing all rows
