@@ -20,7 +20,7 @@ from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 LOW_HALVES = 0x0F0F0F0F
 # What code may ask of a weight that is elsewhere.
 _ASKED = frozenset((
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_meta", "is_cuda")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda")),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.__len__,
 ))  # fmt: skip
 
@@ -33,7 +33,7 @@ class NoValues(Tensor):
     @classmethod
     def of(cls, module_path: str, shape: tuple[int, ...], dtype: torch.dtype) -> NoValues:
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        made.module_path = module_path
+        vars(made)["module_path"] = module_path
         return made
 
     @classmethod
@@ -49,8 +49,8 @@ class NoValues(Tensor):
         ]
         path = next((one.module_path for one in flat if isinstance(one, NoValues)), "")
         raise DeviceError(
-            f"the model's code reads the weight of {path} ({getattr(func, '__name__', func)}), which is quantized or in another memory",
-            device="meta", block=path, hint="This architecture cannot be run so; please report it",
+            f"the model's code reads the weight of {path}, which is quantized or in another memory "
+            f"({getattr(func, '__name__', func)})", device="meta", block=path, hint="Please report this architecture",
         )  # fmt: skip
 
 

@@ -122,19 +122,19 @@ class SavedModule(nn.Module):
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             raise self._mixed("takes more than one input")
         x = args[0]
-        result = self._run(None, (x,), {})
+        result: object = self._run(None, (x,), {})
         for name, index in selection.groups(self.__dict__["part"], x.shape[0], x.device):
             if name in adapters:
                 result = self._with_rows(result, index, self._run(adapters[name], (x[index],), {}), x.shape[0])
         return result
 
-    def _with_rows(self, whole: Any, index: Tensor, rows: Any, count: int) -> Any:
+    def _with_rows(self, whole: object, index: Tensor, rows: object, count: int) -> object:
         """Return an output of `count` rows with some replaced: one tensor, or a tuple of such (a router's)."""
-        if type(whole) is tuple:
+        if type(whole) is tuple and isinstance(rows, tuple):
             return tuple(self._with_rows(one, index, other, count) for one, other in zip(whole, rows, strict=True))
-        if not isinstance(whole, Tensor) or whole.shape[:1] != (count,):
-            raise self._mixed("returns more than one tensor by row")
-        return whole.index_copy(0, index, rows)
+        if isinstance(whole, Tensor) and isinstance(rows, Tensor) and whole.shape[:1] == (count,):
+            return whole.index_copy(0, index, rows)
+        raise self._mixed("returns more than one tensor by row")
 
     def _mixed(self, what: str) -> RequestError:
         why = f"rows of this batch use different adapters and {type(self.__dict__['original']).__name__} {what}"
