@@ -517,7 +517,7 @@ def takes_states(hf_model: HFModel) -> bool:
 
 
 # transformers 5.23: a pass of several tokens behind a cache has other numbers than one pass over all of them (Jamba), or takes a
-# cache of its own class only (MiniMax).
+# cache of another class (MiniMax).
 UNCHUNKED = {"jamba", "minimax"}
 
 

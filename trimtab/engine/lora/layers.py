@@ -176,7 +176,7 @@ class SavedModule(nn.Module):
 
 
 class _Method(nn.Module):
-    """A method of a module as a module of its own, so that torch can run it with other parameters."""
+    """A method of a module as a separate module, so that torch can run it with other parameters."""
 
     def __init__(self, original: nn.Module, method: Callable[..., object]) -> None:
         super().__init__()
