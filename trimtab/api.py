@@ -245,6 +245,7 @@ def _planned(
     first = replace(request, head="full") if request.head == "auto" else request
     narrow = keeps_16bit(request.dtype, dtype_reason)
     anatomy = anatomy_for(checkpoint, first, inputs, has_tree=here is None, keeps_16bit=narrow)
+    check_class(checkpoint, anatomy, is_served=inputs.is_served)
     if inputs.is_served:
         check_batched(anatomy, field="model", value=request.model, hint="`trimtab run` and `model.answer` answer one at a time")
     if checkpoint.has_weights:
@@ -297,6 +298,14 @@ def _capability(device: str) -> tuple[int, int] | None:
 
     index, gpus = int(device.partition(":")[2] or 0), read_gpus() or ()
     return gpus[index].capability if index < len(gpus) else None
+
+
+def check_class(checkpoint: Checkpoint, anatomy: Anatomy, *, is_served: bool) -> None:
+    """Raise CheckpointError for a class that gives no answers, unless it embeds texts and is not served."""
+    if anatomy.answers_unsupported is not None and (is_served or not anatomy.has_vectors):
+        works = "; `model.embed` and `model.hidden_states` of the library work" if anatomy.has_vectors else ""
+        hint = f"`trimtab merge` works{works}"
+        raise CheckpointError(anatomy.answers_unsupported, path=str(checkpoint.folder), hint=hint)
 
 
 def check_routers(checkpoint: Checkpoint, anatomy: Anatomy) -> None:

@@ -239,6 +239,8 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy, *, computes: bool = True)
     builder = _Builder(file, anatomy, places, rules, problems)
     targets = [builder.target(path, group, roles) for (path, group), roles in matched.items()]
     targets += builder.stacked(stacks, computes=computes)
+    read = dict.fromkeys(one.module_path for one in targets if computes and places.rows[one.module_path].is_read_linear)
+    problems += [f"{path}: the module around this Linear reads its weight; only a merged adapter changes it" for path in read]
     builder.check_promises(matched)
     builder.check_tying(targets)
     if not problems and not targets:
@@ -387,7 +389,11 @@ class _Builder:
 
     def _supports_lora(self, row: ModuleRow, roles: dict[str, AdapterKey]) -> bool:
         first = next(iter(roles.values())).adapter_key
-        if (row.kind in ("linear", "embedding") or _is_turned(row)) and row.weight is not None and len(row.weight.shape) == 2:
+        if (
+            (row.kind in ("linear", "embedding") or row.is_read_linear or _is_turned(row))
+            and row.weight is not None
+            and len(row.weight.shape) == 2
+        ):
             return True
         if row.is_router and not {"magnitude", "B_bias"} & roles.keys():
             return True

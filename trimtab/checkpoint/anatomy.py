@@ -101,6 +101,11 @@ class ModuleRow:
                 return row
         return None
 
+    @property
+    def is_read_linear(self) -> bool:
+        """Whether it is a Linear whose weight the module around it reads: it stays where it is computed with, unquantized."""
+        return self.kind == "other" and self.class_name == "Linear"
+
     @cached_property
     def stacks(self) -> tuple[TensorRow, ...]:
         """The stacks of a module of experts."""
@@ -143,7 +148,8 @@ class Anatomy:
     fused kernels; prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether
     an image's tokens see later ones, so that a prompt is not cut inside it; True if unknown. can_chunk: whether a text is computed
     in chunks; else whole, of any length. unknown_towers: model types of towers whose look-ups are checked while they run. renames:
-    transformers' renamings for checkpoints of this model, in order.
+    transformers' renamings for checkpoints of this model, in order. answers_unsupported: why it gives no answers, None if it
+    does; has_vectors: whether it still embeds texts.
     """
 
     model_class: str
@@ -162,6 +168,8 @@ class Anatomy:
     can_chunk: bool = True
     unknown_towers: tuple[str, ...] = ()
     renames: tuple[Rename, ...] = ()
+    answers_unsupported: str | None = None
+    has_vectors: bool = True
 
     def __hash__(self) -> int:
         """A hash of a few fields. Results computed from thousands of rows are cached by anatomy, and hashing all rows
@@ -209,7 +217,7 @@ def first_equal(anatomy: Anatomy) -> Anatomy:
 
 def check_keep(keep_unquantized: Sequence[str], rows: Sequence[ModuleRow]) -> None:
     """Raise RequestError for patterns that name no linear module of a model."""
-    linears = [row.module_path for row in rows if row.kind == "linear"]
+    linears = [row.module_path for row in rows if row.kind == "linear" or row.is_read_linear]
     lost = [pattern for pattern in keep_unquantized if not any(matches(pattern, path) for path in linears)]
     if lost:
         near = [name for pattern in lost for name in near_names(pattern, linears)]

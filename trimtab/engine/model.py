@@ -49,7 +49,7 @@ from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, Reque
 from trimtab.planning import Plan
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change
 from trimtab.planning.plan.plan import FilesRead
-from trimtab.planning.values.byte_sizes import was_chosen
+from trimtab.planning.values.byte_sizes import check_answers, was_chosen
 from trimtab.planning.values.execution import CAPTURED
 from trimtab.process import phases
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
@@ -543,6 +543,7 @@ class LoadedModel(Asking):
         """
         from trimtab.engine.batch import generate as generation
 
+        check_answers(self.anatomy)
         self.check_adapter(adapter)
         inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
         with self.answering(adapter):

@@ -28,6 +28,7 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import HeldAdapter
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning.plan.plan import FilesRead
+from trimtab.planning.values.byte_sizes import check_answers
 from trimtab.request import GenerateRequest
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Asking:
 
     def question(self: AskedModel, prompt: object, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Chosen]:
         """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
+        check_answers(self.anatomy)
         image, audio, system, adapter, template_kwargs = (options.get(name) for name in many.QUESTION[1:])
         sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
         check_options(sampling, many.OPTIONS)

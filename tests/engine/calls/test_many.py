@@ -267,6 +267,10 @@ OWN_CACHES = {
         "num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1,
         "mamba_d_state": 8,
     },
+    "MiniMax": {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1,
+    },
     "OpenAIGPT": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "Llama4Text": {
         "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

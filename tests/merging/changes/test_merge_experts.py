@@ -20,6 +20,7 @@ from trimtab.errors import AdapterError
 from trimtab.merging import merge
 from trimtab.merging.changes.experts import slices
 from trimtab.merging.changes.inverse import CannotLayBackError, is_cast, lay_back, without_casts
+from trimtab.merging.files import write
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -193,3 +194,19 @@ def test_slices_name_expert_rows_and_columns() -> None:
     assert found["c"].rows == (4, 6)
     other, _ = traced(lambda t: torch.stack([t["a"], t["b"]], dim=1))
     assert slices(other, SHAPES) is None
+    cast, _ = traced(
+        lambda t: torch.cat([torch.stack([t["a"].to(torch.float64), t["b"]]).to(torch.float64)], dim=1).to(torch.float32)
+    )
+    parts = slices(cast, SHAPES)
+    assert parts is not None and (parts["a"].expert, parts["b"].expert) == (0, 1)
+
+
+def test_experts_apart_are_merged_one_by_one_in_another_dtype_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = pico.build("mixtral", tmp_path / "base")
+    adapter = stack_adapter(base, tmp_path / "adapter", BOTH)
+    merge(base, tmp_path / "expected", adapters={"a": adapter})
+    monkeypatch.setattr(write, "_laid_back", None)  # which makes whole stacks
+    report = merge(base, tmp_path / "out", adapters={"a": adapter}, dtype="float32", check=True)
+    assert report.check is not None and report.check.passed
+    out, rounded = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected")
+    assert all(torch.equal(out[name].bfloat16(), value) for name, value in rounded.items())

@@ -37,7 +37,8 @@ class Embedding(TextPass):
     def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
         check_fits(model, inputs, 0)
         hf_model = model.hf_model
-        is_own = hf_model.base_model is hf_model  # Llama 4 names its model otherwise
+        # Llama 4 names its model otherwise; a class without a head is its own.
+        is_own = hf_model.base_model is hf_model and model.anatomy.answers_unsupported is None
         super().__init__(model, hf_model.get_submodule("model") if is_own else hf_model.base_model, inputs, adapter)
         self._pooling = pooling
         self._sum: Tensor | None = None  # [D] float32

@@ -6,18 +6,52 @@ parts that are already where they are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.engine.formats import int8_head as head8
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 LOW_HALVES = 0x0F0F0F0F
+# What code may ask of a weight that is elsewhere.
+_ASKED = frozenset((
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda")),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.__len__,
+))  # fmt: skip
+
+
+class NoValues(Tensor):
+    """A tensor without data in place of a weight that is elsewhere: shape and type can be read, and all else is refused."""
+
+    module_path: str
+
+    @classmethod
+    def of(cls, module_path: str, shape: tuple[int, ...], dtype: torch.dtype) -> NoValues:
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        vars(made)["module_path"] = module_path
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Errors: DeviceError with the module's path: torch 2.13 computes noise from such a tensor on a CPU, without an error."""
+        if func in _ASKED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        flat = [
+            one for value in (*args, *(kwargs or {}).values()) for one in (value if isinstance(value, (list, tuple)) else [value])
+        ]
+        path = next((one.module_path for one in flat if isinstance(one, NoValues)), "")
+        raise DeviceError(
+            f"the model's code reads the weight of {path}, which is quantized or in another memory "
+            f"({getattr(func, '__name__', func)})", device="meta", block=path, hint="Please report this architecture",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

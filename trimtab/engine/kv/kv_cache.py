@@ -516,8 +516,9 @@ def takes_states(hf_model: HFModel) -> bool:
     return any("past_key_values" in inspect.signature(type(one).forward).parameters for one in (hf_model, inner))
 
 
-# transformers 5.23: a pass of several tokens behind a cache has other numbers than one pass over all of them.
-UNCHUNKED = {"jamba"}
+# transformers 5.23: a pass of several tokens behind a cache has other numbers than one pass over all of them (Jamba), or takes a
+# cache of another class (MiniMax).
+UNCHUNKED = {"jamba", "minimax"}
 
 
 def can_chunk(hf_model: HFModel) -> bool:

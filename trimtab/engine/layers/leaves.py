@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
-from trimtab.engine.formats.packed import Packed, Shell, is_narrow, widened
+from trimtab.engine.formats.packed import NoValues, Packed, Shell, is_narrow, widened
 from trimtab.engine.formats.weights import dequantize, dequantize_at, dequantize_rows, shell, unpacked_shell
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore
@@ -45,7 +45,7 @@ class Leaf(nn.Module):
 
     It replaces the Linear at its module path. `weight` is the real tensor when it is resident, unquantized and in the
     computing dtype, otherwise a tensor without data of the weight's shape in that dtype, so that code which only reads a
-    shape or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that would read values fails.
+    shape or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that reads values is refused.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Leaf(nn.Module):
         # Not a Parameter: nothing may move, cast or save it behind the tier's back.
         self.bias: Tensor | None
         self.__dict__["bias"] = bias
-        self.__dict__["ghost"] = torch.empty(shape, dtype=dtype, device="meta")
+        self.__dict__["ghost"] = NoValues.of(module_path, shape, dtype)
 
     @property
     def weight(self) -> Tensor:

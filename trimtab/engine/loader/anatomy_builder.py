@@ -36,6 +36,11 @@ PART_WORDS: tuple[tuple[str, Part], ...] = (
 # Model types whose forward computes with the whole word table, not with rows of it (transformers 5.23.0: deberta heads
 # multiply by it, diffusion_gemma's self-conditioning, t5gemma's shared table).
 READS_WHOLE_TABLE = ("deberta", "diffusion_gemma", "t5gemma")
+# Class -> its Linears whose weight its own forward reads, so that the Linear is not called. Source: transformers 5.6.2 to 5.23.0.
+READS_WEIGHT: Mapping[str, tuple[str, ...]] = {
+    "MambaMixer": ("dt_proj",), "FalconMambaMixer": ("dt_proj",), "JambaMambaMixer": ("dt_proj",),
+    "LongcatFlashTopkRouter": ("classifier",),
+}  # fmt: skip
 
 
 def build_anatomy(
@@ -158,7 +163,7 @@ def _rows(
         wraps = _wrapped(path, module)
         if not tensors and not wraps:
             continue
-        kind = _kind(path, module, tensors)
+        kind = _kind(path, module, tensors, is_read=places.is_read(path))
         if kind == "experts" and (empty := next((one for one in tensors if 0 in one.shape[:1]), None)) is not None:
             raise ValueError(f"{empty.tensor_path} is {list(empty.shape)}: a mixture of no experts")
         quantized, why = (False, "") if is_head8 else formats.of(path, module, kind)
@@ -253,9 +258,9 @@ def _wrapped(path: str, module: nn.Module) -> str | None:
     return f"{path}.linear" if type(inner) is nn.Linear and "Linear" in type(module).__name__ else None
 
 
-def _kind(path: str, module: nn.Module, tensors: tuple[TensorRow, ...]) -> Kind:
+def _kind(path: str, module: nn.Module, tensors: tuple[TensorRow, ...], *, is_read: bool) -> Kind:
     if type(module) is nn.Linear:
-        return "linear"
+        return "other" if is_read else "linear"
     if isinstance(module, nn.Embedding):
         return "embedding"
     fused = any(len(tensor.shape) == 3 and not tensor.is_buffer for tensor in tensors)
@@ -279,6 +284,8 @@ class _Formats:
         if kind == "linear":
             why = self._why_not(path)
             return not why, why
+        if type(module) is nn.Linear:
+            return False, "the module around it reads its weight"
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             return False, f"a {type(module).__name__}, only plain Linear is quantized"
         return False, ""
@@ -323,6 +330,11 @@ class _Places:
             if part is not None and not any(is_under(path, root) for root in roots):
                 roots[path] = part
         return roots
+
+    def is_read(self, path: str) -> bool:
+        """Return whether the module around a Linear reads its weight."""
+        parent, _, name = path.rpartition(".")
+        return name in READS_WEIGHT.get(type(self.modules[parent]).__name__, ())
 
     def is_looked_up(self, path: str) -> bool:
         """Return whether a module is a word table of which only rows are read, apart from a head that shares it."""

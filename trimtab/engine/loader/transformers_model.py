@@ -412,6 +412,20 @@ def anatomy_of(
         ) from exc
 
 
+def _why_no_answers(model: HFModel) -> tuple[str | None, bool]:
+    """Return (why a class gives no answers, whether it still embeds texts); (None, True) if it answers.
+
+    A class without a head embeds if its config is that of a decoder, not of an encoder: transformers has no masked head for it.
+    """
+    name, kind = type(model).__name__, type(model.config)
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"{name} has an encoder and a decoder; trimtab runs decoders", False
+    if type(model).can_generate():
+        return None, True
+    decoders, encoders = (auto._model_mapping for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM))
+    return f"{name} has no language modelling head, so it gives no answers", kind in decoders and kind not in encoders
+
+
 def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
     """Return an anatomy with the executions that it supports."""
     from trimtab.engine.families import families
@@ -420,10 +434,12 @@ def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
     from trimtab.engine.passes import media_embeddings as hf_prompt_media
     from trimtab.engine.towers.bounds_check import unknown_towers
 
+    why, has_vectors = _why_no_answers(probed.model)
     return replace(
-        built, capture_unsupported=hf_slots.why_not(probed.model), fused_unsupported=families.why_not(probed.model),
-        prompts_unsupported=hf_prefill.why_not(probed.model), images_look_ahead=hf_prompt_media.images_look_ahead(probed.config),
-        can_chunk=hf_slots.can_chunk(probed.model), unknown_towers=unknown_towers(probed.config),
+        built, answers_unsupported=why, has_vectors=has_vectors, capture_unsupported=why or hf_slots.why_not(probed.model),
+        fused_unsupported=why or families.why_not(probed.model), prompts_unsupported=why or hf_prefill.why_not(probed.model),
+        images_look_ahead=hf_prompt_media.images_look_ahead(probed.config), can_chunk=hf_slots.can_chunk(probed.model),
+        unknown_towers=unknown_towers(probed.config),
     )  # fmt: skip
 
 

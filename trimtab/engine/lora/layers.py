@@ -101,7 +101,8 @@ class SavedModule(nn.Module):
     """Replaces a module of another kind (a norm, a convolution) and runs it with an adapter's own parameters.
 
     Path, parameters, buffers and attributes are the original's; while all rows use one adapter, reading a parameter
-    gives that adapter's. Rows with different adapters are run one adapter at a time.
+    gives that adapter's, and a method of the class runs with that adapter's. Rows with different adapters are run one adapter
+    at a time. Errors: RequestError where they cannot be: several inputs, another method than forward, a parameter that is read.
     """
 
     def __init__(self, original: nn.Module, store: AdapterStore, part: str) -> None:
@@ -119,16 +120,25 @@ class SavedModule(nn.Module):
         if not any(name in adapters for name in selection.rows):
             return self._run(None, args, kwargs)
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            raise RequestError(
-                f"rows of this batch use different adapters and {type(self.__dict__['original']).__name__} takes more "
-                "than one input", field="adapter", hint="Run the requests one adapter at a time",
-            )  # fmt: skip
+            raise self._mixed("takes more than one input")
         x = args[0]
-        result = self._run(None, (x,), {})
+        result: object = self._run(None, (x,), {})
         for name, index in selection.groups(self.__dict__["part"], x.shape[0], x.device):
             if name in adapters:
-                result = result.index_copy(0, index, self._run(adapters[name], (x[index],), {}))
+                result = self._with_rows(result, index, self._run(adapters[name], (x[index],), {}), x.shape[0])
         return result
+
+    def _with_rows(self, whole: object, index: Tensor, rows: object, count: int) -> object:
+        """Return an output of `count` rows with some replaced: one tensor, or a tuple of such (a router's)."""
+        if type(whole) is tuple and isinstance(rows, tuple):
+            return tuple(self._with_rows(one, index, other, count) for one, other in zip(whole, rows, strict=True))
+        if isinstance(whole, Tensor) and isinstance(rows, Tensor) and whole.shape[:1] == (count,):
+            return whole.index_copy(0, index, rows)
+        raise self._mixed("returns more than one tensor by row")
+
+    def _mixed(self, what: str) -> RequestError:
+        why = f"rows of this batch use different adapters and {type(self.__dict__['original']).__name__} {what}"
+        return RequestError(why, field="adapter", hint="Run the requests one adapter at a time")
 
     def _run(self, saved: dict[str, Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         original = self.__dict__["original"]
@@ -136,13 +146,44 @@ class SavedModule(nn.Module):
             return original(*args, **kwargs)
         return torch.func.functional_call(original, saved, args, kwargs, tie_weights=False)
 
+    def _method(self, plain: Callable[..., object]) -> Callable[..., object]:
+        """Return a method of the original that runs with the parameters of the rows' adapter."""
+        store, adapters, call = self.__dict__["adapter_store"], self.__dict__["adapters"], _Method(self.__dict__["original"], plain)
+
+        def run(*args: object, **kwargs: object) -> object:
+            active = set(store.selection.active())
+            if active.isdisjoint(adapters):
+                return plain(*args, **kwargs)
+            if len(active) > 1:
+                raise self._mixed(f"is called by {plain.__name__}")
+            saved = {f"original.{name}": value for name, value in adapters[active.pop()].items()}
+            return torch.func.functional_call(call, saved, args, kwargs, tie_weights=False)
+
+        return run
+
     def __getattr__(self, name: str) -> Any:
         inside = self.__dict__
         if "original" in inside:
-            selection = inside["adapter_store"].selection
+            selection, original = inside["adapter_store"].selection, inside["original"]
             saved = inside["adapters"].get(selection.name) if selection.rows is None else None
-            return saved[name] if saved is not None and name in saved else getattr(inside["original"], name)
+            if saved is not None and name in saved:
+                return saved[name]
+            if selection.rows is not None and any(name in inside["adapters"].get(row, ()) for row in selection.rows):
+                raise self._mixed(f"has its {name} read")
+            value = getattr(original, name)
+            return self._method(value) if getattr(value, "__self__", None) is original else value
         return super().__getattr__(name)
+
+
+class _Method(nn.Module):
+    """A method of a module as a separate module, so that torch can run it with other parameters."""
+
+    def __init__(self, original: nn.Module, method: Callable[..., object]) -> None:
+        super().__init__()
+        self.original, self.method = original, method
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.method(*args, **kwargs)
 
 
 @dataclass

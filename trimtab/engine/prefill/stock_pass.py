@@ -66,7 +66,10 @@ class TextPass:
             tensors |= {"position_ids": torch.arange(start, end, device=self._model.device)[None]}
         _begin(self._model, self.adapter)
         with torch.no_grad(), text_of(self._model.hf_model, self.prompt_tokens):
-            output = self._module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
+            if not self._model.anatomy.can_chunk:  # one pass, of which nothing is kept
+                output = self._module(**tensors, use_cache=False, return_dict=True)
+            else:
+                output = self._module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
         self._done = end
         return output
 

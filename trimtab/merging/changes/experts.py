@@ -17,7 +17,7 @@ from trimtab.adapters.stack_layout import Stack
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.loader.tracing import Expression
 from trimtab.engine.lora.experts import matrices
-from trimtab.merging.changes.inverse import name_of
+from trimtab.merging.changes.inverse import is_cast, name_of, uncast
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,19 @@ def _spread(matrix: Tensor, shape: tuple[int, ...], places: list[int]) -> Tensor
 def slices(expression: Expression, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice] | None:
     """Return the part of a stack in each file tensor, None if the stack is made in any other way.
 
-    Known: matrices stacked by expert, and such stacks joined along rows or columns.
+    Known: matrices stacked by expert, and such stacks joined along rows or columns, with casts of any of them.
     """
+    expression = uncast(expression)
     name = name_of(expression)
     dim = expression.kwargs.get("dim", expression.args[1] if len(expression.args) > 1 else 0)
-    if name == "stack" and dim == 0 and all(piece.is_leaf for piece in expression.args[0]):
+    if name == "stack" and dim == 0 and all(is_cast(piece) for piece in expression.args[0]):
         parts = {}
         for place, piece in enumerate(expression.args[0]):
-            shape = shapes[piece.leaf]
+            (leaf,) = piece.leaves
+            shape = shapes[leaf]
             if len(shape) != 2:
                 return None
-            parts[piece.leaf] = Slice(place, (0, shape[0]), (0, shape[1]))
+            parts[leaf] = Slice(place, (0, shape[0]), (0, shape[1]))
         return parts
     if name not in ("cat", "concat", "concatenate") or dim not in (1, 2):
         return None

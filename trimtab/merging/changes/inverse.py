@@ -36,11 +36,14 @@ def name_of(expression: Expression) -> str:
 
 def is_cast(expression: Expression) -> bool:
     """Return whether a parameter is one unchanged file tensor, apart from its dtype."""
-    while not expression.is_leaf:
-        if name_of(expression) not in _SAME_VALUES or not isinstance(expression.args[0], Expression):
-            return False
+    return uncast(expression).is_leaf
+
+
+def uncast(expression: Expression) -> Expression:
+    """Return what a parameter is a cast or copy of."""
+    while name_of(expression) in _SAME_VALUES and isinstance(expression.args[0], Expression):
         expression = expression.args[0]
-    return True
+    return expression
 
 
 def without_casts(expression: Expression, fetch: Fetch) -> Tensor:

@@ -309,7 +309,7 @@ def unquantized_of(anatomy: Anatomy, quant: str) -> tuple[Unquantized, ...]:
     tied = tied_paths(anatomy)
     kept = []
     for row in anatomy.rows:
-        if row.kind in ("linear", "experts") and not row.quantized and not row.is_head8:
+        if (row.kind in ("linear", "experts") or row.is_read_linear) and not row.quantized and not row.is_head8:
             weights = [row.weight] if row.weight is not None else [t for t in row.tensors if len(t.shape) == 3]
             nbytes = sum(packed_bytes(t.shape, "none", t.dtype) for t in weights if t is not None)
             shared = "" if not any(t and t.tensor_path in tied for t in weights) else "shared with another module"

@@ -337,6 +337,13 @@ def why_not_int8(anatomy: Anatomy) -> str | None:
     return f"heads of {', '.join(map(str, odd))} values are no multiple of {SCALE_BYTES}" if odd else None
 
 
+def check_answers(anatomy: Anatomy) -> None:
+    """Raise RequestError for a class without a head, which embeds only."""
+    if anatomy.answers_unsupported is not None:
+        hint = "`model.embed` and `model.hidden_states` work"
+        raise RequestError(anatomy.answers_unsupported, field="model", value=anatomy.model_class, hint=hint)
+
+
 def check_batched(anatomy: Anatomy, *, field: str, value: object, hint: str) -> None:
     """Raise RequestError for a family whose states rows cannot keep. A server's requests are rows of a batch."""
     if anatomy.capture_unsupported is not None:
