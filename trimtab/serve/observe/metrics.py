@@ -258,7 +258,7 @@ class Seen:
 
     @property
     def _tokens(self) -> dict[str, int | None]:
-        """Its counts as they are shown: None as long as one of its choices has not told its own."""
+        """Its counts as they are shown: None as long as the worker has not reported those of each choice."""
         counts = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
