@@ -299,7 +299,7 @@ class Merged:
     """
 
     def __init__(
-        self, streams: Sequence[AsyncIterator[Event]], on_start: Callable[[Mapping[str, Any]], None] | None = None, *,
+        self, streams: Sequence[AsyncIterator[Event]], on_start: Callable[[Mapping[str, float]], None] | None = None, *,
         names: Names | None = None,
     ) -> None:  # fmt: skip
         self._on_start, self._names = on_start, names or {}

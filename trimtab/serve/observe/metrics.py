@@ -254,7 +254,7 @@ class Seen:
     queued_s: float | None = None
     is_over: bool = False
     counted: int = 0  # choices whose tokens are known
-    _kept: dict[str, Any] = field(default_factory=dict)  # its entry of `Metrics.recent`
+    _kept: dict[str, object] = field(default_factory=dict)  # its entry of `Metrics.recent`
 
     @property
     def _tokens(self) -> dict[str, int | None]:
@@ -308,7 +308,7 @@ class Seen:
             tokens.labels(*labels, "prompt").inc(self.prompt_tokens - before[0])
             tokens.labels(*labels, "completion").inc(self.completion_tokens - before[1])
 
-    def started(self, usage: Mapping[str, Any]) -> None:
+    def started(self, usage: Mapping[str, float]) -> None:
         """Record that a prompt has started, usage["ago_s"] seconds ago. Of several choices, only the first counts."""
         if self.queued_s is None:
             self.queued_s = max(0.0, time.monotonic() - self.arrived - usage.get("ago_s", 0.0))
