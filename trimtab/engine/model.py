@@ -126,7 +126,7 @@ class LoadedModel(Asking):
                     guard_towers(self._loaded.hf_model)
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
-                rules = unapplied_rules(getattr(self._loaded.hf_model.generation_config, "to_dict", dict)())
+                rules = unapplied_rules(getattr(getattr(self._loaded.hf_model, "generation_config", None), "to_dict", dict)())
                 self._loaded.left_out |= kept_batch.compared(self) | rules
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
@@ -135,7 +135,7 @@ class LoadedModel(Asking):
                     self._attach_planned(name, adapter)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # memory of packing becomes available to others
-            if self.dtype == torch.float16 and was_chosen(plan.dtype_reason):
+            if self.dtype == torch.float16 and was_chosen(plan.dtype_reason) and self.anatomy.answers_unsupported is None:
                 with self._out_of_memory_named("measuring activations"):
                     float16_check.check(self)
             if self.device.type == "cuda":

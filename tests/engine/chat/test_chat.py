@@ -2,7 +2,9 @@
 
 import json
 import os
+from contextlib import nullcontext
 
+import jinja2
 import pytest
 import torch
 import transformers
@@ -196,6 +198,34 @@ def test_no_text_is_lost_in_a_template(tmp_path, template, system, wanted):
     else:
         with pytest.raises(RequestError, match=wanted):
             chat.prepare(asked, "Hello", system=system)
+
+
+# As Mistral's: a system message stands in front of a question that comes last, and nowhere else.
+LAST = (
+    "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}{% for m in rest %}"
+    "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template, is_written", [(LAST, True), (LAST.replace("{{ messages[0].content }}", ""), False)])
+def test_a_system_message_that_a_template_writes_elsewhere_is_no_error(template, is_written):
+    def render(messages, tools):
+        return jinja2.Template(template).render(messages=messages)
+
+    said = [{"role": role, "content": role.upper()} for role in ("system", "user", "assistant", "tool")]
+    with nullcontext() if is_written else pytest.raises(RequestError, match="not supported: system"):
+        chat._check_written(render, said, [], render(said, []))
+
+
+def test_a_system_message_in_parts_is_written_whole():
+    def render(messages, tools):
+        return "".join(m["content"] if isinstance(m["content"], str) else m["content"][0]["text"] for m in messages)
+
+    parts = [{"type": "text", "text": text} for text in ("one", "two")]
+    said = [{"role": "system", "content": parts}, {"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match="not supported: system"):
+        chat._check_written(render, said, [], render(said, []))
 
 
 def test_a_checkpoint_without_tokenizer_says_so(tmp_path):

@@ -53,9 +53,9 @@ def test_a_described_router_is_transformers_own(module, name, dtype, count, widt
     experts = Experts(SimpleNamespace(gate=router(name, count, width, chosen, dtype)), "gate", SimpleNamespace(num_experts=count))
     x = torch.randn(6, width).to(dtype)
     before, is_gemma = len(module.launches), name == "Gemma4TextRouter"
-    wanted = routed(experts, x, 1, None, module)
+    wanted, made = experts.chosen(x), SimpleNamespace(small=module, experts=None)
     assert len(module.launches) == before
-    numbers, weights = routed(experts, x, 1, lambda leaves, given: leaves[0](given), module)
+    numbers, weights, _ = routed(experts, x, "silu", lambda leaves, given: leaves[0](given), made, None)
     assert len(module.launches) - before == 1 + is_gemma
     assert weights.dtype == wanted[1].dtype and numbers.dtype == wanted[0].dtype
     found, expected = (torch.zeros(6, count).scatter(1, index, own.float()) for index, own in ((numbers, weights), wanted))

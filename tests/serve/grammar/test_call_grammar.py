@@ -207,6 +207,9 @@ SHAPES = [
     ({"type": "object", "properties": {"a": DIGIT, "b": False}, "required": ["a"]}, lambda v: "b" not in v),
     (of({"v": DIGIT, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}), lambda v: v["next"] is None or "v" in v["next"]),
     (of({"a": DIGIT, "b": {"$ref": "#/properties/a"}}), lambda v: v["b"] in range(4)),
+    (of({"a": {"enum": ["a", "bc"], "maxLength": 1}}), lambda v: v["a"] == "a"),
+    (of({"a": {"allOf": [{"enum": [1, 2]}, {"enum": [2, 3], "maximum": 3}]}}), lambda v: v["a"] == 2),
+    (of({"a": {"anyOf": [{"const": n, "title": "n"} for n in range(300)]}}), lambda v: v["a"] in range(300)),
 ]  # fmt: skip
 
 
@@ -236,13 +239,18 @@ def test_an_object_of_free_names_is_held_to_its_values_and_its_count(grammar, to
             assert is_allowed(grammar.calls(form, free, several=False), tokenizer, text) == is_right, text
 
 
+@pytest.mark.parametrize("form", ["gemma4", "qwen-xml"])
+def test_a_greatest_length_that_no_answer_reaches_is_none(form, grammar):
+    grammar.calls(form, [{"name": "f", "parameters": of({"a": {"type": "string", "maxLength": 2**31 - 1}})}], several=False)
+
+
 @pytest.mark.parametrize(
     ("keyword", "schema"),
     [
         ("minProperties", {"type": "object", "additionalProperties": DIGIT, "minProperties": 2}),
         ("patternProperties", {"type": "object", "patternProperties": {"^a": DIGIT}}),
         ("minLength", of({"a": {"type": "string", "minLength": 10**6}})),
-        ("maxLength", of({"a": {"enum": ["a", "bc"], "maxLength": 1}})),
+        ("pattern", of({"a": {"enum": ["a", "bc"], "pattern": "a"}})),
         ("type", {"type": "string"}),
     ],
 )

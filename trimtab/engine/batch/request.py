@@ -143,7 +143,10 @@ class Sampler:
         none to draw."""
         token = int(self.queue(token_ids, logits))
         if token < 0:
-            raise DeviceError("every token has probability 0", device=str(logits.device), hint="Check the model's weights")
+            raise DeviceError(
+                "every token has probability 0", device=str(logits.device),
+                hint="Check the model's weights, and the tokens that its generation_config.json suppresses",
+            )  # fmt: skip
         return token
 
     def queue(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ class Sampler:
         if self.is_greedy:
             return without(with_argmax(logits), self._suppressed)[1]
         scores = self._processors(self._history(token_ids, logits.device), logits[None].clone())
-        return scores[0].argmax() if self._generator is None else _drawn([self], scores)[0]
+        return with_argmax(scores[0])[1] if self._generator is None else _drawn([self], scores)[0]
 
     def changed(self, logits: Tensor) -> Tensor:
         """Return the scores [n, V] of rows whose samplers are `alike`; no processor of these writes into what it is given."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
@@ -236,10 +237,11 @@ def _plain(text: str) -> object:
 def tagged_arguments(body: str, parameters: Mapping[str, object] | None) -> dict[str, object]:
     """Return the arguments between tags. parameters: the tool's schema, which distinguishes texts from other values."""
     arguments: dict[str, object] = {}
+    known: dict[str, list[Mapping[str, object]]] = {}
     # Up to the last end alone: each start behind it would look for one through all the text.
     whole, end, _ = body.rpartition("</parameter>")
     for name, text in _PARAMETER.findall(whole + end):
-        schemas = parameter_schemas(parameters, name)
+        schemas = known[name] = known[name] if name in known else parameter_schemas(parameters, name)
         arguments[name] = text if are_texts(schemas) else _read(text, schemas)
     return arguments
 
@@ -263,22 +265,23 @@ def parameter_schemas(parameters: object, name: str | None) -> list[Mapping[str,
     """Return the schemas of an argument, references followed. name: None for one that is not declared."""
     declared: list[object] = []
     others: list[object] = []
-    for node in _branches(parameters, parameters):
+    for node in _branches([parameters], parameters):
         named, rest = node.get("properties"), node.get("additionalProperties")
         if isinstance(named, Mapping) and name in named:
             declared.append(named[name])
         others += [rest] if isinstance(rest, Mapping) else []
-    return [node for schema in declared or others for node in _branches(schema, parameters)]
+    return _branches(declared or others, parameters)
 
 
-def _branches(schema: object, root: object) -> list[Mapping[str, object]]:
-    """Return a schema and what its references, allOf, anyOf and oneOf have."""
+def _branches(schemas: Iterable[object], root: object) -> list[Mapping[str, object]]:
+    """Return schemas and what their references, allOf, anyOf and oneOf have, at most MOST_BRANCHES."""
     found: list[Mapping[str, object]] = []
-    waiting: list[object] = [schema]
+    seen, waiting = set[int](), deque(schemas)
     while waiting and len(found) < MOST_BRANCHES:
-        node = waiting.pop(0)
-        if not isinstance(node, Mapping) or any(node is one for one in found):
+        node = waiting.popleft()
+        if not isinstance(node, Mapping) or id(node) in seen:
             continue
+        seen.add(id(node))
         found.append(node)
         waiting += [target_of(root, node["$ref"])] if "$ref" in node else []
         for several in ("allOf", "anyOf", "oneOf"):

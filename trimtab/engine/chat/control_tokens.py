@@ -358,7 +358,7 @@ class TurnEnd(NamedTuple):
 
 def end_token_ids(hf_model: HFModel) -> tuple[int, ...]:
     """Return every token id that ends an answer, from the generation config or else the model's config."""
-    ids = getattr(hf_model.generation_config, "eos_token_id", None)
+    ids = getattr(getattr(hf_model, "generation_config", None), "eos_token_id", None)
     if ids is None:
         ids = getattr(hf_model.config.get_text_config(), "eos_token_id", None)
     if ids is None:

@@ -394,19 +394,44 @@ def _check_names(render: Callable[..., str], messages: Sequence[Message], tools:
 def _check_written(
     render: Callable[..., str], messages: Sequence[Message], tools: Sequence[Mapping[str, object]], written: str
 ) -> None:  # fmt: skip
-    """Raise if the rendered prompt lacks the last text of a user (ValueError: another form may have it) or a system message."""
-    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    for place in [*users[-1:], *(at for at, one in enumerate(messages) if one["role"] in ("system", "developer"))]:
-        content = messages[place]["content"]
-        texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
-        if all(text.strip() in written for text in texts):
+    """Raise if the template does not write the last text of a user (ValueError: another form may have it), or writes a system
+    message nowhere, also not in front of a question."""
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"][-1:]
+    missing, at = [], 0
+    for place, message in enumerate(messages):
+        if place not in users and message["role"] not in ("system", "developer"):
             continue
-        mark: str | list[Part] = _END if isinstance(content, str) else [{"type": "text", "text": _END}]
-        in_another_form = _END in render([*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]], tools)
-        if not in_another_form and place in users:
+        content = message["content"]
+        for text in [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]:
+            found = written.find(text.strip(), at)
+            if found < 0 and text.strip() not in written:
+                missing.append(place)
+                break
+            at = max(at, found)
+    if not missing:
+        return
+    marked, wanted = [*messages], dict.fromkeys(missing, 1)
+    for place in missing:
+        content = messages[place]["content"]
+        mark: str | list[Part] = _END
+        if not isinstance(content, str):
+            mark = [{**part, "text": _END} if part["type"] == "text" else part for part in content]
+            wanted[place] = sum(part["type"] == "text" for part in content)
+        marked[place] = {**messages[place], "content": mark}
+    if render(marked, tools).count(_END) >= sum(wanted.values()):
+        return  # in another form: stripped, escaped
+    for place in missing:
+        alone = [marked[place]] if place in users else [marked[place], {"role": "user", "content": _question(marked[place])}]
+        if render(alone, tools).count(_END) >= wanted[place]:
+            continue
+        if place in users:
             raise ValueError("it does not write the text of the last question")
-        if not in_another_form:
-            raise RequestError("not supported: system (the checkpoint's chat template writes no such message)", field="system")
+        raise RequestError("not supported: system (the checkpoint's chat template writes no such message)", field="system")
+
+
+def _question(message: Message) -> str | list[Part]:
+    """Return some text in the form of a message's content."""
+    return "x" if isinstance(message["content"], str) else [{"type": "text", "text": "x"}]
 
 
 def _text_only(

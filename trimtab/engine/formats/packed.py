@@ -19,9 +19,11 @@ from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 LOW_HALVES = 0x0F0F0F0F
 # What code may ask of a weight that is elsewhere.
+_FORM = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_leaf", "grad", "nbytes")
 _ASKED = frozenset((
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda")),
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.__len__,
+    *(getattr(Tensor, name).__get__ for name in (*_FORM, "itemsize", "is_sparse", "is_quantized")), Tensor.size, Tensor.dim,
+    Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.stride,
+    Tensor.__len__, Tensor.__hash__,
 ))  # fmt: skip
 
 
@@ -35,6 +37,9 @@ class NoValues(Tensor):
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         vars(made)["module_path"] = module_path
         return made
+
+    def __deepcopy__(self, memo: object) -> NoValues:
+        return self
 
     @classmethod
     def __torch_function__(

@@ -14,6 +14,7 @@ A module serves one stream at a time. What it does not know: whether the kernels
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -219,6 +220,8 @@ def experts(
     if not is_many:
         fetched = None if near is None else fetched or fetch(index, mixture, module, x.dtype)
         return _few(x, index, weights, mixture, out, launch, lora, fetched)
+    if near is not None and x.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(x.device).wait_stream(_side_stream(x.device, threading.get_ident()))  # of a step that failed
     with nullcontext() if near is None else _forgetting(near):
         return _many(x, index, weights, mixture, out, launch, lora)
 
@@ -378,7 +381,9 @@ def fetch(index: Tensor, mixture: Mixture, module: nvrtc.Module, dtype: torch.dt
             for stack in (mixture.gate_up, mixture.down):
                 _copy(mixture, stack, listed, min(pairs, slots), launch)
             return Fetch(lambda: None, lambda: None)
-        waits, side = [], _side_stream(index.device)
+        waits, side = [], _side_stream(index.device, threading.get_ident())
+        if not torch.cuda.is_current_stream_capturing():
+            listed.record_stream(side)  # an error may end the caller before it joins
         side.wait_stream(torch.cuda.current_stream(index.device))
         with torch.cuda.stream(side):
             for stack in (mixture.gate_up, mixture.down):
@@ -393,8 +398,8 @@ def _wait(event: torch.cuda.Event, kept: Tensor) -> None:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # Of another priority than those of torch's pool, which the code of another model may use while this one is captured.
+def _side_stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    # One a thread, and of another priority than torch's pool: no other code may use it while a capture has forked it.
     return torch.cuda.Stream(device, priority=-1)
 
 

@@ -523,7 +523,7 @@ def suppressed_ids(hf_model: HFModel, device: torch.device) -> tuple[Tensor | No
     Source: transformers 5.23's SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, and NoBadWordsLogitsProcessor
     for words of one token; ids beyond the vocabulary are no tokens.
     """
-    own, words = hf_model.generation_config, range(int(hf_model.config.get_text_config().vocab_size))
+    own, words = getattr(hf_model, "generation_config", None), range(int(hf_model.config.get_text_config().vocab_size))
     ends = getattr(own, "eos_token_id", None)
     bad = {word[0] for word in getattr(own, "bad_words_ids", None) or () if len(word) == 1}
     bad -= set(ends if isinstance(ends, (list, tuple)) else [ends])

@@ -36,7 +36,7 @@ PART_WORDS: tuple[tuple[str, Part], ...] = (
 # Model types whose forward computes with the whole word table, not with rows of it (transformers 5.23.0: deberta heads
 # multiply by it, diffusion_gemma's self-conditioning, t5gemma's shared table).
 READS_WHOLE_TABLE = ("deberta", "diffusion_gemma", "t5gemma")
-# Class -> its Linears whose weight its own forward reads, so that the Linear is not called. Source: transformers 5.6.2 to 5.23.0.
+# Class -> its Linears whose weight its own forward reads, so that the Linear is not called. Source: transformers 5.23.0.
 READS_WEIGHT: Mapping[str, tuple[str, ...]] = {
     "MambaMixer": ("dt_proj",), "FalconMambaMixer": ("dt_proj",), "JambaMambaMixer": ("dt_proj",),
     "LongcatFlashTopkRouter": ("classifier",),

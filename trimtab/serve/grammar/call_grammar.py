@@ -8,6 +8,7 @@ of texts. Source of the grammar's own syntax: llguidance, docs/syntax.md.
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from trimtab.engine.chat.answer_forms import CALL_MARKS, GEMMA_QUOTE
 from trimtab.engine.chat.call_values import are_texts, parameter_schemas, target_of
 from trimtab.errors import RequestError
 from trimtab.serve.grammar.plain_schema import KEYWORDS, PlainSchemas, in_document, values_of
+from trimtab.serve.grammar.schema_cost import is_number
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # The spaces that JSON may have where a model was trained on one; see constraint.WHITE_SPACE.
@@ -25,6 +27,12 @@ _SIMPLE_KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
 MOST_RULES, MOST_LETTERS = 20_000, 8 * 2**20
 MOST_COUNT = 1_000_000
 
+
+# Bounds of listed values, which say nothing about values of other kinds: of a text's length, and of numbers.
+_LENGTHS: dict[str, Callable[[Any, Any], bool]] = {"minLength": operator.ge, "maxLength": operator.le}
+_NUMBERS: dict[str, Callable[[Any, Any], bool]] = {
+    "minimum": operator.ge, "maximum": operator.le, "exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt,
+}  # fmt: skip
 
 # The start of a bare call of Llama's.
 BARE_HEAD = '{"name"'
@@ -137,10 +145,18 @@ class _Grammar:
         return self._rule(*rules) if rules else self._anything()
 
     def _listed(self, schema: Mapping[str, Any]) -> list[Any] | None:
-        """Return the values that an alternative lists, None if it lists none."""
+        """Return the values that an alternative lists, without those that its bounds forbid, None if it lists none."""
         values = values_of(schema)
-        for name in () if values is None else (name for names in KEYWORDS.values() for name in names if name in schema):
-            if name != "format":
+        if values is None:
+            return None
+        for name in (name for names in KEYWORDS.values() for name in names if name in schema):
+            bound = schema[name]
+            if name in _LENGTHS | _NUMBERS and is_number(bound):
+                if name in _LENGTHS:
+                    values = [value for value in values if not isinstance(value, str) or _LENGTHS[name](len(value), bound)]
+                else:
+                    values = [value for value in values if not is_number(value) or _NUMBERS[name](value, bound)]
+            elif name != "format":
                 raise self._plain.refused(name)
         return values
 
@@ -248,6 +264,8 @@ class _Grammar:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
             return None
         if value >= MOST_COUNT:
+            if name.startswith("max"):
+                return None
             raise self._plain.refused(name)
         return int(value)
 

@@ -57,7 +57,7 @@ class PlainSchemas:
             others = [other for option in options for other in self.of(option, depth + 1)]
             merged = [self._both(one, other, depth) for one in found for other in others]
             found = [one for several in merged for one in several]
-            if len(found) > MOST_ALTERNATIVES:
+            if len(found) > max(MOST_ALTERNATIVES, len(others)):
                 raise self.refused("anyOf")
         return found
 
@@ -100,6 +100,8 @@ class PlainSchemas:
                 continue
             if name == "required":
                 merged[name] = [*left, *right]
+            elif name == "enum":
+                merged[name] = [value for value in left if value in right]
             elif name.lower().startswith("min") or name == "exclusiveMinimum":
                 merged[name] = max(left, right)
             elif name.lower().startswith("max") or name == "exclusiveMaximum":

@@ -121,7 +121,7 @@ class Merges:
         return self._known[id(node)]
 
     def _computed(self, node: Mapping[str, Any]) -> _Merged:
-        bounds = frozenset((name, node[name]) for name in _BOUNDS if _is_number(node.get(name)))
+        bounds = frozenset((name, node[name]) for name in _BOUNDS if is_number(node.get(name)))
         merged = _Merged(_bounded({_multiple(node)}), ("pattern" in node) + ("format" in node), bounds=bounds)
         for one in list_of(node, "allOf"):
             merged &= self.of(one)
@@ -413,13 +413,13 @@ def _may_be_nested(root: Any, branch: Any, depth: int = 0) -> bool:
 
 def range_digits(schema: Any) -> int:
     """Return how many digits the bounds of all numbers have."""
-    return sum(len(str(node[name])) for node in nodes_of(schema) for name in _BOUNDS if _is_number(node.get(name)))
+    return sum(len(str(node[name])) for node in nodes_of(schema) for name in _BOUNDS if is_number(node.get(name)))
 
 
 # Numbers that llguidance would change ----------------------------------------------------------------------------------
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

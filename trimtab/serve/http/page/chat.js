@@ -351,7 +351,12 @@ export function startChat(model, onKept) {
       const other = id === chat.id ? chat : await store.read(id);
       if (!other) return;
       Object.assign(other, { title, isNamed: true });
-      await store.keep(other);
+      try {
+        await store.keep(other);
+      } catch (error) {
+        if (!(error instanceof store.ChangedError)) throw error;
+        if (other === chat) await takeOther();
+      }
     },
     /** Follow what the model takes. */
     follow(status) {
