@@ -80,7 +80,8 @@ def test_a_server_matches_and_reads_each_adapter_once_whatever_it_plans(folders,
         assert model.adapters == tuple(folders) and engine.shelf.resident == tuple(folders)
         assert [engine.shelf._held[name] for name in folders] == list(held.values())
     one_each = {(name, folder): 1 for name in ("read_adapter", "match_adapter", "read") for folder in folders.values()}
-    assert counts == one_each | {(name, str(DEMO / "base")): 1 for name in ("read_checkpoint", "build_anatomy")}
+    assert counts.pop(("build_anatomy", str(DEMO / "base")), 0) <= 1  # none where an earlier process has kept it
+    assert counts == one_each | {("read_checkpoint", str(DEMO / "base")): 1}
 
 
 def test_a_program_opens_the_files_of_a_plan_once_for_what_it_needs(folders):
