@@ -135,3 +135,12 @@ def own_log():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+
+@pytest.fixture
+def no_kept_anatomies(monkeypatch):
+    """For tests that change what an anatomy is made by: they take none of another test, and keep none for it."""
+    from trimtab.machine import machine_cache
+
+    monkeypatch.setattr(machine_cache, "find_anatomy", lambda *_, **__: None)
+    monkeypatch.setattr(machine_cache, "keep_anatomy", lambda *_, **__: None)

@@ -31,6 +31,8 @@ from trimtab.engine.tiers.streaming import Spill
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError
 from trimtab.process.json_file import KINDS
 
+pytestmark = pytest.mark.usefixtures("no_kept_anatomies")
+
 PATH = Path("config.json")
 
 

@@ -55,6 +55,8 @@ from trimtab.report.render import WIDTH, Lines
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.worker.registry import read_registry
 
+pytestmark = pytest.mark.usefixtures("no_kept_anatomies")
+
 # On both sides of the families' window of 8 tokens, and of one and two chunks of 16.
 PROMPTS = [list(range(5, 5 + count)) for count in (3, 11, 20, 40)]
 CONTEXT = 256

@@ -29,6 +29,8 @@ from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import split_packed
 
+pytestmark = pytest.mark.usefixtures("no_kept_anatomies")
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):

@@ -19,6 +19,8 @@ from trimtab.request import GenerateRequest
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.job import Job
 
+pytestmark = pytest.mark.usefixtures("no_kept_anatomies")
+
 TABLE = torch.arange(12.0).reshape(4, 3)
 LOOK_UPS = {
     "embedding": lambda index: torch.nn.functional.embedding(index, TABLE),

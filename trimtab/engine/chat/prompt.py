@@ -421,17 +421,13 @@ def _check_written(
     if render(marked, tools).count(_END) >= sum(wanted.values()):
         return  # in another form: stripped, escaped
     for place in missing:
-        alone = [marked[place]] if place in users else [marked[place], {"role": "user", "content": _question(marked[place])}]
-        if render(alone, tools).count(_END) >= wanted[place]:
+        is_plain = isinstance(marked[place]["content"], str)
+        question: Message = {"role": "user", "content": "x" if is_plain else [{"type": "text", "text": "x"}]}
+        if render([marked[place], *([] if place in users else [question])], tools).count(_END) >= wanted[place]:
             continue
         if place in users:
             raise ValueError("it does not write the text of the last question")
         raise RequestError("not supported: system (the checkpoint's chat template writes no such message)", field="system")
-
-
-def _question(message: Message) -> str | list[Part]:
-    """Return some text in the form of a message's content."""
-    return "x" if isinstance(message["content"], str) else [{"type": "text", "text": "x"}]
 
 
 def _text_only(
