@@ -178,9 +178,9 @@ def keep_rates() -> None:
     print(f"link {rates.pinned_h2d_Bps / 1e9:.1f} GB/s, device {rates.device_Bps / 1e9:.0f} GB/s", flush=True)
 
 
-def link_row(plan: Any, tok_s: float | None, forced: int) -> dict[str, Any]:
-    """Return what a row says of the link. The limits are None where nothing is copied."""
-    copied, link_Bps = copied_bytes(plan), plan.rates.pinned_h2d_Bps
+def link_row(plan: Any, tok_s: float | None, forced: int = 0, copied: float | None = None) -> dict[str, Any]:
+    """Return what a row says of the link. The limits are None where nothing is copied. copied: bytes a step, if not the plan's."""
+    copied, link_Bps = copied_bytes(plan) if copied is None else copied, plan.rates.pinned_h2d_Bps
     limit = link_Bps / copied if copied else None
     return {
         "link_gb_s": round(link_Bps / 1e9, 2), "copied_gib": round(copied / GIB, 3), "forced_gib": round(forced / GIB, 3),

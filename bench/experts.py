@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import DEVICE, empty_cache
+from bench.cards import link_row
 from bench.families import CONTEXT, LONG, SHORT, prompts, stock_rates
 from bench.memory import environment
 
@@ -159,16 +160,15 @@ def run(
 
 
 def _link_row(model: Any, plan: Any, hits: float, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the measured rate of the link, the tokens per second that copying the missed experts allows, the share reached, and
-    what the plan predicts with these hits."""
+    """Return what a row says of the link, which brings the experts that are not found, and the plan's rate with these hits."""
     config = model.hf_model.config.get_text_config()
-    chosen, link_Bps = getattr(config, "num_experts_per_tok", None) or config.top_k_experts, plan.rates.pinned_h2d_Bps
-    most_s = chosen * plan.experts.bytes / plan.experts.count / link_Bps  # of a token that finds none of its experts
-    limit, planned_hits = 1 / max(1e-9, (1 - hits) * most_s), row["slots"] / config.num_experts
-    return {
-        "link_gb_s": round(link_Bps / 1e9, 2), "link_limit_tok_s": round(limit, 1), "link_share": round(row["tok_s"] / limit, 3),
-        "predicted_at_hits_tok_s": round(1 / (1 / row["predicted_tok_s"] - (hits - planned_hits) * most_s), 1),
-    }  # fmt: skip
+    chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+    most = chosen * plan.experts.bytes / plan.experts.count  # bytes of a token that finds none of its experts
+    link = link_row(plan, row["tok_s"], copied=(1 - hits) * most)
+    fewer_s = (hits - row["slots"] / config.num_experts) * most / plan.rates.pinned_h2d_Bps
+    return {name: link[name] for name in link if name.startswith("link")} | {
+        "predicted_at_hits_tok_s": round(1 / (1 / row["predicted_tok_s"] - fewer_s), 1)
+    }
 
 
 def _slow_link(copies: int) -> None:

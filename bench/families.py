@@ -98,7 +98,8 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
             eight(SHORT)
             found["rows8_tok_s"] = round(8 * (LONG - SHORT) / (eight(LONG) - eight(SHORT)), 1)
         else:
-            found |= {name: value for name, value in link_row(plan, found["tok_s"], 0).items() if name.startswith("link")}
+            link = link_row(plan, found["tok_s"])
+            found |= {name: link[name] for name in link if name.startswith("link") and link["link_share"] is not None}
         step = model.plan.execution.step
         found |= {
             "step": step.mode, "reason": step.reason, "head": model.plan.execution.head,

@@ -201,7 +201,7 @@ def experts(results: Mapping[str, Any]) -> str:
         if "predicted_at_hits_tok_s" in row:
             cells[0] += f" ({row['predicted_at_hits_tok_s']:,.0f})"
         link = f"{row['link_share']:.0%} of {row['link_gb_s']:.1f} GB/s" if "link_share" in row else "-"
-        name = MIXTURES[size] + BESIDE.get(kind, "") + _mark(row)
+        name = MIXTURES[size] + OTHER_ENGINES.get(kind, "") + _mark(row)
         rows.append([name, where, near, hits, link, *cells, f"{row['process_gib']:.2f} GiB" if "process_gib" in row else "-"])
     heads = ["model", "card", "experts of a layer on it", "chosen ones found there", "of what the link allows", "planned",
              "tokens/s", "adapter on experts", "eight rows, eight of these", "first token of 512, ms", "process"]  # fmt: skip
@@ -210,7 +210,7 @@ def experts(results: Mapping[str, Any]) -> str:
     return f"{table}\n\n{_where(results)}; {what}. The process holds the adapters. {EARLIER}\n"
 
 
-BESIDE = {"stock": ", stock, 16 bits", "llama.cpp": ", llama.cpp, Q4_K, no adapter"}
+OTHER_ENGINES = {"stock": ", stock, 16 bits", "llama.cpp": ", llama.cpp, Q4_K, no adapter"}
 LOOPS = {"outside": "sampled, whole, all of the time counted", "closed": "greedy, streamed"}
 
 

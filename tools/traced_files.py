@@ -1,6 +1,6 @@
 """Which files of the package does one answer enter? Traced in every process and thread of a command.
 
-    python tools/traced_files.py run [DEVICE]     `trimtab run` on the demo, with an adapter, on a CPU
+    python tools/traced_files.py run [DEVICE]     `trimtab run` on the demo, with an adapter, on a CPU unless DEVICE is given
     python tools/traced_files.py chat [DEVICE]    a warm chat request to the demo's server: its API process and its worker together
 
 A file counts if one of its functions was entered: code that only an import runs (module and class bodies, comprehensions of

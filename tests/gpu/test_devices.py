@@ -49,10 +49,10 @@ def test_a_second_gpu_answers_as_the_first(family, tmp_path):
     """Captured steps and prompts, waiting for each other: long enough that a token read too early would be seen."""
     base = pico.build(family, tmp_path / "base")
     adapters = {name: pico.adapter(base, tmp_path / name, rank=rank, seed=rank) for name, rank in (("a", 4), ("b", 20))}
-    asked = [{"prompt": list(range(5, 5 + n)), "adapter": name} for n, name in ((9, "a"), (80, "b"), (70, None), (3, "b"))]
+    requests = [{"prompt": list(range(5, 5 + n)), "adapter": name} for n, name in ((9, "a"), (80, "b"), (70, None), (3, "b"))]
     answers = []
     for device in ("cuda:0", "cuda:1"):
         plan = trimtab.plan(base, adapters=adapters, quant="nf4", context=192, device=device, batch=3)
         with trimtab.load(plan, decode="auto") as model:
-            answers += [[one.token_ids for one in model.batch(asked, max_new_tokens=96)] for _ in range(3)]
+            answers += [[one.token_ids for one in model.batch(requests, max_new_tokens=96)] for _ in range(3)]
     assert answers == answers[:1] * len(answers)

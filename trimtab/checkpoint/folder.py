@@ -202,13 +202,13 @@ _RULES: dict[str, tuple[object, ...]] = {
 
 def unapplied_rules(generation: Mapping[str, Any]) -> dict[str, str]:
     """Return what a generation_config.json asks of every answer and trimtab does not do, by the file's name; {} if nothing."""
-    asked = {name: generation.get(name) for name, neutral in _RULES.items() if generation.get(name) not in (None, [], *neutral)}
+    rules = {name: generation.get(name) for name, neutral in _RULES.items() if generation.get(name) not in (None, [], *neutral)}
     words = generation.get("bad_words_ids")
     if any(isinstance(word, list) and len(word) > 1 for word in (words if isinstance(words, list) else ())):
-        asked["bad_words_ids"] = words
-    texts = (f"{name} {value}" if isinstance(value, (int, float)) else name for name, value in asked.items())
-    remedy = "; repetition_penalty can be given with each request" if "repetition_penalty" in asked else ""
-    return {GENERATION: f"asks for {', '.join(texts)}: not applied{remedy}"} if asked else {}
+        rules["bad_words_ids"] = words
+    texts = (f"{name} {value}" if isinstance(value, (int, float)) else name for name, value in rules.items())
+    remedy = "; repetition_penalty can be given with each request" if "repetition_penalty" in rules else ""
+    return {GENERATION: f"asks for {', '.join(texts)}: not applied{remedy}"} if rules else {}
 
 
 def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -54,7 +54,6 @@ def test_a_described_router_is_transformers_own(module, name, dtype, count, widt
     x = torch.randn(6, width).to(dtype)
     before, is_gemma = len(module.launches), name == "Gemma4TextRouter"
     wanted, made = experts.chosen(x), SimpleNamespace(small=module, experts=None)
-    assert len(module.launches) == before
     numbers, weights, _ = routed(experts, x, "silu", lambda leaves, given: leaves[0](given), made, None)
     assert len(module.launches) - before == 1 + is_gemma
     assert weights.dtype == wanted[1].dtype and numbers.dtype == wanted[0].dtype

@@ -233,6 +233,23 @@ def test_a_step_has_the_bits_of_resident_experts(module, kind, form, slots):
 
 
 @on_cpu
+def test_products_wait_for_the_copies_that_they_read(module, monkeypatch):
+    mixture = mixture_of(4, 64, 64, torch.bfloat16, "nf4")
+    x, index, weights, _ = case(mixture, 2, 2, torch.bfloat16)
+    said, fetch = module.launches, ours.fetch
+
+    def told(*given):
+        fetch(*given)
+        return ours.Fetch(lambda: said.append("first stack"), lambda: said.append("all"))
+
+    monkeypatch.setattr(ours, "fetch", told)
+    before = len(said)
+    ours.experts(x, index, weights, apart(mixture, 2), torch.empty_like(x), module=module)
+    copies = ["experts_assign", "experts_fetch", "experts_fetch"]
+    assert said[before:] == [*copies, "first stack", "experts_gate_up", "all", "experts_down"]
+
+
+@on_cpu
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq"])
 @pytest.mark.parametrize("slots", [1, 2, 4, 9])
 def test_a_prompts_experts_take_turns_in_the_half_that_was_used_longest_ago(module, kind, slots):

@@ -67,7 +67,10 @@ class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
 
 
 class Suppressed(transformers.LogitsProcessor):  # type: ignore[misc]
-    """Leaves tokens out of an answer: always, and as its first one. The first call sees the prompt alone. Shapes: [k] int64."""
+    """Leaves tokens out of an answer: always, and as its first one. The first call sees the prompt alone. Shapes: [k] int64.
+
+    Transformers' own processors search the whole vocabulary for them at each token, and need the prompt's length.
+    """
 
     def __init__(self, always: Tensor | None, first: Tensor | None) -> None:
         self._always, self._first = always, first

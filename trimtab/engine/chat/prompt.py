@@ -396,36 +396,36 @@ def _check_written(
 ) -> None:  # fmt: skip
     """Raise if the template does not write the last text of a user (ValueError: another form may have it), or writes a system
     message nowhere, also not in front of a question."""
-    users = [place for place, message in enumerate(messages) if message["role"] == "user"][-1:]
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"][-1:]
     missing, at = [], 0
-    for place, message in enumerate(messages):
-        if place not in users and message["role"] not in ("system", "developer"):
+    for index, message in enumerate(messages):
+        if index not in users and message["role"] not in ("system", "developer"):
             continue
         content = message["content"]
         for text in [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]:
             found = written.find(text.strip(), at)
             if found < 0 and text.strip() not in written:
-                missing.append(place)
+                missing.append(index)
                 break
             at = max(at, found)
     if not missing:
         return
     marked, wanted = [*messages], dict.fromkeys(missing, 1)
-    for place in missing:
-        content = messages[place]["content"]
+    for index in missing:
+        content = messages[index]["content"]
         mark: str | list[Part] = _END
         if not isinstance(content, str):
             mark = [{**part, "text": _END} if part["type"] == "text" else part for part in content]
-            wanted[place] = sum(part["type"] == "text" for part in content)
-        marked[place] = {**messages[place], "content": mark}
+            wanted[index] = sum(part["type"] == "text" for part in content)
+        marked[index] = {**messages[index], "content": mark}
     if render(marked, tools).count(_END) >= sum(wanted.values()):
         return  # in another form: stripped, escaped
-    for place in missing:
-        is_plain = isinstance(marked[place]["content"], str)
+    for index in missing:
+        is_plain = isinstance(marked[index]["content"], str)
         question: Message = {"role": "user", "content": "x" if is_plain else [{"type": "text", "text": "x"}]}
-        if render([marked[place], *([] if place in users else [question])], tools).count(_END) >= wanted[place]:
+        if render([marked[index], *([] if index in users else [question])], tools).count(_END) >= wanted[index]:
             continue
-        if place in users:
+        if index in users:
             raise ValueError("it does not write the text of the last question")
         raise RequestError("not supported: system (the checkpoint's chat template writes no such message)", field="system")
 

@@ -56,7 +56,7 @@ def routed(
         # Padding rows choose what the first row does: they bring no expert to the device.
         is_used = torch.arange(len(x), dtype=torch.int32, device=x.device) < live
         numbers = torch.where(is_used[:, None], numbers, numbers[:1])
-    if made.experts is None or len(x) > kernels.MOST_ROWS:
+    if made.experts is None or len(x) > kernels.MOST_ROWS:  # a step that is not captured may have more rows
         return Chosen(numbers, weights)
     return Chosen(numbers, weights, kernels.fetch(numbers, own.mixture(activation), made.experts, x.dtype))
 

@@ -341,7 +341,7 @@ class FusedStep:
         y = self._added(layer, self._products([layer.mixer.o], attended))
         middle = self.buffer("middle", h.shape, h.dtype)
         norm = self.norm(h, layer.after_attention, layer.before_mlp, None, middle)
-        own, chosen, beside = layer.experts, None, None
+        own, chosen, of_shared = layer.experts, None, None
         if layer.mlp is None or (own is not None and own.near is not None):
             x, norm = self.normed(y, norm), None
             # Experts in host memory are copied while the MLP is computed.
@@ -349,12 +349,12 @@ class FusedStep:
         if layer.mlp is not None:
             y = self._mlp(layer.mlp, y if chosen is None else x, norm)
         elif own is not None and own.shared is not None:
-            beside = self._mlp(own.shared, x)
+            of_shared = self._mlp(own.shared, x)
         if own is not None:
             y = self.mixture(own, chosen, middle, x if layer.mlp is None else None, y, is_step=True)
-            if beside is not None:
+            if of_shared is not None:
                 gate = None if own.shared_gate is None else self._products([own.shared_gate], x)
-                y = fused.add_gated(y, beside, gate, self.kernels.small)
+                y = fused.add_gated(y, of_shared, gate, self.kernels.small)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)

@@ -18,9 +18,9 @@ from trimtab.formats.record import PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 LOW_HALVES = 0x0F0F0F0F
-# What code may ask of a weight that is elsewhere.
+# What code may read of a weight that is elsewhere.
 _FORM = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_leaf", "grad", "nbytes")
-_ASKED = frozenset((
+_READABLE = frozenset((
     *(getattr(Tensor, name).__get__ for name in (*_FORM, "itemsize", "is_sparse", "is_quantized")), Tensor.size, Tensor.dim,
     Tensor.numel, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.stride,
     Tensor.__len__, Tensor.__hash__,
@@ -46,7 +46,7 @@ class NoValues(Tensor):
         cls, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         """Errors: DeviceError with the module's path: torch 2.13 computes noise from such a tensor on a CPU, without an error."""
-        if func in _ASKED:
+        if func in _READABLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         flat = [

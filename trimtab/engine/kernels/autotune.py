@@ -331,18 +331,20 @@ def compile_ahead(
     weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[fused.AttentionShape], device: torch.device,
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
     norm: matvec.NormForm = matvec.PLAIN, others: Sequence[Job] = (),
-) -> None:  # fmt: skip
-    """Compile the sources and variants that `jobs` returns for a device, and others, in parallel. One that does not compile is
-    named by its check."""
+) -> bool:  # fmt: skip
+    """Compile the sources and variants that `jobs` returns for a device, and others, in parallel; whether that was done. One that
+    does not compile is named by its check."""
     if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
-        return
+        return False
     with suppress(DeviceError):  # the next load reports the reason
         module = matvec.load(device, norm)
         try:
             wanted = jobs(weights, attention, module, dtype, checked=checked, counts=counts, has_many=has_many)
             nvrtc.compile_all([*others, *wanted], module.capability)
+            return True
         finally:
             module.close()
+    return False
 
 
 def compile_cuts(

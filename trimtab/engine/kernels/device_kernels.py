@@ -429,11 +429,12 @@ def _choose(
     if device.type == "cuda" and checks.find(*compiled) is None:
         others = [delta_rule.job(one, dtype) for one in deltas]
         others += [one for _, opened in (mixtures or {}).values() for one in experts.jobs(opened(), dtype)]
-        tuning.compile_ahead(
+        is_done = tuning.compile_ahead(
             [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
             checked=_ROWS, counts=counts, has_many=has_many, norm=norm, others=others,
         )  # fmt: skip
-        checks.keep({}, *compiled)
+        if is_done:
+            checks.keep({}, *compiled)
 
     def tried(
         name: str, load: Callable[[], nvrtc.Module], wrong: Callable[[nvrtc.Module, Times], str | None], *key: object
