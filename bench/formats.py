@@ -11,6 +11,7 @@ of 512 tokens, `first_ms` of its first token, `weights_gib`, `mode` of the plann
 the package gguf; compressed-tensors with its own). Each load is a fresh process that has imported the packages of both sides and
 opened the GPU; the files were read once before, and the two take turns. `load_s`: of the plan and the load, or of
 `from_pretrained`. `answer_s`: of one token behind it. `first_s`: of a side's first load, which may compile kernels: in no median.
+`over_s`: seconds within which a load of this side did not end; it is not loaded again.
 """
 
 from __future__ import annotations
@@ -340,26 +341,35 @@ def loads(name: str, given: argparse.Namespace, end: float) -> dict[str, Any] | 
     command = [sys.executable, "-m", "bench.formats", "--work", str(given.work), "--one", name]
     command += [] if given.layers is None else ["--layers", str(given.layers)]
     found: dict[str, list[dict[str, Any]]] = {"trimtab": [], "stock": []}
+    over: dict[str, float] = {}  # side -> the seconds that one load did not end within; no further one is made
     try:
         for side in ("trimtab", "stock") * (1 + REPEATS_LOAD):
+            if side in over:
+                continue
             timeout_s = min(given.timeout_s, end - time.monotonic())
-            done = subprocess.run([*command, "--side", side], capture_output=True, text=True, timeout=timeout_s)
+            try:
+                done = subprocess.run([*command, "--side", side], capture_output=True, text=True, timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                if timeout_s != given.timeout_s:
+                    return None
+                over[side] = timeout_s
+                continue
             lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
             if not lines:
                 row["error"] = f"{side}: {(done.stderr.strip().splitlines() or ['?'])[-1][:300]}"
                 break
             found[side].append(json.loads(lines[-1][4:]))
-    except subprocess.TimeoutExpired:
-        if timeout_s != given.timeout_s:
-            return None
-        row["error"] = f"{side}: longer than {timeout_s:.0f} s"
     finally:
         if not given.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    for side, (first, *times) in ((side, times) for side, times in found.items() if times):
-        row[side] = {"first_s": first["load_s"], "layer": first["layer"]}
-        row[side] |= {key: [one[key] for one in times] for key in ("load_s", "answer_s")}
-    if "error" not in row:
+    for side, times in found.items():
+        if side in over:
+            row[side] = {"over_s": over[side]}
+        elif times:
+            first, *times = times
+            row[side] = {"first_s": first["load_s"], "layer": first["layer"]}
+            row[side] |= {key: [one[key] for one in times] for key in ("load_s", "answer_s")}
+    if "error" not in row and not over:
         ours, stock = (statistics.median(row[side]["load_s"]) for side in ("trimtab", "stock"))
         row["of_stock"] = round(ours / stock, 2)
     print(json.dumps(row), flush=True)
