@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -375,3 +376,21 @@ def test_towers_come_before_chunks_and_once():
         one.enter(Stage.TOWERS)
     one.cut([Chunk(0, 21, 64, is_last=True)])
     assert one.end_chunk(ends_in_step=False) and one.media is None
+
+
+def test_the_forms_are_compared_beside_the_reading_of_weights(monkeypatch):
+    kinds, ran = [layer(group) for group in (4, 2, 4)], []
+    for one in kinds:
+        one.head_dim = 64
+
+    def why(group, *rest):
+        ran.append((group, threading.current_thread() is threading.main_thread()))
+        return "other bits" if group == 2 else None
+
+    monkeypatch.setattr(hf_attention, "_modules", lambda _: iter(kinds))
+    monkeypatch.setattr(hf_attention, "why_other", why)
+    assert hf_attention.begin_trials(None, torch.device("cuda"), torch.bfloat16)() == "other bits"
+    assert ran == [(4, False), (2, False)]
+    monkeypatch.setattr(hf_attention, "why_other", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hf_attention.use_in(None, hf_attention.begin_trials(None, torch.device("cuda"), torch.bfloat16))

@@ -144,6 +144,7 @@ class _Filler:
         order = list(self._reads(row for _, rows in blocks for row in rows))
         total = sum(wanted.entry.nbytes for wanted in order)
         count = phases.counting("loading", is_bytes=True)
+        tried = hf_attention.begin_trials(self.probe.model, self.device, self.dtype)
         with Reader(order) as reader:
             self.reader = reader
             for block, rows in blocks:
@@ -163,9 +164,8 @@ class _Filler:
         if next(self.probe.model.parameters(), None) is None:  # OLMo: transformers asks one for the model's device and type
             self.probe.model.register_parameter("_own", nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), False))
         why = head8_choice.choose(self.head) if self.head is not None and self.device.type == "cuda" else None
-        left_out = {} if why is None else {head8.NAME: why}
-        if (why := hf_attention.use_in(self.probe.model, self.device, self.dtype)) is not None:
-            left_out[hf_attention.WHAT] = why
+        found = {head8.NAME: why, hf_attention.WHAT: hf_attention.use_in(self.probe.model, tried)}
+        left_out = {what: why for what, why in found.items() if why is not None}
         return Loaded(self.probe.model, streamer, self.file_rows, left_out, any(row.packs_experts for row in self.rows))
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:

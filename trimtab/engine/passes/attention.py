@@ -1,6 +1,6 @@
 """Attention of one sequence that reads grouped keys and values in place, with the bits of transformers' repeated form.
 
-    why = use_in(hf_model, device, dtype)    # the decoder's attention modules, once, while a model is loaded
+    why = use_in(hf_model, begin_trials(hf_model, device, dtype))    # the decoder's attention modules, once a model
 
 transformers' `sdpa` form copies keys and values to every query head (`repeat_kv`) wherever several tokens have a mask or heads are
 wider than 256 (transformers 5.23.0, integrations/sdpa_attention.py): 64 MiB for 4,096 places of Gemma 4 E4B. Here the query
@@ -33,6 +33,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -120,17 +121,32 @@ def may_pack(query: Tensor) -> bool:
 # A model -------------------------------------------------------------------------------------------------------------
 
 
-def use_in(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> str | None:
+def begin_trials(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Callable[[], str | None]:
+    """Begin `why_other` for the decoder's attention, on a GPU beside other work: its first kernels take up to a second to load.
+    Returns what gives the first reason."""
+    kinds = list(dict.fromkeys((module.num_key_value_groups, module.head_dim) for module in _modules(hf_model)))
+
+    def tried() -> str | None:
+        return next((why for group, width in kinds if (why := why_other(group, width, device, dtype)) is not None), None)
+
+    if device.type != "cuda" or not kinds:
+        return tried
+    pool = ThreadPoolExecutor(1, "trimtab-attention")
+    future = pool.submit(tried)
+    pool.shutdown(wait=False)
+    return future.result
+
+
+def use_in(hf_model: HFModel, tried: Callable[[], str | None]) -> str | None:
     """Let the decoder's attention modules use this form. Return why they stay as they are, None if nothing differs.
 
-    Model and decoder keep their config: masks are made as before. Attention modules read a view of it in which only
-    the name of the attention differs, and that only while it is "sdpa".
+    tried: of `begin_trials`. Model and decoder keep their config: masks are made as before. Attention modules read a view of it in
+    which only the name of the attention differs, and that only while it is "sdpa".
     """
+    why = tried()
+    if why is not None:
+        return why
     modules = list(_modules(hf_model))
-    for group, width in dict.fromkeys((module.num_key_value_groups, module.head_dim) for module in modules):
-        why = why_other(group, width, device, dtype)
-        if why is not None:
-            return why
     views: dict[int, Any] = {}
     for module in modules:
         if id(module.config) not in views:
