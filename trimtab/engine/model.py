@@ -45,7 +45,7 @@ from trimtab.engine.model_calls import Asking, match_planned, read_held, read_pl
 from trimtab.engine.passes import attention as attention_forms
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
-from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, gib
+from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change
 from trimtab.planning.plan.plan import FilesRead
@@ -104,7 +104,7 @@ class LoadedModel(Asking):
         # For the kernels of steps and chunks; on a CPU each layer has its own share of them instead.
         self.unpacked: UnpackedWeights | None = None
         self.unpacked_bytes = 0
-        self._no_processor: CheckpointError | None = None
+        self._no_processor: dict[str, Any] | None = None
         self._loaded: Loaded | None = None
         self._give_back_attention: Callable[[], object] = lambda: None
         self._baseline_bytes = 0
@@ -214,11 +214,11 @@ class LoadedModel(Asking):
     def processor(self) -> Any:
         """The checkpoint's processor or tokenizer. Errors: CheckpointError, also for another model's tokenizer."""
         if self._no_processor is not None:  # every answer asks, and reading such a folder takes milliseconds
-            raise self._no_processor
+            raise TrimtabError.from_dict(self._no_processor)  # one error would keep the frames of all answers, and their inputs
         try:
             return hf_processor.load_processor(self.processor_folder)
         except CheckpointError as exc:
-            self._no_processor = exc
+            self._no_processor = exc.to_dict()
             raise
 
     @cached_property

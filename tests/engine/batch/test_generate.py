@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import os
 import re
 import threading
+import weakref
 
 import pytest
 import tokenizers
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 import trimtab
-from tests import stock, talking
+from tests import pico, stock, talking
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, TokenTexts, hidden_ids
 from trimtab.engine.batch.request import AnswerPenalties, Sampler
@@ -64,6 +66,18 @@ def test_a_real_picture_and_a_real_sound_give_stocks_tokens(model, stock_model):
     assert list(answer.token_ids) == stock_tokens(stock_model, inputs, 16)
     assert answer.prompt_tokens == inputs.prompt_tokens and answer.ttft_s > 0
     assert "".join(model.generate("What is it?", **question, max_new_tokens=16)) == answer.text
+
+
+def test_an_answer_without_a_tokenizer_leaves_nothing_of_its_inputs(tmp_path):
+    kept = []
+    with trimtab.load(trimtab.plan(pico.build("llama", tmp_path), quant="none", device=DEVICE, context=32)) as loaded:
+        for _ in range(3):
+            inputs = loaded.prepare([5, 6, 7])
+            kept.append(weakref.ref(inputs))
+            loaded.answer_inputs(inputs, GenerateRequest(max_new_tokens=1))
+            del inputs
+        gc.collect()
+        assert [one() for one in kept] == [None] * 3
 
 
 def test_the_files_sampling_defaults_do_not_leak_into_greedy(model, stock_model):

@@ -122,7 +122,7 @@ def may_pack(query: Tensor) -> bool:
 
 
 def begin_trials(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Callable[[], str | None]:
-    """Begin `why_other` for the decoder's attention, on a GPU beside other work: its first kernels take up to a second to load.
+    """Begin `why_other` for the decoder's attention, on a GPU next to other work: its first kernels take up to a second to load.
     Returns what gives the first reason."""
     kinds = list(dict.fromkeys((module.num_key_value_groups, module.head_dim) for module in _modules(hf_model)))
 
