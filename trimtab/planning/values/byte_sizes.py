@@ -47,10 +47,8 @@ ALLOCATION_BYTES = 512
 SMALL_BYTES = 2**20
 LARGE_BYTES = 10 * 2**20
 SEGMENT_BYTES = 2 * 2**20
-# Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors): a T4
-# with E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more. A captured model has 80 MiB and more of it after
-# loading, on several streams, for every size (H100, E4B on 4 GiB: `shares_mib` in bench/results/cards.json).
-# `fragments` counts the rest.
+# Memory that torch reserves beyond what it has given out: a T4 with E2B NF4 reserved 2.9 % more. A captured model has 80 MiB and
+# more of it after loading, for every size (`shares_mib` in bench/results/cards.json). `fragments` counts the rest.
 RESERVE_MIN_BYTES = 64 * 2**20
 RESERVE_PERCENT = 3
 
@@ -206,7 +204,7 @@ BEYOND_FLOAT16 = ("gemma",)
 
 
 # The start of the reason of a requested type.
-ASKED = "asked for"
+ASKED = "requested"
 
 
 def reason_of(dtype: str, capability: tuple[int, int] | None, model_type: str) -> str:
@@ -248,14 +246,12 @@ SCALE_BYTES = 4
 # Mean KL of next-token distributions, 8 bits against full keys and values, over the demo's prompts, the largest of its adapters and
 # formats (bench/results/kv8.json).
 KV8_KL = 6.3e-4
-# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them,
-# and converting both back. An assumption: counted in the code, each as long as a small kernel in a graph. Neither was
-# measured, so a plan marks it as an estimate (`Phase.estimated_s`).
+# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and values, writing, converting back:
+# counted in the code, each as long as a small kernel in a graph. Not measured: a plan calls it an estimate (`Phase.estimated_s`).
 LAYER_KERNELS = 24
 KERNEL_S = 1.5e-6
-# A node of a graph in the driver's memory, with its arguments and, the first time, its code: six graphs of E4B's
-# prompts took 42 MiB, 1.46 KiB for each counted kernel (`captured` in bench/results/cards.json, run 9). Not measured
-# for those here.
+# A node of a graph in the driver's memory: six graphs of E4B's prompts took 42 MiB, 1.46 KiB for each counted kernel (`captured` in
+# bench/results/cards.json, run 9). Not measured for those here.
 NODE_BYTES = 3 * 2**9
 # Temporary copies while a chunk's keys are rounded: their values in float32, divided, and rounded.
 ROUNDING_BYTES = 12
