@@ -85,9 +85,8 @@ def four_bit_towers(model: EngineContext) -> list[Leaf]:
 _LAYERED = ("vision", "audio")
 # Frames of 10 ms that audio is padded to: 1.3 to 30.7 s, each at most half more than the one before.
 SOUND_FRAMES = (128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072)
-# Families whose audio tower masks padding before every operation that looks beyond its own position (transformers 5.23.0,
-# Gemma4AudioSubSampleConvProjectionLayer.forward and Gemma4AudioAttention.forward), and how often it halves the frames.
-# Gemma 3n's convolutions mask nothing: their normalization makes other values of padding than of the end of the audio.
+# Families whose audio tower masks padding before operations that look beyond their own position (transformers 5.23.0, gemma4), and
+# how often it halves the frames. Gemma 3n's convolutions mask nothing: they make other values of padding than of the audio's end.
 PADDED_SOUNDS = {"gemma4": 2}
 # Layers that one pass captures while rows are being answered: a few milliseconds each.
 LAYERS_AT_ONCE = 4
