@@ -1,21 +1,12 @@
 """Bytes of weights in each format and location and of keys and values, seconds of a block in each tier, and the type of a card.
 
-Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured
-rates. They compare placements and do not predict a speed: copies of neighbouring blocks are assumed to queue on one
-link, and the overlap of copies with computation is counted only within one block.
-
-Also the type in which a model computes on a card. Compute capability below 8.0 (GTX 16, RTX 20, T4) emulates bfloat16.
-There float16 is used if a family's activations stay within its range, which is measured while loading
-(`engine/float16_check.py`); float32 if they are known to exceed it. With float32, unquantized weights stay in the 16
-bits of their file and are cast at each use: the same values, half the memory. Gemma exceeds float16 (65,504): Gemma 3
-in its norms (github.com/huggingface/transformers/issues/36822), Gemma 4 in the first layers' MLP
-(github.com/unslothai/unsloth/pull/5092) and in its vision tower (github.com/huggingface/transformers/pull/46277). Not
-known: other families that were released in bfloat16 and exceed float16. The check while loading detects them.
-
-Keys and values are in full or in 8 bits: then a head of D values has D bytes and its own float32 scale (engine/kv/int8.py), and
-attention reads copies in the model's dtype, for longer if later layers read the same. Rows that share a pool take pages of full
-layers from it (engine/kv/sequence.py); a sliding layer has its window for every row. Not covered: attention that reads 8 bits
-directly; the time that 8 bits add to prompts.
+Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured rates; they
+compare placements and do not predict a speed. A card below compute capability 8.0 gets float16 if a family's activations stay
+within its range (`engine/float16_check.py`), float32 if they are known to exceed it: Gemma 3
+(github.com/huggingface/transformers/issues/36822) and 4 (github.com/unslothai/unsloth/pull/5092,
+github.com/huggingface/transformers/pull/46277). A head of D values in 8 bits has D bytes and a float32 scale
+(engine/kv/int8.py). Rows that share a pool take pages from it (engine/kv/sequence.py). Not covered: the time that 8 bits add to
+prompts.
 """
 
 from __future__ import annotations
