@@ -88,7 +88,7 @@ def test_trained_weights_beside_an_adapter_are_refused_by_name(name: str, adapte
     with pytest.raises(AdapterError) as caught:
         read_adapter(adapter)
     (problem,) = caught.value.problems
-    assert problem.startswith(f"{name}: weights beside the adapter (")
+    assert problem.startswith(f"{name}: weights next to the adapter (")
     assert "name that folder as the model" in problem
 
 

@@ -388,7 +388,7 @@ def test_the_scaling_of_llama_3_is_found_from_its_factors(tmp_path):
         with pytest.raises(CheckpointError, match="no scaling that is known"):
             config_of(written(wrong))
     keys |= {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
-    with pytest.raises(CheckpointError, match="factors beside a scaling of type 'yarn'"):
+    with pytest.raises(CheckpointError, match="factors and a scaling of type 'yarn'"):
         config_of(written(plain / scaled))
 
 

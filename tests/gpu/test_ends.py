@@ -96,4 +96,4 @@ def test_captured_steps_go_on_from_token_to_token(module, overlap):
 def test_an_end_that_does_nothing_is_found(module, monkeypatch, name):
     launch = module.launch
     monkeypatch.setattr(module, "launch", lambda one, *a, **m: None if one.startswith(name) else launch(one, *a, **m))
-    assert name in ends.check(module, SIZES[1], rows=(1,))
+    assert name.replace("likeliest", "argmax") in ends.check(module, SIZES[1], rows=(1,))

@@ -230,9 +230,8 @@ MOST_RANK = 2**20
 _RANK = f"a rank is an integer of at least 1 and at most {MOST_RANK}"
 FIELDS = frozenset((*SUPPORTED, *HARMLESS, *REFUSED))
 
-# The effect of these in PEFT at load: "pissa*", "olora" and "loftq" replace the base weight, "corda" fails, "lora_ga"
-# does not change the base although the adapter was trained against a changed one. save_pretrained with
-# path_initial_model_for_weight_conversion writes true instead.
+# What PEFT does with these at load: "pissa*", "olora", "loftq" replace the base weight, "corda" fails, "lora_ga" changes nothing,
+# although the adapter was trained on a changed base. Saving with path_initial_model_for_weight_conversion writes true instead.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
 

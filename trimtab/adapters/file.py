@@ -308,7 +308,7 @@ def weights_beside(folder: Path) -> tuple[list[str], list[str]]:
                 notes[name] = told
             else:
                 problems[name] = known or "not known"
-    words = [f"{name}: weights beside the adapter ({why})" for name, why in sorted(problems.items())]
+    words = [f"{name}: weights next to the adapter ({why})" for name, why in sorted(problems.items())]
     if len(words) > _SHOWN:
         words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more files with weights"]
     if words:

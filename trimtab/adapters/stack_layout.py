@@ -17,9 +17,8 @@ from typing import Literal
 Layout = Literal["last", "before"]  # the dimension of a stack that corresponds to lora_A's columns
 VERSION = "peft_version"
 
-# Releases below the first value -> (layout of plain stacks, layout of stacks that transformers marks is_transposed).
-# 0.19.0 exchanged the layout of marked stacks, 0.19.1 that of plain ones instead. Marked stacks of 0.19.0 depend on
-# whether its transformers had marks.
+# Releases below the first value -> (layout of plain stacks, of stacks that transformers marks is_transposed). 0.19.0 exchanged
+# that of marked stacks, 0.19.1 that of plain ones instead. Marked stacks of 0.19.0 depend on whether its transformers had marks.
 _RELEASES: tuple[tuple[tuple[int, int, int], Layout, Layout | None], ...] = (
     ((0, 19, 0), "before", "before"),
     ((0, 19, 1), "before", None),

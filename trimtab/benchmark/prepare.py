@@ -34,7 +34,7 @@ MEDIA_QUESTION = "Describe what you are given."
 # Repeated until the prompt is long enough: the text does not change the time.
 TEXT = (
     "A model that does not fit the memory of a card is split: some of its blocks stay there, others wait in the memory of "
-    "the host and are copied when their turn comes. Each token that is written asks for every block once, so what has to "
+    "the host and are copied when their turn comes. Each token that is written needs every block once, so what has to "
     "be copied for a token decides how long the token takes. "
 )
 

@@ -182,7 +182,7 @@ class View:
             parent, _, last = path.rpartition(".")
             size = module.weight.numel() * module.weight.element_size()
             if last == "embed_tokens" and f"{parent}.embed_tokens_per_layer" in self.modules:
-                yield Finding("embedding-offloaded", path, f"offloaded to {away} beside per-layer embeddings")
+                yield Finding("embedding-offloaded", path, f"offloaded to {away} next to per-layer embeddings")
             elif module.num_embeddings > 1:
                 yield Finding("table-copied-whole", path, f"{gib(size)} from {away} at every forward")
 

@@ -208,7 +208,7 @@ def unapplied_rules(generation: Mapping[str, Any]) -> dict[str, str]:
         rules["bad_words_ids"] = words
     texts = (f"{name} {value}" if isinstance(value, (int, float)) else name for name, value in rules.items())
     remedy = "; repetition_penalty can be given with each request" if "repetition_penalty" in rules else ""
-    return {GENERATION: f"asks for {', '.join(texts)}: not applied{remedy}"} if rules else {}
+    return {GENERATION: f"requests {', '.join(texts)}: not applied{remedy}"} if rules else {}
 
 
 def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -499,5 +499,5 @@ def _refuse_other_weights(folder: Path) -> None:
     if other:
         raise CheckpointError(
             f"has {other[0]}{_others(other[1:])}, but neither {SINGLE} nor {INDEX}, which name the files that transformers reads",
-            path=folder, hint="Copy or download the missing file; a GGUF file is given itself, an adapter beside its model",
+            path=folder, hint="Copy or download the missing file; a GGUF file is given itself, an adapter together with its model",
         )  # fmt: skip

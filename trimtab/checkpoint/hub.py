@@ -108,7 +108,7 @@ def _pull(model: str, branch: str, emit: Callable[[str], None], endpoint: str | 
         parts = _parts_of(model, file, sizes, packed)
         projectors = sorted(name for name in sizes if _GGUF.fullmatch(name) and Path(name).name.lower().startswith("mmproj"))
         if projectors:
-            is_one = "is a projector" if file in projectors else f"for images, beside a projector ({', '.join(projectors[:3])})"
+            is_one = "is a projector" if file in projectors else f"for images, with a projector ({', '.join(projectors[:3])})"
             emit(f"{file} {is_one}: with both files in the cache, {model} is the model for images (Gemma 4: with its config.json)")
     elif packed and not {SINGLE, INDEX, ADAPTER_CONFIG} & sizes.keys():
         raise CheckpointError(

@@ -141,7 +141,7 @@ def _rope(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
         keys.expect("rope.scaling.factor", 1.0, 0.0)
     if (tensor := header.tensors.get("rope_freqs.weight")) is not None:
         if kind != "none":
-            refuse(header.files[0], f"has factors beside a scaling of type {kind!r:.30}; one of the two is read", tensor.name, HINT)
+            refuse(header.files[0], f"has factors and a scaling of type {kind!r:.30}; one of the two is read", tensor.name, HINT)
         rope |= _llama3(header, frequencies(tensor), rope["rope_theta"], original or 8192)
     config["rope_parameters"] = rope
 
@@ -282,7 +282,7 @@ def _gemma4(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:
         },
     }  # fmt: skip
     if full != sliding and not lacks_values:
-        refuse(file, "has another number of key heads in full layers, with values of their own", hint=HINT)
+        refuse(file, "has another number of key heads in full layers, with separate values", hint=HINT)
 
 
 def _qwen35(keys: Keys, header: GgufHeader, config: dict[str, Any]) -> None:

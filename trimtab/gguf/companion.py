@@ -160,7 +160,7 @@ def _check_same(file: Path, given: Mapping[str, Any], made: Mapping[str, Any], b
         if not isinstance(own, dict) or theirs is None:
             continue
         if not isinstance(theirs, dict):
-            refuse(file, f"does not fit the files beside it: {part} is no object", hint="Get the files of the same model")
+            refuse(file, f"does not fit the files next to it: {part} is no object", hint="Get the files of the same model")
         same = theirs.keys() & own.keys() - set(but)
         if own.get("hidden_size_per_layer_input") == 0:
             same -= {"vocab_size_per_layer_input"}
@@ -168,7 +168,7 @@ def _check_same(file: Path, given: Mapping[str, Any], made: Mapping[str, Any], b
             f"{name} {theirs[name]!r:.60} ({own[name]!r:.60})" for name in sorted(same) if not _is_same(theirs[name], own[name])
         ]
         if wrong:
-            refuse(file, f"does not fit config.json beside it: {', '.join(wrong[:5])}", hint="Get config.json of the same model")
+            refuse(file, f"does not fit config.json next to it: {', '.join(wrong[:5])}", hint="Get config.json of the same model")
 
 
 def _is_same(theirs: object, own: object) -> bool:
@@ -187,7 +187,7 @@ def _check_words(header: GgufHeader, tokenizer: Mapping[str, Any]) -> None:
     if isinstance(words, dict) and isinstance(tokens, list):
         other = sum(not isinstance(place, int) or tokens[place : place + 1] != [text] for text, place in words.items())
         if other > MOST_OTHER * len(words):
-            refuse(header.files[0], f"{other} of {len(words)} tokens are others than in tokenizer.json beside it")
+            refuse(header.files[0], f"{other} of {len(words)} tokens are others than in tokenizer.json next to it")
 
 
 def _write_tensors(header: GgufHeader, files: tuple[Path, ...], mapped: list[Mapped], made: Path) -> dict[str, Any]:

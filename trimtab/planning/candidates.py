@@ -38,9 +38,8 @@ from trimtab.request import LoadRequest
 
 # Modes of a decode step, the fastest first.
 FASTEST_FIRST = ("fused", "graph", "eager")
-# Mean KL of next-token distributions, full head against 8 bits, on the demo model: the largest of eight measurements,
-# without an adapter and with each of three, in 4 bits and in bfloat16 (bench/results/head8.json; it is that of
-# "specialist" in 4 bits).
+# Mean KL of next-token distributions, full head against 8 bits, on the demo model: the largest of eight measurements, without an
+# adapter and with each of three, in 4 bits and bfloat16 (bench/results/head8.json: "specialist" in 4 bits).
 HEAD8_KL = 1.4e-4
 
 
@@ -230,7 +229,7 @@ def _mode_reason(
     mode: str, requested: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any, *, reads_packed: bool
 ) -> str:  # fmt: skip
     if requested is not None:
-        return "asked for"
+        return "requested"
     if machine.on_cpu:
         return "the CPU computes"
     if before:
@@ -253,7 +252,7 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
     """
     first = next(iter(plans))
     if request.head != "auto":
-        return first, "asked for"
+        return first, "requested"
     if machine.on_cpu:
         return first, "the CPU computes"
     if refused:
@@ -292,9 +291,8 @@ def _cost() -> str:
 
 # The head in 8 bits ---------------------------------------------------------------------------------------------------
 
-# The kernel of an 8-bit head (engine/formats/int8_head.py) computes up to KERNEL_ROWS rows in bfloat16. torch computes all other
-# cases: it converts the 8 bits to float32, one chunk at a time, which takes longer than the full head. Heads that the kernel
-# refuses for their width or bias are not covered: only loading knows them.
+# An 8-bit head's kernel (engine/formats/int8_head.py) computes up to KERNEL_ROWS rows in bfloat16; torch computes all other cases
+# in float32, slower than the full head. Heads that the kernel refuses for width or bias are not covered: only loading knows them.
 KERNEL_DTYPE = "bfloat16"
 # Rows of a step -> seconds of torch's product with 8 bits, as a multiple of the full head's in bfloat16: E4B on an H200
 # (bench/results/head8.json). More rows take at least as long. Other cards take the multiple as an estimate.

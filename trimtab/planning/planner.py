@@ -1,23 +1,10 @@
 """The planner: the plan of one request on one machine.
 
-All blocks stay on the execution device if they fit. Otherwise gathered tables leave first, because fetching rows is
-very cheap, then blocks in the order of the seconds that each freed byte costs: towers and connectors run once per image
-or audio clip, decoder layers at every token. They move to host memory. Blocks that do not fit there go to disk; the
-rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within every budget.
-
-Where a CPU computes, a product reads its weight at the rate that was measured for its form and type: 4-bit weights that the plan
-keeps unpacked in the model's dtype, others as bitsandbytes unpacks them. Every linear layer takes operations other than its product
-(norms, attention, adapters, Python); a head that is tied to a table is read whole. Measured within a factor of two
-(bench/results/cpu_predictions.json). Not counted: attention over long contexts, and that
-a step on a CPU reads only some experts.
-
-Weights unpacked as well as packed: a step of one row reads the packed ones, fewer bytes, so faster. A prompt chunk, and a step
-of more rows than the matrix-vector kernels support, multiply with weights in the model's dtype, which every pass unpacks. On an
-H200 that is 2.2 of the 16.5 ms of a prompt of 512 tokens, and most of a step of 32 rows (bench/results/many_rows.json). If
-enough of the budget is left, the plan keeps the unpacked form permanently; the bits are the same. It may use half of the rest
-for many rows, and a quarter for few rows, where only prompts become faster. On a CPU the packed weights are never faster: in
-every pass, even of one row, bitsandbytes unpacks a weight, writes it to memory and reads it again. There the plan keeps the
-unpacked form for one row too.
+All blocks stay on the execution device if they fit. Otherwise gathered tables leave first, then blocks in the order of the
+seconds that each freed byte costs, to host memory and then to disk (`search.py`). If enough of the budget is left, the plan
+also keeps unpacked weights: half of the rest for many rows, a quarter for few, and on a CPU for one row too
+(docs/decisions/0018). A CPU's product reads its weight at the rate measured for its form and type, within a factor of two
+(bench/results/cpu_predictions.json). Not counted there: attention over long contexts, and steps that read only some experts.
 
 Pure: the same anatomy, request, machine and rates give the same plan.
 """

@@ -41,10 +41,8 @@ class Limits:
     may_be_pipe: bool = False
 
 
-# References, all below the limits: Gemma 3's tokenizer.json (34 MB, 1.9 million values), its tokenizer_config.json (1.2 MB,
-# 56,000), BEiT's config.json of 21,841 labels (2.2 MB, 44,000), Mistral's tekken.json (19 MB, 650,000), 250,000 tensors in one
-# header (25 MB, 1.8 million) or index (25 MB, 250,000), an adapter of 150,000 tensors with a rank and an alpha of each module
-# (15 MB, 150,000), a plan of 400 blocks (1 MB, 30,000). transformers copies a config five times: a second for 65,536 values.
+# All below the limits: Gemma 3's tokenizer.json (34 MB, 1.9 million values), Mistral's tekken.json (19 MB), 250,000 tensors in one
+# header (25 MB, 1.8 million), a plan of 400 blocks (1 MB). transformers copies a config five times: a second for 65,536 values.
 KINDS: dict[str, Limits] = {
     "config.json": Limits(4_000_000, 131_072),
     "generation_config.json": Limits(2 * MiB, 65_536),

@@ -170,7 +170,7 @@ def test_gguf_files_are_fetched_by_name_with_their_set_or_projector_and_read_fro
     for words in (
         "has GGUF files (Q8/m-00001-of-00002.gguf, one.gguf)", "trimtab pull someone/gguf/Q8/m-00001-of-00002.gguf",
         "has no 'two.gguf'; its GGUF files are", "is packed for MLX,", f"has 1 of the 2 files of {parts[0]!r}",
-        "for images, beside a projector (mmproj-model.gguf)", "mmproj-model.gguf is a projector",
+        "for images, with a projector (mmproj-model.gguf)", "mmproj-model.gguf is a projector",
     ):  # fmt: skip
         assert words in done.stderr
     assert not [path for _, path, _ in hub.asked if "someone/mlx/resolve" in path and "safetensors" in path]

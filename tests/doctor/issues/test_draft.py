@@ -201,10 +201,10 @@ def test_every_run_that_a_sentence_names_stands_in_the_table_of_results():
 def test_an_imitated_gpu_is_told_with_the_memory_that_was_set():
     pressed = r03(how_pressed="imitated card of 100 bytes, 55 of them free after the base")
     text = the_draft(make([pressed, record("R05")]), "quant-state-meta-item").markdown()
-    assert "stands for the GPU in every map" in text
+    assert "is used in place of the GPU in every map" in text
     assert "free memory was set: imitated card of 100 bytes, 55 of them free after the base. [r1]" in text
     real = [{**run, "device": "NVIDIA H200"} for run in (pressed, record("R05"))]
-    assert "stands for the GPU in every map" not in the_draft(make(real), "quant-state-meta-item").markdown()
+    assert "is used in place of the GPU in every map" not in the_draft(make(real), "quant-state-meta-item").markdown()
 
 
 def test_a_wrong_answer_is_told_by_mode_and_number():
@@ -321,7 +321,7 @@ def test_without_a_passing_case_a_draft_is_deferred_and_says_so():
     made = make([r03()])
     (one,) = made.drafts
     assert one.state == "deferred" and "No passing case was recorded" in one.markdown()
-    assert "no passing case beside it" in made.not_to_file
+    assert "no passing case next to it" in made.not_to_file
 
 
 def test_a_release_with_a_fix_makes_it_fixed_and_a_failure_with_the_fix_makes_it_come_back():
@@ -617,7 +617,7 @@ def test_not_to_file_lists_what_has_no_trace_no_reproducer_or_no_module():
         "- `unknown`: no known signature matches this failure; read its trace and find its cause before filing. Cases: `ODD` [r6]"
         in text
     )
-    assert "- `timeout`: ended as TIMEOUT without a trace of its own. Cases: `SLOW` [r7]" in text
+    assert "- `timeout`: ended as TIMEOUT without a separate trace. Cases: `SLOW` [r7]" in text
     assert "- `model.multi_modal_projector` [r8]" in text
     assert re.findall(r"^## (.*)", text, re.M) == [
         "Claims wider than the evidence", "Failures without a draft", "Threads that exist: add evidence there, no new issue",

@@ -182,7 +182,7 @@ def test_nothing_of_peft_and_accelerate_stays_replaced():
 
 def test_a_base_in_one_piece_is_left_alone_by_peft_itself():
     asked = question("style", "nf4-dq", {0: 900_000, "cpu": 10_000_000}) | {"device_map": {"": "0"}}
-    assert plan_of(asked) == {"runs": False, "why": "PEFT loads the adapter without a plan of its own"}
+    assert plan_of(asked) == {"runs": False, "why": "PEFT loads the adapter without a separate plan"}
 
 
 def test_an_adapter_that_peft_refuses_says_so(tmp_path):

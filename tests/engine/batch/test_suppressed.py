@@ -97,7 +97,7 @@ def test_captured_steps_and_constrained_rows_obey_too(made, tmp_path, decode, be
 def test_other_rules_are_said(tmp_path, capsys):
     assert unapplied_rules({"repetition_penalty": 1.0, "min_length": 0, "suppress_tokens": [5], "bad_words_ids": [[5]]}) == {}
     folder = with_rules(tmp_path, repetition_penalty=1.1, no_repeat_ngram_size=3, bad_words_ids=[[5], [6, 7]])
-    why = "asks for repetition_penalty 1.1, no_repeat_ngram_size 3, bad_words_ids: not applied; repetition_penalty can be given"
+    why = "requests repetition_penalty 1.1, no_repeat_ngram_size 3, bad_words_ids: not applied; repetition_penalty can be given"
     with loaded(folder) as model:
         assert [(one.what, why in one.why) for one in model.fallbacks] == [("generation_config.json", True)]
         say_fallbacks(model)

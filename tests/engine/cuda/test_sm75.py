@@ -138,7 +138,7 @@ def test_a_plan_for_a_t4_says_its_type_and_how_it_runs(llama, tmp_path, capsys):
 def test_a_type_and_a_mode_that_are_asked_for_are_named_with_their_cost_and_the_modes_that_are_left(llama, capsys):
     assert cli.main(["plan", str(llama), "--card", "T4", "--dtype", "bfloat16", "--context", "64"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "type bfloat16: asked for; bfloat16 is emulated on compute capability 7.5" in shown
+    assert "type bfloat16: requested; bfloat16 is emulated on compute capability 7.5" in shown
     with pytest.raises(RequestError) as caught:
         api.plan(llama, card="T4", decode="fused", context=64)
     assert caught.value.field == "decode" and caught.value.allowed == ("auto", "eager", "graph")
@@ -148,7 +148,7 @@ def test_a_type_and_a_mode_that_are_asked_for_are_named_with_their_cost_and_the_
 def test_float16_that_is_asked_for_names_a_family_whose_activations_exceed_it(device, llama, hearing):
     given = {"context": 256, "dtype": "float16", **device}
     why = trimtab.plan(hearing, **given).dtype_reason
-    assert why.startswith("asked for") and "(gemma4) exceed float16" in why
+    assert why.startswith("requested") and "(gemma4) exceed float16" in why
     assert trimtab.plan(llama, **given).dtype_reason == ""
 
 

@@ -60,7 +60,7 @@ def test_a_projector_that_does_not_fit_is_refused_by_name(tmp_path):
     vision = config["vision_config"] | {"patch_size": 16}
     refused("clip.vision.patch_size is 8, config.json has 16", change={"vision_config": vision})
     text = config["text_config"] | {"sliding_window": 9}
-    refused("does not fit config.json beside it: sliding_window 9 (8)", change={"text_config": text})
+    refused("does not fit config.json next to it: sliding_window 9 (8)", change={"text_config": text})
     vision = config["vision_config"] | {"rms_norm_eps": "1e-6"}
     refused("config.json has '1e-6'", change={"vision_config": vision})
     refused("config.json of 'qwen3_vl'", change={"model_type": "qwen3_vl"})
@@ -217,7 +217,7 @@ def test_a_processor_of_the_original_beside_the_files_limits_the_pixels(root, tm
     (folder / "config.json").write_text((source(root) / "config.json").read_text())
     assert sizes()[1] == usual[1] and {Path(name) for name, *_ in read_checkpoint(folder).stamps} == set(folder.iterdir())
     (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 9}))
-    with pytest.raises(CheckpointError, match=r"beside it: patch_size 9 \(8\)"):
+    with pytest.raises(CheckpointError, match=r"next to it: patch_size 9 \(8\)"):
         find_folder(folder)
 
 

@@ -302,12 +302,12 @@ WRONG = [
     ("rounded(v[i] * scale, half) : _", "rounded(v[i] * scale * 1.01f, half) : _", "rows"),
     ("v[i] = v[i] * r * w[i];", "v[i] = v[i] * r;", "rows"), ("% ring;", "% (ring + 1);", "rows"),
     ("    v[i] = rounded(v[i] * scale, half);\n    sum", "    v[i] = rounded(-v[i] * scale, half);\n    sum", "per_layer"),
-    ("+ o[i], half) * factor", ", half) * factor + o[i]", "per_layer"), ("a > b ? a : b", "a < b ? a : b", "likeliest"),
-    ("(u64)order << 32 | (u32)~at", "(u64)order << 32 | (u32)at", "likeliest"),
-    ("atomicExch(best + row, (u64)0)", "best[row]", "likeliest"), ("arrived[row] = 0;", "", "likeliest"),
-    ("rounded(v[i] * inverse, half)", "rounded(v[i], half)", "likeliest"), ("token < 0 ? 0 : token", "token", "likeliest"),
-    ("(bits & 0x7fffffffu) > 0x7f800000u ? 0xffffffffu : ", "", "likeliest"),
-    ("order < 0xff800000u", "order < 0xffffffffu", "likeliest"), ("order > 0x007fffffu", "true", "likeliest"),
+    ("+ o[i], half) * factor", ", half) * factor + o[i]", "per_layer"), ("a > b ? a : b", "a < b ? a : b", "argmax"),
+    ("(u64)order << 32 | (u32)~at", "(u64)order << 32 | (u32)at", "argmax"),
+    ("atomicExch(best + row, (u64)0)", "best[row]", "argmax"), ("arrived[row] = 0;", "", "argmax"),
+    ("rounded(v[i] * inverse, half)", "rounded(v[i], half)", "argmax"), ("token < 0 ? 0 : token", "token", "argmax"),
+    ("(bits & 0x7fffffffu) > 0x7f800000u ? 0xffffffffu : ", "", "argmax"),
+    ("order < 0xff800000u", "order < 0xffffffffu", "argmax"), ("order > 0x007fffffu", "true", "argmax"),
 ]  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
         return float(len(runs))
 
     found = ends.measure(module, time_us, SIZES, n=2)
-    assert found == {"rows": (1, 2), "per_layer": (3, 4), "likeliest of 1100": (5, 6)} and runs == [1, 1, 2, 2, 3, 3]
+    assert found == {"rows": (1, 2), "per_layer": (3, 4), "argmax of 1100": (5, 6)} and runs == [1, 1, 2, 2, 3, 3]
 
 
 @on_cpu

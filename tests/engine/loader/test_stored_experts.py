@@ -172,7 +172,7 @@ def test_asked_for_in_16_bits_they_are_dequantized_and_answer_the_same(root: Pat
         assert not stacks_in(model) and model.answer(IDS, max_new_tokens=6).token_ids == expected
         plan = model.plan
     assert plan.experts is not None and plan.experts.bits_per_value == 16
-    assert "experts of the files, dequantized: asked for (experts='16bit')" in str(plan) and "16bit experts" in str(plan)
+    assert "experts of the files, dequantized: requested (experts='16bit')" in str(plan) and "16bit experts" in str(plan)
     with pytest.raises(RequestError, match="quantized, and nothing is quantized twice") as caught:
         trimtab.plan(file, device="cpu", context=64, experts="nf4")
     assert caught.value.field == "experts" and caught.value.allowed == ("auto", "16bit")

@@ -71,8 +71,8 @@ def test_steps_are_fused_where_model_card_and_format_allow_it():
         ({"fused_unsupported": "its layers have experts"}, {}, {}, "graph", "no fused steps: its layers have experts"),
         ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; trimtab's kernels need 8.0"),
         ({"capture_unsupported": "layer 3 keeps a state"}, {}, {}, "eager", "no graph steps: layer 3 keeps a state"),
-        ({}, {"decode": "eager"}, {}, "eager", "asked for"),
-        ({}, {"decode": "graph"}, {}, "graph", "asked for"),
+        ({}, {"decode": "eager"}, {}, "eager", "requested"),
+        ({}, {"decode": "graph"}, {}, "graph", "requested"),
     ],
 )  # fmt: skip
 def test_a_mode_that_cannot_be_had_is_left_with_its_reason(changed, asked, machine, mode, why):
@@ -289,8 +289,8 @@ def asked_int8(rows=1, decode="auto", **machine):
 def test_eight_bits_asked_for_without_their_kernel_are_taken_and_cost_what_torch_takes():
     """Measured on an H200, E4B, one row: 175 us by the kernel, 3,260 by torch (bench/results/head8.json)."""
     kernel, torch_way = asked_int8(decode="graph"), asked_int8(decode="graph", capability=(7, 5))
-    assert (kernel.head, kernel.head_reason) == ("int8", "asked for")
-    assert torch_way.head == "int8" and torch_way.head_reason.startswith("asked for; its kernel needs compute capability")
+    assert (kernel.head, kernel.head_reason) == ("int8", "requested")
+    assert torch_way.head == "int8" and torch_way.head_reason.startswith("requested; its kernel needs compute capability")
     added_s = torch_way.step.seconds - kernel.step.seconds
     assert added_s == pytest.approx(3.26e-3 - 0.175e-3, rel=0.3)  # by 3.54 TB/s, the full head read at 4.3
     assert f"torch takes {1000 * added_s:.1f} ms of each step" in torch_way.head_reason
@@ -299,7 +299,7 @@ def test_eight_bits_asked_for_without_their_kernel_are_taken_and_cost_what_torch
 
 def test_steps_of_more_rows_than_the_kernel_of_eight_bits_takes_cost_what_torch_takes():
     eight, nine = asked_int8(8), asked_int8(9)
-    assert eight.head_reason == "asked for" and "up to 8 rows" in nine.head_reason
+    assert eight.head_reason == "requested" and "up to 8 rows" in nine.head_reason
     assert nine.step.seconds - eight.step.seconds > 5e-3
 
 

@@ -49,7 +49,7 @@ def add(command: Command) -> None:
     cases.add_argument("--matrix", action="store_true", help="run the cases, each in its own process")
     cases.add_argument("--case", action="append", metavar="NAME", help="run only this case; repeatable")
     cases.add_argument("--engine", action="append", metavar="ENGINE", help="stock or trimtab (default: both)")
-    cases.add_argument("--device", metavar="DEVICE", help="auto, cpu (stands for the GPU) or cuda (default: auto)")
+    cases.add_argument("--device", metavar="DEVICE", help="auto, cpu (used in place of the GPU) or cuda (default: auto)")
     cases.add_argument("--pressure", type=float, metavar="SHARE", help="fill the GPU to this share, such as 0.9")
     cases.add_argument("--timeout", type=float, metavar="S", help="most seconds per case (default: 120)")
     cases.add_argument("--memory-limit", metavar="SIZE", help="most host memory per case")

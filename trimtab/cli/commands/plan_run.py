@@ -89,7 +89,7 @@ def add(command: Command) -> None:
     add_answer_tokens(request)
     output.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
     output.add_argument("--picture", metavar="FILE", help="draw the plan as .svg")
-    output.add_argument("--wide", action="store_true", help="print in 200 columns, whatever the terminal has")
+    output.add_argument("--wide", action="store_true", help="print in 200 columns, independent of the terminal")
     output.add_argument("--options", action="store_true", help="also plan possible changes: memory and tokens per second of each")
     add_decode(planned, eager=False)
 

@@ -44,7 +44,7 @@ MODES_HEAD = "t i a"
 PEAK_HEAD = "GiB"
 LEGEND = (
     "t i a: text, image, audio. = the reference's answer, ~ another one, + an answer without a reference, x an exception, "
-    ". not asked. GiB: peak of the GPU's memory, of the process's where the CPU stands for the GPU"
+    ". not asked. GiB: peak of the GPU's memory, of the process's where the CPU is used in place of the GPU"
 )
 TAIL_LINES = 4  # lines of a trace below the table
 REFERENCE_SHARE = 2  # a reference answers twice, with the adapter and without

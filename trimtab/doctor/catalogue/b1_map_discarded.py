@@ -11,7 +11,7 @@ BUG = Bug(
     "on the CPU are on the GPU (or the reverse)",
     trigger="any base whose hf_device_map holds \"cpu\" or \"disk\", its first adapter, no device_map given to PEFT",
     cause="peft_model.py PeftModel.from_pretrained removes all hooks, load_adapter takes device_map=\"auto\" and infers a new "
-    "map; the base's map and max_memory are not used. A map of one device goes through plain model.to(device)",
+    "map; the base's map and max_memory are not used. For a map of one device it calls model.to(device)",
     affected=(Affected("peft"),),
     versions="peft 0.19.1 and 0.21.2, run; on a GPU the towers of a 4-bit model come back unquantized (A4)",
     way_round="give PEFT a map of your own with every key behind base_model.model. and no \"\" key (C2); or transformers' "

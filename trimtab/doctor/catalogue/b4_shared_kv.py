@@ -14,7 +14,7 @@ BUG = Bug(
     "transformers' own dispatch passes skip_keys, PEFT's does not",
     affected=(Affected("transformers", None, "5.23.0"), Affected("peft")),
     versions="run: transformers 5.6.2 fails (KeyError of a layer's number), 5.9.0 and 5.22.2 too (KeyError "
-    "'sliding_attention': their UserDict is copied all the same), 5.23.0 passes (its KVSharingDict moves in place)",
+    "'sliding_attention': their UserDict is copied nevertheless), 5.23.0 passes (its KVSharingDict moves in place)",
     way_round="transformers 5.23.0; before that no device_map to PEFT on these models",
     trackers=(
         "huggingface/transformers#45312 (merged)", "huggingface/transformers#45347 (merged)",

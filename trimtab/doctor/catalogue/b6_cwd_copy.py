@@ -15,7 +15,7 @@ BUG = Bug(
     "current folder the next forward fails with FileNotFoundError",
     trigger="a base in a local folder with modules on \"disk\", its first adapter by PEFT with a map (B5)",
     cause="peft_model.py _update_offload splits the absolute path of the safetensors file, joins it again without its root, and "
-    "saves a renamed copy there; only paths of the hub cache (with \"--\") get a name of their own",
+    "saves a renamed copy there; only paths of the hub cache (with \"--\") get a separate name",
     affected=(Affected("peft"),),
     versions="peft 0.21.0 and 0.21.2, run: file written, and not found after chdir. 0.19.1 and 0.20.0 end before that (B5). "
     "Run from / the path would be the original file: deduced, not run",

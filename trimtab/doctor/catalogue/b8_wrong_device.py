@@ -20,10 +20,10 @@ BUG = Bug(
     "0.20.0 changed only dequantization (peft#3418)",
     way_round="move the LoRA matrices to the layer's execution device after loading; trimtab.bridge.load_peft does",
     trackers=(
-        "huggingface/peft#3169 (open)", "huggingface/peft#3181 (pull request, closed: a reproducer was asked for)",
+        "huggingface/peft#3169 (open)", "huggingface/peft#3181 (pull request, closed: a reproducer was requested)",
         "huggingface/peft#3418 (merged, of dequantization)",
     ),
-    trimtab="the matrices of a LoRA are put on the device where their layer computes, in whatever tier its weight is",
+    trimtab="the matrices of a LoRA are put on the device where their layer computes, independent of its weight's tier",
     evidence="run",
 )  # fmt: skip
 

@@ -7,14 +7,14 @@ from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
     title="A device map key for layers.1 also catches layers.10 to 19, embed_tokens also embed_tokens_per_layer",
-    symptom="silent: modules without a key of their own go where a shorter name says; to disk, they are left on meta",
+    symptom="silent: modules without a separate key go where a shorter name says; to disk, they are left on meta",
     trigger="a map that names layers.1 (or embed_tokens) and leaves longer names to a \"\" key",
     cause="transformers integrations/accelerate.py expand_device_map joins the keys to a regular expression without "
     "an end of name; quantizers/quantizers_utils.py should_convert_module had the same fault",
     affected=(Affected("transformers"),),
     versions="the device map: 5.6.2 and 5.23.0 run. The skip list of the quantizer: fault in 5.6.2, boundary in "
     "5.23.0 (both run), none yet in 5.20.0 (read)",
-    way_round="give every module a key of its own",
+    way_round="give every module a separate key",
     trimtab="names are compared segment by segment, in device maps and in place patterns",
     evidence="run",
 )  # fmt: skip

@@ -24,7 +24,7 @@ BUG = Bug(
         "huggingface/peft#1388 (named by others)",
         "huggingface/transformers#31293 (closed)",
     ),
-    trimtab="an adapter is never merged into quantized weights; it runs beside them",
+    trimtab="an adapter is never merged into quantized weights; it runs in addition to them",
     evidence="run",
 )  # fmt: skip
 

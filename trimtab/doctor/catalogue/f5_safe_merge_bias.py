@@ -22,7 +22,7 @@ BUG = Bug(
         "huggingface/peft#3779 (pull request, open)",
         "huggingface/peft#3757 (pull request, open)",
     ),
-    trimtab="an adapter is never merged into quantized weights; lora_bias runs beside them",
+    trimtab="an adapter is never merged into quantized weights; lora_bias runs in addition to them",
     evidence="run",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ BUG = Bug(
     "at the latest",
     way_round="pass pixel_values.to(torch.bfloat16)",
     owner=("transformers",),
-    trackers=("huggingface/transformers#46933 (the change that brought it, merged)",),
+    trackers=("huggingface/transformers#46933 (the change that introduced it, merged)",),
     trimtab="its quantized layers report the computing dtype, so the tower runs in that",
     evidence="run",
 )  # fmt: skip

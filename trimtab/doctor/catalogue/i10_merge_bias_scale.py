@@ -16,7 +16,7 @@ BUG = Bug(
     way_round="merge in full precision",
     owner=("peft",),
     trackers=("huggingface/peft#3741 (open when last seen)", "huggingface/peft#3757 (pull request, open)"),
-    trimtab="an adapter is never merged into quantized weights; beside them its bias is scaled as PEFT's forward "
+    trimtab="an adapter is never merged into quantized weights; its bias is scaled as PEFT's forward "
     "pass does",
     evidence="run",
 )  # fmt: skip

@@ -20,7 +20,7 @@ BUG = Bug(
     versions="2.11.0 with CUDA 13.0 on an H100: processes that had run many of trimtab's tests ended so in two of two runs, the "
     "next free block of Python's allocator was -1; other releases were not run",
     way_round="torch.cuda.memory._snapshot(), which takes no id, and choose the segments by their segment_pool_id",
-    trimtab="segments are asked for without a pool's id",
+    trimtab="segments are requested without a pool's id",
     evidence="run",
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ BUG = Bug(
     'NotImplementedError: "mul_cpu_reduced_float" not implemented for \'Float8_e4m3fn\' (DoRA)',
     trigger="a checkpoint of quant_method fp8, fbgemm_fp8 or compressed-tensors float-quantized that transformers keeps in FP8, a "
     "LoRA on its linear layers, merge_and_unload or DoRA",
-    cause="FP8Linear, FbgemmFp8Linear and CompressedTensorsFP8Linear are subclasses of nn.Linear with scales of their own; "
+    cause="FP8Linear, FbgemmFp8Linear and CompressedTensorsFP8Linear are subclasses of nn.Linear with separate scales; "
     "PEFT lora/layer.py dispatches by isinstance and merges with weight.data += delta",
     affected=(Affected("transformers"), Affected("peft")),
     versions="transformers 5.23.0 with PEFT 0.21.2, run on a CPU with the layers alone",

@@ -16,7 +16,7 @@ BUG = Bug(
     "the wheels)",
     way_round="a newer PEFT, or bias=\"all\"",
     trackers=("huggingface/peft#3306 (closed)", "huggingface/peft#3490 (the fix)"),
-    trimtab="it trains nothing; it says when a configuration asks for biases that the file does not hold, and "
+    trimtab="it trains nothing; it says when a configuration requests biases that the file does not hold, and "
     "refuses full biases",
     evidence="run",
 )  # fmt: skip

@@ -7,7 +7,7 @@ from trimtab.doctor.facts.probe_kit import Kit
 
 BUG = Bug(
     title="modules_to_save=[\"norm\"] also takes input_layernorm: names are compared by their last letters",
-    symptom="silent: copies of modules that nobody named are trained and saved; or TypeError for a word that a LoRA "
+    symptom="silent: copies of modules that the user did not name are trained and saved; or TypeError for a word that a LoRA "
     "module ends with (\"A\")",
     trigger="modules_to_save with a short name",
     cause="PEFT utils/other.py _set_trainable asks name.endswith(word), without a dot before it; target_modules has "

@@ -143,7 +143,7 @@ BUCKETS: tuple[Bucket, ...] = (
         expected=(
             "an offloaded 4-bit layer keeps its scales, and runs; or",
             "the dispatch refuses a 4-bit layer by name, before anything is moved; or",
-            "the state of a layer on meta can be asked for without reading values.",
+            "the state of a layer on meta can be requested without reading values.",
         ),
         specific=(RESIDENT, SPLIT_ALONE, BF16_SPLIT, SINGLE_QUANT), related=(UNDONE, RE_PLAN_LOG, PREFIXED),
         questions=(
@@ -164,7 +164,7 @@ BUCKETS: tuple[Bucket, ...] = (
         specific=(RESIDENT, SPLIT_ALONE, INT8, DOUBLE_QUANT), related=(UNDONE, RE_PLAN_LOG),
         questions=(
             "Is offload of 4-bit layers meant to work? If not, may the dispatch say so?",
-            "Could the quantization state be kept beside the packed weight when accelerate takes the weight away?",
+            "Could the quantization state be kept next to the packed weight when accelerate takes the weight away?",
         ),
         beside=("quant-state-meta-item", "placement-planned-again"),
     ),
@@ -230,13 +230,13 @@ BUCKETS: tuple[Bucket, ...] = (
         expected=(
             "weights on disk stay there; or", "the call says that a base with modules on disk is not supported.",
         ),
-        questions=("Is an adapter on a disk-offloaded base meant to work without a device_map of its own?",),
+        questions=("Is an adapter on a disk-offloaded base meant to work without a separate device_map?",),
         specific=(RESIDENT, PREFIXED), beside=("placement-planned-again", "catch-all-disk"),
     ),
     Bucket(
         name="offload-folder", labels=("FAIL_OFFLOAD_DIR_NEEDED",), bug="B7", script="offload-folder", state=DOCUMENTATION,
         shows=("ValueError", r"We need an `offload_dir` to dispatch"), kinds=("documentation",),
-        title="PeftModel.from_pretrained on a base with an offload_folder asks for an offload_dir; the documentation has neither",
+        title="PeftModel.from_pretrained on a base with an offload_folder requests an offload_dir; the documentation has neither",
         expected=(
             "the documentation says which of `offload_dir` and `offload_folder` PEFT takes on a base that is dispatched; or",
             "the base's own folder is used again; or", "the message says that the argument belongs to PEFT's call.",
@@ -254,7 +254,7 @@ BUCKETS: tuple[Bucket, ...] = (
         title="LoRA matrices of an offloaded layer stay on the CPU while the layer computes on the GPU",
         expected=("the matrices are where their layer computes; or", "the base layer's result is moved to its input's device."),
         specific=(SPLIT_ALONE, RESIDENT),
-        questions=("Is a reproducer with a base offloaded by accelerate what was asked for?",),
+        questions=("Is this reproducer, with a base offloaded by accelerate, the requested one?",),
     ),
     Bucket(
         name="catch-all-disk", labels=("FAIL_CATCH_ALL_DISK",), bug="C1", script="catch-all-disk",
@@ -316,7 +316,7 @@ BUCKETS: tuple[Bucket, ...] = (
         shows=("AssertionError", r"chooses other tokens than the adapter"),
         title="merge_and_unload on a 4-bit base: other answers than the adapter; document the bf16 route",
         expected=(
-            "the documentation of `merge_and_unload` shows the merge on a bf16 base beside the warning; or",
+            "the documentation of `merge_and_unload` shows the merge on a bf16 base next to the warning; or",
             "the warning names that route once, instead of appearing once a layer.",
         ),
         specific=(BF16_MERGE,), questions=("Would a section in the quantization guide be welcome?",),

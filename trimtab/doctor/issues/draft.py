@@ -273,7 +273,7 @@ class _Maker:
 
 def _why_unknown(run: Run) -> str:
     if run.exception is None:
-        return f"ended as {run.label} without a trace of its own"
+        return f"ended as {run.label} without a separate trace"
     return "no known signature matches this failure; read its trace and find its cause before filing"
 
 

@@ -118,7 +118,7 @@ def _setting(run: Run) -> list[str]:
         sentences.append("The recorded runs are on the bundled demo model, which is small, not on a released one.")
     if "imitated" in run.device:
         sentences += [
-            '`torch.device("cpu")` stands for the GPU in every map.',
+            '`torch.device("cpu")` is used in place of the GPU in every map.',
             'accelerate takes the string "cpu" for another device, so that hooks, meta tensors and moves are its own.',
             "An error of tensors on two real devices cannot show.",
         ]

@@ -51,7 +51,7 @@ def merge_parity(report: Mapping[str, Any]) -> tuple[str | None, str]:
     if reason or direct is None or control is None:
         return None, reason
     text = render(TEMPLATE, **clean_all({
-        "title": TITLE, "tracker": TRACKER, "state": "supporting: a finding of its own, not part of an issue on offload",
+        "title": TITLE, "tracker": TRACKER, "state": "supporting: a separate finding, not part of an issue on offload",
         "versions": dict(report.get("versions") or {}), "device": str(report.get("device") or "not said"),
         "model": _name(report.get("model")), "adapter": _name(report.get("adapter")), "direct": _lane(direct),
         "control": _lane(control),

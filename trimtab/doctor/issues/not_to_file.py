@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MOST_MARKS = 8
 TAIL_LINES = 12
 _WAITING = {
-    FIXED: "fixed in a release, upgrade instead", DEFERRED: "no passing case beside it",
+    FIXED: "fixed in a release, upgrade instead", DEFERRED: "no passing case next to it",
     DOCUMENTATION: "no bug: a change of the documentation",
 }  # fmt: skip
 

@@ -105,7 +105,7 @@ def _map_keys(facts: Facts) -> Iterator[Foreseen]:
         yield Foreseen(
             WRONG if hit.goes_to == "disk" else WASTES, "C6", "base",
             f"the map's key {hit.key!r} also takes {counted(hit.tensors, 'tensor')} of modules whose names begin with it",
-            f"{hit.example} is loaded to {hit.goes_to}, the map says {hit.asked}; give every module a key of its own",
+            f"{hit.example} is loaded to {hit.goes_to}, the map says {hit.asked}; give every module a separate key",
         )  # fmt: skip
     if device_map.uncovered:
         yield Foreseen(

@@ -61,7 +61,7 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
         numel = weight.numel()
         setattr(base.get_submodule(path), _PACKED, numel if request["quant"] == "int8" else (numel + 1) // 2)
     base.hf_device_map = {key: int(text) if text.isdecimal() else text for key, text in request["device_map"].items()}
-    plan: dict[str, Any] = {"runs": False, "why": "PEFT loads the adapter without a plan of its own"}
+    plan: dict[str, Any] = {"runs": False, "why": "PEFT loads the adapter without a separate plan"}
     free = dict(request["free"])
     placed = _Placed(base, request["devices"], request["main"])
     with _accelerate_sees(free), _peft_stops_at_its_map(plan, placed, free), warnings.catch_warnings():

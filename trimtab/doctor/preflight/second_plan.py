@@ -164,7 +164,7 @@ def _free_then(reading: MapReading, adapter: Mapping[str, int], free: Mapping[De
         left[device] = nbytes - base - own
         lines += [Line(f"{name} now", nbytes), Line("less the base that is loaded there", -base)]
         if own:
-            lines.append(Line("less the adapter beside its layers, in float32", -own))
+            lines.append(Line("less the adapter next to its layers, in float32", -own))
         lines.append(Line("= what PEFT finds free", left[device]))
     return lines, {device: max(nbytes, 0) for device, nbytes in left.items()}
 

@@ -168,7 +168,7 @@ VLLM = Server(
 SGLANG = Server(
     name="SGLang",
     checks=(
-        "the request names the adapter: model \"BASE:ADAPTER\", or lora_path beside the model; the base's name alone is the base",
+        "the request names the adapter: model \"BASE:ADAPTER\", or lora_path next to the model; the base's name alone is the base",
         "the adapter's config has no use_rslora: it is scaled by alpha / r",
         "the adapter changes language modules only",
     ),

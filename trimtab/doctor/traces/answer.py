@@ -46,7 +46,7 @@ class Finding:
         if self.match is None:
             return NONE
         has_type = any(one.startswith("exception type") for one in self.rests_on)
-        is_exact = any(one.startswith("frame") or one == "a message of its own" for one in self.rests_on)
+        is_exact = any(one.startswith("frame") or one == "a distinctive message" for one in self.rests_on)
         return HIGH if has_type and is_exact else MEDIUM
 
 

@@ -280,7 +280,7 @@ def _seen(
         return None
     if not re.search(signature.message, message):
         return None
-    seen.append("a message of its own" if signature.has_own_message else "message")
+    seen.append("a distinctive message" if signature.has_own_message else "message")
     if stage is not None and signature.stages and stage not in signature.stages:
         return None
     if signature.foreign and any(re.search(signature.foreign, frame) for frame in frames):

@@ -5,19 +5,10 @@
     columns.matmul()                                           # a line of a MatmulTable: base and adapter in one product
 
 v = scale * (A x) is computed in float32. v and B enter the product as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v)
-rounded: hi(v) hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17 of it. So a rank takes three columns. Layers that read
-one tensor (q, k, v; gate, up) share one extended input [x | v of all of them | zeros]; a layer's weight has zeros in the columns of
-the others.
-
-The kernel that unpacks a weight writes the columns of B in every pass: a captured graph reads the adapter that is in its buffer
-then. Weights that are kept unpacked have columns behind their rows, which stay there. One kernel writes those of an adapter before
-the first pass that uses it, and again only after another adapter's turn; products without an adapter use the weights in front.
-
-PEFT rounds the base product, the change and the sum. Here cuBLAS sums in float32 and rounds once, which is more precise.
-
-`prompt_kernels.add` and torch compute the rest: float16, whose range the parts of v would leave; ranks above MOST_RANK, or above
-what is behind kept weights; rows with different adapters (table.py); DoRA and all but plain LoRA; models whose plan counts no
-adapter, since neither the shared room for an unpacked weight nor a kept one then has a place for the columns.
+rounded: hi(v) hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17 of it, so a rank takes three columns. Layers that read
+one tensor share one extended input [x | v of all of them | zeros]. `prompt_kernels.add` and torch compute the rest: float16,
+ranks above MOST_RANK, rows with different adapters (table.py), DoRA, models whose plan counts no adapter. Reasons:
+docs/decisions/0026.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _norms(decoder: Decoder) -> dict[str, Norm]:
             f"layer {number}'s {name}": norm for name, norm in (
                 ("norm before attention", layer.before_attention), ("norm after attention", layer.after_attention),
                 ("norm before the MLP", layer.before_mlp), ("norm after the MLP", layer.after_mlp),
-                ("norm of its own input", None if layer.per_layer is None else layer.per_layer.norm),
+                ("norm of the per-layer input", None if layer.per_layer is None else layer.per_layer.norm),
                 ("norm of queries", None if own is None else own.q_norm), ("norm of keys", None if own is None else own.k_norm),
             )
         }  # fmt: skip

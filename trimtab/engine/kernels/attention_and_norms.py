@@ -1,19 +1,15 @@
 """Kernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
 
-n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the
-shapes suit (`why_not`), else it computes the same in torch. The torch paths round where transformers' modules round (a norm in
-one of `FORMS`), and equal them bit for bit where the operations are the same (all but attention). The kernels round at the same
-places; only their sums run in another order, so that a value may be one step of its type away. Attention keeps scores,
-softmax and output in float32 and rounds once; its weights enter the second product as two numbers, 2^-16 (bf16) off.
+n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the shapes
+suit (`why_not`), else it computes the same in torch, with transformers' roundings (a norm in one of `FORMS`). Kernels round at
+the same places; their sums run in another order. Attention keeps scores, softmax and output in float32 and rounds once; its
+weights enter the second product as two numbers, 2^-16 (bf16) off.
 
-A module serves one stream at a time (its counters are shared by its launches). Nothing here synchronizes or depends on
-positions on the host: a captured launch serves every length that the cache has places for. dependent: start before the
-kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap` says); every thread of every kernel
-waits by itself before it reads results of the kernels in front. Attention does not wait for tensors that are older than the step:
-positions, the norms' weights, and (`rope_and_attention`) keys and values of all places but each row's newest. Kernels that write
-these tensors must not overlap later kernels; torch's own kernels do not.
+A module serves one stream at a time: its launches share counters. A captured launch serves every length that the cache has
+places for. dependent: start before the kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap`
+says). Attention does not wait for tensors older than the step, so kernels that write these must not overlap later ones; torch's
+own do not.
 
-What it does not know: whether a kernel is faster here than torch (bench/kernels.py measures).
 Source: transformers 5.23.0, models/gemma4, gemma3, llama and qwen3; split attention: arXiv 2311.01282 (Flash-Decoding).
 """
 

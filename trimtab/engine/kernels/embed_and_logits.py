@@ -348,7 +348,7 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
         )
         scores, tokens = argmax_logits(logits, inputs.softcap, following, module, out=out)
         wanted = argmax_logits(logits, inputs.softcap)
-        what = f"likeliest of {width} scores{name and f' ({name})'}"
+        what = f"argmax of {width} scores{name and f' ({name})'}"
         finite = wanted[0].isfinite()
         if not torch.equal(finite, scores.isfinite()) or not torch.equal(wanted[0].isnan(), scores.isnan()):
             return f"{what}: not the logits of torch"
@@ -377,5 +377,5 @@ def measure(
     runs: dict[str, Callable[[nvrtc.Module | None], Any]] = {"rows": inputs.rows}
     if sizes.per_layer:
         runs["per_layer"] = inputs.per_layer
-    runs[f"likeliest of {sizes.vocabulary}"] = inputs.argmax_logits
+    runs[f"argmax of {sizes.vocabulary}"] = inputs.argmax_logits
     return {name: (time_us(partial(run, module)), time_us(partial(run, None))) for name, run in runs.items()}

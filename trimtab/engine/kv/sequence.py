@@ -1,21 +1,16 @@
 """The state of a request below its batch: its inputs, its tokens, how much of its prompt is computed, its pages and its positions.
 
-Every prompt turns as if it were computed alone and whole. The rotation "longrope" has other angles behind
-`original_max_position_embeddings`, "dynamic" for each length. transformers (5.6.2 to 5.23, modeling_rope_utils.py) chooses those of
-all rows of a pass by its longest position, and "dynamic" keeps an earlier, longer text's.
-
-Keys and values in pages: a row has as many positions as its request needs, in any free pages of one pool.
-
     pool = PagePool(tokens, rows, context_tokens, device)
     pages = pool.take(prompt_tokens + max_new_tokens)     # page numbers; DoesNotFitError if too few are free
     pool.bind(row, pages)                                 # the row's table has them from here on
     pool.move(2, 0); pool.unbind(0); pool.give(pages)
 
-A layer's keys are [H, P, D]: page p has the positions p * PAGE_TOKENS and following, for every layer the same pages. `PageTable`
-says which page has a row's places i * PAGE_TOKENS and following: [rows, pages] int32 on the device, read by captured steps at
-its address. Page NONE marks places that a row does not have: it is never written and reads as zeros. Writes to such a place
-(padding of a chunk, steps of rows that have finished) go to page SCRAP, which is never read. Pages of a row are set on the host
-and written in the order of the stream: a step that was queued before does not see them.
+Every prompt turns as if it were computed alone and whole: transformers (5.6.2 to 5.23, modeling_rope_utils.py) chooses the
+angles of "longrope" and "dynamic" for all rows of a pass by its longest position. A layer's keys are [H, P, D]: page p has the
+positions p * PAGE_TOKENS and following, for every layer the same pages. `PageTable` [rows, pages] int32 on the device says
+which page has a row's places; captured steps read it at its address. Page NONE marks places that a row does not have: it is
+never written and reads as zeros. Writes to such a place go to page SCRAP, which is never read. Pages are set on the host and
+written in the order of the stream.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _stored_experts(
     """Return a row whose experts stay in the format of the files, or say why they do not. is_kept: whether they may."""
     formats, problems = formats_of_files(places.modules[row.module_path], row, packed, {*ties, *ties.values()})
     if not formats or not is_kept:
-        why = "; ".join(problems) or (f"asked for (experts={EXPERTS[1]!r})" if formats else "")
+        why = "; ".join(problems) or (f"requested (experts={EXPERTS[1]!r})" if formats else "")
         return replace(row, why_unquantized=f"experts of the files, dequantized: {why}") if why else row
     tensors = tuple(replace(one, stored=formats.get(one.tensor_path)) for one in row.tensors)
     return replace(row, quantized=True, why_unquantized="", tensors=tensors)
@@ -174,7 +174,7 @@ def _rows(
                 raise CheckpointError(
                     f"is a quantized table that {shared} shares, which transformers cannot compute with either",
                     path=str(getattr(config, "_name_or_path", "")), tensor_name=f"{path}.weight",
-                    hint="Mobile files have tie_word_embeddings false and a head of their own",
+                    hint="Mobile files have tie_word_embeddings false and a separate head",
                 )  # fmt: skip
             stored = None
         if kind == "embedding" and stored is not None and not stored_format(stored).has_rows:

@@ -39,11 +39,8 @@ if TYPE_CHECKING:
 _TRIAL_ROWS = 72
 # A sum in another order and rsqrt for pow move a float32 value by a few steps of 2^-23 ...
 MOST_STEPS_FLOAT32 = 16
-# ... after rounding to 16 bits, two nearly equal float32 values can differ by one step: 16 * 2^-23 of float16's
-# 2^-10 is one value in 512, in bfloat16 one in 4,096. Twice that, as a trial is a sample. Rounding before instead of after
-# the weight moves about every third. A value that moved and is then multiplied and rounded again ends up to two steps away:
-# its step is between half a step and two of the product's (so do 1 in 10 of those that moved; transformers' own module is two
-# steps away from its formula in float64 in 6 of a million values, width 5376, float16).
+# ... after rounding to 16 bits these move one value in 512 (float16) or 4,096 (bfloat16), and twice that in a sample, each by up to
+# two steps. Rounding before instead of after the weight moves about every third.
 MOST_MOVED_SHARE = 2**-8
 # Adapters of different rows are joined by a copy; beyond this their own products are as fast.
 STACK_BYTES = 8 * 2**20
@@ -72,9 +69,8 @@ def _plus_one(x: Tensor, weight: Tensor | None, wide: Tensor | None, eps: float)
     return functional.rms_norm(x.float(), x.shape[-1:], wide, eps).type_as(x)
 
 
-# (x [..., D], weight [D] or None, 1 + weight in float32 where it is kept, eps) -> [..., D], in the order they are tried.
-# inside: the weight in float32, rounded once (Gemma 4 and 3n). after: rounded, then times the weight (Llama, Qwen,
-# Mistral). plus one: times 1 + weight in float32 (Gemma 3).
+# (x [..., D], weight [D] or None, 1 + weight in float32 where kept, eps) -> [..., D], in the order they are tried. inside: float32
+# weight, rounded once (Gemma 4, 3n). after: rounded, then times the weight (Llama, Qwen, Mistral). plus one: 1 + weight (Gemma 3).
 FORMS: dict[str, Norm] = {"inside": _inside, "after": _after, "plus one": _plus_one}
 # How often each rounds to 16 bits: two equal ones may differ by this number of steps.
 ROUNDINGS = {"inside": 1, "after": 2, "plus one": 1}

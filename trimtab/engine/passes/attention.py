@@ -2,29 +2,11 @@
 
     why = use_in(hf_model, begin_trials(hf_model, device, dtype))    # the decoder's attention modules, once a model
 
-transformers' `sdpa` form copies keys and values to every query head (`repeat_kv`) wherever several tokens have a mask or heads are
-wider than 256 (transformers 5.23.0, integrations/sdpa_attention.py): 64 MiB for 4,096 places of Gemma 4 E4B. Here the query
-[1, KV x G, T, D] is viewed as a batch of G with KV heads, and keys and values [1, KV, S, D] are expanded to that batch with a
-stride of 0. Torch's kernels compute each head of each sequence alone and read through strides, so every head has the same
-operations. The output is copied once into the layout that the next layer reads; transformers' form needs no such copy. With one
-head of keys (Gemma 4 E2B) transformers copies nothing either, and takes the branch below: the bits are those of keys in memory.
-
-Why the groups are the batch and not the heads: torch's memory-efficient kernel takes a last block of one query for a decode step if
-the head stride of the keys is 0 (`advance_to_block` in mem_eff_attention/kernel_forward.h, torch 2.13.0), and computes other heads
-instead (pytorch/pytorch#191937). A batch stride of 0 does not meet that branch.
-
-torch reports the kernel for the very tensors (`_fused_sdp_choice`), and only the named one per device counts: it
-takes no copy and never stores scores. For anything else (cuDNN's attention, torch's plain form, several sequences, one token)
-transformers computes the call unchanged. `use_in` also compares both forms on this device before one is replaced.
-
-Not covered: several sequences. Their keys cannot be expanded along the batch, and along the heads they take that branch.
-
-cuDNN's attention is off in a process while a model with a small GPU budget is open. torch prefers it on compute capability 9.0 and
-10.x. cuDNN compiles a kernel for every new length of a prompt and keeps it in the driver's memory, which no plan can count and
-which is never given back; on a full card it fails (pytorch/pytorch#190321). Torch's other implementations take no such memory.
-torch has one setting for a process (`torch.backends.cuda.enable_cudnn_sdp`), so it also applies to larger models that are open at
-the same time; `why_without` says so. The user's setting returns when the last small model is closed or dropped. A setting that the
-user changes in between is seen only where it is on: an explicit off counts as this module's.
+The query [1, KV x G, T, D] is viewed as a batch of G with KV heads, and keys and values [1, KV, S, D] are expanded to that
+batch with a stride of 0 (docs/decisions/0024). torch reports the kernel for the very tensors (`_fused_sdp_choice`), and only
+the named one per device counts. transformers computes all other calls unchanged: cuDNN's attention, torch's plain form, several
+sequences, one token. cuDNN's attention is off in a process while a model with a small GPU budget is open (docs/decisions/0023);
+`why_without` says so. A setting that the user changes in between is seen only where it is on.
 """
 
 from __future__ import annotations

@@ -8,22 +8,10 @@
         forward.load(form, pieces)               # the only copy from the host
         logits = forward.run(form)               # [1, V] float32 of the last chunk
 
-A pass has one row, or several with a whole prompt each: a prompt of 64 tokens takes nearly as long as one of 512, because either
-reads and unpacks every weight. As rows of one pass they share that: products see all tokens, attention sees one prompt at a time. A
-pass of fewer prompts than rows repeats the first one, which writes the same values to the same places.
-
-A chunk has one of a few sizes and is padded; its first position, its number of tokens and its row of the cache are tensors, from
-which masks, places in the cache and the index of the last token are computed on the device. A row alone is the same in every pass,
-which reads it where it is. Part of the program instead of the data (`Form`) are the size, whether it is the first or the last
-chunk, and how many places of the cache attention reads. Modules and their operations are transformers' own; a decoder layer is
-given another mask, not another computation, unless kernels replace it (`firsts`, `lasts`).
-
-Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) write none: they see the last token of the last
-chunk alone, and no other chunk at all. That is exact: the same operations on fewer rows; a product of one row may be
-another kernel than one of many, which rounds its sums in another order.
-
-Not covered: attention other than torch's `sdpa` and eager, layers with a state that is not keys and values by position; of several
-rows images and audio, and prompts of more than one chunk.
+A pass has one row, or several with a whole prompt each, which share the products. A chunk is padded to one of a few sizes; its
+first position, number of tokens and row are tensors. `Form` has what is part of the program. Layers that read the keys and
+values of earlier ones (Gemma 3n, Gemma 4) see the last token of the last chunk alone. Not covered: attention other than torch's
+`sdpa` and eager, states that are not keys and values by position; of several rows media, and prompts of more than one chunk.
 """
 
 from __future__ import annotations

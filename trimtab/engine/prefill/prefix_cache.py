@@ -6,19 +6,11 @@
     prefixes.into_row(match, row)                        # or `into_cache`, for a prompt that transformers runs
     prefixes.joined(prompt); prefixes.leaving(row)       # computed tokens are kept
 
-`prefix_store.py` decides the place of each entry; this file moves bytes. The key of a prompt is its tokens, the content
-of its adapter, images and audio, and its client: names are never enough. A prompt is kept once it is computed, an
-answer when its row leaves, so that the next turn of a chat computes only its new part.
-
-Full attention resumes behind any block of tokens. A family with sliding or recurrent layers resumes where a snapshot is kept: at
-the end of every prompt and answer, at the end of a prompt's opening (tools and system prompt, which all chats of an application
-begin with), and where a second prompt parts from an earlier one (at the end of the last turn they share). A snapshot inside a
-prompt costs no pass while the sliding layers still hold the window before it; else, and for recurrent layers, the prompt is cut
-there. Families with other states are refused (`why_not`).
-
-A prompt that resumes where one of its chunks begins computes the same bits; elsewhere its chunks have other sizes, which
-round in another order, as chunks of any sizes do. Batch-invariant prompts (batch_invariant.py) resume only where their pieces
-begin; only whole pieces of prompts are kept then, no answers and no prompts with media.
+`prefix_store.py` decides the place of each entry; this file moves bytes. The key of a prompt is its tokens, the content of its
+adapter, images and audio, and its client. Families with sliding or recurrent layers resume where a snapshot is kept: at the end
+of prompts, answers and openings, and where a second prompt parts from an earlier one. Others with such states are refused
+(`why_not`). A prompt that resumes where one of its chunks begins computes the same bits. Batch-invariant prompts resume only
+where their pieces begin.
 """
 
 from __future__ import annotations
@@ -57,9 +49,8 @@ if TYPE_CHECKING:
 
 # A snapshot that saves fewer tokens than this is not worth its room, nor a separate chunk behind the prefix that two prompts share.
 LEAST_SAVED_TOKENS = 64
-# An opening that saves fewer is not worth a cut: no second prompt has shown yet that it is shared. A cut costs one pass more, which
-# reads all weights: with E4B on an H100 64 tokens take 9.5 ms, as long as about 600 tokens more of a long prompt. The saving has
-# to pay for that after few prompts.
+# An opening that saves fewer is not worth a cut, which costs one pass more: with E4B on an H100 64 tokens take 9.5 ms, as long as
+# about 600 tokens more of a long prompt. No second prompt has shown yet that the opening is shared.
 LEAST_CUT_TOKENS = 256
 
 

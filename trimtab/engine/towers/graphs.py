@@ -2,30 +2,14 @@
 
     towers = Towers(model, "auto", fall_back)
     with towers.running(adapter_key, serial): hf_model(**tensors)     # each tower layer replays its graph
-
-A tower's kernels are launched one by one from Python unless they are a graph. There is one graph for each layer, with separate
-buffers for its inputs and outputs; a layer returns a copy. So everything between the layers is the model's own code and sees
-every layer's output: Qwen3-VL takes some of them to its decoder. All layers of one shape share their buffers, and all graphs one
-memory pool.
-
-The shape is part of a graph: families resize images to few shapes, and Gemma 4 to a single one, padded by its processor. Audio
-has any length: Gemma 4's, whose mask keeps padding out of every later value, is padded to one of a few (`SOUND_FRAMES`); other
-families' have graphs of their exact lengths. Lengths of attention's parts, which torch reads on the host (`HOST_LENGTHS`), are part
-of a graph too. A shape is captured on its second use, a few layers at a time while others are being answered.
-
-Not covered: layers on the CPU or copied in for every pass, towers of unknown families (bounds_check.py), layers that are
-given or return other things than tensors and plain values: they run as they are.
-
-`TowerOps` are the kernels of prompts in these passes: 4-bit weights unpacked in one launch, LoRA added in two.
-
     ops = TowerOps(model, kernels, short)        # before anything is captured: it reserves memory that graphs read
     with ops.running(), towers.running(...): hf_model(**tensors)
 
-bitsandbytes unpacks each weight in three launches, and PEFT adds a LoRA by float32 products over thousands of rows. Here both are
-the kernels of prompt chunks (dequantize.py), and an RMS norm is one operation (fewer_ops.py). They run in every pass, captured or
-not, so the first pass of an image and its captured passes give the same bits. An unpacked weight has bitsandbytes' bits, and the
-product over it is the same call. A LoRA's change is rounded where PEFT rounds it, its sum in another order. Not covered: layers
-that the CPU computes, weights that are not 4-bit, passes of transformers' own that run the decoder too.
+There is one graph for each layer and shape, captured on its second use; a layer returns a copy, so everything between the
+layers is the model's own code. Audio is padded to a few lengths (`SOUND_FRAMES`) where the mask keeps padding out of every
+later value. `TowerOps` are the kernels of prompts in these passes, captured or not: 4-bit weights unpacked in one launch, LoRA
+added in two. Not covered: layers on the CPU or copied in for every pass, and towers of unknown families (bounds_check.py).
+Reasons: docs/decisions/0019.
 """
 
 from __future__ import annotations
@@ -85,9 +69,8 @@ def four_bit_towers(model: EngineContext) -> list[Leaf]:
 _LAYERED = ("vision", "audio")
 # Frames of 10 ms that audio is padded to: 1.3 to 30.7 s, each at most half more than the one before.
 SOUND_FRAMES = (128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072)
-# Families whose audio tower masks padding before every operation that looks beyond its own position (transformers 5.23.0,
-# Gemma4AudioSubSampleConvProjectionLayer.forward and Gemma4AudioAttention.forward), and how often it halves the frames.
-# Gemma 3n's convolutions mask nothing: their normalization makes other values of padding than of the end of the audio.
+# Families whose audio tower masks padding before operations that look beyond their own position (transformers 5.23.0, gemma4), and
+# how often it halves the frames. Gemma 3n's convolutions mask nothing: they make other values of padding than of the audio's end.
 PADDED_SOUNDS = {"gemma4": 2}
 # Layers that one pass captures while rows are being answered: a few milliseconds each.
 LAYERS_AT_ONCE = 4

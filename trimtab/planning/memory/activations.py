@@ -54,19 +54,19 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "hidden.norm": (2, "x f: RMSNorm holds the float32 copy and its square or product (Gemma4RMSNorm._norm)"),
         "ple.held": (2, "x d: raw per-layer inputs and their combination with the projection live through every layer"),
         "ple.gemm": (2, "x d: the raw rows and the projection's output while per_layer_model_projection runs"),
-        "ple.norm": (2, "x d: raw rows and the projection, beside two float32 copies inside per_layer_projection_norm"),
+        "ple.norm": (2, "x d: raw rows and the projection, next to two float32 copies inside per_layer_projection_norm"),
         "ple.norm_float": (2, "x f: the two float32 copies"),
-        "attention.norm": (1, "x d: the query beside its two float32 copies inside q_norm"),
+        "attention.norm": (1, "x d: the query next to its two float32 copies inside q_norm"),
         "attention.norm_float": (2, "x f: the two float32 copies"),
         "attention.rope": (4, "x d: query, x*cos, rotate_half(x), its product (apply_rotary_pos_emb)"),
         "attention.output": (3, "x d: query, the kernel's output, its contiguous transpose (sdpa_attention_forward)"),
         "attention.repeat": (2, "x d: keys and values repeated to every query head (repeat_kv)"),
         "attention.mask": (2, "x 1 B: one boolean mask for full and one for sliding layers, [B, S, S_kv]"),
         "attention.mask_float": (1, "x d: the additive form that scaled_dot_product_attention makes of a boolean mask"),
-        "mlp.gemm": (2, "x d: gate or activation beside the output being computed"),
+        "mlp.gemm": (2, "x d: gate or activation next to the output being computed"),
         "mlp.product": (3, "x d: activation, up and their product"),
         "lora.input": (1, "x f: float32 copy of the input (adapters compute in float32)"),
-        "lora.output": (1, "x f: the float32 update, beside the layer's output"),
+        "lora.output": (1, "x f: the float32 update, next to the layer's output"),
         "lora.sum": (1, "x d: the sum of output and update"),
         "adapter.piece": (2.25, "x f: a piece of a weight and its update, the pair's factors (engine/lora/base_values.py)"),
         "int8.input": (3, "x 1 B: float16 and int8 copies of the input (bitsandbytes Linear8bitLt)"),
@@ -479,9 +479,8 @@ class _Counter:
         """Return the bytes that adapters or int8 add to one linear per row."""
         added = 0.0
         if self.has_adapters:
-            # An adapter inside its layer's product (engine/batched_lora/columns.py) needs less: its extended input has
-            # at most twice the values of the input, in bfloat16, which is no more than the float32 copy. Its float32
-            # sums have fewer values than the update.
+            # An adapter inside its layer's product (engine/batched_lora/columns.py) needs less: its extended bfloat16 input is no
+            # larger than the float32 copy, and its float32 sums have fewer values than the update.
             added += self.f("lora.input", in_features) + self.f("lora.output", out_features) + self.d("lora.sum", out_features)
         if self.casts_inputs:
             added += COEFFICIENTS["int8.input"][0] * in_features + COEFFICIENTS["int8.output"][0] * out_features

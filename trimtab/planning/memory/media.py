@@ -15,10 +15,8 @@ from trimtab.planning.memory.activations import FLOAT32_BYTES, patches_of
 from trimtab.request import LoadRequest
 
 MEDIA, FILES = "media", "media_files"
-# The most bytes per pixel of an image before it becomes patches. 4 are the RGB image in Pillow; its conversion and an
-# image processor of transformers add up to 13.8 (measured with Gemma 4's: 17.8 in all for a rotated PNG with
-# transparency or a rotated progressive JPEG in four colors). libwebp keeps two frames in addition to Pillow's copies:
-# 20.4 measured.
+# The most bytes per pixel of an image before it becomes patches: 4 of Pillow's RGB image, up to 13.8 of its conversion and of an
+# image processor (17.8 measured with Gemma 4's, rotated PNG or JPEG), and two frames of libwebp: 20.4 measured.
 PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES = 18, 21
 # Bytes per pixel of a decoded image that waits for the others of its request.
 HELD_PIXEL_BYTES = 4

@@ -31,9 +31,8 @@ BESIDE_ROOM_BYTES = 16 * 2**20
 # With smaller chunks, a prompt of 512 tokens takes as long as without capture, because every chunk unpacks every
 # weight.
 LEAST_LARGEST = 128
-# Kernels of one pass: for a 4-bit weight two for its scales, one for the weight, one for the product; for an adapter
-# the input in float32, two products, scaling and sum; for everything else of a layer (norms, rotation, attention,
-# gates), and around layers.
+# Kernels of one pass: of a 4-bit weight two for its scales, one to unpack, one product; of an adapter the float32 input, two
+# products, scaling and sum; of everything else in a layer (norms, rotation, attention, gates); and around layers.
 QUANTIZED_KERNELS, PLAIN_KERNELS, ADAPTER_KERNELS, LAYER_KERNELS, OTHER_KERNELS = 4, 1, 5, 40, 120
 # Graphs of one chunk size: a prompt of one chunk, and, for the largest size, a first and a later chunk of a longer prompt.
 GRAPHS_OF_LONG_PROMPTS = 3

@@ -118,7 +118,7 @@ def memory_use(plan: Plan) -> tuple[str, str]:
     gpu = plan.gpu
     inside = items((name, count) for name, count in gpu.items() if name not in OUTSIDE_PEAK)
     outside = items((name, gpu[name]) for name in OUTSIDE_PEAK if name in gpu)
-    device = f"{tensors_peak(plan)}: {inside}{f'; beside tensors {outside}' if outside else ''}"
+    device = f"{tensors_peak(plan)}: {inside}{f'; outside tensors {outside}' if outside else ''}"
     return device, items(plan.host.items()) + held_limit(plan)
 
 
@@ -188,7 +188,7 @@ def _experts(taken: ExpertWeights, execution: Execution) -> str:
     size = f"{taken.bits_per_value:.2f} bits a weight, {gib(taken.bytes)} in {taken.modules} modules"
     if taken.format_name is None:
         return f"{size}: {taken.reason or f'as the model computes; experts={MADE_EXPERTS[0]!r} packs them, which changes answers'}"
-    why = "asked for; their rounding changes answers" if taken.is_made else "as the files hold them"
+    why = "requested; their rounding changes answers" if taken.is_made else "as the files hold them"
     rest = f"; others are {taken.reason}" if taken.reason else ""
     how = "steps read the chosen ones packed" if execution.step.mode == "fused" else "chosen ones are dequantized one at a time"
     return f"{taken.format_name}, {size}: {why}; {how}{rest}"
@@ -203,7 +203,7 @@ def keys_and_values(plan: Plan) -> list[tuple[str, str]]:
         if plan.execution.step.mode != "fused" or request.kv == "int8":
             why.append("every step copies the pages that its rows look at")
     if request.kv == "int8":
-        why.append(f"asked for; mean KL {KV8_KL:.1e} on the demo model; every step copies a layer's in {request.dtype}")
+        why.append(f"requested; mean KL {KV8_KL:.1e} on the demo model; every step copies a layer's in {request.dtype}")
     form = ["pages"] * (pool is not None) + ["int8"] * (request.kv == "int8")
     if added_s:
         why.append(f"~{time_text(added_s)} of a step is an estimate, never measured")

@@ -15,9 +15,8 @@ from trimtab.planning.values.cards import MIB, Card
 
 # The driver's share of an idle card.
 DRIVER_BYTES = 256 * MIB
-# A bare context grows with the multiprocessors: 524 MiB with 132 of them (H200, driver 580), half of it for the stacks
-# of all possible threads, 1 KiB each; with stacks of 512 bytes, as this process requests, 391 MiB. Kernels are counted
-# by the plan (planning/values/execution.py).
+# A bare context grows with the multiprocessors: 524 MiB with 132 of them (H200, driver 580), 391 with the stacks of 512 bytes that
+# this process requests instead of 1 KiB. Kernels are counted by the plan (planning/values/execution.py).
 THREAD_STACK_BYTES = 512
 CONTEXT_BASE_BYTES, CONTEXT_BYTES_EACH = 131 * MIB, 2 * MIB
 # The share of a data sheet's figure that copies and products reach: an H200 copies 4.2 of 4.8 TB/s. Products were not

@@ -1,21 +1,12 @@
 """Bytes of weights in each format and location and of keys and values, seconds of a block in each tier, and the type of a card.
 
-Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured
-rates. They compare placements and do not predict a speed: copies of neighbouring blocks are assumed to queue on one
-link, and the overlap of copies with computation is counted only within one block.
-
-Also the type in which a model computes on a card. Compute capability below 8.0 (GTX 16, RTX 20, T4) emulates bfloat16.
-There float16 is used if a family's activations stay within its range, which is measured while loading
-(`engine/float16_check.py`); float32 if they are known to exceed it. With float32, unquantized weights stay in the 16
-bits of their file and are cast at each use: the same values, half the memory. Gemma exceeds float16 (65,504): Gemma 3
-in its norms (github.com/huggingface/transformers/issues/36822), Gemma 4 in the first layers' MLP
-(github.com/unslothai/unsloth/pull/5092) and in its vision tower (github.com/huggingface/transformers/pull/46277). Not
-known: other families that were released in bfloat16 and exceed float16. The check while loading detects them.
-
-Keys and values are in full or in 8 bits: then a head of D values has D bytes and its own float32 scale (engine/kv/int8.py), and
-attention reads copies in the model's dtype, for longer if later layers read the same. Rows that share a pool take pages of full
-layers from it (engine/kv/sequence.py); a sliding layer has its window for every row. Not covered: attention that reads 8 bits
-directly; the time that 8 bits add to prompts.
+Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured rates; they
+compare placements and do not predict a speed. A card below compute capability 8.0 gets float16 if a family's activations stay
+within its range (`engine/float16_check.py`), float32 if they are known to exceed it: Gemma 3
+(github.com/huggingface/transformers/issues/36822) and 4 (github.com/unslothai/unsloth/pull/5092,
+github.com/huggingface/transformers/pull/46277). A head of D values in 8 bits has D bytes and a float32 scale
+(engine/kv/int8.py). Rows that share a pool take pages from it (engine/kv/sequence.py). Not covered: the time that 8 bits add to
+prompts.
 """
 
 from __future__ import annotations
@@ -47,10 +38,8 @@ ALLOCATION_BYTES = 512
 SMALL_BYTES = 2**20
 LARGE_BYTES = 10 * 2**20
 SEGMENT_BYTES = 2 * 2**20
-# Memory that torch reserves beyond what it has handed out (segments of 2 and 20 MiB, holes between live tensors): a T4
-# with E2B NF4 reserved 6.693 GiB for 6.507 GiB in use, 2.9 % more. A captured model has 80 MiB and more of it after
-# loading, on several streams, for every size (H100, E4B on 4 GiB: `shares_mib` in bench/results/cards.json).
-# `fragments` counts the rest.
+# Memory that torch reserves beyond what it has given out: a T4 with E2B NF4 reserved 2.9 % more. A captured model has 80 MiB and
+# more of it after loading, for every size (`shares_mib` in bench/results/cards.json). `fragments` counts the rest.
 RESERVE_MIN_BYTES = 64 * 2**20
 RESERVE_PERCENT = 3
 
@@ -206,7 +195,7 @@ BEYOND_FLOAT16 = ("gemma",)
 
 
 # The start of the reason of a requested type.
-ASKED = "asked for"
+ASKED = "requested"
 
 
 def reason_of(dtype: str, capability: tuple[int, int] | None, model_type: str) -> str:
@@ -248,14 +237,12 @@ SCALE_BYTES = 4
 # Mean KL of next-token distributions, 8 bits against full keys and values, over the demo's prompts, the largest of its adapters and
 # formats (bench/results/kv8.json).
 KV8_KL = 6.3e-4
-# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them,
-# and converting both back. An assumption: counted in the code, each as long as a small kernel in a graph. Neither was
-# measured, so a plan marks it as an estimate (`Phase.estimated_s`).
+# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and values, writing, converting back:
+# counted in the code, each as long as a small kernel in a graph. Not measured: a plan calls it an estimate (`Phase.estimated_s`).
 LAYER_KERNELS = 24
 KERNEL_S = 1.5e-6
-# A node of a graph in the driver's memory, with its arguments and, the first time, its code: six graphs of E4B's
-# prompts took 42 MiB, 1.46 KiB for each counted kernel (`captured` in bench/results/cards.json, run 9). Not measured
-# for those here.
+# A node of a graph in the driver's memory: six graphs of E4B's prompts took 42 MiB, 1.46 KiB for each counted kernel (`captured` in
+# bench/results/cards.json, run 9). Not measured for those here.
 NODE_BYTES = 3 * 2**9
 # Temporary copies while a chunk's keys are rounded: their values in float32, divided, and rounded.
 ROUNDING_BYTES = 12

@@ -45,9 +45,8 @@ FUSED_DTYPES = ("bfloat16", "float16")
 # Device code and tables of torch, cuBLAS and bitsandbytes after prompts, steps and media have run: 175 MiB after
 # loading and capturing, 24 more after prompts and media, including the fused kernels and two graphs.
 LIBRARY_BYTES = 168 * MIB
-# trimtab's kernel modules, each small; one for every shape of a product. Captured modules of transformers call more of
-# torch's and cuBLAS' kernels than a fused step: a process took 29 MiB more than planned with 4 MiB here (Qwen3-8B on 5
-# GiB, H100).
+# trimtab's kernel modules, one for every shape of a product. Captured modules call more of torch's and cuBLAS' kernels than a fused
+# step: a process took 29 MiB more than planned with 4 MiB here (Qwen3-8B on 5 GiB, H100).
 KERNEL_BYTES = {"eager": 0, "graph": 40 * MIB, "fused": 16 * MIB}
 # A graph's nodes in the driver's memory. The first graph also loads the code that launches graphs.
 GRAPH_BYTES = {"graph": 4 * MIB, "fused": 2 * MIB}
@@ -57,15 +56,13 @@ SCRATCH_BYTES = {"graph": 12 * MIB, "fused": 12 * MIB}
 # The same for each row of a graph of more than KERNEL_ROWS rows: parts of attention and of products. An estimate from E4B's shapes
 # (8 heads of 512, 32 parts: 0.5 MiB; 3 parts of 20,480 outputs: 0.2 MiB), not measured.
 ROW_SCRATCH_BYTES = MIB
-# cuBLAS: one workspace for each computing stream, and one internal workspace (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB
-# on compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card
-# (engine/memory/rates.py).
+# cuBLAS: a workspace for each computing stream and an internal one (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB on compute capability
+# 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card (engine/memory/rates.py).
 WORKSPACE_BYTES = 8519680
 # Below such a budget memory is saved where that costs little: these workspaces, cuDNN's attention, one segment for prompts.
 SMALL_BUDGET_BYTES = 16 * 2**30
-# A margin for uncaptured prompts, whose caches grow and leave holes in torch's allocator. Not measured separately: with
-# 36 MiB the process of one streamed model took 4 MiB more than its plan (bench/results/cards.json, run 3, E4B in 3.5
-# GiB). With chunks 31 MiB (E2B on 2 GiB) to 100 MiB of torch's memory stayed unused with it (runs 4 and 5).
+# A margin for uncaptured prompts, whose caches leave holes in torch's allocator: with 36 MiB a streamed model took 4 MiB more than
+# planned (bench/results/cards.json, run 3). With chunks 31 to 100 MiB of torch's memory stayed unused with it (runs 4 and 5).
 FRAGMENT_BYTES = 48 * MIB
 # Temporary bytes while kernels are chosen, for products and for both ends of a step (E4B's size: 23 MiB).
 CHECK_BYTES = 64 * MIB
@@ -76,15 +73,13 @@ CHECK_PIECE_VALUES = 2**20
 # kernel of an eager step. With adapters, then without.
 FUSED_LAYER_S = (39e-6, 36e-6)
 GRAPH_LINEAR_S = (24e-6, 21e-6)
-# Each row beyond the first in a fused layer, and for each value of its attention's output, which is what families differ in. Rows
-# beyond WIDE_ROWS cost a share of that (bench/results/many_rows.json). A recurrent layer beyond another: of a step, of a row. From
-# one row and eight of five families, each row with a separate adapter (bench/results/families.json).
+# Each row beyond the first in a fused layer, and for each value of its attention's output. Rows beyond WIDE_ROWS cost a share
+# of it (bench/results/many_rows.json). A recurrent layer: of a step, of a row. One and eight rows of five families (families.json).
 ROW_LAYER_S, ROW_VALUE_S = 1.3e-6, 1.3e-9
 WIDE_ROWS, WIDE_ROW_SHARE = 32, 1 / 3
 STATE_LAYER_S, STATE_ROW_S = 28e-6, 6e-6
-# A fused layer with packed experts beyond another: in an MLP's place, next to one, and with a shared expert. Kernels decode the
-# experts of each row by themselves, at this share of the rate at which memory is read. From Gemma 4 26B-A4B, Qwen3-30B-A3B and
-# Qwen3.5-35B-A3B, one row and eight on an H200 (bench/results/experts.json: rates of even routing within 8 %, within 16 GiB 15 %).
+# A fused layer with packed experts beyond another: in an MLP's place, next to one, with a shared expert. Kernels decode each row's
+# experts at this share of the memory's rate, on an H200 (bench/results/experts.json: 8 % off, within 16 GiB 15 %).
 EXPERT_LAYER_S = {"": 0.0, "mlp": 38e-6, "shared": 13e-6}
 EXPERT_RATE_SHARE = 0.31
 # bitsandbytes' one-row product reads memory at this share of the rate.
@@ -93,10 +88,8 @@ EAGER_KERNELS = (19, 14)
 # Seconds of a captured chunk beyond its arithmetic, per linear of the decoder: unpacking, adapters, and the kernels
 # between. From one measurement (E4B, 512 tokens with an adapter: 21.8 ms on the GPU).
 CHUNK_LINEAR_S = 45e-6
-# The same for an uncaptured pass, with adapters and without: Python launches 2,329 kernels for E4B's 343 linears, which
-# takes longer than their computing. With adapters from E4B, E2B and Qwen3-8B with streamed layers
-# (bench/results/cards.json, runs 4 and 5: 0.42 to 0.61 ms for 512 and for 4,080 tokens), on one machine; without
-# adapters in proportion to EAGER_KERNELS, not measured.
+# The same for an uncaptured pass, with adapters and without: Python launches 2,329 kernels for E4B's 343 linears. With adapters
+# 0.42 to 0.61 ms for 512 and 4,080 tokens (cards.json, runs 4, 5); without them in proportion to EAGER_KERNELS, not measured.
 UNCAPTURED_LINEAR_S = (0.48e-3, 0.35e-3)
 # Sizes of chunks, and the choices among them: all, a few, one. Without capture, a size costs only its inputs.
 CHUNKS = (16, 64, 128, 256, 512, 1024)

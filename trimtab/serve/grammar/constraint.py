@@ -29,9 +29,8 @@ from trimtab.serve.grammar.source import GrammarSource, compiled
 
 # A mark that opens a call has no more tokens than this.
 TAIL_TOKENS = 24
-# Processor time that a step of one answer may take, and that all its steps together may take beyond it: all others' tokens wait
-# for it. Ordinary grammars take 0.05 ms, the first step of an object with 1,500 optional properties 14, the worst step that
-# llguidance's limits allow 120.
+# Processor time of one step of an answer, and of all its steps beyond that: all others' tokens wait for it. Ordinary grammars take
+# 0.05 ms, the first step of an object with 1,500 optional properties 14, the worst that llguidance's limits allow 120.
 STEP_S, MOST_SLOW_S = 0.005, 0.5
 # Memory of all grammars that are being made or wait. One takes half at most, so that others have room.
 MOST_HELD_BYTES = 512 * 2**20

@@ -15,9 +15,8 @@ from trimtab.errors import RequestError
 
 # Every schema that a person or a library writes stays far below it; it stops schemas made to be expensive.
 MOST_VISITS = 50_000
-# llguidance compares every pair of a schema's `patternProperties`, again wherever their object is merged with another one (`allOf`,
-# a reference with other keywords, each branch of `anyOf` and `oneOf`), and has no limit on that: a thousand patterns would take it
-# many minutes. This number of pairs takes about a second, of one schema or of a request's tools together.
+# llguidance compares every pair of a schema's `patternProperties`, again wherever their object is merged with another one, with no
+# limit: a thousand would take many minutes. This number of pairs takes about a second, of a request's schemas together.
 MOST_PAIRS = 4096
 _MANY = 2**31
 

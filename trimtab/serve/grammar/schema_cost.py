@@ -21,11 +21,8 @@ from trimtab.serve.grammar.schema import Targets, list_of, nodes_of
 
 MOST_REFERENCES = 16  # that lead to one another are followed
 
-# llguidance's regular expression of a multiple has a state for each remainder that it checks before it finds a multiple: 10
-# to 40 us and 500 bytes each. Without zeros at the end these are all remainders at most, a quarter of them where the number is made
-# of twos and fives alone. With zeros, each remainder of the digits before them has the number below, by the count of zeros (none,
-# one, ...; the last is for more) and whether those digits are even, end in 5, or neither; and each zero has at least that number.
-# Fitted to the times of 400 numbers: within a factor of two of each that has 3,000 states (test_schema_cost.py).
+# States of llguidance's expression of a multiple: for each remainder (a quarter where the number has no primes but 2 and 5),
+# by the count of zeros at its end (the last is for more); each zero has at least that number. Fitted to 400 (test_schema_cost.py).
 _TWOS_AND_FIVES_SHARE, _STATES_A_ZERO = 4, 1500
 _STATES_A_REMAINDER = {
     "even": (1, 10, 42, 99, 231, 800, 2000), "ends in 5": (1, 10, 30, 57, 158, 275, 300), "neither": (1, 10, 21, 50, 50, 80, 130),

@@ -18,9 +18,8 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # One space may be between two tokens of JSON, as in most training data. Free white space lets a small model
 # write newlines until its tokens are used up.
 WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
-# llguidance's limits where its defaults do not fit. An object may have a thousand optional properties: each adds a few items to a
-# row of the parser. A grammar of this size compiles in about a second. A state of the lexer takes 0.5 KiB. The limits on items and
-# fuel of the lexer are 120 ms of one step.
+# llguidance's limits where its defaults do not fit: a thousand optional properties, a grammar that compiles in about a second. A
+# state of the lexer takes 0.5 KiB. The limits on items and fuel of the lexer are 120 ms of one step.
 MOST_ROW_ITEMS, MOST_GRAMMAR_SYMBOLS, MOST_LEXER_STATES = 10_000, 100_000, 50_000
 MOST_STEP_ITEMS, MOST_STEP_FUEL = 50_000, 400_000
 

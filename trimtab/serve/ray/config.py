@@ -27,12 +27,12 @@ FRONT = "_front"
 _KEYS = {"api_keys": KEY_VARIABLE, "admin_keys": ADMIN_KEY_VARIABLE}
 _TUPLES = (*_KEYS, "allow_fetch", "cors_origins")
 
-HEAD = f"""\
-# `serve deploy THIS_FILE` on a running Ray cluster. trimtab[ray] has to be installed on every node, and every node has to
-# find the same models and adapters under the same paths. Keys are not in here: start Ray on each node with
-# {KEY_VARIABLE} in its environment, and {ADMIN_KEY_VARIABLE} to load adapters over HTTP.
-# replicas: the fewest and the most copies of each model. gpus, cpus: what one copy takes.
-"""
+HEAD = "".join(f"# {line}\n" for line in (
+    "`serve deploy THIS_FILE` on a running Ray cluster. trimtab[ray] has to be installed on every node, and every node has to",
+    "find the same models and adapters under the same paths. Keys are not in here: start Ray on each node with",
+    f"{KEY_VARIABLE} in its environment, and {ADMIN_KEY_VARIABLE} to load adapters over HTTP.",
+    "replicas: the fewest and the most copies of each model. gpus, cpus: what one copy takes.",
+))  # fmt: skip
 
 
 def read_replicas(text: str) -> tuple[int, int]:

@@ -1,46 +1,10 @@
 """Which prompts are in progress at once, which of them has the next piece, and what share of them runs behind one decode step.
 
-Short ones pass a long one between its pieces (`InProgress`), and no answer waits long (`Budget`).
-
-Each prompt in progress has separate keys and values. One prompt of any length is in progress, the `first`, and next to it short
-ones, each at most half as long as that and half of the `Room` that is left: a shorter one always fits, and prompts of about
-one length keep their order. Prompts of rows and those that need no row have a first one each, and share one `Room`. Memory
-therefore holds at most two contexts and the room, as a plan of several rows counts (planning/memory/activations.py,
-`prompts_kv_bytes`); on a GPU that captures prompts, one context and the room in addition to that count.
-
-Short ones take turns: one that begins has its piece after those that are in progress, so none waits for later prompts. The
-first one is chosen by turns (queue.py) regardless of its length, so those that pass cannot keep a long prompt waiting beyond the
-one before it.
-
-Prompts that need no row are those of embeddings and of log-probabilities (`Rowless`). Such a prompt is computed in pieces of a
-fraction of a second, one piece a turn at most. Requests that wait for a row pass it between two pieces, regardless of their client,
-and so do short ones of the same kind. Clients take turns. While rows are being answered a piece has the time that `Budget` leaves
-after a step; a longer one waits until enough time has passed. Prompts of rows come first: while they run it has `LEAST_SHARE` of
-that time, or every second turn without rows.
-
-A prompt whose log-probabilities are complete waits for a row, and with it all others that need one after their pieces; embeddings
-go on. Other choices of the same request share its prompt, so they wait for it.
-
-A turn is a step of all rows and, behind it, chunks of prompts. Their time is bounded: step and chunks together take at most
-`RATIO` times the median step of as many rows. One chunk runs behind a step even where it takes longer: the least size, or a
-larger one that takes hardly longer. Without rows a CPU's chunks take `ALONE_S` where that costs hardly more.
-
-A chunk reads every weight. On a GPU this is most of its time up to a few hundred tokens, and smaller chunks would make prompts slow
-for all clients, so the least size is `LEAST_TOKENS`. On a CPU a chunk's time is nearly proportional to its tokens, and a small one
-keeps the rows waiting for less. The least size is therefore the smallest that pays: a token costs at most `DEARER` times what it
-costs in the size where it costs least. An engine that takes chunks of any size has smaller ones tried. Where the least one takes
-longer than is left, a smaller one that fits is taken, up to `DEAREST`, or one that exceeds it by a fifth at most. Captured sizes
-are judged by past prompts, because a trial would capture graphs.
-
-On a GPU durations of a kind hardly differ, and medians are compared. On a CPU they do: a chunk whose median just fits would exceed
-the time behind every second step. There a step and a chunk count with their 80th percentile (`_USUAL`). A size that has run
-fewer than `TRIES` times counts with at most the estimate from others: a first chunk may take long, and the size would never run
-again. For the same reason a size that has not run for `_FORGET` chunks loses its longest duration.
-
-What it does not know: the time of a chunk of a size that has not run yet. It estimates from the next smaller and the next larger
-size that have run; of a larger one alone it takes half of the time as independent of the size. Nor that a size which was tried
-while the machine was busy would pay later. A pass of towers (`TOWERS`) has no bound: it runs first in a turn, or where the median
-one fits.
+One prompt of any length is in progress, the `first`, and next to it short ones, each at most half as long and half of the
+`Room` that is left. Prompts of rows and those that need none (`Rowless`: embeddings, log-probabilities) have a first one each,
+and share the `Room`. Short ones take turns (`InProgress`). A turn is a step of all rows and, behind it, chunks of prompts:
+together at most `RATIO` times the median step of as many rows (`Budget`). A pass of towers (`TOWERS`) has no bound. Reasons:
+docs/decisions/0037.
 
 Pure: callers report durations, this module measures none.
 """

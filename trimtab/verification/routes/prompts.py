@@ -30,7 +30,7 @@ TEXTS = {
     "p02_hypertension_short": "Name two things that a person with high blood pressure can do every day.",
     "p03_medical_tutor": "You are a patient tutor. Explain to a first-year student how the heart moves blood.",
 }
-IMAGE_TEXT, AUDIO_TEXT = "What is shown in this picture?", "What can be heard?"
+IMAGE_TEXT, AUDIO_TEXT = "What is shown in this image?", "What can be heard?"
 IMAGE_SIDE, TONE_HZ, TONE_S, TONE_RATE = 224, 440.0, 1.0, 16_000
 TOKEN_COUNT = 24
 
