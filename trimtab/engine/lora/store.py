@@ -282,7 +282,7 @@ class AdapterStore:
 @contextmanager
 def covered(changes: Mapping[Place, object]) -> Iterator[None]:
     """Let each module compute with another forward while the block runs, or a named attribute of an object be another; no class is
-    touched. Whatever a pass changes of modules is changed here."""
+    touched. All that a pass changes of modules is changed here."""
     places = {place if isinstance(place, tuple) else (place, "forward"): value for place, value in changes.items()}
     before = {(owner, name): vars(owner).get(name, _ABSENT) for owner, name in places}
     try:

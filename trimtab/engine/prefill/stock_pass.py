@@ -117,8 +117,9 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     tensors = dict(inputs.tensors) if is_whole else _tensors(model, inputs, start, end, prompt.offset)
     model.adapter_store.set(prompt.row.adapter)
 
-    def compute() -> Any:
-        return _computed(model, model.hf_model, tensors, count, prompt.cache, logits_to_keep=1)
+    def compute() -> Output:
+        output: Output = _computed(model, model.hf_model, tensors, count, prompt.cache, logits_to_keep=1)
+        return output
 
     try:
         if is_whole:
