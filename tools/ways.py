@@ -21,8 +21,8 @@ if __name__ == "__main__":
 
 from tools import rooms
 
-# These look into other packages, or into models of theirs, and answer no request.
-NOT_SEARCHED = ("doctor/", "bridge/")
+# These look into other packages, or into models of theirs, and answer no request: searched where `is_everywhere`.
+OTHERS = ("doctor/", "bridge/")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Ways:
     mark: str
     ways: Mapping[str, str]
     others: Mapping[str, str] = field(default_factory=dict)
+    is_everywhere: bool = False
 
     def count(self, _: object = None) -> int:
         """Return how many ways there are."""
@@ -44,7 +45,8 @@ class Ways:
 
     def found(self) -> set[str]:
         """Return the functions, and the methods of classes, in which the mark is."""
-        return {name for name, text in definitions() if re.search(self.mark, text)}
+        searched = (one for one in definitions() if self.is_everywhere or not one[0].startswith(OTHERS))
+        return {name for name, text in searched if re.search(self.mark, text)}
 
     def unnamed(self) -> list[str]:
         """Return what the mark finds and no table names."""
@@ -57,18 +59,19 @@ class Ways:
 
 
 def _covers(name: str, found: str) -> bool:
-    return found == name or found.startswith((f"{name}.", f"{name}:"))
+    return found == name or found.startswith((f"{name}.", f"{name}:", f"{name}/"))
 
 
 @cache
 def definitions() -> tuple[tuple[str, str], ...]:
-    """Return ("file:function" or "file:Class.method", its code) of the package."""
+    """Return ("file:function" or "file:Class.method", its code) of the package, and ("file:imports", a file's imports)."""
     files = (file.relative_to(rooms.PACKAGE).as_posix() for file in sorted(rooms.PACKAGE.rglob("*.py")))
-    return tuple(one for file in files if not file.startswith(NOT_SEARCHED) for one in _definitions(file))
+    return tuple(one for file in files for one in _definitions(file))
 
 
 def _definitions(file: str) -> Iterator[tuple[str, str]]:
     tree = ast.parse((rooms.PACKAGE / file).read_text(encoding="utf-8"))
+    yield f"{file}:imports", "\n".join(ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
     for node in tree.body:
         for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
             if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -166,21 +169,28 @@ TABLE = (
         {"engine/memory/graph_cache.py:GraphCache": "captures, replays and drops them all"},
     ),
     Ways(
-        "renderers", "a report is shown", 2, 1, r"jinja2\.Environment\(|f?'#+ |<h[1-6]|<table|'```|\.ljust\(|\.rjust\(",
+        "renderers", "a report is shown", 2, 1,
+        r"jinja2\.Environment\(|'#{1,6} |<h[1-6]|<table|<t[drh]\b|'```|\| ?---|\.[lr]just\(|html\.escape"
+        r"|import textwrap|(from|import) rich\b",
         {"report/render.py": "text, Markdown and pages of one document"},
         {
+            "report/charts.py": "figures of a document",
             "cli/chat/file.py:_as_markdown": "a conversation, whose texts are Markdown",
             "cli/flags/output.py:PhaseLine": "a line of progress", "formats/bitsandbytes.py:state_json": "pads a file's JSON",
         },
+        is_everywhere=True,
     ),
     Ways(
         "stock_loaders", "the stock stack loads a model", 1, 1,
-        r"BitsAndBytesConfig\(|PeftModel\.from_pretrained\(|\b(kind|\w*[Cc]lass|transformers\.\w*For\w+)\.from_pretrained\(",
+        r"BitsAndBytesConfig\(|\b(?!Auto[CTP]|\w*Config\.|\w*Tokenizer\w*\.)\w+\.from_pretrained\(",
         {"stock/load.py": "a model class of transformers, bitsandbytes, PEFT"},
         {
             "stock/unsplit.py": "stock/load.py for formats whose weights are read apart",
-            "engine/loader/transformers_model.py:_load_traced": "tensors without data: where each comes from",
+            "engine/loader/transformers_model.py": "transformers' loader on tensors without data: where each comes from",
+            "engine/loader/processor.py": "processors are no models", "doctor/issues/words.py:_call": "the text of a call",
+            "doctor/catalogue": "runs of known bugs",
         },
+        is_everywhere=True,
     ),
     Ways(
         "tuners", "a launch is tuned", 1, 1, r"^def tune\(",

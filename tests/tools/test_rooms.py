@@ -108,9 +108,15 @@ def test_the_architecture_names_each_way():
 
 
 def test_a_way_that_no_table_names_is_found(monkeypatch):
-    code = "def other(hf_model, x):\n    return hf_model(**x)"
-    monkeypatch.setattr(ways, "definitions", lambda: (("engine/new.py:other", code),))
-    assert ways.TABLE[0].unnamed() == ["engine/new.py:other"] and len(ways.TABLE[0].lost()) > 4
+    by_hand = {
+        "doctor/new.py:text": "f'### {title}'",
+        "engine/new.py:other": "hf_model(**x)",
+        "serve/new.py:load": "Llama.from_pretrained(x)",
+    }
+    monkeypatch.setattr(ways, "definitions", lambda: tuple(by_hand.items()))
+    found = [one.unnamed() for one in ways.TABLE if one.key in ("prompt_ways", "renderers", "stock_loaders")]
+    assert found == [["engine/new.py:other"], ["doctor/new.py:text"], ["serve/new.py:load"]]
+    assert len(ways.TABLE[0].lost()) > 4
 
 
 def test_events_are_recorded_on_the_stream_of_a_named_gpu():

@@ -403,6 +403,6 @@ def padded_sounds(hf_model: HFModel) -> dict[Place, object]:
 
 def _shortened(output: Any, tokens: int) -> Any:
     """Return a tower's output without the padding after the audio."""
-    parts: Mapping[str, Any] = dict(output.items())
+    parts: Mapping[str, object] = dict(output.items())
     shorter = {name: value[:, :tokens] if isinstance(value, Tensor) else value for name, value in parts.items()}
     return type(output)(**shorter)
