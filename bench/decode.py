@@ -321,23 +321,16 @@ def swap(bench: Bench) -> dict[str, Any]:
 
 def run_stock(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
     import torch
-    from peft import PeftModel
-    from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
 
     from bench.checkpoints import text_inputs
+    from trimtab.stock.load import load_adapter, load_base, quantization
 
     size = case["model"]
-    model = Gemma4ForConditionalGeneration.from_pretrained(
-        work / size, dtype=torch.bfloat16, device_map={"": 0},
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        ),
-    )  # fmt: skip
+    model = load_base(work / size, dtype=torch.bfloat16, device_map={"": 0}, quantization_config=quantization("nf4-dq"))
     rows = []
     inputs = text_inputs(model.config, PROMPT_TOKENS, device="cuda")
     for rank in (0, *RANKS):
-        peft_model: Any = PeftModel.from_pretrained(model, work / f"{size}-r{rank}").eval() if rank else model.eval()
+        peft_model: Any = load_adapter(model, work / f"{size}-r{rank}") if rank else model
         for batch in (1,) if rank != 8 else (1, 8):
             several = {name: value.repeat(batch, 1) for name, value in inputs.items()}
             rows.append({

@@ -213,14 +213,11 @@ def _spread(model: Any, skew: float) -> None:
 def run_stock(size: str, work: Path, layers: int | None) -> dict[str, Any]:
     """transformers and PEFT as their pages show them, experts in 16 bits."""
     import torch
-    import transformers
-    from peft import PeftModel
 
-    from bench.checkpoints import CLASSES
+    from trimtab.stock.load import load_adapter, load_base
 
     folder = prepare(size, work, layers)
-    base = getattr(transformers, CLASSES[size]).from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE)
-    model = PeftModel.from_pretrained(base, folder / "r8" / "linears").eval()
+    model = load_adapter(load_base(folder, dtype=torch.bfloat16, device_map=DEVICE), folder / "r8" / "linears")
     return stock_rates(model) | {"peak_gib": round(_peak_gib(), 2)}
 
 

@@ -112,15 +112,11 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
 def run_stock(case: dict[str, Any], work: Path) -> dict[str, Any]:
     """transformers, bitsandbytes and PEFT as their pages show them."""
     import torch
-    import transformers
-    from peft import PeftModel
 
-    from bench.checkpoints import CLASSES
+    from trimtab.stock.load import load_adapter, load_base
 
-    folder = prepare(case["model"], work)
-    base = getattr(transformers, CLASSES[case["model"]]).from_pretrained(folder, dtype=torch.bfloat16, device_map=DEVICE)
-    model = PeftModel.from_pretrained(base, work / f"{case['model']}-packed-r8" / "a0").eval()
-    return stock_rates(model)
+    base = load_base(prepare(case["model"], work), dtype=torch.bfloat16, device_map=DEVICE)
+    return stock_rates(load_adapter(base, work / f"{case['model']}-packed-r8" / "a0"))
 
 
 def stock_rates(model: Any) -> dict[str, Any]:

@@ -109,27 +109,22 @@ def host_peak_gib() -> float:
 
 def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str, Any]:
     import bitsandbytes  # noqa: F401 - imported before the clock starts, as in the other engine
+    import peft  # noqa: F401 - as transformers: imported before the clock starts
     import torch
-    import transformers
-    from peft import PeftModel
-    from transformers import BitsAndBytesConfig
+    import transformers  # noqa: F401
 
-    (architecture,) = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["architectures"]
+    from trimtab.stock.load import load_adapter, load_base, quantization
+
     towers = dict.fromkeys(("model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"), "cpu")
     device_map: Any = {"": 0}
     if case["name"] == "towers-cpu":
         device_map = {"model.language_model": 0, "lm_head": 0} | towers
     torch.cuda.init()
     start = time.perf_counter()
-    model = getattr(transformers, architecture).from_pretrained(
-        checkpoint, dtype=torch.bfloat16, device_map=device_map,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_enable_fp32_cpu_offload=True,
-        ),
-    )  # fmt: skip
+    settings = quantization("nf4-dq", llm_int8_enable_fp32_cpu_offload=True)
+    model = load_base(checkpoint, repack=True, dtype=torch.bfloat16, device_map=device_map, quantization_config=settings)
     base_s = time.perf_counter() - start
-    peft_model = PeftModel.from_pretrained(model, adapter).eval()
+    peft_model = load_adapter(model, adapter)
     torch.cuda.synchronize()
     load_s = time.perf_counter() - start
     row = measure(case, peft_model.base_model.model, model.config)

@@ -106,18 +106,17 @@ def run_peft(request: dict[str, Any]) -> dict[str, Any]:
 
 def peft(request: dict[str, Any]) -> None:
     """Load, merge_and_unload and save as PEFT's own documentation does it; prints one line of JSON."""
+    import peft  # noqa: F401 - as transformers: imported before the clock starts
     import torch
-    import transformers
-    from peft import PeftModel
+    import transformers  # noqa: F401
 
     from trimtab.machine.memory import peak_host_bytes, process_bytes
+    from trimtab.stock.load import load_adapter, load_base
 
     baseline = process_bytes()
     started = time.perf_counter()
-    config = transformers.AutoConfig.from_pretrained(request["model"])
-    model_class = getattr(transformers, config.architectures[0])
-    model = model_class.from_pretrained(request["model"], dtype=torch.bfloat16)
-    merged = PeftModel.from_pretrained(model, request["adapters"][0][1]).merge_and_unload()
+    model = load_base(request["model"], dtype=torch.bfloat16)
+    merged = load_adapter(model, request["adapters"][0][1]).merge_and_unload()
     merged.save_pretrained(request["out"])
     for file in Path(request["out"]).glob("*.safetensors"):
         with open(file, "rb+") as handle:

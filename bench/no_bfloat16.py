@@ -69,20 +69,14 @@ def run_ours(case: str, checkpoint: Path, adapter: Path, work: Path) -> dict[str
 
 def run_stock(case: str, checkpoint: Path, adapter: Path, work: Path) -> dict[str, Any]:
     import torch
-    import transformers
-    from peft import PeftModel
-    from transformers import BitsAndBytesConfig
 
     from bench.checkpoints import text_inputs
+    from trimtab.stock.load import load_adapter, load_base, quantization
 
     dtype = torch.float32 if case == "stock32" else torch.bfloat16
-    (architecture,) = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["architectures"]
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-    model = getattr(transformers, architecture).from_pretrained(
-        checkpoint, dtype=dtype, device_map={"": 0}, quantization_config=quantization
-    )
+    model = load_base(checkpoint, dtype=dtype, device_map={"": 0}, quantization_config=quantization("nf4", dtype=dtype))
     loaded = torch.cuda.memory_allocated()
-    peft_model = PeftModel.from_pretrained(model, adapter).eval()
+    peft_model = load_adapter(model, adapter)
     inputs = text_inputs(model.config, TOKENS, device="cuda")
     with torch.no_grad():
         torch.save(peft_model(**inputs).logits[0].float().cpu(), work / f"{case}.pt")

@@ -325,18 +325,12 @@ def asked_ms(model: Any, prompt: Any, adapter: str | None) -> dict[str, float]:
 def run_stock(size: str, work: Path, lengths: Sequence[int]) -> list[dict[str, Any]]:
     import torch
     import transformers
-    from peft import PeftModel
 
-    from bench.checkpoints import CLASSES, text_inputs
+    from bench.checkpoints import text_inputs
+    from trimtab.stock.load import load_adapter, load_base, quantization
 
-    model = getattr(transformers, CLASSES[size]).from_pretrained(
-        work / size, dtype=torch.bfloat16, device_map={"": 0},
-        quantization_config=transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        ),
-    )  # fmt: skip
-    peft_model = PeftModel.from_pretrained(model, work / f"{size}-r8").eval()
+    model = load_base(work / size, dtype=torch.bfloat16, device_map={"": 0}, quantization_config=quantization("nf4-dq"))
+    peft_model = load_adapter(model, work / f"{size}-r8")
     rows = []
     wait()
     for tokens in lengths:

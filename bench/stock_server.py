@@ -35,24 +35,17 @@ class Stock:
 
     def __init__(self, folder: Path, adapters: dict[str, Path], *, device: str, quant: str, dtype: str) -> None:
         import torch
-        from peft import PeftModel
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
-        config = None
-        if quant != "none":
-            config = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=quant == "nf4-dq",
-                bnb_4bit_compute_dtype=getattr(torch, dtype),
-            )  # fmt: skip
+        from trimtab.stock.load import load_adapter, load_base, quantization
+
         self.processor = load_processor(folder)  # AutoProcessor wants torchvision, for videos
-        sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        self.model: Any = kind.from_pretrained(
-            folder, dtype=getattr(torch, dtype), device_map={"": device}, quantization_config=config
-        )
+        self.model: Any = load_base(
+            folder, repack=True, dtype=getattr(torch, dtype), device_map={"": device},
+            quantization_config=quantization(quant, dtype=dtype),
+        )  # fmt: skip
         for place, (name, path) in enumerate(adapters.items()):
             if place == 0:
-                self.model = PeftModel.from_pretrained(self.model, path, adapter_name=name)
+                self.model = load_adapter(self.model, path, adapter_name=name)
             else:
                 self.model.load_adapter(path, adapter_name=name)
         self.model.eval()

@@ -144,17 +144,6 @@ def test_each_foreign_library_is_imported_where_it_belongs(file):
     assert {name: line for name, line in imports_of(file).items() if name in misplaced} == {}
 
 
-@each("file", [file for file in SOURCES if file.parent.name not in ("stock", "catalogue")])
-def test_one_room_loads_models_with_the_stock_stack(file):
-    """`engine/loader` runs transformers' loader on tensors without data; configurations and tokenizers are no models."""
-    calls = [node.func for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    asked = [ast.unparse(one.value).rpartition(".")[2] for one in calls if one.attr == "from_pretrained"]
-    is_loader = file.parent.name == "loader"
-    assert [name for name in asked if not is_loader and not re.search("^Auto[CTP]|Config$|Tokenizer", name)] == []
-    assert not any(getattr(one.func, "id", getattr(one.func, "attr", "")) == "BitsAndBytesConfig"
-                   for one in ast.walk(tree_of(file)) if isinstance(one, ast.Call))  # fmt: skip
-
-
 @each("file", PURE)
 def test_pure_files_import_the_standard_library_and_each_other(file):
     own = {"trimtab/checkpoint/hub.py": {"huggingface_hub"}, "trimtab/report/render.py": {"jinja2"}}.get(name_of(file), set())

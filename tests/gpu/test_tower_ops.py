@@ -46,7 +46,7 @@ def test_a_product_of_an_image_s_patches_has_the_bits_of_bitsandbytes(shape, qua
     kernels.reserve([leaf])
     with torch.no_grad():
         expected = leaf(x)
-        with leaf.adapter_store.multiplying(MatmulTable(kernels.matmul([leaf]))):
+        with leaf.adapter_store.applying(None, MatmulTable(kernels.matmul([leaf]))):
             assert torch.equal(leaf(x), expected)
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import trimtab
-from tools import rooms
+from tools import rooms, ways
 from trimtab import former_names
 
 
@@ -97,28 +97,26 @@ def test_every_former_module_is_imported_and_its_renamed_members_lead_to_what_th
     assert ran.stdout == "DeviceKernels trimtab.engine.kernels.attention_and_norms\n", ran.stderr
 
 
-# What has one place, or a few: words that only its code has -> the files that have them.
-WAYS = {
-    r"\.capture_begin\(": ("engine/memory/graph_cache.py",),
-    r"def apply\(self, layer: AdaptedLayer": ("engine/batched_lora/table.py", "engine/lora/fewer_ops.py", "engine/lora/store.py"),
-    r"hf_model\(\s*(\*\*|input_ids)": (
-        "engine/decode/decode_step.py", "engine/families/check.py", "engine/passes/chunk_forward.py",
-        "engine/passes/media_embeddings.py", "engine/prefill/stock_pass.py", "verification/routes/teacher_forcing.py",
-    ),
-    r"Matmul\(\s*\"": (
-        "engine/batched_lora/columns.py", "engine/families/chunk.py", "engine/families/step.py", "engine/kernels/dequantize.py",
-        "engine/kernels/gemm4.py", "engine/kernels/gemv4.py", "engine/layers/leaves.py",
-    ),
-    r"^def tune\(": ("engine/kernels/autotune.py",),
-    r"jinja2\.Environment\(": ("report/render.py",), r"\bmodel\.generate\(\n": ("engine/batch/generate.py",),
-}  # fmt: skip
+@pytest.mark.parametrize("one", ways.TABLE, ids=lambda one: one.key)
+def test_each_thing_is_done_in_the_ways_that_its_table_names(one):
+    assert one.unnamed() == [], "a way more: use one of tools/ways.py, or name it there"
+    assert one.lost() == [], "no such way any more"
 
 
-@pytest.mark.parametrize("words", WAYS)
-def test_each_thing_is_done_where_the_table_says_and_nowhere_else(words):
-    texts = {str(file.relative_to(rooms.PACKAGE)): file.read_text(encoding="utf-8") for file in rooms.PACKAGE.rglob("*.py")}
-    code = {name: re.sub(r'"""(?s:.*?)"""', "", text) for name, text in texts.items() if not name.startswith("doctor")}
-    assert tuple(sorted(name for name, text in code.items() if re.search(words, text, re.MULTILINE))) == WAYS[words]
+def test_the_architecture_names_each_way():
+    assert ways.in_words() in (rooms.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), "run: python tools/ways.py"
+
+
+def test_a_way_that_no_table_names_is_found(monkeypatch):
+    by_hand = {
+        "doctor/new.py:text": "f'### {title}'",
+        "engine/new.py:other": "hf_model(**x)",
+        "serve/new.py:load": "Llama.from_pretrained(x)",
+    }
+    monkeypatch.setattr(ways, "definitions", lambda: tuple(by_hand.items()))
+    found = [one.unnamed() for one in ways.TABLE if one.key in ("prompt_ways", "renderers", "stock_loaders")]
+    assert found == [["engine/new.py:other"], ["doctor/new.py:text"], ["serve/new.py:load"]]
+    assert len(ways.TABLE[0].lost()) > 4
 
 
 def test_events_are_recorded_on_the_stream_of_a_named_gpu():

@@ -18,10 +18,12 @@ from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import DeviceError, RequestError
 from trimtab.planning.values.execution import PRODUCT_ROWS
+from trimtab.report.document import Document, Table
+from trimtab.report.render import Report
 
 
 @dataclass(frozen=True)
-class TuneReport:
+class TuneReport(Report):
     """The result of a tuning. products: timed now; known: of all products, how each one's configuration is known, with its cut."""
 
     card: str
@@ -33,10 +35,11 @@ class TuneReport:
         """Return the report as JSON-ready values."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        lines = [f"{self.products} matmuls were timed on {self.card}; the next load uses the fastest."]
-        lines += [f"  {one['product']}, {one['rows']} rows: {one['cut']} ({one['status']})" for one in self.known]
-        return "\n".join(lines)
+    def document(self) -> Document:
+        """Return what it says."""
+        rows = [[str(one[name]) for name in ("product", "rows", "cut", "status")] for one in self.known]
+        title = f"{self.products} matmuls were timed on {self.card}; the next load uses the fastest."
+        return Document(title, [Table(("matmul", "rows", "configuration", "known"), rows)] if rows else [])
 
 
 def unsupported_reason(model: LoadedModel) -> str | None:

@@ -272,7 +272,7 @@ def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(
             modules = batch.steps._modules
 
             def covered(count, **more):
-                with model.adapter_store.multiplying(MatmulTable(many_rows.matmul(leaves, on_cpu.rows))):
+                with model.adapter_store.applying(None, MatmulTable(many_rows.matmul(leaves, on_cpu.rows))):
                     return modules(count, **more)
 
             monkeypatch.setattr(batch.steps, "_modules", covered)

@@ -128,7 +128,7 @@ def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
     kernels = PromptKernels(module, unpacks=True)
     kernels.reserve(leaves)
     plain = [leaf(few) for leaf in leaves]
-    with store.multiplying(MatmulTable(kernels.matmul(leaves))), torch.no_grad():
+    with store.applying(None, MatmulTable(kernels.matmul(leaves))), torch.no_grad():
         for leaf, before in zip(leaves, plain, strict=True):
             assert torch.equal(leaf(many), torch.nn.functional.linear(many, dequantize(leaf.packed())))
             assert torch.equal(leaf(few), before)

@@ -113,9 +113,9 @@ def test_they_are_the_bits_that_bitsandbytes_unpacks(monkeypatch, tmp_path):
         assert kept.joined([layer.self_attn.q_proj, layer.mlp.gate_proj]) is None
         x = torch.randn(2, 3, 256, dtype=model.dtype)
         before = layer.mlp.gate_proj(x)
-        with model.adapter_store.multiplying(MatmulTable(kept.matmul(least=7))):
+        with model.adapter_store.applying(None, MatmulTable(kept.matmul(least=7))):
             assert torch.equal(layer.mlp.gate_proj(x), before)  # six rows: as they are
-        with model.adapter_store.multiplying(MatmulTable(kept.matmul(least=6))):
+        with model.adapter_store.applying(None, MatmulTable(kept.matmul(least=6))):
             assert torch.equal(layer.mlp.gate_proj(x), torch.nn.functional.linear(x, kept.weight(layer.mlp.gate_proj)))
         assert model.adapter_store.matmuls is None
 
@@ -139,13 +139,13 @@ def test_a_prompt_over_unpacked_weights_is_the_prompt(monkeypatch, tmp_path):
     with loaded("gemma4", tmp_path, monkeypatch) as model:
         expected = answered(eager(model), model.prepare(ids(40)))
         kept = UnpackedWeights(prompt_kernels.four_bit(model.hf_model))
-        with model.adapter_store.multiplying(MatmulTable(kept.matmul())):
+        with model.adapter_store.applying(None, MatmulTable(kept.matmul())):
             found = answered(in_chunks(model, (16,)), model.prepare(ids(40)))
         # In bfloat16 a padded product may round its sums elsewhere: a few steps of 2^-8 of the largest score.
         assert differ(found, expected) < 2**-5
         weights = kept.weight(prompt_kernels.four_bit(model.hf_model)[0])
         weights.mul_(-1)  # and a wrong weight is seen
-        with model.adapter_store.multiplying(MatmulTable(kept.matmul())):
+        with model.adapter_store.applying(None, MatmulTable(kept.matmul())):
             assert differ(answered(in_chunks(model, (16,)), model.prepare(ids(40))), expected) > 2**-5
 
 

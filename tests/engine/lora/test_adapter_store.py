@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.engine.lora.layers import Holders
-from trimtab.engine.lora.store import BASE, EAGER, AdapterStore, Selection
+from trimtab.engine.lora.store import BASE, EAGER, AdapterStore, Selection, covered
 from trimtab.errors import RequestError
 
 CPU = torch.device("cpu")
@@ -90,3 +90,8 @@ def test_appliers_end_in_the_order_in_which_they_began():
         assert store.applier is short
         raise KeyboardInterrupt
     assert store.applier is EAGER
+    with covered({(store, "more"): 1, (store, "applier"): table}):
+        with covered({(store, "more"): 2}):
+            assert (store.more, store.applier) == (2, table)
+        assert store.more == 1
+    assert store.applier is EAGER and not hasattr(store, "more")

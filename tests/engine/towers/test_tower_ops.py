@@ -104,7 +104,7 @@ def unpacked_by_bitsandbytes(leaves):
         return functional.linear(x, dequantize(leaf.packed()), leaf.bias) if x.dtype == leaf.dtype else None
 
     table = MatmulTable(Matmul("dequantized", set(leaves), product, LEAST_TOKENS))
-    with leaves[0].adapter_store.multiplying(table) if ON_GPU else nullcontext():
+    with leaves[0].adapter_store.applying(None, table) if ON_GPU else nullcontext():
         yield
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import gib
 from trimtab.process.redact import check_clean, clean, clean_all
+from trimtab.report.document import Block, Code, Document, Heading, Items
+from trimtab.report.render import FORMS
 
 if TYPE_CHECKING:
     from trimtab.machine.environment import Environment
@@ -24,7 +26,7 @@ MOST_CHARS = 600
 CONFIG_FIELDS = ("model_type", "architectures", "num_hidden_layers", "tie_word_embeddings", "quantization_config")
 # Information that a reader of a report needs next, and that only the live model has.
 TO_ADD = (
-    "`print(model.hf_device_map)`, before and after the adapter was loaded",
+    "print(model.hf_device_map), before and after the adapter was loaded",
     "the call of from_pretrained, and of PEFT's, with all arguments",
     "the whole traceback",
 )  # fmt: skip
@@ -44,30 +46,30 @@ def report_block(
         parts.append(("Requested placement", _map(device_map)))
     if adapter is not None:
         parts.append(("Adapter", _adapter(adapter)))
-    parts.append(("Please add", [f"- {text}" for text in TO_ADD]))
-    text = "\n\n".join(f"### {title}\n\n" + "\n".join(lines) for title, lines in parts) + "\n"
+    # Names, patterns and maps are shown as they are, so that nothing in them is markup.
+    blocks: list[Block] = [block for title, lines in parts for block in (Heading(title), Code("\n".join(lines)))]
+    blocks += [Heading("Please add"), Items(TO_ADD)]
+    text = FORMS[".md"].show(Document("Versions, memory and files", blocks))
     check_clean(text, what="report")
     return text
 
 
 def _system(environment: Environment) -> list[str]:
-    rows = [f"- {environment.implementation} {environment.python}, {clean(environment.os)}, {environment.architecture}"]
+    rows = [f"{environment.implementation} {environment.python}, {clean(environment.os)}, {environment.architecture}"]
     built = f"CUDA {environment.cuda}" if environment.cuda else f"ROCm {environment.hip}" if environment.hip else "CPU"
     for name in PACKAGES:
         package = environment.packages.get(name)
         if package is not None and package.version:
-            rows.append(f"- {name} {package.version}{f' (built for {built})' if name == 'torch' else ''}")
+            rows.append(f"{name} {package.version}{f' (built for {built})' if name == 'torch' else ''}")
     if environment.driver:
-        rows.append(f"- NVIDIA driver {environment.driver}")
+        rows.append(f"NVIDIA driver {environment.driver}")
     return rows
 
 
 def _memory(environment: Environment) -> list[str]:
-    gpus = [
-        f"- GPU {gpu.index}: {clean(gpu.name)}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}" for gpu in environment.gpus
-    ]
-    host = f"- host: {gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}"
-    return [*(gpus or ["- no GPU that torch can use"]), host]
+    gpus = [f"GPU {gpu.index}: {clean(gpu.name)}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}" for gpu in environment.gpus]
+    host = f"host: {gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}"
+    return [*(gpus or ["no GPU that torch can use"]), host]
 
 
 def _model(model: str) -> list[str]:
@@ -77,19 +79,20 @@ def _model(model: str) -> list[str]:
     text = checkpoint.config.get("text_config") or {}
     config = {name: value for name in CONFIG_FIELDS if (value := checkpoint.config.get(name, text.get(name))) is not None}
     nbytes = sum(entry.nbytes for entry in checkpoint.tensors.values())
-    return [f"- {name}: {_short(value)}" for name, value in config.items()] + [
-        f"- weights: {len(checkpoint.tensors)} tensors, {gib(nbytes)}, {_dtypes(checkpoint.tensors.values())}"
+    return [f"{name}: {_short(value)}" for name, value in config.items()] + [
+        f"weights: {len(checkpoint.tensors)} tensors, {gib(nbytes)}, {_dtypes(checkpoint.tensors.values())}"
     ]
 
 
 def _map(device_map: Mapping[str, Any]) -> list[str]:
     counts = Counter(str(device) for device in device_map.values())
     shown = dict(list(device_map.items())[:MOST_KEYS])
-    more = f"\n({len(device_map) - MOST_KEYS} keys more)" if len(device_map) > MOST_KEYS else ""
+    more = [f"({len(device_map) - MOST_KEYS} keys more)"] if len(device_map) > MOST_KEYS else []
     return [
-        "- keys by device: " + ", ".join(f"{device}: {count}" for device, count in counts.items()),
-        f'- a "" key: {"yes" if "" in device_map else "no"}',
-        f"```json\n{json.dumps(clean_all(shown), indent=1)}\n```{more}",
+        "keys by device: " + ", ".join(f"{device}: {count}" for device, count in counts.items()),
+        f'a "" key: {"yes" if "" in device_map else "no"}',
+        json.dumps(clean_all(shown), indent=1),
+        *more,
     ]
 
 
@@ -97,17 +100,17 @@ def _adapter(adapter: str) -> list[str]:
     from trimtab.adapters.adapter import describe, read_adapter
 
     described = describe(read_adapter(adapter), None)
-    rows = [f"- {name}: {_short(value)}" for name, value in described["config"].items()]
-    rows.append(f"- target_modules: {_short(described['target_modules'])}")
-    rows.append(f"- {described['tensors']} tensors, {gib(described['bytes'])}, by part: {_short(described['parts'])}")
+    rows = [f"{name}: {_short(value)}" for name, value in described["config"].items()]
+    rows.append(f"target_modules: {_short(described['target_modules'])}")
+    rows.append(f"{described['tensors']} tensors, {gib(described['bytes'])}, by part: {_short(described['parts'])}")
     if described["peft_version"]:
-        rows.append(f"- written by PEFT {described['peft_version']}")
+        rows.append(f"written by PEFT {described['peft_version']}")
     return rows
 
 
 def _short(value: Any) -> str:
     text = clean(value if isinstance(value, str) else json.dumps(clean_all(value), default=str))
-    return f"`{text}`" if len(text) <= MOST_CHARS else f"`{text[:MOST_CHARS]}` ({len(text) - MOST_CHARS} characters more)"
+    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]} ({len(text) - MOST_CHARS} characters more)"
 
 
 def _dtypes(tensors: Any) -> str:

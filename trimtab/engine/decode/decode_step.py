@@ -256,7 +256,7 @@ class DecodeStep:
             None if unpacked is None else unpacked.matmul(least=KERNEL_ROWS + 1),
             many_rows.matmul(self._choice.four_bit, self.kernels.rows),
         )  # fmt: skip
-        with self._short_ops.step(), self.model.adapter_store.multiplying(table):
+        with self._short_ops.step(matmuls=table):
             return self._modules(count, are_added=True)
 
     def _may_be_short(self) -> bool:

@@ -52,7 +52,7 @@ def difference(model: EngineContext) -> str | None:
             store.none()
             # Both sides multiply with the same weights: those that are kept unpacked are not dequantized twice more.
             kept = MatmulTable(None if model.unpacked is None else model.unpacked.matmul())
-            with store.applying(EAGER), store.multiplying(kept):
+            with store.applying(EAGER, kept):
                 _FOUND[hf_model] = wrong(decoder, hf_model, model.device, model.dtype, model.plan.request.context_tokens)
         except UndescribedError as exc:
             _FOUND[hf_model] = str(exc)

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trimtab.engine.formats.matmul_table import LayerProduct, MatmulTable
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.store import EAGER, TOWERS, AdaptedLayer, AdapterStore, AdapterTable, Selection, covered
+from trimtab.engine.lora.store import EAGER, TOWERS, AdaptedLayer, AdapterStore, AdapterTable, Place, Selection, covered
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -365,14 +366,14 @@ class ShortOps:
         return self._norms
 
     @contextmanager
-    def step(self, adapters: ShortAdapters | None = None) -> Iterator[None]:
+    def step(self, adapters: ShortAdapters | None = None, matmuls: MatmulTable[LayerProduct] | None = None) -> Iterator[None]:
         """Run norms and adapters in their short forms while the block runs. adapters: the applier, None for its own. Where
-        adapters are looked up in a table they stay there."""
+        adapters are looked up in a table they stay there. matmuls: as for `AdapterStore.applying`."""
         adapters = adapters or self.adapters
         adapters.clear()
-        norms = {module: short for module, short in self.norms().items() if "forward" not in vars(module)}
+        norms: dict[Place, object] = {module: short for module, short in self.norms().items() if "forward" not in vars(module)}
         try:
-            with covered(norms), self.adapter_store.applying(None if self.adapter_store.table is not None else adapters):
+            with covered(norms), self.adapter_store.applying(None if self.adapter_store.table is not None else adapters, matmuls):
                 yield
         finally:
             adapters.clear()

@@ -3,7 +3,7 @@
     store = AdapterStore()                       # one for each loaded model, shared by all its layers
     store.set_rows(["medical", None])            # from here on: a `Selection`
     with store.applying(table): hf_model(...)    # an `AdapterApplier` adds the adapters while the block runs
-    with covered({norm: short}): hf_model(...)   # and a module computes with another forward
+    with covered({norm: short}): hf_model(...)   # and a module computes with another forward: all that a pass changes of modules
 
 A layer computes its base output and hands it to `store.applier`. There are three kinds: PEFT's operations one adapter after the
 other (`EagerAdapters`), fewer operations (`fewer_ops.ShortAdapters`), and a table on the device (`table.AdapterSlots`). The adapter
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, KeysView, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -161,6 +161,8 @@ class EagerAdapters:
 
 
 EAGER = EagerAdapters()
+_ABSENT = object()  # the value of an attribute that an object does not have itself
+Place: TypeAlias = "nn.Module | tuple[object, str]"  # what a pass changes: a module's forward, or a named attribute
 
 
 class AdapterStore:
@@ -269,39 +271,29 @@ class AdapterStore:
         """The table that kernels look adapters up in now, None where layers add them."""
         return self.applier.table
 
-    @contextmanager
-    def applying(self, applier: AdapterApplier | None) -> Iterator[None]:
-        """Let this add adapters while the block runs; None changes nothing."""
-        before = self.applier
-        try:
-            self.applier = before if applier is None else applier
-            yield
-        finally:
-            self.applier = before
-
-    @contextmanager
-    def multiplying(self, table: MatmulTable[LayerProduct]) -> Iterator[None]:
-        """Let layers ask this table for their products while the block runs."""
-        before, self.matmuls = self.matmuls, table
-        try:
-            yield
-        finally:
-            self.matmuls = before
+    def applying(
+        self, applier: AdapterApplier | None, matmuls: MatmulTable[LayerProduct] | None = None
+    ) -> AbstractContextManager[None]:  # fmt: skip
+        """Let this add adapters, and layers ask this table for their products, while the block runs; None changes nothing."""
+        given = {"applier": applier, "matmuls": matmuls}
+        return covered({(self, name): value for name, value in given.items() if value is not None})
 
 
 @contextmanager
-def covered(forwards: Mapping[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Let each module compute with another forward while the block runs; no class is touched."""
-    before = {module: vars(module).get("forward") for module in forwards}
+def covered(changes: Mapping[Place, object]) -> Iterator[None]:
+    """Let each module compute with another forward while the block runs, or a named attribute of an object be another; no class is
+    touched. All that a pass changes of modules is changed here."""
+    places = {place if isinstance(place, tuple) else (place, "forward"): value for place, value in changes.items()}
+    before = {(owner, name): vars(owner).get(name, _ABSENT) for owner, name in places}
     try:
-        for module, forward in forwards.items():
-            vars(module)["forward"] = forward
+        for (owner, name), value in places.items():
+            vars(owner)[name] = value
         yield
     finally:
-        for module, own in before.items():
-            vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
+        for (owner, name), own in before.items():
+            vars(owner).pop(name, None)
+            if own is not _ABSENT:
+                vars(owner)[name] = own
 
 
 # In host memory -------------------------------------------------------------------------------------------------------

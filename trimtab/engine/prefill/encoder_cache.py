@@ -26,6 +26,7 @@ from torch import Tensor
 
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.prefix_store import scope_of
+from trimtab.engine.lora.store import Place, covered
 from trimtab.engine.towers.pieces import TowersDoneError
 
 if TYPE_CHECKING:
@@ -48,16 +49,15 @@ def encoders(
     an earlier one has been counted for. A pass that ends by an error is not counted, because it runs again, except where only the
     decoder is left (TowersDoneError)."""
     owner = getattr(hf_model, "model", None)
-    names = [name for name in FUNCTIONS if hasattr(owner, name)]
-    kinds = sequence.media_ids(hf_model)
+    towers: dict[Place, object] = {}
+    for name, ids in zip(FUNCTIONS, sequence.media_ids(hf_model), strict=True):
+        if hasattr(owner, name):
+            digests = [mark.digest for mark in inputs.marks if inputs.token_ids[mark.start] in ids]
+            towers[owner, name] = _Tower(getattr(owner, name), cache, scope_of(scope, name), digests, name == FUNCTIONS[0])
     before, is_complete = cache.encoder_counts.copy(), False
     try:
-        for name, ids in zip(FUNCTIONS, kinds, strict=True):
-            if name in names:
-                digests = [mark.digest for mark in inputs.marks if inputs.token_ids[mark.start] in ids]
-                tower = _Tower(getattr(owner, name), cache, scope_of(scope, name), digests, name == FUNCTIONS[0])
-                vars(owner)[name] = tower
-        yield
+        with covered(towers):
+            yield
         is_complete = True
     except TowersDoneError:
         is_complete = True
@@ -65,8 +65,6 @@ def encoders(
     finally:
         if not (is_complete and is_counted):
             cache.encoder_counts.subtract(cache.encoder_counts - before)  # no reader sees less than before
-        for name in names:
-            vars(owner).pop(name, None)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from weakref import WeakKeyDictionary
@@ -375,12 +375,12 @@ class PrefillRunner:
             many_rows.matmul(self.four_bit, self.batch.steps.kernels.rows, least=least, most=many_rows.PAYING_ROWS),
             kernels.matmul(self.four_bit), *self.batch.steps.kernels.head_matmuls(self.model.hf_model),
         )  # fmt: skip
-        with ExitStack() as passing:
+        try:
+            with self._short.step(matmuls=table):
+                yield
+        finally:
             if columns is not None:
-                passing.callback(columns.forget)
-            passing.enter_context(self._short.step())
-            passing.enter_context(self.model.adapter_store.multiplying(table))
-            yield
+                columns.forget()
 
     def kernels(self) -> prompt_kernels.PromptKernels:
         """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -29,11 +30,20 @@ def whole_pass(model: PrefillContext, inputs: Inputs, **options: int) -> Output:
     """Return what the model makes of a whole prompt in one pass, without a cache: teacher-forced logits, hidden states.
     Errors: RequestError for a prompt that does not fit the context."""
     check_fits(model, inputs, 0)
-    sequence.reset_offset(model.hf_model)
-    model.lend_prompt_room()
-    with torch.no_grad():
-        output: Output = model.hf_model(**inputs.tensors, use_cache=False, return_dict=True, **options)
+    output: Output = _computed(model, model.hf_model, inputs.tensors, inputs.prompt_tokens, None, **options)
     return output
+
+
+def _computed(
+    model: PrefillContext, module: nn.Module, tensors: Mapping[str, Tensor], tokens: int, cache: object, **options: int
+) -> Any:  # fmt: skip
+    """Return what a module of transformers makes of a text of `tokens` tokens, or of a piece of it: every pass of this file.
+    cache: of the text, None for a pass of which nothing is kept."""
+    model.lend_prompt_room()
+    sequence.reset_offset(model.hf_model)
+    kept = {"use_cache": False} if cache is None else {"past_key_values": cache, "use_cache": True}
+    with torch.no_grad(), text_of(model.hf_model, tokens):
+        return module(**tensors, **kept, return_dict=True, **options)
 
 
 class TextPass:
@@ -64,20 +74,11 @@ class TextPass:
         tensors = _tensors(self._model, self._inputs, start, end)
         if self._gives_positions:
             tensors |= {"position_ids": torch.arange(start, end, device=self._model.device)[None]}
-        _begin(self._model, self.adapter)
-        with torch.no_grad(), text_of(self._model.hf_model, self.prompt_tokens):
-            if not self._model.anatomy.can_chunk:  # one pass, of which nothing is kept
-                output = self._module(**tensors, use_cache=False, return_dict=True)
-            else:
-                output = self._module(**tensors, past_key_values=self._cache, use_cache=True, return_dict=True)
+        self._model.adapter_store.set(self.adapter)
+        cache = self._cache if self._model.anatomy.can_chunk else None
+        output = _computed(self._model, self._module, tensors, self.prompt_tokens, cache)
         self._done = end
         return output
-
-
-def _begin(model: PrefillContext, adapter: str | None) -> None:
-    model.adapter_store.set(adapter)
-    model.lend_prompt_room()
-    sequence.reset_offset(model.hf_model)
 
 
 def _tensors(model: PrefillContext, inputs: Inputs, start: int, end: int, offset: int = 0) -> dict[str, Tensor]:
@@ -114,21 +115,21 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     prompt.begin_chunk(end - start, cache=cache)
     inputs = prompt.inputs
     tensors = dict(inputs.tensors) if is_whole else _tensors(model, inputs, start, end, prompt.offset)
-    _begin(model, prompt.row.adapter)
+    model.adapter_store.set(prompt.row.adapter)
 
-    def compute() -> Any:
-        return model.hf_model(**tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True)
+    def compute() -> Output:
+        output: Output = _computed(model, model.hf_model, tensors, count, prompt.cache, logits_to_keep=1)
+        return output
 
-    with torch.no_grad(), text_of(model.hf_model, count):
-        try:
-            if is_whole:
-                output = batch.prompts.tower_passes.with_towers(prompt, compute)
-            else:
-                with batch.prompts.tower_passes.embedded(prompt, start, end) if is_embedded else nullcontext():
-                    output = compute()
-        except PausedError:
-            prompt.begin_chunk(0)
-            return False
+    try:
+        if is_whole:
+            output = batch.prompts.tower_passes.with_towers(prompt, compute)
+        else:
+            with batch.prompts.tower_passes.embedded(prompt, start, end) if is_embedded else nullcontext():
+                output = compute()
+    except PausedError:
+        prompt.begin_chunk(0)
+        return False
     logits = output.logits[0, -1].float() if end == count else None
     prompt.end_chunk(end, logits=logits, offset=sequence.read_offset(model.hf_model) if is_whole else None)
     return end == last

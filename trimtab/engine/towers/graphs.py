@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels.dequantize import PromptKernels, is_read
 from trimtab.engine.layers.leaves import HostLeaf, Leaf
 from trimtab.engine.lora.fewer_ops import ShortOps
-from trimtab.engine.lora.store import TOWERS, covered
+from trimtab.engine.lora.store import TOWERS, Place, covered
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Key, Policy
 from trimtab.engine.towers.pieces import TowerPieces, UnknownFormError, filled, form_of
 from trimtab.errors import gib
@@ -43,17 +43,15 @@ class TowerOps:
     """The operations of the passes of one model's towers. kernels, short: as chosen for its prompts."""
 
     def __init__(self, model: EngineContext, kernels: PromptKernels, short: ShortOps) -> None:
-        self._kernels, self._short, self._store = kernels, short, model.adapter_store
+        self._kernels, self._short = kernels, short
         self.leaves = four_bit_towers(model)
         # No layer's input is kept in float32 for the next layer, whose graph must not read another graph's tensors.
         self.adapters = kernels.adapters(shares_inputs=False)
         kernels.reserve(self.leaves)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Let the towers use the kernels while the block runs."""
-        with self._short.step(self.adapters), self._store.multiplying(MatmulTable(self._kernels.matmul(self.leaves))):
-            yield
+        return self._short.step(self.adapters, MatmulTable(self._kernels.matmul(self.leaves)))
 
 
 def four_bit_towers(model: EngineContext) -> list[Leaf]:
@@ -177,10 +175,8 @@ class Towers:
         self._counted.clear()
         self._drop_adapters()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(covered({layer: self._forward_of(layer, pieces) for layer in self.all_layers}))
-                if self.is_on:
-                    stack.enter_context(padded_sounds(self.model.hf_model))
+            layers: dict[Place, object] = {layer: self._forward_of(layer, pieces) for layer in self.all_layers}
+            with covered(layers | (padded_sounds(self.model.hf_model) if self.is_on else {})):
                 yield
         finally:
             self._lengths.clear()
@@ -364,13 +360,11 @@ def padded_frames(frames: int) -> int:
     return next((size for size in SOUND_FRAMES if size >= frames), frames)
 
 
-@contextmanager
-def padded_sounds(hf_model: HFModel) -> Iterator[None]:
-    """Give the audio tower a few lengths of audio while the block runs, in families where padding changes nothing."""
+def padded_sounds(hf_model: HFModel) -> dict[Place, object]:
+    """Return what gives the audio tower a few lengths of audio (`covered`), in families where padding changes nothing."""
     owner, halvings = getattr(hf_model, "model", None), PADDED_SOUNDS.get(hf_model.config.model_type)
     if halvings is None or owner is None or not hasattr(owner, "get_audio_features"):
-        yield
-        return
+        return {}
     inner = owner.get_audio_features
 
     def features(input_features: Tensor, input_features_mask: Tensor, *args: object, **kwargs: object) -> object:
@@ -387,15 +381,11 @@ def padded_sounds(hf_model: HFModel) -> Iterator[None]:
             tokens = (tokens + 1) // 2
         return _shortened(output, tokens)
 
-    vars(owner)["get_audio_features"] = features
-    try:
-        yield
-    finally:
-        vars(owner).pop("get_audio_features", None)
+    return {(owner, "get_audio_features"): features}
 
 
 def _shortened(output: Any, tokens: int) -> Any:
     """Return a tower's output without the padding after the audio."""
-    parts: Mapping[str, Any] = dict(output.items())
+    parts: Mapping[str, object] = dict(output.items())
     shorter = {name: value[:, :tokens] if isinstance(value, Tensor) else value for name, value in parts.items()}
     return type(output)(**shorter)

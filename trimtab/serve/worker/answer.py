@@ -108,6 +108,18 @@ class Answer:
         else:
             scores.hand_over(self.prompt)
 
+    def spent(self) -> dict[str, int]:
+        """Return the tokens that were computed for this; a prompt copied from another choice has none."""
+        row, work = self.row, self.embedding or self.scores
+        done = row.prompt_tokens if work is None else work.done_tokens
+        if work is None and self.prompt is not None and not self.is_complete:
+            done = self.prompt.done_tokens
+        return {"prompt_tokens": done + self.scored_twice - row.shared_tokens, "completion_tokens": len(row.answer_ids)}
+
+    def kept_tokens(self) -> int:
+        """Return the tokens whose keys and values it has in host memory, apart from those of rows."""
+        return 0 if self.prompt is None or self.prompt.cache is None else self.prompt.done_tokens
+
     def release(self) -> None:
         """Free the keys and values that its prompt received; the prompt is computed again."""
         assert self.prompt is not None

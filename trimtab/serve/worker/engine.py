@@ -195,10 +195,7 @@ class LoadedEngine:
             return 0
         return answer.prompt.inputs.prompt_tokens
 
-    def kept_tokens(self, answer: Answer) -> int:
-        return 0 if answer.prompt is None or answer.prompt.cache is None else answer.prompt.done_tokens
-
-    release = staticmethod(Answer.release)
+    release, spent, kept_tokens = staticmethod(Answer.release), staticmethod(Answer.spent), staticmethod(Answer.kept_tokens)
 
     def goes_alone(self, answer: Answer) -> bool:
         if answer.prompt is None or answer.is_complete or not self.batch.prompts.is_on:
@@ -296,14 +293,6 @@ class LoadedEngine:
     @cached_property
     def _token_texts(self) -> TokenTexts:
         return TokenTexts(self.inputs.tokenizer)
-
-    def spent(self, answer: Answer) -> dict[str, int]:
-        """Return the tokens that were computed for an answer; a prompt copied from another choice has none."""
-        row, work = answer.row, answer.embedding or answer.scores
-        done = row.prompt_tokens if work is None else work.done_tokens
-        if work is None and answer.prompt is not None and not answer.is_complete:
-            done = answer.prompt.done_tokens
-        return {"prompt_tokens": done + answer.scored_twice - row.shared_tokens, "completion_tokens": len(row.answer_ids)}
 
     def _named(self, what: str, job: Job | None = None) -> AbstractContextManager[None]:
         return named(what, self.model.device, job)
