@@ -12,7 +12,7 @@ A format is a name in plans, in the anatomy and in the engine. `stored_format` m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import ceil, inf, prod
@@ -484,6 +484,13 @@ def gathered(
         if last in marks:
             parts = {part: tensors[f"{stem}{dot}{part}"] for part in marks[last] if f"{stem}{dot}{part}" in tensors}
             yield f"{stem}{dot}weight", last, [f"{stem}{dot}{part}" for part in parts], parts
+
+
+def declared(weights: Iterable[Found], bits: Collection[Any]) -> Iterator[Found]:
+    """Yield weights of floats; wrong is each whose bits are none of those that config.json declares."""
+    for name, own, one in weights:
+        is_read = isinstance(one, str) or stored_format(one.kind).bits in bits
+        yield name, own, one if is_read else f"is {one.kind}, which config.json does not declare"
 
 
 def left_of(tensors: Mapping[str, TensorEntry], weights: Iterable[Found]) -> dict[str, TensorEntry]:
