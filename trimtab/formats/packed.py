@@ -11,7 +11,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.writer import NewTensor
 from trimtab.errors import CheckpointError
 from trimtab.formats import bitsandbytes, compressed_tensors, float4, float8, gguf, mobile, transposed
-from trimtab.formats.record import PackedEntry, packed_bytes, refuse, stored_format
+from trimtab.formats.record import PackedEntry, float_dtype, packed_bytes, refuse, stored_format
 
 Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
 # quant_method of config.json -> what reads that layout of files.
@@ -95,12 +95,12 @@ def quant_method(quantization: Mapping[str, Any] | None) -> str | None:
 
 
 def format_names(packed: Mapping[str, PackedEntry]) -> list[str]:
-    """Return the formats of packed weights by their names in plans, that of the most values first, those of tables last."""
+    """Return the formats of packed weights by their names in plans, that of the most values first, floats and tables last."""
     values: dict[str, int] = {}
     linear = {entry.kind for entry in packed.values() if not entry.state.get("is_table")}
     for entry in packed.values():
         values[entry.kind] = values.get(entry.kind, 0) + prod(entry.shape)
-    return sorted(values, key=lambda name: (name not in linear, -values[name], name))
+    return sorted(values, key=lambda name: (name not in linear, float_dtype(name) is not None, -values[name], name))
 
 
 def formats_of(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
+from trimtab.engine.formats import ggml
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import dequantize, prequantized, quantize
@@ -35,7 +36,7 @@ from trimtab.engine.tiers.reader import Arena, Part, Reader, Wanted
 from trimtab.engine.tiers.streaming import Spill
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, packed_parts, stored_format
+from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, float_dtype, packed_parts, stored_format
 from trimtab.machine.memory import spill_folder
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import row_bytes
@@ -205,7 +206,7 @@ class _Filler:
             return 0
         if row.is_head8:
             return buffer_bytes(packed_parts(weight.shape, HEAD8, weight.dtype))
-        if not row.stored and not row.quantized:
+        if not row.quantized and (row.kind == "linear" or not row.stored):
             return 0
         expression = self.probe.sources[weight.tensor_path]
         entry = self.packed.get(expression.leaves[0]) if expression.is_leaf else None
@@ -284,11 +285,15 @@ class _Filler:
     def _from_file(self, row: ModuleRow, tensor: TensorRow) -> bool:
         return self._on_host(row, tensor) and self.home[row.block] == "file"
 
-    def _fetch(self, name: str) -> Tensor:
+    def _fetch(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a file tensor. dtype: of one in a format, which is a part of a tensor (one expert of a fused stack), so that it
+        cannot stay packed there, or has floats."""
         assert self.reader is not None
-        if name in self.packed:
-            # A packed weight that is only a part of a tensor (one expert of a fused stack): it cannot stay packed there.
-            return dequantize(self._fetch_packed(self.packed[name])).to(self.dtype)
+        if (entry := self.packed.get(name)) is not None:
+            if float_dtype(entry.kind) is None:
+                return dequantize(self._fetch_packed(entry)).to(self.dtype)
+            self.uses[name] -= 1
+            return ggml.floats(entry, self.reader.take(entry.parts["weight"])).to(dtype or self.dtype)
         if name not in self.held:
             self.held[name] = self.reader.take(self.entries[name])
         self.uses[name] -= 1
@@ -309,9 +314,9 @@ class _Filler:
         if (entry := self._cast_in_pieces(tensor)) is not None:
             assert self.reader is not None
             return pieces.joined(tensor.shape, tensor.dtype, pieces.rows_of(entry), self.reader.take)
-        name = expression.cast_leaf
-        if name in self.entries and is_narrow(getattr(torch, tensor.dtype), self.dtype):
-            return self._fetch(name)
+        name, dtype = expression.cast_leaf, getattr(torch, tensor.dtype)
+        if name is not None and is_narrow(dtype, self.dtype) and (name in self.entries or name in self.packed):
+            return self._fetch(name, dtype)
         try:
             return expression.replay(self._fetch)
         except TrimtabError:
@@ -433,7 +438,8 @@ class _Filler:
 
     def _packed(self, row: ModuleRow, weight: TensorRow) -> Packed:
         expression = self.probe.sources.get(weight.tensor_path)
-        if expression is not None and expression.is_leaf and expression.leaves[0] in self.packed:
+        is_packed = row.quantized or row.kind == "embedding"
+        if is_packed and expression is not None and expression.is_leaf and expression.leaves[0] in self.packed:
             return self.codes.share(self._fetch_packed(self.packed[expression.leaves[0]]))
         dense = self._dense(weight)
         assert dense is not None, weight.tensor_path
