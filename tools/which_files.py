@@ -47,7 +47,8 @@ MEASURED = {
 # Format -> families.
 PARTLY = {"fp4-dq": "resident, stream"}
 ELSEWHERE = {
-    **dict.fromkeys(STORED, FIRST), **dict.fromkeys((name for name in QUANTS if name != "none"), pico.FAMILIES),
+    **dict.fromkeys(STORED, FIRST),
+    **dict.fromkeys((name for name in QUANTS if name != "none"), pico.FAMILIES),
     **dict.fromkeys((name.lower() for form in gguf_files.FORMS.values() for name in form), ("llama", "gemma4")),
     **dict.fromkeys(("mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8", "mobile2-row", "mobile4-g256"), ("gemma4",)),
 }

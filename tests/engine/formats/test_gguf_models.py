@@ -156,8 +156,8 @@ def test_values_of_16_bits_are_plain_weights_rounded_as_the_plan_says(dtype, is_
     plan = trimtab.plan(files("qwen3", "f16", root)[0], device="cpu", context=64, dtype=dtype, place={"*": "resident"})
     assert all(("its values rounded to bfloat16" in row[-1]) is is_rounded for row in stored_rows(plan))
     with trimtab.load(plan) as model:
-        layers = [one for one in model.hf_model.modules() if isinstance(one, ResidentLeaf) and one.module_path != "lm_head"]
-        held = [one.stored for one in layers]
+        leaves = (one for one in model.hf_model.modules() if isinstance(one, ResidentLeaf))
+        held = [one.stored for one in leaves if one.module_path != "lm_head"]
     assert {(one.kind, one.dtype) for one in held} == {("none", getattr(torch, dtype))} and len(held) == 14
     assert plan.gpu["weights"] == sum(one.nbytes for one in held)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.engine.formats.test_formats import changed, more, read, without, written
+from tests.engine.formats.test_formats import FLOAT8, changed, more, read, without, written
 from tests.golden.formats.make_small import FOLDER
 from trimtab.engine.formats import weights
 from trimtab.engine.tiers.reader import read_small
@@ -24,7 +24,6 @@ NAMES = {
     "mobile2": "mobile2-row-a8", "mobile4": "mobile4-row-a8", "mobile8": "mobile8-row-a8", "mobile2-table": "mobile2-row",
     "mobile4-table": "mobile4-g16", "nvfp4": "nvfp4-g16", "mxfp4": "mxfp4-g32", "mxfp8": "fp8-1x32", "modelopt": "nvfp4-g16",
 }  # fmt: skip
-FLOAT8 = {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(())}
 CPU = torch.device("cpu")
 DTYPES = ("bfloat16", "float16", "float32")
 

@@ -14,7 +14,7 @@ BUG = Bug(
     "PEFT's LoraLayer reads weight when it wraps the layer",
     affected=(Affected("peft"), Affected("transformers")),
     versions="transformers 5.23.0 with PEFT 0.21.2 and compressed-tensors 0.20.0, run on a CPU: LoRA and DoRA",
-    way_round="load with CompressedTensorsConfig(dequantize=True), or run the model once before the adapter is attached; either way "
+    way_round="load with CompressedTensorsConfig(dequantize=True), or run the model once before the adapter is attached: both ways "
     "its weights take 16 bits",
     trimtab="it reads these files packed, and an adapter is added to each product",
     evidence="run",
@@ -27,17 +27,17 @@ def probe(kit: Kit) -> Seen:
     from torch import nn
 
     try:
-        import compressed_tensors  # noqa: F401
         import peft
         from transformers import CompressedTensorsConfig
         from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+
+        groups = {"g": {"targets": ["Linear"], "weights": SCHEME}}
+        config = CompressedTensorsConfig(config_groups=groups, format="pack-quantized", quantization_status="compressed")
+        quantizer = CompressedTensorsHfQuantizer(config)
     except ImportError as exc:
-        return Seen(NOT_APPLICABLE, str(exc))
-    groups = {"g": {"targets": ["Linear"], "weights": SCHEME}}
-    config = CompressedTensorsConfig(config_groups=groups, format="pack-quantized", quantization_status="compressed")
+        return Seen(NOT_APPLICABLE, str(exc).partition("\n")[0])
     model = nn.Sequential(nn.Linear(32, 32))
     with quiet():
-        quantizer = CompressedTensorsHfQuantizer(config)
         quantizer.validate_environment()
         quantizer._process_model_before_weight_loading(model)
         try:

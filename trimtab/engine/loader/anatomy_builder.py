@@ -300,7 +300,9 @@ class _Formats:
     def _why_not(self, path: str) -> str:
         if self.packed:
             kind = self.stored(path)
-            return f"it is {kind} in its file" if kind and float_dtype(kind) else "" if kind else "the checkpoint stores it unpacked"
+            return (
+                f"it is {kind} in its file" if kind and float_dtype(kind) else "" if kind else "the checkpoint stores it unpacked"
+            )
         if any(matches(pattern, path) for pattern in self.keep):
             return "requested with keep_unquantized"
         return self.unquantized.get(path, "")
