@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -226,10 +227,63 @@ def load_outside(results: Mapping[str, Any]) -> str:
     return f"{_table(heads, 5, rows)}\n\n{_where(results)}; {what}. {EARLIER}\n"
 
 
+# Case -> (what a reader calls it, goal, what NF4's rate of the same call is compared with, what holds it back). Figures of other
+# calls: the record's `before` and its former versions (git log).
+FORMAT_GOALS = {
+    ("e4b", "ct-g32"): (
+        "E4B int4, groups of 32, of NF4's tokens/s", 1.1,
+        "a linear reads 4.5 bits a value, NF4 4.13: at the same rate of memory that is 0.92x",
+    ),
+    ("qwen3-8b", "awq"): (
+        "Qwen3-8B AWQ, groups of 128, of NF4's tokens/s", 1.1,
+        "zero points: without them (`ct-g128`) 342 in a former record (7588c3b5), where AWQ made 325 and NF4 330",
+    ),
+    ("e2b", "mobile"): (
+        "E2B mobile on 2 GiB, tokens/s", 500,
+        "roundings of inputs and outputs: 22 µs a layer beyond NF4's (`layer_s` of `formats/record.py`, fitted to these rows)",
+    ),
+    ("e4b", "mobile"): ("E4B mobile on 3.25 GiB, tokens/s", 380, "the same"),
+    ("qwen3-8b", "q4_k_m"): (
+        "Qwen3-8B GGUF Q4_K_M, tokens/s", 380,
+        "decoding: 21 µs a product in a profile, NF4's half of 26 ([decision 52](decisions/0052-k-quants-as-small-numbers.md))",
+    ),
+    ("qwen3-8b", "fp8"): ("Qwen3-8B FP8 in blocks, tokens/s", 260, "-"),
+}  # fmt: skip
+
+
+def format_goals(results: Mapping[str, Any]) -> str:
+    """Return the goals of formats beside bench/results/formats.json."""
+    found = {(row["model"], row["form"]): row for row in results["rows"] if "tok_s" in row}
+    rows = []
+    for (model, form), (title, goal, why) in FORMAT_GOALS.items():
+        own = found[model, form]["tok_s"]
+        if "of NF4" in title:
+            nf4 = found[model, "nf4-dq"]["tok_s"]
+            rows.append([title, f"{goal}x", f"{own / nf4:.2f}x ({own:.1f} and {nf4:.1f})", why])
+            continue
+        before = found[model, form].get("before")
+        was = f" (before {before['tok_s']:.0f}: {before['note']})" if before else ""
+        rows.append([title, str(goal), f"{own:.0f}{was}", why])
+    for row in results["loads"]["rows"]:
+        seconds = {
+            side: f"{statistics.median(one['load_s']):.1f}" if "load_s" in one
+            else f"{one['first_s']:.1f}, its first" if "first_s" in one else f"more than {one['over_s']}"
+            for side in ("trimtab", "stock") for one in (row[side],)
+        }  # fmt: skip
+        title = f"load of {TITLES[row['model']]} `{row['form']}` from the page cache, seconds"
+        rows.append([title, "half of stock's", f"{seconds['trimtab']}; stock {seconds['stock']}", LOADS.get(row["form"], "-")])
+    return _table(["formats", "goal", "measured", "what holds it back"], 0, rows) + f"\n\n{_where(results)}.\n"
+
+
+LOADS = {
+    "ct-g32": "stock unpacks these weights in its first pass, which is not in its load: 0.7 s more, trimtab's first token 0.02"
+}
+
+
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "first_tokens": first_tokens, "first_tokens_h100": first_tokens_h100, "images": images, "towers": towers,
     "bench_cpu": bench_cpu, "start_cpu": start_cpu, "fast_decode": fast_decode,
-    "families": families, "experts": experts, "load_outside": load_outside,
+    "families": families, "experts": experts, "load_outside": load_outside, "format_goals": format_goals,
 }  # fmt: skip
 # Slot -> the result file that it is made of, where that has another name.
 SOURCES = {
@@ -238,4 +292,5 @@ SOURCES = {
     "images": "prompts",
     "towers": "prompts",
     "fast_decode": "decode",
+    "format_goals": "formats",
 }

@@ -19,6 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from bench.formats import BUDGETS  # noqa: E402
 from tests import gguf_files, pico  # noqa: E402
+from tests.engine.loader.test_load import QUANTS, STORED  # noqa: E402
+from tests.long_runs import FIRST  # noqa: E402
 from tests.quantized_files import FAMILIES, FORMS, TIERS  # noqa: E402
 from trimtab.engine.families import families  # noqa: E402
 from trimtab.formats.record import packed_bytes, stored_format  # noqa: E402
@@ -36,15 +38,17 @@ NAMES = {
     "llava": "LLaVA", "internvl": "InternVL", "qwen2_moe": "Qwen2 MoE", "qwen3_5_moe": "Qwen3.5 MoE", "glm4_moe": "GLM-4.5",
     "qwen3_vl_moe": "Qwen3-VL MoE",
 }  # fmt: skip
-# Rows of bench/results/families.json and formats.json.
+# Rows of bench/results/families.json, formats.json and experts.json.
 MEASURED = {
     "qwen3": "qwen3-8b", "llama": "llama-3-8b", "gemma3": "gemma3-4b", "qwen3_vl": "qwen3-vl-4b", "qwen3_5": "qwen3.5-9b",
-    "gemma4": "e4b",
+    "gemma4": "e4b", "gemma4_moe": "26b-a4b", "qwen3_moe": "qwen3-30b-a3b", "qwen3_5_moe": "qwen3.5-35b-a3b",
 }  # fmt: skip
-# Formats that other tests load in every tier: tests/engine/loader, test_mobile.py and test_gguf_models.py in tests/engine/formats.
+# Formats that other tests load, in every tier but of PARTLY: test_mobile.py and test_gguf_models.py in tests/engine/formats.
 # Format -> families.
+PARTLY = {"fp4-dq": "resident, stream"}
 ELSEWHERE = {
-    **dict.fromkeys(("nf4", "nf4-dq", "fp4", "int8"), FAMILIES),
+    **dict.fromkeys(STORED, FIRST),
+    **dict.fromkeys((name for name in QUANTS if name != "none"), pico.FAMILIES),
     **dict.fromkeys((name.lower() for form in gguf_files.FORMS.values() for name in form), ("llama", "gemma4")),
     **dict.fromkeys(("mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8", "mobile2-row", "mobile4-g256"), ("gemma4",)),
 }
@@ -74,7 +78,7 @@ def table() -> str:
 def _row(name: str, families: tuple[str, ...]) -> tuple[str, ...]:
     is_table = name.startswith("mobile") and not name.endswith("-a8")
     bits = 8 * packed_bytes(SHAPE, name, "bfloat16") / (SHAPE[0] * SHAPE[1])
-    tiers = "table" if is_table else "all"
+    tiers = "table" if is_table else PARTLY.get(name, "all")
     how = [
         how_computed(name, are_tables=is_table, step_mode=mode, is_kept=mode == "eager") for mode in ("fused", "eager")
     ]  # fmt: skip
@@ -118,11 +122,17 @@ def speed_table() -> str:
 
 
 def _measured() -> tuple[dict[str, dict[str, object]], str]:
-    results = [json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()) for name in ("formats", "families")]
+    results = [json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text()) for name in ("formats", "families", "experts")]
     gpus = {one["environment"]["gpu"] for one in results}
     own = {"engine": "trimtab", "form": "nf4-dq"}
-    rows = [row for one in results for row in reversed(one["rows"]) if "tok_s" in row and "card_gib" not in row]
+    rows = [row | _of_case(row) for one in results for row in reversed(one["rows"]) if "tok_s" in row and "card_gib" not in row]
     return {row["model"]: row for row in rows if {**own, **row}.items() >= own.items()}, " and ".join(sorted(gpus))
+
+
+def _of_case(row: dict[str, object]) -> dict[str, object]:
+    """Return the model and the form of a row of experts.json, "MODEL:FORM" or more where the card is smaller."""
+    model, _, form = str(row.get("case", "")).partition(":")
+    return {"model": model, "form": form} if form else {}
 
 
 def filled(text: str) -> str:

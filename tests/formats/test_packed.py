@@ -116,10 +116,6 @@ def test_an_unquantized_checkpoint_is_all_plain(tmp_path: Path) -> None:
     assert split_packed(found) == (found.tensors, {})
 
 
-def test_packed_weights_are_found_even_if_the_config_does_not_say_so(tmp_path: Path) -> None:
-    assert set(split_packed(checkpoint(tmp_path, four_bit(), {}))[1]) == {"l.weight"}
-
-
 def test_int8_and_4_bit_weights_may_stand_side_by_side(tmp_path: Path) -> None:
     other = {name.replace("l.", "m.", 1): part for name, part in eight_bit().items()}
     packed = split_packed(checkpoint(tmp_path, four_bit() | other))[1]
@@ -150,20 +146,16 @@ def test_an_odd_number_of_values_is_rounded_up(tmp_path: Path, storage: str, cou
     assert split_packed(checkpoint(tmp_path, parts))[1]["l.weight"].shape == (3, 5)
 
 
-def test_a_parameter_of_any_name_may_be_packed(tmp_path: Path) -> None:
+def test_a_parameter_of_any_name_may_be_packed_and_one_at_the_root(tmp_path: Path) -> None:
     # As bitsandbytes.nn.parametrize saves a parameter that is no linear's weight.
     parts = {name.replace("l.weight", "mixer.table"): part for name, part in four_bit().items()}
-    assert set(split_packed(checkpoint(tmp_path, parts))[1]) == {"mixer.table"}
+    parts |= {"weight": Part("int8", (4, 8)), "SCB": Part("float32", (4,))}
+    assert set(split_packed(checkpoint(tmp_path, parts))[1]) == {"mixer.table", "weight"}
 
 
-def test_a_weight_at_the_root_has_its_scale_there(tmp_path: Path) -> None:
-    parts = {"weight": Part("int8", (4, 8)), "SCB": Part("float32", (4,))}
-    assert set(split_packed(checkpoint(tmp_path, parts))[1]) == {"weight"}
-
-
-@pytest.mark.parametrize("config", [{"load_in_8bit": True}, {"load_in_4bit": True}], ids=str)
-def test_old_configs_name_bitsandbytes_by_its_options(tmp_path: Path, config: dict[str, bool]) -> None:
-    assert set(split_packed(checkpoint(tmp_path, four_bit(), {"quantization_config": config}))[1]) == {"l.weight"}
+@pytest.mark.parametrize("config", [{}, *({"quantization_config": {f"load_in_{bits}bit": True}} for bits in (8, 4))], ids=str)
+def test_configs_that_say_nothing_or_name_options_alone_are_bitsandbytes(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert set(split_packed(checkpoint(tmp_path, four_bit(), config))[1]) == {"l.weight"}
 
 
 def test_a_config_alone_is_not_asked_for_packed_weights(tmp_path: Path) -> None:
@@ -238,24 +230,19 @@ def test_statistics_without_a_quant_state_are_refused_in_every_storage(tmp_path:
     assert "has no quant_state" in problem(tmp_path, parts)
 
 
-def test_lone_statistics_are_refused(tmp_path: Path) -> None:
-    assert "has no weight, quant_map, quant_state" in problem(tmp_path, {"l.weight.absmax": Part("float32", (8,))})
+HALVES = {
+    "has no weight, quant_map, quant_state": {"l.weight.absmax": Part("float32", (8,))},
+    "has no nested_absmax, nested_quant_map": four_bit(STATE | NESTED) | {"l.weight.absmax": Part("uint8", (8,))},
+    "has 8-bit and 4-bit statistics (absmax)": eight_bit() | {"l.weight.absmax": Part("float32", (1,))},
+    "quant_state has unknown keys: scale": four_bit(STATE | {"scale": 2}),
+    "quant_state has no nested_blocksize, nested_dtype": four_bit() | {"l.weight.nested_absmax": Part("float32", (1,))},
+    "no nested_blocksize, nested_dtype, nested_offset": four_bit() | {"l.weight.nested_quant_map": Part("float32", (256,))},
+}
 
 
-def test_nested_keys_without_nested_tensors_are_refused(tmp_path: Path) -> None:
-    parts = four_bit(STATE | NESTED) | {"l.weight.absmax": Part("uint8", (8,))}
-    assert "has no nested_absmax, nested_quant_map" in problem(tmp_path, parts)
-
-
-@pytest.mark.parametrize("part", ["nested_absmax", "nested_quant_map"])
-def test_nested_tensors_without_nested_keys_are_refused(tmp_path: Path, part: str) -> None:
-    parts = four_bit() | {f"l.weight.{part}": nested()[f"l.weight.{part}"]}
-    assert "quant_state has no nested_blocksize, nested_dtype, nested_offset" in problem(tmp_path, parts)
-
-
-def test_statistics_of_both_formats_are_refused(tmp_path: Path) -> None:
-    parts = eight_bit() | {"l.weight.absmax": Part("float32", (1,))}
-    assert "has 8-bit and 4-bit statistics (absmax)" in problem(tmp_path, parts)
+@pytest.mark.parametrize("words", HALVES)
+def test_statistics_that_do_not_go_together_are_refused(tmp_path: Path, words: str) -> None:
+    assert words in problem(tmp_path, HALVES[words])
 
 
 # What is refused: the quant_state -------------------------------------------------------------------------------------
@@ -293,10 +280,6 @@ def test_quant_state_without_a_key_is_refused(
     tmp_path: Path, make: Callable[[Any], dict[str, Part]], whole: Mapping[str, Any], key: str
 ) -> None:
     assert f"quant_state has no {key}" in problem(tmp_path, make({name: one for name, one in whole.items() if name != key}))
-
-
-def test_quant_state_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
-    assert "quant_state has unknown keys: scale" in problem(tmp_path, four_bit(STATE | {"scale": 2}))
 
 
 @pytest.mark.parametrize(
@@ -416,9 +399,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp4": {"bnb_4bit_quant_type": "fp4"},
     "fp4-dq": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
     "nf4-bf16-storage": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
-    "nf4-dq-fp16-storage": {
-        "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float16", "bnb_4bit_use_double_quant": True,
-    },
+    "nf4-dq-fp16-storage": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float16", "bnb_4bit_use_double_quant": True},
     "fp4-fp32-storage": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "float32"},
 }  # fmt: skip
 

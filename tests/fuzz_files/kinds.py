@@ -141,12 +141,13 @@ def formats(work: Path) -> list[Input]:
             dequantize(prequantized(entry, read_small(entry.read_parts), torch.bfloat16))
 
     inputs = []
-    golden = load_file(FOLDER / "golden.safetensors")
-    for case, settings in json.loads((FOLDER / "cases.json").read_text())["configs"].items():
+    golden = load_file(FOLDER / "golden.safetensors") | load_file(FOLDER / "small.safetensors")
+    named = (json.loads((FOLDER / name).read_text())["configs"] for name in ("cases.json", "small.json"))
+    for case, settings in (one for configs in named for one in configs.items()):
         folder = _made(work / case)
         (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
         parts = {name.partition("/")[2]: part for name, part in golden.items() if name.startswith(f"{case}/")}
-        save_file({f"x.{name}": part for name, part in parts.items() if name != "expected"}, folder / "model.safetensors")
+        save_file({f"x.{name}": part for name, part in parts.items() if "expected" not in name}, folder / "model.safetensors")
         files = (("config.json", mutate.of_text), ("model.safetensors", mutate.of_header))
         inputs.append(Input(folder, files, use))
     return inputs

@@ -90,6 +90,7 @@ EXPECTED_C_TO_H: dict[str, tuple[str, str]] = {
     "I22": (f"{P} or {N}", P),  # read for the oldest set, not run
     "I23": (N, P),
     "I24": (f"{P} or {N} or {F}", P),  # not run for the oldest set
+    "I25": (f"{N} or {P}", f"{N} or {P}"),  # only with compressed-tensors
 }
 
 EXPECTED = EXPECTED_A_TO_B | EXPECTED_C_TO_H

@@ -68,10 +68,10 @@ class ModuleRow:
     nothing to quantize). wraps: path of the inner linear of a wrapper such as Gemma4ClippableLinear. gather_only: an embedding
     whose table is only indexed, so rows can be fetched on demand. is_head8: the output head in 8 bits (`--head int8`). is_router: a
     router of experts that multiplies with its weight like a Linear; before transformers 5 it was one. stored: the format in which
-    the checkpoint's files hold its quantized weight, or its quantized table (`formats/record.py`); None if the files hold it
-    unquantized. Of experts: is_transposed: the stacks are [E, D_in, D_out]; is_interleaved: gate and up take turns in the outputs;
-    takes_lora: their forward is known (`engine/lora/experts.py`); made: the format in which loading packs each expert, None if
-    they stay as they are in the files (`TensorRow.stored`). chosen: how many of them a token
+    the checkpoint's files hold its weight, or its table, if they name one (`formats/record.py`); a linear of GGUF's floats has one
+    and is not quantized. None for a plain tensor. Of experts: is_transposed: the stacks are [E, D_in, D_out]; is_interleaved: gate
+    and up take turns in the outputs; takes_lora: their forward is known (`engine/lora/experts.py`); made: the format in which
+    loading packs each expert, None if they stay as they are in the files (`TensorRow.stored`). chosen: how many of them a token
     uses, 0 where the config does not say.
     """
 

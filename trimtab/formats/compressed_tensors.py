@@ -12,7 +12,7 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.errors import CheckpointError
 from trimtab.formats import float4, float8, grouped
-from trimtab.formats.record import Split, left_of, split
+from trimtab.formats.record import Split, declared, left_of, split
 
 # Formats of weights that are not read, with what they are, for the message.
 NOT_READ = {
@@ -30,6 +30,7 @@ def read(checkpoint: Checkpoint) -> Split:
     blocks = [one["block_structure"] for one in schemes if one.get("block_structure")]
     found = list(float4.weights(checkpoint.tensors))
     found += float8.weights(left_of(checkpoint.tensors, found), blocks[0] if blocks else None)
+    found = list(declared(found, [one.get("num_bits") for one in schemes if one.get("type") == "float"]))
     return split(checkpoint, [*found, *grouped.weights(left_of(checkpoint.tensors, found), schemes)])
 
 

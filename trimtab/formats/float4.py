@@ -17,30 +17,31 @@ from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 from trimtab.formats import float8
-from trimtab.formats.record import Found, PackedEntry, Split, gathered, left_of, split
+from trimtab.formats.record import Found, PackedEntry, Split, declared, gathered, left_of, split
 
 # Type of the scales of groups -> size of a group, name of the format, whether the weight has a scale too.
 GROUPS = {float8.E4M3: (16, "nvfp4-g16", True), "uint8": (32, "mxfp4-g32", False)}
 # Name of the packed values -> name of the scale of the weight: compressed-tensors, ModelOpt.
 LAYOUTS = {"weight_packed": "weight_global_scale", "weight": "weight_scale_2"}
 ACTIVATIONS = ("input_global_scale", "input_scale")
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "FP8", "MIXED_PRECISION")
+# ModelOpt's algorithm -> bits of the floats that its files have.
+ALGORITHMS = {"NVFP4": (4,), "W4A16_NVFP4": (4,), "W4A8_NVFP4_FP8": (4,), "FP8": (8,), "MIXED_PRECISION": (4, 8)}
 
 
 def read_modelopt(checkpoint: Checkpoint) -> Split:
     """Return (plain tensors, packed weights by name) of ModelOpt's files. Errors: CheckpointError for what is not
     read, and with every wrong weight."""
-    algorithm = (checkpoint.quantization or {}).get("quant_algo")
+    algorithm = str((checkpoint.quantization or {}).get("quant_algo"))
     if algorithm not in ALGORITHMS:
         raise CheckpointError(
-            f"is quantized by ModelOpt with {algorithm!s:.60}; {', '.join(ALGORITHMS)} are read", path=checkpoint.path,
+            f"is quantized by ModelOpt with {algorithm:.60}; {', '.join(ALGORITHMS)} are read", path=checkpoint.path,
             hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads",
         )  # fmt: skip
     packed = list(weights(checkpoint.tensors))
     left = left_of(checkpoint.tensors, packed)
     why = "its inputs are scaled (pre_quant_scale), which is not read"
     scaled: list[Found] = [(name, [], why) for name in left if name.endswith("pre_quant_scale")]
-    return split(checkpoint, [*packed, *float8.weights(left, None), *scaled])
+    return split(checkpoint, [*declared([*packed, *float8.weights(left, None)], ALGORITHMS[algorithm]), *scaled])
 
 
 def weights(tensors: Mapping[str, TensorEntry]) -> Iterator[Found]:

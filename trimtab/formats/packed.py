@@ -11,7 +11,7 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.writer import NewTensor
 from trimtab.errors import CheckpointError
 from trimtab.formats import bitsandbytes, compressed_tensors, float4, float8, gguf, mobile, transposed
-from trimtab.formats.record import PackedEntry, packed_bytes, refuse, stored_format
+from trimtab.formats.record import PackedEntry, float_dtype, packed_bytes, refuse, stored_format
 
 Read = Callable[[Checkpoint], tuple[dict[str, TensorEntry], dict[str, PackedEntry]]]
 # quant_method of config.json -> what reads that layout of files.
@@ -25,7 +25,10 @@ WRITERS = {"codebook": (bitsandbytes.written_tensors, bitsandbytes.written_confi
 # Side tensors that only quantized files have: a file without a quantization_config does not declare their meaning.
 MARKS = (".weight_packed", ".weight_scale", ".weight_scale_inv", ".qweight", ".embedding_quantized")
 # What no reader leaves over: a weight would be computed from its integers, or without a part of what it means.
-LEFT_OVER = (*MARKS, ".qzeros", ".act.scales", ".weight_zero_point", ".weight_g_idx")
+LEFT_OVER = (
+    *MARKS, ".qzeros", ".scales", ".g_idx", ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".weight_global_scale",
+    ".weight_scale_2", ".embedding_scale",
+)  # fmt: skip
 # Scales of a rounded KV cache, of keys and values as a whole or of each head: trimtab's cache is not rounded.
 CACHE = (".q_scale", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 INTEGERS = ("int8", "uint8", "int32")
@@ -62,7 +65,7 @@ def _split(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pa
             raise CheckpointError(f"{named}; {', '.join(READERS)} are read", path=checkpoint.path, hint=HINT)
         plain, packed = read(checkpoint)
         plain = {name: entry for name, entry in plain.items() if not name.endswith(CACHE)}
-    refuse(checkpoint, list(_left_over(plain)))
+    refuse(checkpoint, list(_left_over(plain, has_sides=method in (None, "bitsandbytes"))))
     if method is not None and checkpoint.has_weights and not packed:
         raise CheckpointError(
             "config.json says quantized, but no weight is packed", path=checkpoint.path,
@@ -71,12 +74,13 @@ def _split(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, Pa
     return plain, packed
 
 
-def _left_over(plain: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str]]:
-    """Yield (name, what is wrong) of tensors that are no plain weights and that no reader took."""
+def _left_over(plain: Mapping[str, TensorEntry], *, has_sides: bool) -> Iterator[tuple[str, str]]:
+    """Yield (name, what is wrong) of tensors that are no plain weights and that no reader took. has_sides: whether tensors named as
+    bitsandbytes' may be plain: what its reader left."""
     for name, entry in plain.items():
         if entry.dtype.startswith("float8") or (name.endswith("weight") and entry.dtype in INTEGERS):
             yield name, f"{entry.dtype} without its quantization statistics"
-        elif name.endswith(LEFT_OVER):
+        elif name.endswith(LEFT_OVER) or (not has_sides and bitsandbytes.SIDE.search(name)):
             yield name, "belongs to a quantized weight that is not read"
 
 
@@ -91,12 +95,12 @@ def quant_method(quantization: Mapping[str, Any] | None) -> str | None:
 
 
 def format_names(packed: Mapping[str, PackedEntry]) -> list[str]:
-    """Return the formats of packed weights by their names in plans, that of the most values first, those of tables last."""
+    """Return the formats of packed weights by their names in plans, that of the most values first, floats and tables last."""
     values: dict[str, int] = {}
     linear = {entry.kind for entry in packed.values() if not entry.state.get("is_table")}
     for entry in packed.values():
         values[entry.kind] = values.get(entry.kind, 0) + prod(entry.shape)
-    return sorted(values, key=lambda name: (name not in linear, -values[name], name))
+    return sorted(values, key=lambda name: (name not in linear, float_dtype(name) is not None, -values[name], name))
 
 
 def formats_of(packed: Mapping[str, PackedEntry]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ A format is a name in plans, in the anatomy and in the engine. `stored_format` m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import ceil, inf, prod
@@ -400,7 +400,7 @@ class _Ggml(_Own):
         )  # fmt: skip
 
     def is_rounded(self, dtype: str) -> bool:
-        return dtype not in (GGML_FLOATS.get(self.name.removesuffix(INDEXED), dtype), "float32")
+        return dtype not in (float_dtype(self.name) or dtype, "float32")
 
     def reading_bytes(self, shape: Sequence[int]) -> int:
         return sum(self.parts(shape, "").values())  # the parts, while the file's blocks are there
@@ -426,6 +426,11 @@ def stored_format(name: str) -> StoredFormat:
     if (found := next(filter(None, (family.named(name) for family in _FAMILIES)), None)) is None:
         raise RequestError("is no format of weights", field="quant", value=name)
     return found
+
+
+def float_dtype(name: str) -> str | None:
+    """Return the type of values that stand in a GGUF file as they are, None of other formats."""
+    return GGML_FLOATS.get(name.removesuffix(INDEXED))
 
 
 @cache
@@ -484,6 +489,14 @@ def gathered(
         if last in marks:
             parts = {part: tensors[f"{stem}{dot}{part}"] for part in marks[last] if f"{stem}{dot}{part}" in tensors}
             yield f"{stem}{dot}weight", last, [f"{stem}{dot}{part}" for part in parts], parts
+
+
+def declared(weights: Iterable[Found], bits: Collection[Any]) -> Iterator[Found]:
+    """Yield weights of floats; wrong is each whose bits are none of those that config.json declares."""
+    for name, own, one in weights:
+        if isinstance(one, PackedEntry) and stored_format(one.kind).bits not in bits:
+            one = f"is {one.kind}, which config.json does not declare"
+        yield name, own, one
 
 
 def left_of(tensors: Mapping[str, TensorEntry], weights: Iterable[Found]) -> dict[str, TensorEntry]:

@@ -45,6 +45,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 TEXT, ARRAY = 8, 9
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _DAMAGED = "The file is damaged or truncated: copy or download it again"
+_NEWER = "The type is newer than this release of trimtab (use a Q4_K_M or Q8_0 file), or the file is damaged (download it again)"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class _Cursor:
         if kind == TEXT:
             return self.text(what)
         if kind != ARRAY:
-            refuse(self.path, f"{what} is of the unknown type {kind}", hint=_DAMAGED)
+            refuse(self.path, f"{what} is of the unknown type {kind}", hint=_NEWER)
         inner, count = self.number("I", what), self.number("Q", what)
         self.left.values -= count
         if self.left.values < 0:
@@ -127,7 +128,7 @@ class _Cursor:
         if inner == TEXT:
             return [self.text(what) for _ in range(count)]
         if inner not in NUMBERS:
-            refuse(self.path, f"{what} is a list of lists or of the unknown type {inner}", hint=_DAMAGED)
+            refuse(self.path, f"{what} is a list of lists or of the unknown type {inner}", hint=_NEWER)
         form = NUMBERS[inner]
         return list(struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(f"<{form}"), what)))
 
@@ -287,5 +288,5 @@ def _laid_out(
         name, reason = problems[0]
         others = "; ".join(f"{other}: {why}" for other, why in problems[1 : 1 + SHOWN_PROBLEMS])
         more = f" (and {len(problems) - 1} more: {others})" if others else ""
-        refuse(path, reason + more, name, _DAMAGED)
+        refuse(path, reason + more, name, _NEWER if "unknown type" in reason else _DAMAGED)
     return tensors

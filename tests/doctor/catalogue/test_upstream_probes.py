@@ -27,7 +27,7 @@ NEED_SPLIT_OR_QUANTIZED = (
 NEED_GEMMA4 = ("D1", "D3", "I7")
 NEVER_LOAD = (
     "C6", "C8", "D5", "E4", "F3", "F4", "G2", "I1", "I7", "I9", "I11", "I12", "I13", "I14", "I15", "I16",
-    "I17", "I18", "I19", "I20", "I21", "I22", "I23", "I24",
+    "I17", "I18", "I19", "I20", "I21", "I22", "I23", "I24", "I25",
 )  # fmt: skip
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")

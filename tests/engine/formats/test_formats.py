@@ -215,6 +215,13 @@ def changed(name, change):
     return lambda parts: parts.update({name: change(parts[name])})
 
 
+FLOAT8 = {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(())}
+
+
+def more(tensors):
+    return lambda parts: parts.update({f"y.{name}": tensor for name, tensor in tensors.items()})
+
+
 @pytest.mark.parametrize(
     ("case", "change", "words"),
     [
@@ -248,6 +255,9 @@ def changed(name, change):
         ("awq-g32", lambda parts: parts.update({"act.scales": torch.ones(4)}), "not read"),
         ("fp8-bf16", lambda parts: parts.update({"y.weight": torch.ones(4, 4, dtype=torch.int8)}), "without its quantization"),
         ("ct-int4-g32", lambda parts: parts.update({"y.weight_scale": torch.ones(4)}), "not read"),
+        ("ct-int4-g32", more(FLOAT8), "y.weight: is fp8-tensor, which config.json does not declare"),
+        *((case, more({"weight.absmax": torch.ones(4)}), "absmax: belongs to") for case in ("ct-int4-g32", "awq-g32", "fp8-bf16")),
+        *((case, more({"scales": torch.ones(4)}), "scales: belongs to") for case in ("ct-int4-g32", "awq-g32")),
         ("ct-int4-g32", lambda parts: parts.update({"y": torch.ones(4).to(torch.float8_e4m3fn)}), "float8 needs one|not a matrix"),
     ],
 )

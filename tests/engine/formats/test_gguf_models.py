@@ -152,9 +152,21 @@ def test_a_plan_counts_the_bytes_of_each_type(root):
 
 
 @pytest.mark.parametrize(("dtype", "is_rounded"), [("bfloat16", True), ("float16", False), ("float32", False)])
-def test_a_plan_says_that_values_of_16_bits_are_rounded(dtype, is_rounded, root):
-    plan = trimtab.plan(files("qwen3", "f16", root)[0], device="cpu", context=64, dtype=dtype)
-    assert all(("its values rounded to bfloat16" in row[-1]) is is_rounded for row in stored_rows(plan)[1:])
+def test_values_of_16_bits_are_plain_weights_rounded_as_the_plan_says(dtype, is_rounded, root):
+    plan = trimtab.plan(files("qwen3", "f16", root)[0], device="cpu", context=64, dtype=dtype, place={"*": "resident"})
+    assert all(("its values rounded to bfloat16" in row[-1]) is is_rounded for row in stored_rows(plan))
+    with trimtab.load(plan) as model:
+        leaves = (one for one in model.hf_model.modules() if isinstance(one, ResidentLeaf))
+        held = [one.stored for one in leaves if one.module_path != "lm_head"]
+    assert {(one.kind, one.dtype) for one in held} == {("none", getattr(torch, dtype))} and len(held) == 14
+    assert plan.gpu["weights"] == sum(one.nbytes for one in held)
+
+
+@pytest.mark.parametrize("forms", [("Q4_K", "BF16"), ("BF16", "Q4_K")])
+def test_floats_among_packed_weights_leave_those_to_kernels(forms, tmp_path, monkeypatch):
+    monkeypatch.setitem(gguf_files.FORMS, "mixed", forms)
+    plan = trimtab.plan(gguf_files.model("llama", "mixed", tmp_path)[0], card="H100", context=64)
+    assert plan.execution.step.mode == "fused" and "the stack's own products" not in plan.execution.step.reason
 
 
 @pytest.mark.parametrize(

@@ -159,4 +159,5 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "I22": (f"fp8|float8 promotion|promote {_MERGED}|{_LORA}|dora|add", "promotion for float8"),
     "I24": (f"shared.?experts? {_LORA} glm|glm4_moe|glm.?4.5|routed|target_parameters",),
     "I23": (r"nvfp4\w* peft|lora|adapter|target.?modules? not.support|unsupport|error", "nvfp4linear"),
+    "I25": (r"compressed.?tensors|w4a16|pack.quantized peft|lora|adapter attribute|attach|target.?modules?|error",),
 }  # fmt: skip

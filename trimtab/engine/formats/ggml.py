@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.formats.packed import Draw, Packed, check_finite, high_first, viewed
-from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_PARTS, INDEXED, PackedEntry, StoredFormat
+from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_FLOATS, GGML_PARTS, INDEXED, PackedEntry, StoredFormat
 from trimtab.gguf.architectures import in_order
 
 # Format -> where the scales and minima in float16 are in a block.
 SCALES = {"q4_0": (0,), "q4_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
+_FLOATS = {kind: getattr(torch, dtype) for kind, dtype in GGML_FLOATS.items()}
 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
@@ -44,6 +45,15 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
     if order := entry.state.get("columns"):
         found["index"] = in_order(torch.arange(columns, dtype=torch.int32, device=weight.device), order)
     return Packed(entry.kind, entry.shape, dtype, found, {})
+
+
+def floats(entry: PackedEntry, weight: Tensor) -> Tensor:
+    """Return the values of a file tensor that is not quantized, in its own type, rows and columns in the model's order."""
+    out = viewed(weight, _FLOATS[entry.kind.removesuffix(INDEXED)])
+    for dim, side in enumerate(("rows", "columns")):
+        if order := entry.state.get(side):
+            out = out.index_select(dim, in_order(torch.arange(out.shape[dim], device=out.device), order))
+    return out
 
 
 def quantize(weight: Tensor) -> Packed:
@@ -142,7 +152,7 @@ def values(kind: str, parts: Mapping[str, Tensor]) -> Tensor:
     """Return the values float32 [n, D_in] of the parts of n rows, in the file's order of columns."""
     data, rows = parts["weight"], parts["weight"].shape[0]
     if kind not in GGML_PARTS:
-        return viewed(data, {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[kind]).float()
+        return viewed(data, _FLOATS[kind]).float()
     if kind == "q8_0":
         return (parts["scale"].float()[..., None] * data.view(rows, -1, 32).float()).view(rows, -1)
     if kind in _ABOVE:

@@ -26,7 +26,7 @@ from trimtab.engine.formats.packed import (
     is_narrow,
 )
 from trimtab.engine.formats.packed import unpacked_shell as packed_shell
-from trimtab.formats.record import Family, PackedEntry, StoredFormat, stored_format
+from trimtab.formats.record import Family, PackedEntry, StoredFormat, float_dtype, stored_format
 
 Read = Callable[[PackedEntry, Mapping[str, Tensor], torch.dtype], Packed]
 RandomParts = Callable[[StoredFormat, int, int, Draw], dict[str, Tensor]]
@@ -124,6 +124,13 @@ def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.d
     read = _of(entry.kind).read
     assert read is not None, entry.kind
     return read(entry, parts, dtype)
+
+
+def unpacked(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a weight of a checkpoint that does not stay packed, in a type. Floats are viewed, and cast once. parts: as above."""
+    if float_dtype(entry.kind) is not None:
+        return ggml.floats(entry, parts["weight"]).to(dtype)
+    return dequantize(prequantized(entry, parts, dtype)).to(dtype)
 
 
 def dequantize(packed: Packed, out: Tensor | None = None, *, at_once: int = 0) -> Tensor:

@@ -22,7 +22,7 @@ from trimtab.engine.lora.experts import why_no_lora
 from trimtab.engine.lora.routers import takes_lora
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.packed import format_names
-from trimtab.formats.record import MADE_STACKS, SHOWN_PROBLEMS, PackedEntry, stored_format
+from trimtab.formats.record import MADE_STACKS, SHOWN_PROBLEMS, PackedEntry, float_dtype, stored_format
 from trimtab.request import EXPERTS, MADE_EXPERTS
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _rows(
         if kind == "experts" and (empty := next((one for one in tensors if 0 in one.shape[:1]), None)) is not None:
             raise ValueError(f"{empty.tensor_path} is {list(empty.shape)}: a mixture of no experts")
         quantized, why = (False, "") if is_head8 else formats.of(path, module, kind)
-        stored = formats.stored(path) if quantized or kind == "embedding" else None
+        stored = formats.stored(path) if kind in ("linear", "embedding") else None
         if kind == "embedding" and stored is not None and path not in places.tables:
             shared = ties.get(f"{path}.weight") or next((name for name, owner in ties.items() if owner == f"{path}.weight"), None)
             if shared is not None and not stored_format(stored).shares_tables:
@@ -231,7 +231,8 @@ def _narrowed(
     stored = {}
     for row in rows:
         weight = row.weight
-        owns = (row.kind == "linear" and not row.quantized) or (row.kind == "embedding" and places.is_looked_up(row.module_path))
+        is_table = row.kind == "embedding" and not row.stored and places.is_looked_up(row.module_path)
+        owns = (row.kind == "linear" and not row.quantized) or is_table
         if weight is None or not owns or row.is_head8:
             continue
         expression = sources.get(weight.tensor_path)
@@ -298,7 +299,10 @@ class _Formats:
 
     def _why_not(self, path: str) -> str:
         if self.packed:
-            return "" if self.stored(path) else "the checkpoint stores it unpacked"
+            kind = self.stored(path)
+            return (
+                f"it is {kind} in its file" if kind and float_dtype(kind) else "" if kind else "the checkpoint stores it unpacked"
+            )
         if any(matches(pattern, path) for pattern in self.keep):
             return "requested with keep_unquantized"
         return self.unquantized.get(path, "")

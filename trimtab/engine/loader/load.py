@@ -21,7 +21,7 @@ from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkp
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
-from trimtab.engine.formats.weights import dequantize, prequantized, quantize
+from trimtab.engine.formats.weights import prequantized, quantize, unpacked
 from trimtab.engine.kv import sequence
 from trimtab.engine.layers import leaves
 from trimtab.engine.loader import head_kernel as head8_choice
@@ -195,17 +195,16 @@ class _Filler:
 
     def _arena_bytes(self, row: ModuleRow) -> int:
         """Return the bytes of a module's packed weight in the arena: 0 unless it is quantized and stays."""
-        weight = row.weight
         if row.packs_experts and self.slots:
             return row_bytes(row, self.slots)
         if row.packs_experts and self.tier[row.block] == "resident":
             forms = [(one, row.form_of(one)) for one in row.stacks]
             return sum(buffer_bytes(packed_parts(one.shape, form, one.dtype)) for one, form in forms if form is not None)
-        if weight is None or self.tier[row.block] != "resident":
+        if (weight := row.weight) is None or self.tier[row.block] != "resident":
             return 0
         if row.is_head8:
             return buffer_bytes(packed_parts(weight.shape, HEAD8, weight.dtype))
-        if not row.stored and not row.quantized:
+        if not row.quantized and (row.kind == "linear" or not row.stored):
             return 0
         expression = self.probe.sources[weight.tensor_path]
         entry = self.packed.get(expression.leaves[0]) if expression.is_leaf else None
@@ -231,12 +230,11 @@ class _Filler:
                     matrices = (self.packed[name] for own in pieces.names_of(tensor) for name in own)
                     yield from (Wanted(part, self.device) for one in matrices for part in one.read_parts.values())
                     continue
-                names = self._leaves(tensor)
                 device = self._first_device(row, tensor)
                 if (entry := self._cast_in_pieces(tensor)) is not None:
                     yield from (Wanted(piece, device, True) for piece in pieces.rows_of(entry))
                     continue
-                for name in names:
+                for name in self._leaves(tensor):
                     self.uses[name] += 1
                     if self.uses[name] == 1:
                         packed = self.packed.get(name)
@@ -263,9 +261,8 @@ class _Filler:
 
     def _first_device(self, row: ModuleRow, tensor: TensorRow) -> torch.device:
         """Return where a tensor is read to: a tensor that leaves the device unquantized is never read to it."""
-        tier = self.tier[row.block]
         is_weight = row.kind in ("linear", "experts") and self._moves(row, tensor)
-        if is_weight and not row.quantized and tier not in ("resident", "gather"):
+        if is_weight and not row.quantized and self.tier[row.block] not in ("resident", "gather"):
             return CPU
         return CPU if self._on_host(row, tensor) else self.device
 
@@ -284,21 +281,23 @@ class _Filler:
     def _from_file(self, row: ModuleRow, tensor: TensorRow) -> bool:
         return self._on_host(row, tensor) and self.home[row.block] == "file"
 
-    def _fetch(self, name: str) -> Tensor:
-        assert self.reader is not None
+    def _fetch(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a file tensor. dtype: of one in a format that cannot stay packed: an expert of a fused stack, or floats."""
         if name in self.packed:
-            # A packed weight that is only a part of a tensor (one expert of a fused stack): it cannot stay packed there.
-            return dequantize(self._fetch_packed(self.packed[name])).to(self.dtype)
+            return unpacked(self.packed[name], self._parts(self.packed[name]), dtype or self.dtype)
         if name not in self.held:
+            assert self.reader is not None
             self.held[name] = self.reader.take(self.entries[name])
         self.uses[name] -= 1
         return self.held[name] if self.uses[name] else self.held.pop(name)
 
-    def _fetch_packed(self, entry: PackedEntry) -> Packed:
+    def _parts(self, entry: PackedEntry) -> dict[str, Tensor]:
         assert self.reader is not None
         self.uses[entry.tensor_name] -= 1
-        parts = {name: self.reader.take(part) for name, part in entry.read_parts.items()}
-        return prequantized(entry, parts, self.dtype)
+        return {name: self.reader.take(part) for name, part in entry.read_parts.items()}
+
+    def _fetch_packed(self, entry: PackedEntry) -> Packed:
+        return prequantized(entry, self._parts(entry), self.dtype)
 
     def _dense(self, tensor: TensorRow) -> Tensor | None:
         """Return the tensor as stock would hold it, or as its file does where the anatomy says so; None when it comes from no file
@@ -309,9 +308,9 @@ class _Filler:
         if (entry := self._cast_in_pieces(tensor)) is not None:
             assert self.reader is not None
             return pieces.joined(tensor.shape, tensor.dtype, pieces.rows_of(entry), self.reader.take)
-        name = expression.cast_leaf
-        if name in self.entries and is_narrow(getattr(torch, tensor.dtype), self.dtype):
-            return self._fetch(name)
+        name, dtype = expression.cast_leaf, getattr(torch, tensor.dtype)
+        if name is not None and is_narrow(dtype, self.dtype) and (name in self.entries or name in self.packed):
+            return self._fetch(name, dtype)
         try:
             return expression.replay(self._fetch)
         except TrimtabError:
@@ -433,8 +432,9 @@ class _Filler:
 
     def _packed(self, row: ModuleRow, weight: TensorRow) -> Packed:
         expression = self.probe.sources.get(weight.tensor_path)
-        if expression is not None and expression.is_leaf and expression.leaves[0] in self.packed:
-            return self.codes.share(self._fetch_packed(self.packed[expression.leaves[0]]))
+        entry = None if expression is None or not expression.is_leaf else self.packed.get(expression.leaves[0])
+        if entry is not None and (row.quantized or row.kind == "embedding"):
+            return self.codes.share(self._fetch_packed(entry))
         dense = self._dense(weight)
         assert dense is not None, weight.tensor_path
         return self.codes.share(quantize(dense, self.plan.request.quant)) if row.quantized else keep(dense)

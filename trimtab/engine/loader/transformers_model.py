@@ -39,7 +39,7 @@ from trimtab.engine.loader.tracing import (  # fmt: skip
 from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
-from trimtab.formats.record import PackedEntry
+from trimtab.formats.record import PackedEntry, float_dtype
 from trimtab.process.json_file import check_file
 from trimtab.process.packages import switch
 from trimtab.request import EXPERTS
@@ -402,7 +402,7 @@ def anatomy_of(
             probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
             unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
             windows=windows, head=head, experts=experts, renames=read_renames(probed.model),
-            file_dtype=partial(_file_dtype, checkpoint, plain) if keeps_16bit else None,
+            file_dtype=partial(_file_dtype, checkpoint, plain, packed) if keeps_16bit else None,
         )  # fmt: skip
         return _with_ways(built, probed)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
@@ -443,8 +443,12 @@ def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
     )  # fmt: skip
 
 
-def _file_dtype(checkpoint: Checkpoint, plain: Mapping[str, TensorEntry], tensor_name: str) -> str | None:
+def _file_dtype(
+    checkpoint: Checkpoint, plain: Mapping[str, TensorEntry], packed: Mapping[str, PackedEntry], tensor_name: str
+) -> str | None:
     """Return the type of a file tensor; without weight files the one that config.json names, or bfloat16."""
+    if tensor_name in packed:
+        return float_dtype(packed[tensor_name].kind)
     if checkpoint.has_weights:
         return plain[tensor_name].dtype if tensor_name in plain else None
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")

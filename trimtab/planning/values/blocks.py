@@ -160,7 +160,7 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
             tensor_path=tensor.tensor_path, module_path=row.module_path, kind=kind, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
             packs=kind == HEAD8 or (kind != "none" and (row.made is not None or not prequantized)),
-            reading_bytes=stored_format(kind).reading_bytes(tensor.shape) if is_stored else 0,
+            reading_bytes=stored_format(kind if is_packed else row.stored or kind).reading_bytes(tensor.shape) if is_stored else 0,
         )  # fmt: skip
 
     return tuple(leaf(tensor) for tensor in tensors if tensor.tensor_path not in tied)

@@ -19,7 +19,7 @@ from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
 from trimtab.formats.packed import formats_of
-from trimtab.formats.record import HEAD8, STACK_MULTIPLE, PackedEntry, packed_bytes, stored_format
+from trimtab.formats.record import HEAD8, STACK_MULTIPLE, PackedEntry, float_dtype, packed_bytes, stored_format
 from trimtab.planning.values.blocks import STAGING_SLOTS
 from trimtab.planning.values.byte_sizes import Rates, added_node_bytes, step_copy_bytes
 from trimtab.planning.values.pipeline import Stage, pipeline_s
@@ -217,6 +217,8 @@ def how_computed(name: str, *, are_tables: bool, step_mode: str, is_kept: bool, 
         rounded = f"; its values rounded to {dtype}"
     if are_tables:
         return "the rows of the tokens are dequantized" + rounded
+    if float_dtype(name) is not None:
+        return "as unquantized weights" + rounded
     if step_mode == "fused" and form.layout is not None:
         return "steps by trimtab's kernels, packed; prompts dequantized by a kernel" + rounded
     rest = "dequantized for each product" if form.is_own else "by bitsandbytes' layers"
