@@ -213,7 +213,7 @@ def test_a_bug_that_is_not_known_is_named_by_its_flag(ask):
     ],
 )
 def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monkeypatch, given, blamed):
-    def refuse(device, bytes_now):
+    def refuse(device, bytes_before=None):
         raise RequestError("this machine has 0 CUDA devices", field="device", value=device, allowed=("auto", "cpu"))
 
     monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
@@ -236,8 +236,8 @@ def test_what_was_typed_and_what_may_be_typed_are_shown_as_they_are(ask, given, 
     assert code == 2 and said in err
 
 
-def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch):
-    def refuse(device, bytes_now):
+def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(ask, monkeypatch):
+    def refuse(device, bytes_before=None):
         raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
 
     monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
@@ -245,6 +245,8 @@ def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch
         with pytest.raises(RequestError) as caught:
             trimtab.plan(BASE, **options)
         assert (caught.value.field, caught.value.value) == named
+    code, out, err = ask("serve", BASE, "--max-memory", '{"0": "4GiB"}')  # before the banner and the log
+    assert (code, out) == (2, "") and err.startswith("trimtab: --max-memory 0: this machine has 0") and err.count("\n") == 1
 
 
 def test_an_address_as_model_says_what_to_do(ask):
@@ -258,6 +260,9 @@ def test_an_address_as_model_says_what_to_do(ask):
 def test_an_address_as_adapter_or_medium_says_what_to_do(ask):
     code, _, err = ask("inspect", "style=https://example.com/adapter")
     assert code == 3 and "is an address, not a folder" in err and "download it" in err
+    for command in ("run", "plan", "serve"):
+        code, _, err = ask(command, BASE, *["hi"] * (command == "run"), "--adapter", "https://huggingface.co/x/y")
+        assert code == 3 and "https://huggingface.co/x/y: " in err and "`trimtab pull x/y` prints its folder" in err
     for flag in ("--image", "--audio"):
         code, _, err = ask("run", BASE, "hi", flag, "https://example.com/x.png")
         assert code == 2 and f"{flag} https://example.com/x.png: no such file. Nothing is read from an address: download" in err

@@ -48,18 +48,26 @@ def check_reachable(path: str | os.PathLike[str]) -> None:
 
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?")
+_HUB_PAGE = re.compile(r"https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?")
 
 
-def address_hint(text: str, *, takes_hub_id: bool = False) -> str:
+def as_typed(path: str | os.PathLike[str]) -> str:
+    """Return a path as text; an address with both slashes, of which a path keeps one."""
+    text = os.fspath(path)
+    return re.sub(r":/(?!/)", "://", text, count=1) if _ADDRESS.match(text) else text
+
+
+def address_hint(text: str, *, takes_hub_id: bool = False, is_adapter: bool = False) -> str:
     """Return what to do with a web address that was given as a file or folder; "" for any other text.
 
-    takes_hub_id: whether a hub id would do, which the address of a hub's page has in it.
+    takes_hub_id: whether a hub id would do, which the address of a hub's page has in it. is_adapter: whether a hub's page
+    would have what was meant, which is given as the folder.
     """
     if not _ADDRESS.match(text):
         return ""
-    if takes_hub_id and (page := _HUB_PAGE.fullmatch(text)):
-        return f"Nothing is read from an address. `trimtab pull {page[1]}` fetches it; then give {page[1]}"
+    if (takes_hub_id or is_adapter) and (page := _HUB_PAGE.fullmatch(text)):
+        then = "prints its folder: give that" if is_adapter else f"fetches it; then give {page[1]}"
+        return f"Nothing is read from an address. `trimtab pull {page[1]}` {then}"
     return "Nothing is read from an address: download it, and give the " + (
         "folder, or a hub id such as google/gemma-4-E4B-it" if takes_hub_id else "path on this machine"
     )

@@ -114,9 +114,9 @@ def _share_on_gpu(plan: Plan) -> float:
     return FEW_ROWS_SHARE if plan.execution.prompt.mode == "graph" else 0.0
 
 
-# Operations of a pass without the products, for each linear layer: with adapters, without. A step of the demo model with one takes
-# 25 ms without its products on a core whose smallest operation (`Rates.launch_s`) takes 4 to 5 microseconds; it has 65 such layers.
-LINEAR_OPERATIONS = (90, 66)
+# Operations of a pass without the products, for each linear layer: with adapters, without, in units of the small operation that the
+# machine's rates have (`Rates.launch_s`). A step of the demo model has 65 such layers (bench/results/cpu_predictions.json).
+LINEAR_OPERATIONS = (54, 44)
 
 
 def make_plan(
