@@ -233,8 +233,8 @@ def save_predictions(given: argparse.Namespace) -> None:
         with trimtab.load(plan) as loaded:
             if has_adapter:
                 loaded.adapter_store.set("adapter")
-            ends = loaded.hf_model.generation_config.eos_token_id or ()
-            never = tuple((end, -100.0) for end in (ends if isinstance(ends, list) else [ends]))
+            ends: Any = loaded.hf_model.generation_config.eos_token_id
+            never = tuple((int(end), -100.0) for end in (ends if isinstance(ends, list) else [ends]))
             for _ in range(4):
                 clock = _Ticks()
                 asked = GenerateRequest(max_new_tokens=9, logit_bias=never)
