@@ -127,13 +127,15 @@ def folders(tmp_path, monkeypatch):
         ("run BASE hi --image media", "--image media: cannot be read (Is a directory)"),
         ("run BASE --prompts promtps.jsonl --out o", "cannot be read (No such file or directory). Did you mean prompts.jsonl?"),
         ("verify BASE --prompts promtps.jsonl", "Did you mean prompts.jsonl?"),
+        ("doctor --trace media/cta.txt", "--trace media/cta.txt: cannot be read (No such file or directory)\n"),
         ("run BASE --prompt-file promtps.jsonl", "Did you mean prompts.jsonl?"),
         ("run --plan promtps.jsonl hi", "Did you mean prompts.jsonl? `trimtab plan MODEL --save FILE` writes one"),
         ("serve --config promtps.jsonl", "Did you mean prompts.jsonl?"),
         ("doctor --trace promtps.jsonl", "Did you mean prompts.jsonl?"),
         ("plan BASE --device-map promtps.jsonl", "Did you mean prompts.jsonl?"),
         ("plan BASE --device-map {}", "--device-map: has no device for "),
-        ("adapters modles", "Did you mean models?"), ("plan BASE --save medai/p.json", "no such folder. Did you mean media?"),
+        ("adapters modles", "Did you mean models?"),
+        ("plan BASE --save medai/p.json", "there is no folder medai. Did you mean media?"),
     ],
 )  # fmt: skip
 def test_a_mistyped_path_is_asked_for_or_what_is_there_is_listed(ask, folders, typed, said):
@@ -227,6 +229,8 @@ def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monk
     [
         (("plan", BASE, "--keep-unquantized", "lm_haed"), "trimtab: --keep-unquantized lm_haed: names no linear module"),
         (("plan", BASE, "--max-memory", '{"gpu": "4GiB"}'), "trimtab: --max-memory gpu: no device has this name (choices: 0, "),
+        (("run", BASE, "hi", "--temperature", "-1"), "trimtab: --temperature -1: must be"),
+        (("plan", BASE, "--save", "/nothere/x.json"), "trimtab: --save /nothere/x.json: there is no folder /nothere\n"),
         (("serve", BASE, "--limit", "foo=3"), " request_pixels, audio_s, request_audio_s, "),
         (("serve", BASE, "--limit", "audio_seconds=3"), "(did you mean audio_s or audio_bytes?)"),
     ],
@@ -302,6 +306,7 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
     ("given", "said"),
     [
         (("run", "base", "hi", "--max-tokens", "5"), ": --max-tokens 5; --max-tokens (did you mean --max-new-tokens?)"),
+        (("run", "base", "--max-tokens", "3", "hi"), "unrecognized arguments: --max-tokens 3; --max-tokens (did"),
         (("run", "base", "hi", "--adapters", "a=b"), "--adapters (did you mean --adapter?)"),
         (("serve", "base", "--gpu_memory=4GiB"), "--gpu_memory (did you mean --gpu-memory?)"),
         (("run", "base", "-p", "hi"), "PROMPT has no flag: trimtab run MODEL PROMPT"),
@@ -514,7 +519,7 @@ def mistakes(tmp_path_factory):
         (["bench", base, "--prompts", str(folder / "none.jsonl")], 2, "none.jsonl"),
         (["verify", base, "--against", "stok"], 2, "did you mean stock?"),
         (["verify", base, "--against", "base"], 2, "needs an adapter"),
-        (["verify", base, *style, "--against", "http://localhost:1/v1", "--deadline", "0"], 2, "--deadline 0.0: must be"),
+        (["verify", base, *style, "--against", "http://localhost:1/v1", "--deadline", "0"], 2, "--deadline 0: must be"),
         (["merge", base, str(folder / "merged"), "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
         (["inspect", str(STYLE), "--model", str(folder / "no")], 3, "no such folder"),
     ]  # fmt: skip

@@ -45,9 +45,7 @@ class _Wrapper(textwrap.TextWrapper):
 
 def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
     """Return a text as lines of at most `width` columns, words whole. first, rest: what begins the first line, and others."""
-    return _Wrapper(
-        width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    ).wrap(text)
+    return _Wrapper(width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False).wrap(text)
 
 
 class Form(Protocol):

@@ -247,7 +247,10 @@ def _operation_s() -> float:
     from trimtab.engine.formats.packed import keep
     from trimtab.engine.formats.weights import shell
 
-    layer, row = shell(keep(torch.ones(64, 64, dtype=torch.bfloat16)), None, torch.bfloat16), torch.ones(1, 1, 64).to(torch.bfloat16)
+    layer, row = (
+        shell(keep(torch.ones(64, 64, dtype=torch.bfloat16)), None, torch.bfloat16),
+        torch.ones(1, 1, 64).to(torch.bfloat16),
+    )
 
     def small() -> Tensor:
         wide = row.float()
