@@ -2,11 +2,11 @@
 
     python -m bench.start_against OTHER_TREE --runs 5 --save bench/results/start_cpu.json
 
-OTHER_TREE is a checkout of another version; the tree of this file is the other side. Every run is a process of its own, on the
-demo model, on a CPU with one thread, with what earlier processes keep in place; the first of each is not counted. CPU seconds are
-user and system together, of the process and of those that it starts: other programs on the machine change them less than the wall.
-A server's are those until it is ready, a run's those until its first token, and those until it has ended. With --only, FILE keeps its
-other rows.
+OTHER_TREE is a checkout of another version; the tree of this file is the other side, or the only one (OTHER_TREE is .). Every run
+is a process of its own, on the demo model, on a CPU with one thread, with what earlier processes keep in place; the first of each
+is not counted. CPU seconds are user and system together, of the process and of those that it starts: other programs on the
+machine change them less than the wall. A server's are those until it is ready, a run's those until its first token, and those
+until it has ended. With --only, FILE keeps its other rows.
 `files` are the modules, trimtab's own and all, that `trimtab run` has imported at its end.
 """
 
@@ -53,7 +53,8 @@ except SystemExit:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    trees = {"before": Path(options.other).resolve(), "now": TREE}
+    other = Path(options.other).resolve()
+    trees = {"now": TREE} if other == TREE else {"before": other, "now": TREE}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as home:
         for what, words in COMMANDS.items():

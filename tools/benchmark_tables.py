@@ -130,7 +130,7 @@ def start_cpu(results: Mapping[str, Any]) -> str:
     found = {(row["what"], row["tree"]): row for row in results["rows"]}
     columns = (("before", "cpu_median_s"), ("now", "cpu_median_s"), ("now", "wall_median_s"))
     rows = [
-        [what, *(f"{found[what, tree][name]:.1f}" for tree, name in columns)]
+        [what, *(f"{found[what, tree][name]:.1f}" if (what, tree) in found else "-" for tree, name in columns)]
         for what in dict.fromkeys(row["what"] for row in results["rows"])
     ]
     about = results["about"]
