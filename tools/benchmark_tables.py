@@ -226,10 +226,24 @@ def load_outside(results: Mapping[str, Any]) -> str:
     return f"{_table(heads, 5, rows)}\n\n{_where(results)}; {what}. {EARLIER}\n"
 
 
+def cpu_predictions(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/cpu_predictions.json: the least and the most of predicted over measured rates."""
+    rows = []
+    for part in results.values():
+        load = [row["load_average"] for row in part["rows"].values()]
+        for model in ("demo", "llama-300m"):
+            found = {name: row["ratio"] for name, row in part["rows"].items() if name.startswith(model)}
+            ends = [[ratio for name, ratio in found.items() if ("an adapter" in name) is one] for one in (True, False)]
+            if found:
+                where = [part["title"], f"{min(load):.1f} to {max(load):.1f}", model]
+                rows.append([*where, *(f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in ends)])
+    return _table(["instructions", "load average", "model", "predicted / measured, an adapter", "none"], 2, rows) + "\n"
+
+
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "first_tokens": first_tokens, "first_tokens_h100": first_tokens_h100, "images": images, "towers": towers,
     "bench_cpu": bench_cpu, "start_cpu": start_cpu, "fast_decode": fast_decode,
-    "families": families, "experts": experts, "load_outside": load_outside,
+    "families": families, "experts": experts, "load_outside": load_outside, "cpu_predictions": cpu_predictions,
 }  # fmt: skip
 # Slot -> the result file that it is made of, where that has another name.
 SOURCES = {

@@ -216,7 +216,7 @@ def test_steps_between_tokens_on_a_cpu():
 
 
 def test_a_prediction_for_a_cpu_is_within_a_factor_of_two():
-    rows = results_of("cpu_predictions")["rows"].values()
+    rows = [row for part in results_of("cpu_predictions").values() for row in part["rows"].values()]
     ratios = [row["predicted_tokens_per_s"] / row["measured_tokens_per_s"] for row in rows]
-    assert "within a factor of two of the measured rate" in (ROOT / "docs" / "read-a-plan.md").read_text(encoding="utf-8")
-    assert len(ratios) == 8 and 0.5 <= min(ratios) <= max(ratios) <= 2
+    assert "factor of two of the measured rate" in (ROOT / "docs" / "read-a-plan.md").read_text(encoding="utf-8")
+    assert len(ratios) == 40 and 0.5 <= min(ratios) <= max(ratios) <= 2

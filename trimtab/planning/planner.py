@@ -7,9 +7,9 @@ rows of a table then stay in the checkpoint file. `search.py` finds the cheapest
 
 Where a CPU computes, a product reads its weight at the rate that was measured for its form and type: 4-bit weights that the plan
 keeps unpacked in the model's dtype, others as bitsandbytes unpacks them. Every linear layer takes operations other than its product
-(norms, attention, adapters, Python); a head that is tied to a table is read whole. Measured within a factor of two
-(bench/results/cpu_predictions.json). Not counted: attention over long contexts, and that
-a step on a CPU reads only some experts.
+(norms, attention, adapters, Python), at the time of one small operation of this machine; a head that is tied to a table is read
+whole. Measured within a factor of two (bench/results/cpu_predictions.json). Not counted: attention over long contexts, and that a
+step on a CPU reads only some experts.
 
 Weights unpacked as well as packed: a step of one row reads the packed ones, fewer bytes, so faster. A prompt chunk, and a step
 of more rows than the matrix-vector kernels support, multiply with weights in the model's dtype, which every pass unpacks. On an
