@@ -240,7 +240,7 @@ def save_predictions(given: argparse.Namespace) -> None:
             never = tuple((int(end), -100.0) for end in (ends if isinstance(ends, list) else [ends]))
             for number in range(MOST_ANSWERS):
                 clock = _Ticks()
-                asked = GenerateRequest(max_new_tokens=33, logit_bias=never)
+                asked = GenerateRequest(max_new_tokens=17, logit_bias=never)
                 with closing(iter(Generation(loaded, inputs, asked))) as pieces:  # type: ignore[type-var]
                     for piece in pieces:
                         clock.tick(piece.token_ids)

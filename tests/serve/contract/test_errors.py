@@ -111,12 +111,6 @@ def test_what_a_client_cannot_follow_is_left_out_and_the_rest_stays(error, kept,
     assert kept in text and left_out not in text
 
 
-def test_what_a_client_has_sent_comes_back_as_it_was():
-    for typed in sorted(ARGUMENTS):
-        error = error_json("RequestError", f"{typed}: not supported: {typed}", {"field": typed})[1]["error"]
-        assert error["message"] == f"{typed}: not supported: {typed}" and error["param"] == typed
-
-
 def test_a_text_to_embed_that_is_too_long_hears_nothing_of_an_answer():
     model = SimpleNamespace(context_tokens=8)
     errors = {}

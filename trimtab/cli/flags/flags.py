@@ -35,12 +35,8 @@ DEVICE_MAP = '{"": 0, "model.vision_tower": "cpu"}'
 class Number(float):
     """A number of the command line; messages show it as it was typed."""
 
-    def __new__(cls, text: str | float) -> Number:
-        made = super().__new__(cls, text)
-        made._text = str(text)
-        return made
-
-    _text: str
+    def __init__(self, text: str | float) -> None:
+        self._text = str(text)
 
     def __repr__(self) -> str:
         return self._text
