@@ -12,8 +12,7 @@ machine does meanwhile slows both alike. Elapsed times and the CPU time of all t
     OMP_NUM_THREADS=1 python -m bench.cpu --work FOLDER --save bench/results/cpu_predictions.json --predictions
 
 puts the tokens per second that plans predict beside measured ones, with and without an adapter, in several formats. --part NAME
-keeps the other parts of the file: the same on another machine, under another load or with other instructions. --share 0.9 counts
-answers only while other programs leave the core alone.
+keeps the other parts of the file: the same on another machine, under another load or with other instructions.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from contextlib import closing
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,8 +105,6 @@ def cases(work: Path) -> dict[str, Any]:
 
 
 STEPS = 4
-# Of a case of --predictions, for three that count.
-MOST_ANSWERS = 60
 
 
 def first_tokens(load: Any, *, repeats: int, prompt_tokens: int, own_path: bool) -> dict[str, Any]:
@@ -238,26 +235,20 @@ def save_predictions(given: argparse.Namespace) -> None:
                 loaded.adapter_store.set("adapter")
             ends: Any = loaded.hf_model.generation_config.eos_token_id
             never = tuple((int(end), -100.0) for end in (ends if isinstance(ends, list) else [ends]))
-            for number in range(MOST_ANSWERS):
+            for _ in range(4):
                 clock = _Ticks()
-                asked = GenerateRequest(max_new_tokens=17, logit_bias=never)
+                asked = GenerateRequest(max_new_tokens=9, logit_bias=never)
                 with closing(iter(Generation(loaded, inputs, asked))) as pieces:  # type: ignore[type-var]
                     for piece in pieces:
                         clock.tick(piece.token_ids)
-                row = clock.row()
-                clocks += [row] if number and row["step_cpu_ms"] >= given.share * row["step_ms"] else []
-                if len(clocks) == 3:
-                    break
-        if len(clocks) < 3:
-            print(f"{model}, {quant}: the machine is too busy", flush=True)
-            continue
-        step_ms = [row["step_ms"] for row in clocks]
-        predicted, measured = plan.execution.tokens_per_s, 1000 / mean(step_ms)
+                clocks.append(clock.row())
+        step_ms = [row["step_ms"] for row in clocks[1:]]
+        predicted, measured = plan.execution.tokens_per_s, 1000 / median(step_ms)
         name = f"{model}, {quant}, {plan.request.dtype}{', an adapter' if has_adapter else ''}"
         rows[name] = {
             "predicted_tokens_per_s": round(predicted, 3), "measured_tokens_per_s": round(measured, 3),
             "ratio": round(predicted / measured, 3), "step_ms": step_ms,
-            "step_cpu_ms": [row["step_cpu_ms"] for row in clocks], "load_average": round(os.getloadavg()[0], 1),
+            "step_cpu_ms": [row["step_cpu_ms"] for row in clocks[1:]], "load_average": round(os.getloadavg()[0], 1),
         }  # fmt: skip
         print(name, rows[name], flush=True)
     found = json.loads(given.save.read_text(encoding="utf-8")) if given.save.exists() else {}
@@ -280,7 +271,6 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else the machine did, for the file")
     parser.add_argument("--only", action="append", help="this case alone, or this model of --predictions; may be repeated")
     parser.add_argument("--first-tokens", type=int, default=0, help="first tokens only, so many of each model")
-    parser.add_argument("--share", type=float, default=0.0, help="count answers that had at least this share of their core")
     parser.add_argument("--part", default="avx512", help="of the file of --predictions")
     parser.add_argument("--predictions", action="store_true", help="predicted beside measured tokens per second")
     given = parser.parse_args()

@@ -229,7 +229,7 @@ def load_outside(results: Mapping[str, Any]) -> str:
 def cpu_predictions(results: Mapping[str, Any]) -> str:
     """Return the table of bench/results/cpu_predictions.json: the least and the most of predicted over measured rates."""
     rows = []
-    for part in results.values():
+    for part in (one for one in results.values() if "rows" in one):
         load = [row["load_average"] for row in part["rows"].values()]
         for model in ("demo", "llama-300m"):
             found = {name: row["ratio"] for name, row in part["rows"].items() if name.startswith(model)}

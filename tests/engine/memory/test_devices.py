@@ -260,7 +260,7 @@ def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch
     assert 0 < rates.disk_access_s < 1
     # Everything that a small operation takes here is in its time.
     monkeypatch.setattr(torch, "pow", lambda base, _: (sum(range(20_000)), base)[1])
-    assert devices._operation()[0] > 2 * rates.launch_s
+    assert devices._operation_s() > 2 * rates.launch_s
     # The sample file is gone.
     assert list((tmp_path / "trimtab" / "spill").iterdir()) == []
 

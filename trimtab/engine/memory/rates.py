@@ -47,10 +47,8 @@ BUSY_GPU_PERCENT, BUSY_CPU_SHARE, BUSY_SAMPLE_S = 20, 0.8, 0.1
 DISK_SAMPLE_BYTES = 32 * 2**20
 SMALL_READ_BYTES = 4096
 GEMV_SIDE = 2048
-# Calls of torch in `_operation`'s norm, layer and sum.
+# Calls of torch in `_operation_s`'s norm, layer and sum.
 SMALL_OPERATIONS = 12
-# Rates of products that others slow down as they do small operations.
-PRODUCTS = ("host_matmul_Bps", "host_16bit_Bps", "host_float32_Bps", "host_int8_Bps", "host_flops")
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -207,7 +205,7 @@ def _measure(device: torch.device) -> Rates:
     copy = torch.empty_like(host)
     host_rate = SAMPLE_BYTES / _median_s(lambda: copy.copy_(host))
     measured = {"host_Bps": host_rate, **_host_products(), **_measure_disk()}
-    return Rates(**(measured | _measure_cuda(device, host) if device.type == "cuda" else _as_device(measured)))
+    return Rates(**measured, **(_measure_cuda(device, host) if device.type == "cuda" else _as_device(measured)))
 
 
 def _host_products() -> dict[str, float]:
@@ -234,23 +232,18 @@ def _host_products() -> dict[str, float]:
 
 
 def _as_device(measured: dict[str, float]) -> dict[str, float]:
-    """Return the rates when the execution device is the CPU: its own, at the load of the machine, and no link."""
+    """Return the rates of the execution device when that is the CPU: its own, and no link."""
     small, other = torch.zeros(16), torch.zeros(16)
-    operation_s, delay = _operation()
-    measured |= {name: measured[name] / delay for name in PRODUCTS if name in measured}
-    return measured | {
+    return {
         "pinned_h2d_Bps": measured["host_Bps"], "pageable_h2d_Bps": measured["host_Bps"],
-        "device_Bps": measured["host_matmul_Bps"], "device_flops": measured["host_flops"], "launch_s": operation_s * delay,
+        "device_Bps": measured["host_matmul_Bps"], "device_flops": measured["host_flops"], "launch_s": _operation_s(),
         "transfer_s": _median_s(lambda: other.copy_(small), repeat=50),
     }  # fmt: skip
 
 
-def _operation() -> tuple[float, float]:
-    """Return the CPU seconds of one small operation, and how many times longer others make it take: a norm, a linear layer and a
-    sum as in a decoder, with this machine's Python and torch.
-
-    The load of a machine may end or go on. The second is the square root of elapsed over CPU time, in the middle of both.
-    """
+def _operation_s() -> float:
+    """Return the mean seconds of one small operation: a norm, a linear layer and a sum as in a decoder, with this machine's Python,
+    torch and other work."""
     from trimtab.engine.formats.packed import keep
     from trimtab.engine.formats.weights import shell
 
@@ -264,12 +257,11 @@ def _operation() -> tuple[float, float]:
 
     with torch.no_grad():
         _median_s(small)
-        wall_s, cpu_s, count = time.perf_counter(), time.thread_time(), 0
-        while time.thread_time() - cpu_s < BUSY_SAMPLE_S:
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < BUSY_SAMPLE_S:
             small()
             count += 1
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
-    return cpu_s / (count * SMALL_OPERATIONS), max(wall_s / cpu_s, 1.0) ** 0.5
+        return (time.perf_counter() - start) / (count * SMALL_OPERATIONS)
 
 
 def _measure_cuda(device: torch.device, host: Tensor) -> dict[str, float]:
