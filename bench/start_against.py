@@ -108,6 +108,7 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
 
 def costs_of(tree: Path, words: Sequence[str], home: str) -> dict[str, tuple[float, float]]:
     """Return part -> (CPU seconds, wall seconds) of one command of a tree, from its start."""
+    Path(home).mkdir(exist_ok=True)
     given = _words(tree, words, home)
     environment = _environment(tree, home)
     before, start = _children_s(), time.perf_counter()
