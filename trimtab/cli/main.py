@@ -398,7 +398,7 @@ ELSEWHERE = {
 
 
 def _with_values(unknown: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return words that a command does not take with the value next to its flag: an argument took it, and left another word over."""
+    """Return words that a command does not take, a value next to its flag: an argument took it, and left another word over."""
     flags, left = [word for word in unknown if _FLAG.match(word)], [word for word in unknown if not _FLAG.match(word)]
     found = []
     for flag in flags:
