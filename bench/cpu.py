@@ -11,17 +11,20 @@ machine does meanwhile slows both alike. Elapsed times and the CPU time of all t
 
     OMP_NUM_THREADS=1 python -m bench.cpu --work FOLDER --save bench/results/cpu_predictions.json --predictions
 
-puts the tokens per second that plans predict beside measured ones, with an adapter, in several formats.
+puts the tokens per second that plans predict beside measured ones, with and without an adapter, in several formats. --part NAME
+keeps the other parts of the file: the same on another machine, under another load or with other instructions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from contextlib import closing
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -221,29 +224,37 @@ def save_predictions(given: argparse.Namespace) -> None:
     machine_cache.write_rates(device_name("cpu"), str(torch.__version__), threads, rates)
     ids = 3 + torch.arange(64)[None] * 7 % 400
     inputs = Inputs({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 64, tuple(ids[0].tolist()), False)
-    for model in ("demo", "llama-300m"):
-        for quant, dtype in (("nf4-dq", "auto"), ("int8", "auto"), ("none", "auto"), ("none", "float32")):
-            load = named[f"{model}, nf4-dq"]
-            plan = trimtab.plan(load.model, adapters=load.adapters, device="cpu", quant=quant, dtype=dtype, context=1024)
-            clocks = []
-            with trimtab.load(plan) as loaded:
+    forms = (("nf4-dq", "auto"), ("int8", "auto"), ("none", "auto"), ("none", "float32"))
+    for model, has_adapter, (quant, dtype) in product(given.only or ("demo", "llama-300m"), (True, False), forms):
+        load = named[f"{model}, nf4-dq"]
+        adapters = load.adapters if has_adapter else {}
+        plan = trimtab.plan(load.model, adapters=adapters, device="cpu", quant=quant, dtype=dtype, context=1024)
+        clocks = []
+        with trimtab.load(plan) as loaded:
+            if has_adapter:
                 loaded.adapter_store.set("adapter")
-                for _ in range(4):
-                    clock = _Ticks()
-                    with closing(iter(Generation(loaded, inputs, GenerateRequest(max_new_tokens=9)))) as pieces:  # type: ignore[type-var]
-                        for piece in pieces:
-                            clock.tick(piece.token_ids)
-                    clocks.append(clock.row())
-            step_ms = [row["step_ms"] for row in clocks[1:]]
-            predicted, measured = plan.execution.tokens_per_s, 1000 / median(step_ms)
-            row = rows[f"{model}, {quant}, {plan.request.dtype}"] = {
-                "predicted_tokens_per_s": round(predicted, 3), "measured_tokens_per_s": round(measured, 3),
-                "ratio": round(predicted / measured, 3), "step_ms": step_ms,
-                "step_cpu_ms": [row["step_cpu_ms"] for row in clocks[1:]],
-            }  # fmt: skip
-            print(f"{model}, {quant}, {plan.request.dtype}", row, flush=True)
-    found = {
-        "note": given.note, "environment": read_environment().to_json(), "threads": threads, "rates": asdict(rates), "rows": rows,
+            ends: Any = loaded.hf_model.generation_config.eos_token_id
+            never = tuple((int(end), -100.0) for end in (ends if isinstance(ends, list) else [ends]))
+            for _ in range(4):
+                clock = _Ticks()
+                asked = GenerateRequest(max_new_tokens=9, logit_bias=never)
+                with closing(iter(Generation(loaded, inputs, asked))) as pieces:  # type: ignore[type-var]
+                    for piece in pieces:
+                        clock.tick(piece.token_ids)
+                clocks.append(clock.row())
+        step_ms = [row["step_ms"] for row in clocks[1:]]
+        predicted, measured = plan.execution.tokens_per_s, 1000 / median(step_ms)
+        name = f"{model}, {quant}, {plan.request.dtype}{', an adapter' if has_adapter else ''}"
+        rows[name] = {
+            "predicted_tokens_per_s": round(predicted, 3), "measured_tokens_per_s": round(measured, 3),
+            "ratio": round(predicted / measured, 3), "step_ms": step_ms,
+            "step_cpu_ms": [row["step_cpu_ms"] for row in clocks[1:]], "load_average": round(os.getloadavg()[0], 1),
+        }  # fmt: skip
+        print(name, rows[name], flush=True)
+    found = json.loads(given.save.read_text(encoding="utf-8")) if given.save.exists() else {}
+    found[given.part] = {
+        "note": given.note, "environment": read_environment().to_json(), "threads": threads,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(), "rates": asdict(rates), "rows": rows,
     }  # fmt: skip
     given.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
@@ -258,8 +269,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--note", default="", help="what else the machine did, for the file")
-    parser.add_argument("--only", action="append", help="this case alone; may be repeated")
+    parser.add_argument("--only", action="append", help="this case alone, or this model of --predictions; may be repeated")
     parser.add_argument("--first-tokens", type=int, default=0, help="first tokens only, so many of each model")
+    parser.add_argument("--part", default="avx512", help="of the file of --predictions")
     parser.add_argument("--predictions", action="store_true", help="predicted beside measured tokens per second")
     given = parser.parse_args()
     if given.predictions:

@@ -2,10 +2,11 @@
 
     python -m bench.start_against OTHER_TREE --runs 5 --save bench/results/start_cpu.json
 
-OTHER_TREE is a checkout of another version; the tree of this file is the other side. Every run is a process of its own, on the
-demo model, on a CPU with one thread, with what earlier processes keep in place; the first of each is not counted. CPU seconds are
-user and system together, of the process and of those that it starts: other programs on the machine change them less than the wall.
-A server's are those until it is ready, a run's those until its first token, and those until it has ended.
+OTHER_TREE is a checkout of another version; the tree of this file is the other side, or the only one (OTHER_TREE is .). Every run
+is a process of its own, on the demo model, on a CPU with one thread, with what earlier processes keep in place; the first of each
+is not counted. CPU seconds are user and system together, of the process and of those that it starts: other programs on the
+machine change them less than the wall. A server's are those until it is ready, a run's those until its first token, and those
+until it has ended. With --only, FILE keeps its other rows.
 `files` are the modules, trimtab's own and all, that `trimtab run` has imported at its end.
 """
 
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -34,6 +36,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "trimtab --help": ("--help",),
     "trimtab plan": ("plan", "MODEL", "--device", "cpu"),
     "trimtab run": ("run", "MODEL", "--device", "cpu", "--max-new-tokens", "1", "Hello"),
+    "trimtab verify": ("verify", "MODEL", "--adapter", "style=ADAPTER", "--device", "cpu"),
+    "trimtab merge --check": ("merge", "MODEL", "HOME/merged", "--adapter", "style=ADAPTER", "--check", "--overwrite"),
     "trimtab serve": ("serve", "MODEL", "--device", "cpu", "--images", "0", "--audio-s", "0"),
 }
 # The modules that a command has imported, written when it ends.
@@ -49,7 +53,8 @@ except SystemExit:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    trees = {"before": Path(options.other).resolve(), "now": TREE}
+    other = Path(options.other).resolve()
+    trees = {"now": TREE} if other == TREE else {"before": other, "now": TREE}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as home:
         for what, words in COMMANDS.items():
@@ -61,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for part, taken in costs_of(tree, words, f"{home}/{name}").items():
                         if number:
                             found.setdefault((f"{what}, {part}", name), []).append(taken)
-            made = [{"what": part, "tree": name, **summary(taken)} for (part, name), taken in sorted(found.items())]
+            load = round(os.getloadavg()[0], 1)
+            made = [{"what": part, "tree": name, **summary(taken), "load": load} for (part, name), taken in sorted(found.items())]
             print(text_of(made), flush=True)
             rows += made
         files = {} if options.only else {name: _counted(tree, f"{home}/{name}") for name, tree in trees.items()}
@@ -73,6 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         },
         "rows": rows, "files": files,
     }  # fmt: skip
+    if options.save and options.only:
+        whole = json.loads(Path(options.save).read_text(encoding="utf-8"))
+        names = {row["what"] for row in rows}
+        whole["rows"] = [row for row in whole["rows"] if row["what"] not in names] + rows
     if options.save:
         Path(options.save).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -90,7 +100,7 @@ def summary(taken: Sequence[tuple[float, float]]) -> dict[str, float]:
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
     """Return a line for each row."""
     return "\n".join(
-        f"{row['what']:<26} {row['tree']:<7} CPU {row['cpu_best_s']:6.2f} best {row['cpu_median_s']:6.2f} median, "
+        f"{row['what']:<28} {row['tree']:<7} CPU {row['cpu_best_s']:6.2f} best {row['cpu_median_s']:6.2f} median, "
         f"wall {row['wall_best_s']:6.2f} {row['wall_median_s']:6.2f}"
         for row in rows
     )
@@ -98,7 +108,8 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
 
 def costs_of(tree: Path, words: Sequence[str], home: str) -> dict[str, tuple[float, float]]:
     """Return part -> (CPU seconds, wall seconds) of one command of a tree, from its start."""
-    given = _words(tree, words)
+    Path(home).mkdir(exist_ok=True)
+    given = _words(tree, words, home)
     environment = _environment(tree, home)
     before, start = _children_s(), time.perf_counter()
     if words[0] == "serve":
@@ -122,12 +133,14 @@ def _cpu_s(pid: int) -> float:
     return float(sum(one.user + one.system for one in times))
 
 
-def _words(tree: Path, words: Sequence[str]) -> list[str]:
-    return [str(tree / "trimtab" / "demo" / "base") if word == "MODEL" else word for word in words]
+def _words(tree: Path, words: Sequence[str], home: str) -> list[str]:
+    demo = tree / "trimtab" / "demo"
+    places = {"MODEL": demo / "base", "ADAPTER": demo / "adapters" / "style", "HOME": home}
+    return [re.sub("MODEL|ADAPTER|HOME", lambda found: str(places[found[0]]), word) for word in words]
 
 
 def _counted(tree: Path, home: str) -> dict[str, int]:
-    words = _words(tree, COMMANDS["trimtab run"])
+    words = _words(tree, COMMANDS["trimtab run"], home)
     made = subprocess.run(
         [sys.executable, "-c", COUNT, *words], env=_environment(tree, home), cwd=tree, check=True, capture_output=True, text=True
     )  # fmt: skip

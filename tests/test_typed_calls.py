@@ -86,9 +86,17 @@ def test_unknown_option_names_the_one_that_was_meant(chat_model, call):
     assert refused.value.field == "max_tokens" and "max_new_tokens" in refused.value.allowed
 
 
-def test_unknown_option_of_load_names_the_one_that_was_meant():
-    with pytest.raises(RequestError, match=r"gpu_mem: unknown option .*[Dd]id you mean gpu_memory"):
-        trimtab.load("model", gpu_mem="4GiB")
+@pytest.mark.parametrize(("call", "option", "meant"), [
+    (trimtab.load, "gpu_mem", "gpu_memory"), (trimtab.plan, "gpu_mem", "gpu_memory"), (trimtab.inspect, "models", "model"),
+    (trimtab.merge, "adapter", "adapters"), (trimtab.verify, "new_token", "new_tokens"),
+    (trimtab.LoadedModel.embed, "pool", "pooling"), (trimtab.LoadedModel.hidden_states, "images", "image"),
+])  # fmt: skip
+def test_unknown_option_of_a_call_names_the_one_that_was_meant(call, option, meant):
+    with pytest.raises(RequestError, match=rf"{option}: unknown option \(did you mean {meant}"):
+        call("model", **{option: 1})
+
+
+def test_an_option_of_load_that_resembles_none_lists_those_of_plan():
     with pytest.raises(RequestError, match="zzz: unknown option") as refused:
         trimtab.load("model", zzz=1)
     assert set(refused.value.allowed) == set(PlanOptions.__annotations__)

@@ -131,7 +131,7 @@ def start_cpu(results: Mapping[str, Any]) -> str:
     found = {(row["what"], row["tree"]): row for row in results["rows"]}
     columns = (("before", "cpu_median_s"), ("now", "cpu_median_s"), ("now", "wall_median_s"))
     rows = [
-        [what, *(f"{found[what, tree][name]:.1f}" for tree, name in columns)]
+        [what, *(f"{found[what, tree][name]:.1f}" if (what, tree) in found else "-" for tree, name in columns)]
         for what in dict.fromkeys(row["what"] for row in results["rows"])
     ]
     about = results["about"]
@@ -280,10 +280,25 @@ LOADS = {
 }
 
 
+def cpu_predictions(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/cpu_predictions.json: the least and the most of predicted over measured rates."""
+    rows = []
+    for part in (one for one in results.values() if "rows" in one):
+        load = [row["load_average"] for row in part["rows"].values()]
+        for model in ("demo", "llama-300m"):
+            found = {name: row["ratio"] for name, row in part["rows"].items() if name.startswith(model)}
+            ends = [[ratio for name, ratio in found.items() if ("an adapter" in name) is one] for one in (True, False)]
+            if found:
+                where = [part["title"], f"{min(load):.1f} to {max(load):.1f}", model]
+                rows.append([*where, *(f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in ends)])
+    return _table(["instructions", "load average", "model", "predicted / measured, an adapter", "none"], 2, rows) + "\n"
+
+
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "first_tokens": first_tokens, "first_tokens_h100": first_tokens_h100, "images": images, "towers": towers,
     "bench_cpu": bench_cpu, "start_cpu": start_cpu, "fast_decode": fast_decode,
     "families": families, "experts": experts, "load_outside": load_outside, "format_goals": format_goals,
+    "cpu_predictions": cpu_predictions,
 }  # fmt: skip
 # Slot -> the result file that it is made of, where that has another name.
 SOURCES = {

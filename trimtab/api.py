@@ -17,7 +17,7 @@ from trimtab.adapters.file import check_beside, check_vocabulary, stamps_of, val
 from trimtab.checkpoint.anatomy import Anatomy, check_keep
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, check_no_adapter, read_checkpoint
 from trimtab.checkpoint.headers import is_finite
-from trimtab.checkpoint.names import check_options
+from trimtab.checkpoint.names import check_options, named_options
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
 from trimtab.formats.gguf import window_reason
 from trimtab.formats.packed import format_names, split_packed
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from trimtab.request import PlanOptions
 
 
+@named_options
 def plan(
     model: str | Path,
     *,
@@ -480,6 +481,7 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
     return plan(given, **options, **given_decode)
 
 
+@named_options
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:
     """Return the targets of an adapter and, with a model, which tensors are applied, remapped or without effect.
 

@@ -127,13 +127,15 @@ def folders(tmp_path, monkeypatch):
         ("run BASE hi --image media", "--image media: cannot be read (Is a directory)"),
         ("run BASE --prompts promtps.jsonl --out o", "cannot be read (No such file or directory). Did you mean prompts.jsonl?"),
         ("verify BASE --prompts promtps.jsonl", "Did you mean prompts.jsonl?"),
+        ("doctor --trace media/cta.txt", "--trace media/cta.txt: cannot be read (No such file or directory)\n"),
         ("run BASE --prompt-file promtps.jsonl", "Did you mean prompts.jsonl?"),
         ("run --plan promtps.jsonl hi", "Did you mean prompts.jsonl? `trimtab plan MODEL --save FILE` writes one"),
         ("serve --config promtps.jsonl", "Did you mean prompts.jsonl?"),
         ("doctor --trace promtps.jsonl", "Did you mean prompts.jsonl?"),
         ("plan BASE --device-map promtps.jsonl", "Did you mean prompts.jsonl?"),
         ("plan BASE --device-map {}", "--device-map: has no device for "),
-        ("adapters modles", "Did you mean models?"), ("plan BASE --save medai/p.json", "no such folder. Did you mean media?"),
+        ("adapters modles", "Did you mean models?"),
+        ("plan BASE --save medai/p.json", "there is no folder medai. Did you mean media?"),
     ],
 )  # fmt: skip
 def test_a_mistyped_path_is_asked_for_or_what_is_there_is_listed(ask, folders, typed, said):
@@ -213,7 +215,7 @@ def test_a_bug_that_is_not_known_is_named_by_its_flag(ask):
     ],
 )
 def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monkeypatch, given, blamed):
-    def refuse(device, bytes_now):
+    def refuse(device, bytes_before=None):
         raise RequestError("this machine has 0 CUDA devices", field="device", value=device, allowed=("auto", "cpu"))
 
     monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
@@ -227,6 +229,8 @@ def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monk
     [
         (("plan", BASE, "--keep-unquantized", "lm_haed"), "trimtab: --keep-unquantized lm_haed: names no linear module"),
         (("plan", BASE, "--max-memory", '{"gpu": "4GiB"}'), "trimtab: --max-memory gpu: no device has this name (choices: 0, "),
+        (("run", BASE, "hi", "--temperature", "-1"), "trimtab: --temperature -1: must be"),
+        (("plan", BASE, "--save", "/nothere/x.json"), "trimtab: --save /nothere/x.json: there is no folder /nothere\n"),
         (("serve", BASE, "--limit", "foo=3"), " request_pixels, audio_s, request_audio_s, "),
         (("serve", BASE, "--limit", "audio_seconds=3"), "(did you mean audio_s or audio_bytes?)"),
     ],
@@ -236,8 +240,8 @@ def test_what_was_typed_and_what_may_be_typed_are_shown_as_they_are(ask, given, 
     assert code == 2 and said in err
 
 
-def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch):
-    def refuse(device, bytes_now):
+def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(ask, monkeypatch):
+    def refuse(device, bytes_before=None):
         raise RequestError("this machine has 0 CUDA devices", field="device", value=device)
 
     monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
@@ -245,6 +249,8 @@ def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(monkeypatch
         with pytest.raises(RequestError) as caught:
             trimtab.plan(BASE, **options)
         assert (caught.value.field, caught.value.value) == named
+    code, out, err = ask("serve", BASE, "--max-memory", '{"0": "4GiB"}')  # before the banner and the log
+    assert (code, out) == (2, "") and err.startswith("trimtab: --max-memory 0: this machine has 0") and err.count("\n") == 1
 
 
 def test_an_address_as_model_says_what_to_do(ask):
@@ -258,6 +264,9 @@ def test_an_address_as_model_says_what_to_do(ask):
 def test_an_address_as_adapter_or_medium_says_what_to_do(ask):
     code, _, err = ask("inspect", "style=https://example.com/adapter")
     assert code == 3 and "is an address, not a folder" in err and "download it" in err
+    for command in ("run", "plan", "serve"):
+        code, _, err = ask(command, BASE, *["hi"] * (command == "run"), "--adapter", "https://huggingface.co/x/y")
+        assert code == 3 and "https://huggingface.co/x/y: " in err and "`trimtab pull x/y` prints its folder" in err
     for flag in ("--image", "--audio"):
         code, _, err = ask("run", BASE, "hi", flag, "https://example.com/x.png")
         assert code == 2 and f"{flag} https://example.com/x.png: no such file. Nothing is read from an address: download" in err
@@ -297,6 +306,7 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
     ("given", "said"),
     [
         (("run", "base", "hi", "--max-tokens", "5"), ": --max-tokens 5; --max-tokens (did you mean --max-new-tokens?)"),
+        (("run", "base", "--max-tokens", "3", "hi"), "unrecognized arguments: --max-tokens 3; --max-tokens (did"),
         (("run", "base", "hi", "--adapters", "a=b"), "--adapters (did you mean --adapter?)"),
         (("serve", "base", "--gpu_memory=4GiB"), "--gpu_memory (did you mean --gpu-memory?)"),
         (("run", "base", "-p", "hi"), "PROMPT has no flag: trimtab run MODEL PROMPT"),
@@ -509,7 +519,7 @@ def mistakes(tmp_path_factory):
         (["bench", base, "--prompts", str(folder / "none.jsonl")], 2, "none.jsonl"),
         (["verify", base, "--against", "stok"], 2, "did you mean stock?"),
         (["verify", base, "--against", "base"], 2, "needs an adapter"),
-        (["verify", base, *style, "--against", "http://localhost:1/v1", "--deadline", "0"], 2, "--deadline 0.0: must be"),
+        (["verify", base, *style, "--against", "http://localhost:1/v1", "--deadline", "0"], 2, "--deadline 0: must be"),
         (["merge", base, str(folder / "merged"), "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
         (["inspect", str(STYLE), "--model", str(folder / "no")], 3, "no such folder"),
     ]  # fmt: skip
@@ -570,11 +580,7 @@ def test_some_wrong_lines_are_told_first_and_counted(tmp_path):
     doubts = Doubts()
     for line in read_prompts(str(tmp_path / "p.jsonl")):
         doubts.add(line)
-    for names, count, first in (
-        (("style",), 2, "line 1: no adapter"),
-        (("style", "zz"), 1, "line 3: is not JSON"),
-        ((), 3, "line 1"),
-    ):
+    for names, count, first in ((("style",), 2, "line 1: no adapter"), (("style", "zz"), 1, "line 3: is not"), ((), 3, "line 1")):
         wrong, error = doubts.with_adapters(names)
         assert wrong == count and str(error).startswith(first)
     assert Doubts().with_adapters(()) == (0, None)

@@ -47,7 +47,7 @@ def test_every_flag_that_names_a_file_is_tried():
 def test_a_file_that_cannot_be_written_is_said_before_the_model_is_read(ask, name, flag, tmp_path):
     file = tmp_path / "none" / ("x.svg" if flag == "--picture" else "x.json")
     code, _, err = ask(name, flag, str(file), *given(name, flag, tmp_path), **WITHOUT.get((name, flag), {}))
-    assert code == 2 and flag in err and ("no such folder" in err or "its folder does not exist" in err), err
+    assert code == 2 and flag in err and ("there is no folder" in err or "its folder does not exist" in err), err
 
 
 @pytest.mark.parametrize("name, flag", ASKED, ids=lambda words: words)

@@ -216,7 +216,13 @@ def test_steps_between_tokens_on_a_cpu():
 
 
 def test_a_prediction_for_a_cpu_is_within_a_factor_of_two():
-    rows = results_of("cpu_predictions")["rows"].values()
+    parts = results_of("cpu_predictions")
+    rows = [row for name in ("avx512", "avx2") for row in parts[name]["rows"].values()]
     ratios = [row["predicted_tokens_per_s"] / row["measured_tokens_per_s"] for row in rows]
-    assert "within a factor of two of the measured rate" in (ROOT / "docs" / "read-a-plan.md").read_text(encoding="utf-8")
-    assert len(ratios) == 8 and 0.5 <= min(ratios) <= max(ratios) <= 2
+    assert "factor of two of the measured rate" in (ROOT / "docs" / "read-a-plan.md").read_text(encoding="utf-8")
+    assert len(ratios) == 32 and 0.5 <= min(ratios) <= max(ratios) <= 2
+
+
+def test_verify_and_a_checked_merge_of_the_demo_take_less_than_25_cpu_seconds():
+    found = {row["what"]: row["cpu_median_s"] for row in results_of("start_cpu")["rows"] if row["tree"] == "now"}
+    assert max(found["trimtab verify, ended"], found["trimtab merge --check, ended"]) < 25

@@ -251,12 +251,12 @@ def test_a_step_on_a_cpu_reads_each_form_of_weight_at_its_own_rate():
     """Qwen3-8B has 252 linear layers of 6,945,767,424 weights, and a head of 151,936 x 4,096 beside its table."""
     layers, head, count = 6_945_767_424, 151_936 * 4096, 252
     packed = layers * 0.5 + layers / 64 + layers / 64 / 256 * 4  # bytes of NF4: scales of 64 values, and theirs of 256
-    beside = (count + 1) * 66 * 5e-6  # operations of every linear layer, without adapters
+    beside = (count + 1) * 44 * 5e-6  # operations of every linear layer, without adapters
     rate = {
         ("none", 64): 2 * (layers + head) / 5e9,
-        ("int8", 64): layers / 5e8 + 2 * head / 5e9 + count * 110 * 5e-6,
+        ("int8", 64): layers / 5e8 + 2 * head / 5e9 + count * 64 * 5e-6,
         ("nf4-dq", 64): 2 * (layers + head) / 5e9,  # unpacked: there is room
-        ("nf4-dq", 12): packed / 1.5e8 + 2 * head / 5e9 + count * 60 * 5e-6,
+        ("nf4-dq", 12): packed / 1.5e8 + 2 * head / 5e9 + count * 36 * 5e-6,
     }
     for (quant, host), read_s in rate.items():
         machine = replace(CPU, host_available_bytes=host * GIB)

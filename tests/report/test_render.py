@@ -37,6 +37,12 @@ def test_a_narrow_terminal_omits_what_is_optional_and_a_long_name_has_its_own_li
     assert "weight" in Lines(200).show(Document("", [table]))
 
 
+def test_a_regular_expression_is_broken_behind_its_bars():
+    pattern = r".*\.language_model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+    lines = Lines(60).show(Document("", [Facts([("targets", pattern)])])).splitlines()
+    assert max(map(len, lines)) <= 60 and "".join(lines).replace(" ", "") == f"targets{pattern}"
+
+
 def test_only_a_terminal_with_color_has_color():
     assert "\x1b" not in Lines(80).show(DOCUMENT)
     colored = Lines(80, has_color=True).show(DOCUMENT)

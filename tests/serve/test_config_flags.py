@@ -253,7 +253,7 @@ def said(capsys, tmp_path, text, *flags):
     ("lines", "expected"),
     [
         ('gpu_memory = "4"', "FILE: gpu_memory = 4: needs a unit"), ("context = 0", "FILE: context = 0: must be an integer"),
-        ("timeout = -1", "FILE: timeout = -1.0: must be above zero"), ("queue = 0", "FILE: queue = 0: must be at least 1"),
+        ("timeout = -1", "FILE: timeout = -1: must be above zero"), ("queue = 0", "FILE: queue = 0: must be at least 1"),
         ("[limits]\nimage_pixels = -1", "FILE: limits.image_pixels = -1: must be above zero"),
         ('[adapters]\n"a b" = "x"', "FILE: adapters = a b: an adapter name"),
         ('decode = "graph"\neager = true', "FILE: decode = graph: cannot be combined with eager: both"),

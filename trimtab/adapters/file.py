@@ -29,7 +29,7 @@ from trimtab.adapter_names import BASE, MODEL, NAMED, is_lora_file, without_demo
 from trimtab.adapters.config import config_problems
 from trimtab.checkpoint.folder import CONFIG, Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
-from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, check_reachable, path_hint, reading
+from trimtab.checkpoint.unreadable import adapter_refusal, address_hint, as_typed, check_reachable, path_hint, reading
 from trimtab.errors import AdapterError, CheckpointError
 from trimtab.gguf.adapter import adapter_folder, made_for
 from trimtab.printable import printable
@@ -101,8 +101,9 @@ def check_is_adapter(path: str | Path, *, model: str | Path = "") -> None:
         check_reachable(folder)
         if folder.is_file():
             raise AdapterError(folder, ["is a file; name the folder that holds it"])
-        problem = "is an address, not a folder" if address_hint(str(path)) else "no such folder"
-        raise AdapterError(str(path), [problem], hint=address_hint(str(path)) or _meant(str(path), model))
+        if hint := address_hint(str(path), is_adapter=True):
+            raise AdapterError(as_typed(path), ["is an address, not a folder"], hint=hint)
+        raise AdapterError(str(path), ["no such folder"], hint=_meant(str(path), model))
     if gguf := _only_gguf(folder):
         raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
     problems = _missing_files(folder)

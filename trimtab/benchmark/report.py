@@ -147,7 +147,7 @@ def check_save_path(path: str) -> None:
     if Path(path).suffix.lower() != ".json":
         raise RequestError("a report is saved as .json", field="--save", value=path, allowed=(".json",))
     if not Path(path).absolute().parent.is_dir():
-        raise RequestError("there is no such folder", field="--save", value=str(Path(path).parent))
+        raise RequestError(f"there is no folder {Path(path).parent}", field="--save", value=str(path))
 
 
 def _spread_text(spread: Spread | None, unit: str) -> str:

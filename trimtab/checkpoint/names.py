@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
+from functools import wraps
 from importlib import import_module
-from typing import Any, NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from trimtab.errors import RequestError
 
@@ -73,6 +75,22 @@ def check_options(options: Iterable[str], known: Iterable[str]) -> None:
     for name in options:
         if name not in names:
             raise RequestError("unknown option", field=name, allowed=names, near=near_names(name, names))
+
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def named_options(call: Callable[Given, Made]) -> Callable[Given, Made]:
+    """Return a function whose unknown options are a RequestError with the probable intended ones."""
+    known = list(signature(call).parameters)
+
+    @wraps(call)
+    def checked(*arguments: Given.args, **options: Given.kwargs) -> Made:
+        check_options(options, known)
+        return call(*arguments, **options)
+
+    return checked
 
 
 def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:

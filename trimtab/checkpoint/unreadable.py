@@ -48,18 +48,26 @@ def check_reachable(path: str | os.PathLike[str]) -> None:
 
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?")
+_HUB_PAGE = re.compile(r"https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/.*)?")
 
 
-def address_hint(text: str, *, takes_hub_id: bool = False) -> str:
+def as_typed(path: str | os.PathLike[str]) -> str:
+    """Return a path as text; an address with both slashes, of which a path keeps one."""
+    text = os.fspath(path)
+    return re.sub(r":/(?!/)", "://", text, count=1) if _ADDRESS.match(text) else text
+
+
+def address_hint(text: str, *, takes_hub_id: bool = False, is_adapter: bool = False) -> str:
     """Return what to do with a web address that was given as a file or folder; "" for any other text.
 
-    takes_hub_id: whether a hub id would do, which the address of a hub's page has in it.
+    takes_hub_id: whether a hub id would do, which the address of a hub's page has in it. is_adapter: whether a hub's page
+    would have what was meant, which is given as the folder.
     """
     if not _ADDRESS.match(text):
         return ""
-    if takes_hub_id and (page := _HUB_PAGE.fullmatch(text)):
-        return f"Nothing is read from an address. `trimtab pull {page[1]}` fetches it; then give {page[1]}"
+    if (takes_hub_id or is_adapter) and (page := _HUB_PAGE.fullmatch(text)):
+        then = "prints its folder: give that" if is_adapter else f"fetches it; then give {page[1]}"
+        return f"Nothing is read from an address. `trimtab pull {page[1]}` {then}"
     return "Nothing is read from an address: download it, and give the " + (
         "folder, or a hub id such as google/gemma-4-E4B-it" if takes_hub_id else "path on this machine"
     )
@@ -67,6 +75,11 @@ def address_hint(text: str, *, takes_hub_id: bool = False) -> str:
 
 # How many entries are looked at for a mistyped path, hidden ones too, how many names a message lists, and how many it proposes.
 MOST_LOOKED_AT, MOST_NAMED, MOST_NEAR = 500, 5, 3
+# Endings of files of one kind.
+KINDS = (
+    (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"), (".wav", ".flac", ".mp3", ".ogg", ".m4a"),
+    (".json", ".jsonl"), (".txt", ".log", ".md"),
+)  # fmt: skip
 
 
 def path_hint(
@@ -90,7 +103,7 @@ def path_hint(
     alike = near_names(os.path.splitext(last)[0] if holds is None else last, by_name, MOST_LOOKED_AT)
     alike = alike or near_names(text, also if takes_hub_id else ())
     of_name = dict.fromkeys(one for name in alike for one in by_name.get(name, [name]))
-    near = list(islice((one for one in of_name if one in also or _is_meant(one, holds)), MOST_NEAR))
+    near = list(islice((one for one in of_name if one in also or _is_meant(one, holds, text)), MOST_NEAR))
     if near:
         return f"Did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"
     if parent and not takes_hub_id and not os.path.isdir(parent):
@@ -133,8 +146,16 @@ def _may_be_meant(entry: os.DirEntry[str], holds: str | None) -> bool:
     return False
 
 
-def _is_meant(path: str, holds: str | None) -> bool:
+def _is_meant(path: str, holds: str | None, typed: str = "") -> bool:
+    """Whether a path has what is meant: of a file, the name or the kind of the typed one."""
+    if holds is None and typed:
+        (stem, ending), (own, kind) = (os.path.splitext(os.path.basename(one).lower()) for one in (typed, path))
+        return stem == own or not ending or _kind(ending) == _kind(kind)
     return not holds or os.path.isfile(os.path.join(path, holds))
+
+
+def _kind(ending: str) -> object:
+    return next((kind for kind in KINDS if ending in kind), ending)
 
 
 def reading(refusal: Callable[[Any, OSError], TrimtabError]) -> Callable[[Reader], Reader]:

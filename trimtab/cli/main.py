@@ -22,7 +22,7 @@ import trimtab
 from trimtab.adapter_names import without_demo_name
 from trimtab.checkpoint.names import near_names
 from trimtab.cli.flags import output
-from trimtab.cli.flags.flags import give_model, group_of
+from trimtab.cli.flags.flags import Number, give_model, group_of
 from trimtab.cli.flags.output import COLORS, print_error, print_json, use_color
 from trimtab.cli.flags.wording import Words
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, choices_text, public_fields
@@ -91,7 +91,9 @@ class _Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = getattr(options, "parser", self)
-            meant = unknown_flags(unknown, command, sys.argv[1:] if args is None else args)
+            given = sys.argv[1:] if args is None else args
+            unknown = _with_values(unknown, given)
+            meant = unknown_flags(unknown, command, given)
             command.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {meant}" if meant else ""))
         return options
 
@@ -101,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
         except RequestError as exc:
             raise argparse.ArgumentError(action, f"{exc.value!r} {exc.reason}") from exc
         except argparse.ArgumentError as exc:
-            if action.type not in (int, float):
+            if action.type not in (int, Number):
                 raise
             kind = "a whole number" if action.type is int else "a number"
             raise argparse.ArgumentError(action, f"{arg_string!r} is not {kind}") from exc
@@ -393,6 +395,21 @@ ELSEWHERE = {
     **dict.fromkeys(("--server", "--url", "--base-url", "--api-base"), "--against"), "--torch-dtype": "--dtype",
     "--temp": "--temperature", "-t": "--threads", "-s": "--seed",
 }  # fmt: skip
+
+
+def _with_values(unknown: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return words that a command does not take, a value next to its flag: an argument took it, and left another word over."""
+    flags, left = [word for word in unknown if _FLAG.match(word)], [word for word in unknown if not _FLAG.match(word)]
+    found = []
+    for flag in flags:
+        found.append(flag)
+        value = next(iter(given[given.index(flag) + 1 :]), "-")
+        if value in left:
+            found.append(left.pop(left.index(value)))
+        elif left and "=" not in flag and not _FLAG.match(value):
+            found.append(value)
+            left.pop()
+    return [*found, *left]
 
 
 def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser, given: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.adapters.file import check_vocabulary, stamps_of
-from trimtab.checkpoint.names import check_options
+from trimtab.checkpoint.names import check_options, named_options
 from trimtab.engine.batch.generate import Answer, Timed
 from trimtab.engine.calls import batch_calls as many
 from trimtab.engine.calls import embedding as inner
@@ -142,6 +142,7 @@ class Asking:
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
+    @named_options
     def embed(
         self: AskedModel, texts: Sequence[object], *, adapter: Chosen = None, pooling: str = "last", normalize: bool = True
     ) -> Tensor:
@@ -154,6 +155,7 @@ class Asking:
         """
         return inner.embed(self, texts, adapter=adapter, pooling=pooling, normalize=normalize)
 
+    @named_options
     def hidden_states(
         self: AskedModel, prompt: object, *, adapter: Chosen = None, image: object = None, audio: object = None,
         system: str | None = None, template_kwargs: Mapping[str, object] | None = None,

@@ -92,11 +92,11 @@ class StoredFormat:
     the whole weight in 16 bits. is_own: whether only torch's operations read it: every product dequantizes the weight, also of
     one row. rounds_change: whether PEFT rounds an adapter's change before it adds it. casts_inputs: whether a product has copies
     of its input in other types. layer_operations: of a layer on a CPU, without its product, counted as
-    `planner.LINEAR_OPERATIONS`: 0.3 and 0.5 ms on that core. layer_s: seconds of a layer of a fused step beyond bitsandbytes'
-    4-bit codes, on an H200 (bench/results/formats.json). shares_tables: whether a table that shares its weight with a head is
-    kept in 16 bits; else such a file is refused. has_file_rows: whether a file's tensors are its parts, so that a table's rows
-    can be read from there. has_exact_scale: whether the rows of a table are multiplied with its own factor as it is, not rounded
-    to their type. is_mixed: whether a file has several formats of the family. is_coded: whether values are levels times scales
+    `planner.LINEAR_OPERATIONS`. layer_s: seconds of a layer of a fused step beyond bitsandbytes' 4-bit codes, on an H200
+    (bench/results/formats.json). shares_tables: whether a table that shares its weight with a head is kept in 16 bits; else
+    such a file is refused. has_file_rows: whether a file's tensors are its parts, so that a table's rows can be read from
+    there. has_exact_scale: whether the rows of a table are multiplied with its own factor as it is, not rounded to their type.
+    is_mixed: whether a file has several formats of the family. is_coded: whether values are levels times scales
     (engine/formats/coded_files.py).
 
     Of a family, to kernels. header: in engine/kernels/cuda, and number: its FORMAT; products of the first are compiled without
@@ -208,7 +208,7 @@ class StoredFormat:
 class _Codebook(StoredFormat):
     """bitsandbytes' 4-bit codes; -dq: their scales are packed too."""
 
-    family, is_dequantized, rounds_change, layer_operations = "codebook", True, True, 60
+    family, is_dequantized, rounds_change, layer_operations = "codebook", True, True, 36
     header, number, is_coded, is_cast, arguments = "nf4.cuh", 0, True, False, ("weight", "absmax", "nested_absmax", "offset")
     expert_outputs = (16, 16)
 
@@ -240,7 +240,7 @@ class _Codebook(StoredFormat):
 class _Int8(StoredFormat):
     """bitsandbytes' 8-bit rows."""
 
-    family, is_coded, rounds_change, casts_inputs, layer_operations = "int8", True, True, True, 110
+    family, is_coded, rounds_change, casts_inputs, layer_operations = "int8", True, True, True, 64
 
     @classmethod
     def named(cls, name: str) -> StoredFormat | None:

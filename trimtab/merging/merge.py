@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab._version import __version__
 from trimtab.adapters.file import CONFIG_NAME, check_is_adapter
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_has_weights, check_no_adapter, check_unchanged, read_checkpoint
+from trimtab.checkpoint.names import named_options
 from trimtab.checkpoint.writer import write_synced
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
 from trimtab.gguf.folders import TABLE
@@ -54,6 +55,7 @@ NOT_COPIED = (
 CORES_A_FILE, MIN_FILES_AT_ONCE, MAX_FILES_AT_ONCE = 4, 2, 4
 
 
+@named_options
 def merge(
     model: str | Path,
     out: str | Path,

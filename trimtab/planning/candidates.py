@@ -286,7 +286,7 @@ def _head_of_slots(whole: Plan, small: Plan) -> tuple[str, str]:
 
 
 def _cost() -> str:
-    return f"mean KL up to {HEAD8_KL:.1e} on the demo model, head='full' gives the logits of transformers"
+    return f"mean KL up to {HEAD8_KL:.1e} on the demo model, a full head gives the logits of transformers"
 
 
 # The head in 8 bits ---------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 All blocks stay on the execution device if they fit. Otherwise gathered tables leave first, then blocks in the order of the
 seconds that each freed byte costs, to host memory and then to disk (`search.py`). If enough of the budget is left, the plan
 also keeps unpacked weights: half of the rest for many rows, a quarter for few, and on a CPU for one row too
-(docs/decisions/0018). A CPU's product reads its weight at the rate measured for its form and type, within a factor of two
-(bench/results/cpu_predictions.json). Not counted there: attention over long contexts, and steps that read only some experts.
+(docs/decisions/0018). A CPU's product reads its weight at the rate measured for its form and type; every linear layer takes other
+operations too, at the time of one small operation of this machine (bench/results/cpu_predictions.json has what was measured).
+Not counted there: attention over long contexts, and steps that read only some experts.
 
 Pure: the same anatomy, request, machine and rates give the same plan.
 """
@@ -101,9 +102,9 @@ def _share_on_gpu(plan: Plan) -> float:
     return FEW_ROWS_SHARE if plan.execution.prompt.mode == "graph" else 0.0
 
 
-# Operations of a pass without the products, for each linear layer: with adapters, without. A step of the demo model with one takes
-# 25 ms without its products on a core whose smallest operation (`Rates.launch_s`) takes 4 to 5 microseconds; it has 65 such layers.
-LINEAR_OPERATIONS = (90, 66)
+# Operations of a pass without the products, for each linear layer: with adapters, without, in units of the small operation that the
+# machine's rates have (`Rates.launch_s`). A step of the demo model has 65 such layers (bench/results/cpu_predictions.json).
+LINEAR_OPERATIONS = (54, 44)
 
 
 def make_plan(

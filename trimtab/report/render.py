@@ -37,6 +37,17 @@ KINDS: Mapping[str, str] = dict.fromkeys(("resident", "gather", "stream", "host"
 _NUMBER = re.compile(r"[~+-]?\d[\d.,]*(?:e[+-]?\d+)?(?: ?[A-Za-z%/]{1,8})?|-|")
 
 
+class _Wrapper(textwrap.TextWrapper):
+    """Breaks lines at blanks, and after the bars of a regular expression."""
+
+    wordsep_simple_re = re.compile(r"([\t\n\x0b\x0c\r ]+|(?<=\|)(?=\S))")
+
+
+def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Return a text as lines of at most `width` columns, words whole. first, rest: what begins the first line, and others."""
+    return _Wrapper(width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False).wrap(text)
+
+
 class Form(Protocol):
     """One way to show a report."""
 
@@ -78,11 +89,7 @@ class Lines:
     def _wrapped(self, text: str, first: str = "", rest: str | None = None) -> list[str]:
         # A number stays with its unit.
         bound = re.sub(r"(?<=\d) (?=[KMG]iB\b|m?s\b|tok(?:ens)?/s|%)", "\u00a0", printable(text))
-        lines = textwrap.wrap(
-            bound, self.width, initial_indent=first, subsequent_indent=first if rest is None else rest,
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
-        return [line.replace("\u00a0", " ") for line in lines]
+        return [line.replace("\u00a0", " ") for line in wrapped(bound, self.width, first, first if rest is None else rest)]
 
     def _facts(self, facts: Facts) -> list[str]:
         wide = max((len(printable(name)) for name, _ in facts.rows), default=0) + len(GAP)

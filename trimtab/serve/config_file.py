@@ -124,14 +124,12 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
             return token_count(value)
         except RequestError as exc:
             return _Wrong(f"{exc.value!r} {exc.reason}")
-    if action.type in (int, float, token_count):
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or (action.type is not float and not isinstance(value, int))
-        ):
-            return _Wrong("must be a number" if action.type is float else "must be an integer")
-        return float(value) if action.type is float else value
+    kind: Any = action.type
+    is_float = isinstance(kind, type) and issubclass(kind, float)
+    if is_float or action.type in (int, token_count):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or (not is_float and not isinstance(value, int)):
+            return _Wrong("must be a number" if is_float else "must be an integer")
+        return kind(value) if is_float else value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return _Wrong("must be a text")
     text = str(value)

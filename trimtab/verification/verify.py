@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.adapters.file import check_vocabulary
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.names import named_options
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.formats.packed import split_packed
 from trimtab.planning import Plan
@@ -39,6 +40,7 @@ NEW_TOKENS = 32
 SHOWN_MODULES = 5
 
 
+@named_options
 def verify(
     plan_or_model: Plan | LoadRequest | str | Path, *, adapters: Adapters | None = None,
     adapter: str | None = None,

@@ -146,7 +146,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
     assert many(prompts, out, "--rows", 2) == 2  # two lines are wrong
     shown = capsys.readouterr().err
     header, rows = read(out)
-    assert "4 answered, 2 failed" in shown and f"the first, line 4: {rows[4]['error']['message']}" in shown
+    assert "4 answered, 2 failed" in shown and f"; the first: {rows[4]['error']['message']}" in shown
     assert header["adapters"].keys() == {"style", "specialist"} and header["options"]["adapter"] == "style"
     assert sorted(rows) == [1, 2, 3, 4, 5, 7] and rows[1]["id"] == "a"
     assert {number for number, row in rows.items() if "error" in row} == {4, 7}

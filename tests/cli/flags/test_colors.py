@@ -10,7 +10,7 @@ import pytest
 
 from trimtab.cli import main as cli
 from trimtab.cli.chat.session import Session
-from trimtab.cli.flags.output import apart, has_color, set_off, show
+from trimtab.cli.flags.output import apart, has_color, print_error, set_off, show
 from trimtab.errors import RequestError
 from trimtab.report.document import Document, Table, Text
 from trimtab.report.render import CODES
@@ -46,6 +46,16 @@ def a_terminal(monkeypatch):
 def left_of(stream):
     """Return what a terminal was told besides the phases of a command."""
     return re.sub(r"(\r[ a-z]*)+\r|^reading the model\n", "", stream.getvalue())
+
+
+def test_a_refusal_keeps_to_the_columns_of_a_terminal_and_to_one_line_of_a_pipe(a_terminal, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    print_error(text := "word " * 40 + "end\n  - a problem " + "of " * 30 + "it")
+    assert capsys.readouterr().err == f"trimtab: {text}\n"
+    terminal = a_terminal()
+    print_error(text)
+    lines = terminal.err.getvalue().removeprefix(RED[:-1]).splitlines()
+    assert " ".join(lines).split() == text.split() and "    of of" in " ".join(lines) and max(map(len, lines)) <= 60
 
 
 # Where there is color -------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_text_shows_each_verdict_and_counts_the_states():
     ]
     text = Lines(100).show(probes_document(verdicts))
     assert "[red]a line[/red]" in text and BUGS[0].id in text and "gone" in text
-    assert text.endswith("2 known bugs of other packages, none of trimtab: 1 present, 1 fixed")
+    assert "2 known bugs of other packages, none of trimtab: 1 present, 1 fixed. Programs" in text
     assert max(map(len, text.splitlines())) <= 100
 
 

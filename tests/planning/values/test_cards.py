@@ -314,7 +314,7 @@ def test_options_read_the_model_once(monkeypatch, tmp_path):
         ("RTX 4060 8GB", ["GeForce RTX 4070 12GB", "GeForce RTX 4060 Ti 16GB"]),
         ("RTX 4060 laptop", ["GeForce RTX 4080 Laptop GPU 12GB", "GeForce RTX 4090 Laptop GPU 16GB"]),
         ("8GiB", ["10GiB", "12GiB"]),
-        ("2GiB", ["4GiB", "6GiB"]),
+        ("300MiB", ["1GiB", "2GiB"]), ("2GiB", ["3GiB", "4GiB"]),
         ("B200", []),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError, Reques
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.api.routes import REQUESTS
-from trimtab.serve.contract.errors import ALSO_SENT, HIDDEN, RENAMED, error_from_worker, error_json, error_response, plain_error
+from trimtab.serve.contract.errors import ALSO_SENT, HIDDEN, error_from_worker, error_json, error_response, plain_error
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.supervisor import ModelFailedError
 
@@ -109,14 +109,6 @@ def test_no_error_text_of_a_lower_layer_has_its_words_in_an_answer(as_failure):
 def test_what_a_client_cannot_follow_is_left_out_and_the_rest_stays(error, kept, left_out):
     text = json.dumps(error_from_worker(plain_error(error))[1])
     assert kept in text and left_out not in text
-
-
-def test_what_a_client_has_sent_comes_back_as_it_was():
-    message = "stop_token_ids: not supported: stop_token_ids"
-    assert error_json("RequestError", message, {"field": "stop_token_ids"})[1]["error"]["message"] == message
-    for own, theirs in RENAMED.items():
-        error = error_json("RequestError", f"{own}: is too large", {"field": own})[1]["error"]
-        assert error["message"] == f"{theirs}: is too large" and error["param"] == theirs
 
 
 def test_a_text_to_embed_that_is_too_long_hears_nothing_of_an_answer():

@@ -7,10 +7,12 @@ import json
 import pytest
 
 from tests.serve.http.test_app import PNG
+from tests.serve.http.test_app_fuzz import VALID
 from tests.serving import MockPool, client, failed
 from trimtab.errors import RequestError
 from trimtab.serve.api import messages_api, responses_api
 from trimtab.serve.api import schemas as wire
+from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.errors import plain_error
 from trimtab.serve.contract.field_names import client_error, client_field
 from trimtab.serve.contract.job import Event
@@ -130,6 +132,13 @@ def test_hints_and_reasons_speak_of_the_fields_that_were_sent():
     assert client_error(plain_error(exc), {}) == plain_error(exc)
 
 
+@pytest.mark.parametrize("typed", ["max_new_tokens", "template_kwargs"])
+@pytest.mark.parametrize("path", [path for path in VALID if "lora" not in path])
+def test_an_unknown_field_is_named_as_it_was_sent(path, typed):
+    error = error_of(path, **VALID[path], **{typed: 1})
+    assert error["message"].startswith(f"{typed}: not supported: {typed}") and error["fields"]["field"] == typed
+
+
 def test_the_longest_beginning_with_a_name_decides():
     names = {"messages": "input", "messages[1]": "input[5]", "messages[1].content": "instructions"}
     assert client_field("messages[1].content", names) == "instructions"
@@ -189,11 +198,10 @@ def test_an_answer_that_is_too_long_is_refused_by_the_name_that_was_sent(path, n
         found = client(limits=Limits(max_tokens=5)).post(path, json={"model": "demo", **text, name: 6})
         assert found.status_code == 400 and found.json()["error"]["param"] == name
     # So do the worker's errors, and its hints.
-    for inside in ("max_tokens", "max_new_tokens"):
-        told = RequestError("is too large", field=inside, hint="Shorten it, or lower max_tokens")
-        late = MockPool(lambda job, told=told: [Event(job.id, "error", finish="error", error=plain_error(told))])
-        error = error_of(path, late, **text, **{name: 5})
-        assert error["param"] == name and error["message"] == f"{name}: is too large. Shorten it, or lower {name}"
+    told = RequestError("is too large", field="max_new_tokens", hint="Shorten it, or lower max_tokens")
+    late = MockPool(lambda job: [Event(job.id, "error", finish="error", error=plain_error(for_client(told, job)))])
+    error = error_of(path, late, **text, **{name: 5})
+    assert error["param"] == name and error["message"] == f"{name}: is too large. Shorten it, or lower {name}"
 
 
 def test_of_two_names_the_one_that_is_too_many_is_named():

@@ -11,6 +11,7 @@ from trimtab.adapter_names import MIX_FORM
 from trimtab.cli.chat.input import Reader, line_reader, terminal_reader
 from trimtab.cli.chat.session import Session
 from trimtab.cli.flags.flags import (
+    Number,
     add_decode,
     add_placement,
     add_pull,
@@ -49,7 +50,7 @@ def add(command: Command) -> None:
         help=f"the first adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one, or all if they have weights)",
     )
     talk.add_argument("--images", type=int, metavar="N", help=f"images of one conversation (default: {CHAT_IMAGES})")
-    talk.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one conversation (default: 30)")
+    talk.add_argument("--audio-s", type=Number, metavar="S", help="seconds of audio of one conversation (default: 30)")
     talk.add_argument("--system", metavar="TEXT", help="the system message")
     talk.add_argument("--system-file", metavar="FILE", help="read the system message from a file")
     talk.add_argument("--no-history", action="store_true", help="keep no input history")

@@ -12,7 +12,16 @@ from trimtab.adapter_names import parse_unweighted, without_demo_name
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.cli.commands.traces import check_model, run_lanes, run_report, run_trace
-from trimtab.cli.flags.flags import MAX_MEMORY, add_budgets, add_dtype, check_folder_of, pairs, read_device_map, read_json_object
+from trimtab.cli.flags.flags import (
+    MAX_MEMORY,
+    Number,
+    add_budgets,
+    add_dtype,
+    check_folder_of,
+    pairs,
+    read_device_map,
+    read_json_object,
+)
 from trimtab.cli.flags.output import Command, print_json, print_text, saying, show
 from trimtab.errors import RequestError
 from trimtab.planning.request.max_memory import read_max_memory
@@ -50,8 +59,8 @@ def add(command: Command) -> None:
     cases.add_argument("--case", action="append", metavar="NAME", help="run only this case; repeatable")
     cases.add_argument("--engine", action="append", metavar="ENGINE", help="stock or trimtab (default: both)")
     cases.add_argument("--device", metavar="DEVICE", help="auto, cpu (used in place of the GPU) or cuda (default: auto)")
-    cases.add_argument("--pressure", type=float, metavar="SHARE", help="fill the GPU to this share, such as 0.9")
-    cases.add_argument("--timeout", type=float, metavar="S", help="most seconds per case (default: 120)")
+    cases.add_argument("--pressure", type=Number, metavar="SHARE", help="fill the GPU to this share, such as 0.9")
+    cases.add_argument("--timeout", type=Number, metavar="S", help="most seconds per case (default: 120)")
     cases.add_argument("--memory-limit", metavar="SIZE", help="most host memory per case")
     cases.add_argument("--save", metavar="FILE", help="write the runs as JSON, after every case")
     cases.add_argument("--bisect", action="append", metavar="PACKAGE=LOW..HIGH", help="find the release in which --case changes")

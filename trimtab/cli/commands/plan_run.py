@@ -19,6 +19,7 @@ from trimtab.cli.commands.run_prompts import run_many
 from trimtab.cli.flags.flags import (
     TEXT_FILE_BYTES,
     InPlaceOf,
+    Number,
     add_answer_tokens,
     add_budgets,
     add_decode,
@@ -85,7 +86,7 @@ def add(command: Command) -> None:
     request, output = group_of(planned, "largest request"), group_of(planned, "output")
     request.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
     request.add_argument("--images", type=int, metavar="N", help="images of one prompt (default: 1)")
-    request.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one prompt (default: 30)")
+    request.add_argument("--audio-s", type=Number, metavar="S", help="seconds of audio of one prompt (default: 30)")
     add_answer_tokens(request)
     output.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
     output.add_argument("--picture", metavar="FILE", help="draw the plan as .svg")

@@ -167,6 +167,6 @@ def _text(summary: Mapping[str, Any]) -> str:
     if summary["answered_before"]:
         text += f", {summary['answered_before']} were answered before"
     if summary["errors"]:
-        first = summary["first_error"]
-        text += f", {summary['errors']} failed (their lines have the error); the first, line {first['line']}: {first['message']}"
+        where, message = f"line {summary['first_error']['line']}: ", summary["first_error"]["message"]
+        text += f", {summary['errors']} failed (their lines have the error); the first: {where}{message.removeprefix(where)}"
     return text

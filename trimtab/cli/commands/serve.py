@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.adapter_names import parse_adapters
 from trimtab.cli.flags.flags import (
     InPlaceOf,
+    Number,
     add_answer_tokens,
     add_decode,
     add_placement,
@@ -70,7 +71,7 @@ def add(command: Command) -> None:
     )  # fmt: skip
     group.add_argument("--name", metavar="NAME", help="the model's name in the API (default: its folder's name)")
     group.add_argument("--images", type=int, metavar="N", help="most images of one prompt (default: 1)")
-    group.add_argument("--audio-s", type=float, metavar="S", help="most seconds of audio of one prompt (default: 30)")
+    group.add_argument("--audio-s", type=Number, metavar="S", help="most seconds of audio of one prompt (default: 30)")
     add_answer_tokens(group)
     add_stop_at_turn_end(group)
     group.add_argument(
@@ -117,10 +118,10 @@ def add(command: Command) -> None:
     )  # fmt: skip
     limits.add_argument("--queue", type=int, metavar="N", help="most requests in the queue (default: 64)")
     limits.add_argument(
-        "--timeout", type=float, metavar="S", help="most seconds of one answer and its time in the queue (default: none)"
+        "--timeout", type=Number, metavar="S", help="most seconds of one answer and its time in the queue (default: none)"
     )
-    limits.add_argument("--grace", type=float, metavar="S", help="seconds for running answers at shutdown (default: 30)")
-    group.add_argument("--idle-unload", type=float, metavar="S", help="unload the model after this many idle seconds")
+    limits.add_argument("--grace", type=Number, metavar="S", help="seconds for running answers at shutdown (default: 30)")
+    group.add_argument("--idle-unload", type=Number, metavar="S", help="unload the model after this many idle seconds")
     limits.add_argument("--retry", action="store_true", help="resend a request once if the worker died before its first text")
     limits.add_argument(
         "--lenient", action="store_true",
@@ -141,10 +142,10 @@ def add(command: Command) -> None:
     ray.add_argument("--replicas", metavar="N", help="copies of each model; LOW..HIGH scales with the load (default: 1)")
     ray.add_argument("--ray-address", metavar="ADDRESS", help="the Ray cluster (default: the one that Ray detects)")
     ray.add_argument(
-        "--gpus-per-replica", type=float, metavar="X",
+        "--gpus-per-replica", type=Number, metavar="X",
         help="GPUs of one copy, 0.5 for two on one GPU (default: 1 if Ray has any and the model may use one)",
     )  # fmt: skip
-    ray.add_argument("--cpus-per-replica", type=float, metavar="X", help="CPU cores of one copy (default: 1)")
+    ray.add_argument("--cpus-per-replica", type=Number, metavar="X", help="CPU cores of one copy (default: 1)")
     ray.add_argument("--print-config", metavar="FILE", help="write the file for `serve deploy` on a cluster and exit; - prints it")
 
 

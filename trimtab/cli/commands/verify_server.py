@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from trimtab.cli.flags.flags import is_saved_plan, load_request
+from trimtab.cli.flags.flags import Number, is_saved_plan, load_request
 from trimtab.errors import RequestError
 from trimtab.process import phases
 
@@ -25,7 +25,7 @@ def add(command: argparse.ArgumentParser) -> None:
     group.add_argument("--remote-base", metavar="NAME", help="the server's name for the base, to measure precision and noise")
     group.add_argument("--api-key-env", metavar="VARIABLE", help="the environment variable that holds the server's key")
     group.add_argument("--send-prompts", action="store_true", help="send your own --prompts to the server")
-    group.add_argument("--deadline", type=float, metavar="S", help="seconds to wait for the server in total (default: 300)")
+    group.add_argument("--deadline", type=Number, metavar="S", help="seconds to wait for the server in total (default: 300)")
 
 
 def is_server(options: argparse.Namespace) -> bool:

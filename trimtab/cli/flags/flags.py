@@ -32,6 +32,16 @@ MAX_MEMORY = '{"0": "4GiB", "cpu": "16GiB"}'
 DEVICE_MAP = '{"": 0, "model.vision_tower": "cpu"}'
 
 
+class Number(float):
+    """A number of the command line; messages show it as it was typed."""
+
+    def __init__(self, text: str | float) -> None:
+        self._text = str(text)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 def add_placement(
     command: argparse.ArgumentParser, *, model_help: str, weights: bool = False, takes_plan: bool = True,
     compares: bool = False, prefix_cache: str = "no cache",
@@ -135,11 +145,11 @@ def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256, or wh
     """Add the sampling flags. longest: the default of the longest answer, as text."""
     group = group_of(command, "sampling")
     group.add_argument("--max-new-tokens", type=token_count, metavar="N", help=f"most tokens of the answer (default: {longest})")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
+    group.add_argument("--temperature", type=Number, metavar="T", help="0 is greedy (default: 0)")
     group.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens")
-    group.add_argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens with a total probability of P")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the largest probability")
-    group.add_argument("--repetition-penalty", type=float, metavar="R", help="values above 1 reduce repetition")
+    group.add_argument("--top-p", type=Number, metavar="P", help="sample from the most likely tokens with a total probability of P")
+    group.add_argument("--min-p", type=Number, metavar="P", help="drop tokens below P times the largest probability")
+    group.add_argument("--repetition-penalty", type=Number, metavar="R", help="values above 1 reduce repetition")
     group.add_argument("--seed", type=int, metavar="N", help="seed of the sampler")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
     add_stop_at_turn_end(group)
@@ -307,7 +317,7 @@ def check_folder_of(path: str | None, flag: str) -> None:
     """Raise RequestError if the folder of an output file does not exist, before the work begins."""
     if path and not Path(path).absolute().parent.is_dir():
         parent = str(Path(path).parent)
-        raise RequestError("there is no such folder", field=flag, value=parent, hint=path_hint(parent, holds=""))
+        raise RequestError(f"there is no folder {parent}", field=flag, value=path, hint=path_hint(parent, holds=""))
 
 
 def check_media(images: Sequence[str], audios: Sequence[str]) -> float:

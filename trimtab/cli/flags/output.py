@@ -64,9 +64,15 @@ def show(report: Report | Document, *, width: int | None = None, file: TextIO | 
 
 
 def print_error(text: str, *, before: str = "") -> None:
-    """Print what ends or refuses a command, on stderr. before: lines in front of it."""
-    head = f"{printable(before)}\n" if before else ""
-    print(f"{head}{set_off('trimtab:', 'error', sys.stderr)} {printable(text)}", file=sys.stderr, flush=True)
+    """Print what ends or refuses a command, on stderr, in the columns of a terminal. before: lines in front of it."""
+    from trimtab.report.render import wrapped
+
+    head, lines = f"{printable(before)}\n" if before else "", f"trimtab: {printable(text)}".splitlines()
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        lines = [part for line in lines for part in wrapped(line, columns, rest=" " * (len(line) - len(line.lstrip(" -"))))]
+    said = "\n".join(lines).removeprefix("trimtab:")
+    print(f"{head}{set_off('trimtab:', 'error', sys.stderr)}{said}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:

@@ -20,7 +20,7 @@ from trimtab.doctor.facts.bug import STATES, UNKNOWN, Bug, Seen
 from trimtab.errors import RequestError
 from trimtab.process.runner import DONE, Outcome, run_inside
 from trimtab.process.work_folder import work_folder
-from trimtab.report.document import Details, Document, Facts, Table, Text
+from trimtab.report.document import Details, Document, Facts, Heading, Table, Text
 
 IMPORTS_S = 240.0  # time limit for importing the stack from a cold disk, separate from every probe's limit
 
@@ -180,4 +180,8 @@ def probes_document(verdicts: Sequence[Verdict]) -> Document:
         facts = [("workaround", bug.way_round), ("threads", "; ".join(bug.trackers) or "none known"), ("trimtab", bug.trimtab)]
         known.append(Details(f"{bug.id} {bug.title}", [Facts(facts)]))
     total = f"{len(verdicts)} known bugs of other packages, none of trimtab: {summary}"
-    return Document("", [Table(("id", "here", "bug and evidence"), rows, has_note=True), Text(total), *known])
+    head = Heading("Known bugs of the other packages here, none of trimtab")
+    table = Table(("id", "here", "bug and evidence"), rows, has_note=True)
+    return Document(
+        "", [head, table, Text(f"{total}. Programs that use these packages without trimtab meet the present ones"), *known]
+    )

@@ -47,6 +47,8 @@ BUSY_GPU_PERCENT, BUSY_CPU_SHARE, BUSY_SAMPLE_S = 20, 0.8, 0.1
 DISK_SAMPLE_BYTES = 32 * 2**20
 SMALL_READ_BYTES = 4096
 GEMV_SIDE = 2048
+# Calls of torch in `_operation_s`'s norm, layer and sum.
+SMALL_OPERATIONS = 12
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -232,12 +234,34 @@ def _host_products() -> dict[str, float]:
 def _as_device(measured: dict[str, float]) -> dict[str, float]:
     """Return the rates of the execution device when that is the CPU: its own, and no link."""
     small, other = torch.zeros(16), torch.zeros(16)
-    launch = _median_s(lambda: small.add_(1), repeat=50)
     return {
         "pinned_h2d_Bps": measured["host_Bps"], "pageable_h2d_Bps": measured["host_Bps"],
-        "device_Bps": measured["host_matmul_Bps"], "device_flops": measured["host_flops"], "launch_s": launch,
+        "device_Bps": measured["host_matmul_Bps"], "device_flops": measured["host_flops"], "launch_s": _operation_s(),
         "transfer_s": _median_s(lambda: other.copy_(small), repeat=50),
     }  # fmt: skip
+
+
+def _operation_s() -> float:
+    """Return the mean seconds of one small operation: a norm, a linear layer and a sum as in a decoder, with this machine's Python,
+    torch and other work."""
+    from trimtab.engine.formats.packed import keep
+    from trimtab.engine.formats.weights import shell
+
+    row = torch.ones(1, 1, 64, dtype=torch.bfloat16)
+    layer = shell(keep(row.new_ones(64, 64)), None, row.dtype)
+
+    def small() -> Tensor:
+        wide = row.float()
+        normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5)
+        return row + layer((normed * wide).to(row.dtype))
+
+    with torch.no_grad():
+        _median_s(small)
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < BUSY_SAMPLE_S:
+            small()
+            count += 1
+        return (time.perf_counter() - start) / (count * SMALL_OPERATIONS)
 
 
 def _measure_cuda(device: torch.device, host: Tensor) -> dict[str, float]:

@@ -79,9 +79,9 @@ class Rates:
 
     *_Bps: bytes per second: pinned and pageable host memory to the execution device, its own memory read, host memory
     copied, the spill disk read, weights of a one-row matrix product on the CPU in NF4 (host_matmul_Bps) and in other forms.
-    *_flops: multiply and add
-    operations per second of a product with many rows. launch_s: one kernel; transfer_s: one copy started and waited
-    for; disk_access_s: one small read. The defaults are an old consumer machine (PCIe 3 x16, SATA SSD, T4-class card).
+    *_flops: multiply and add operations per second of a product with many rows. launch_s: one kernel, on a CPU one small
+    operation of a layer; transfer_s: one copy started and waited for; disk_access_s: one small read. The defaults are an old
+    consumer machine (PCIe 3 x16, SATA SSD, T4-class card).
     """
 
     pinned_h2d_Bps: float = 12e9

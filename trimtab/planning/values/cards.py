@@ -176,6 +176,10 @@ def cards_document() -> Document:
     return Document("", [Table(("card", "GB/s", "PCIe", "capability"), rows), Text(note)])
 
 
+# GiB of unknown cards that are smaller than any known one.
+SMALL_BOXES = (1, 2, 3)
+
+
 def larger_cards(card: Card) -> list[str]:
     """Return names, as `find_card` takes them, of cards with more memory, the smallest first: no older cards, laptop
     cards for a laptop; of each size the nearest in bandwidth. For an unknown card, unknown cards.
@@ -190,12 +194,15 @@ def larger_cards(card: Card) -> list[str]:
         one for one in known_cards()
         if one.memory_bytes > card.memory_bytes * (1 + MEMORY_TOLERANCE) and is_alike(one)
     ]  # fmt: skip
-    boxes = sorted({_box_gb(one.memory_mib) for one in larger})
+    small = [box for box in SMALL_BOXES if card.source == UNKNOWN and box * 2**30 > card.memory_bytes]
+    boxes = sorted({*small, *(_box_gb(one.memory_mib) for one in larger)})
     titles = []
     for box in boxes:
+        if card.source == UNKNOWN:
+            titles.append(f"{box}GiB")
+            continue
         alike = [one for one in larger if _box_gb(one.memory_mib) == box]
-        nearest = min(alike, key=lambda one: (abs(one.bandwidth_GBps - card.bandwidth_GBps), one.name))
-        titles.append(f"{box}GiB" if card.source == UNKNOWN else nearest.title)
+        titles.append(min(alike, key=lambda one: (abs(one.bandwidth_GBps - card.bandwidth_GBps), one.name)).title)
     return titles
 
 

@@ -191,7 +191,6 @@ class ResponsesRequest(Strict):
 # Fields of the chat -> those of the request. For parts of a message, see `_messages`.
 _NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
-    "max_new_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort", "chat_template_kwargs": "reasoning",
     "chat_template_kwargs.reasoning_effort": "reasoning.effort", "response_format": "text.format",
     "response_format.type": "text.format.type", "response_format.json_schema": "text.format",

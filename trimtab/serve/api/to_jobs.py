@@ -126,7 +126,7 @@ def names_of_chat(body: ChatRequest) -> dict[str, str]:
     """Return the chat's names of fields that have other names in a job and in the worker's errors."""
     names = {}
     if body.max_completion_tokens is not None and body.max_tokens is None:
-        names["max_tokens"] = names["max_new_tokens"] = "max_completion_tokens"
+        names["max_tokens"] = "max_completion_tokens"
     kwargs = body.chat_template_kwargs
     if body.reasoning_effort is not None and (kwargs is None or kwargs.reasoning_effort is None):
         names["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"

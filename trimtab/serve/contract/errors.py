@@ -158,7 +158,6 @@ def http_error(
 
 # The server's flags, which its administrators know.
 SERVER_FLAGS = ("adapter-root", "resident-adapters")
-RENAMED = {"max_new_tokens": "max_tokens", "template_kwargs": "chat_template_kwargs"}
 HIDDEN = "The server cannot do this; its log has the reason"
 # Names of arguments that bodies of requests have too.
 ALSO_SENT = frozenset(
@@ -175,7 +174,6 @@ _FOREIGN = re.compile(
 )
 # Removed from every message later.
 _OBJECT = re.compile(r"<[^<>]* at 0x[0-9a-f]+>", re.IGNORECASE)
-_RENAMED = re.compile(rf"\b(?:{'|'.join(RENAMED)})\b")
 
 log = logging.getLogger("trimtab.serve")
 
@@ -186,14 +184,11 @@ def is_foreign(text: str) -> bool:
 
 
 def for_clients(name: str, message: str, error_fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return an error's message and fields in the client's words. name: its class."""
+    """Return an error's message and fields without what a client cannot follow. name: its class."""
     shown, hint = dict(error_fields), str(error_fields.get("hint") or "")
     if hint and is_foreign(hint):
         message = message.removesuffix(hint).rstrip().removesuffix(".")
         del shown["hint"]
-    message = _RENAMED.sub(lambda match: RENAMED[match[0]], message)
-    if isinstance(shown.get("field"), str):
-        shown["field"] = RENAMED.get(shown["field"], shown["field"])
     if shown.get("problems"):
         shown["problems"] = [HIDDEN if is_foreign(str(problem)) else problem for problem in shown["problems"]]
     # Text from the client's request is returned unchanged.

@@ -37,6 +37,7 @@ from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint, request_refusal
 from trimtab.errors import AdapterError, CheckpointError, RequestError, TrimtabError, choices_text
+from trimtab.machine import machine_cache
 from trimtab.planning.values.byte_sizes import check_pool
 from trimtab.process.json_file import JsonError, read_bytes
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
@@ -189,10 +190,17 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
 
 def check_present(models: Sequence[ServedModel]) -> None:
     """Raise CheckpointError with every model and adapter that is missing or incomplete on this machine, AdapterError
-    for an unusable one. Reads only headers.
+    for an unusable one, RequestError for a device that is not there. Reads only headers, and needs no torch.
     """
     problems = []
     for model in models:
+        try:
+            if model.request.card is None:
+                machine_cache.find_machine(model.request.device)
+        except RequestError as exc:
+            if len(models) == 1:
+                raise
+            problems.append(f"model {model.name}: {exc}")
         try:
             read_loadable(model.request.model)
         except CheckpointError as exc:
