@@ -276,7 +276,8 @@ def format_goals(results: Mapping[str, Any]) -> str:
 
 
 LOADS = {
-    "ct-g32": "stock unpacks these weights in its first pass, which is not in its load: 0.7 s more, trimtab's first token 0.02"
+    "ct-g32": "a profile: weights 2.2, captures 1.9, comparing the description 1.0, module tree 0.8. Stock captures nothing and "
+    "unpacks in its first pass: 0.7 s more, trimtab's first token 0.02"
 }
 
 
