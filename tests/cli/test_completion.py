@@ -1,7 +1,5 @@
 """Completion in real shells: what the Tab key makes of a line after the script was sourced as the docs say."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """With several things wrong every command names them in one order: arguments, then files, then the model, then the adapter."""
 
-from __future__ import annotations
-
 import pytest
 
 import trimtab.demo as demo

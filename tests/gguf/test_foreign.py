@@ -3,8 +3,6 @@
 transformers reads Qwen3.5 by itself, the others with the package gguf: `make test-formats` has it.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 

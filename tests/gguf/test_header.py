@@ -1,7 +1,5 @@
 """Are GGUF headers read strictly, weights as ggml's own library reads them, and files that are not read refused by name?"""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

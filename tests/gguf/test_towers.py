@@ -1,7 +1,5 @@
 """Are Qwen3-VL's projector files read whole, and is every wrong one refused by name, within limits?"""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 

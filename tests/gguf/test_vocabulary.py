@@ -1,7 +1,5 @@
 """Does a GGUF file's tokenizer cut, begin and end texts as the file's keys say? Source: llama.cpp, llama-vocab.cpp (load)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

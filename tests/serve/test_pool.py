@@ -1,7 +1,5 @@
 """Models that take turns: nobody starves, nobody waits for ever, and what waits can leave."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import functools

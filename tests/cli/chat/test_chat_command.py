@@ -1,7 +1,5 @@
 """`trimtab chat`: a pipe, a real process on a terminal, and each command of a session."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The commands that list: models with what fits, adapters with the models that they fit, completion, versions, colour."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

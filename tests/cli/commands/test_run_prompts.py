@@ -1,7 +1,5 @@
 """Where `trimtab run` takes its prompts from: the command line, standard input, files."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

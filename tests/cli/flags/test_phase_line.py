@@ -1,7 +1,5 @@
 """The line of phases: what a terminal shows of it, and that nothing else sees it."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

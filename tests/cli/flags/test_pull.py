@@ -1,7 +1,5 @@
 """`trimtab pull` and `--pull`, against a stand-in of the hub's API on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Requests that answer together: every row says what it says alone, whatever the others do."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Several answers to one prompt: it goes through the model once, and each answer is the one that it would be alone."""
 
-from __future__ import annotations
-
 import pytest
 
 import trimtab

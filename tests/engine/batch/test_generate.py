@@ -1,7 +1,5 @@
 """Answers: token for token what stock generates, and text in whole characters that stops where it should."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """A model keeps one batch between calls: the one that its plan counts, if its steps are captured."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

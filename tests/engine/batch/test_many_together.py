@@ -1,7 +1,5 @@
 """`LoadedModel.batch` where several prompts go through in one pass: the answers given alone, and whose error is whose."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

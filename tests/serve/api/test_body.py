@@ -1,7 +1,5 @@
 """A request's body is counted as it arrives: bytes, depth, values; what is refused is refused before it is parsed."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import errno

@@ -1,7 +1,5 @@
 """Tools and thoughts from a request to what its client is told, on the demo model with chat templates of five families."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """null in a request means that the field is absent: of every object of every API, found by looking at the models themselves."""
 
-from __future__ import annotations
-
 import inspect
 import json
 

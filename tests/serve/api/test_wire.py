@@ -1,7 +1,5 @@
 """What clients send is read exactly: types, unions, unknown fields, numbers that are none, paths of what is wrong."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The HTTP face on a pool without models: shapes, statuses, refusals, streams, clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hmac

@@ -1,7 +1,5 @@
 """Anthropic's Messages, OpenAI's Responses, embeddings and tokens over HTTP, on a pool without models."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Tools and thoughts over HTTP, on a pool without models: shapes, streams, what reaches the job, what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

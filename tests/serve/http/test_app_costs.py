@@ -1,7 +1,5 @@
 """What a client can ask for again and again costs the event loop little: the description, names that nobody knows."""
 
-from __future__ import annotations
-
 import json
 import threading
 

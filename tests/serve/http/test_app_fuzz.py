@@ -1,7 +1,5 @@
 """Malformed bodies by the thousand: never a mistake of the server, never another shape than OpenAI's."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

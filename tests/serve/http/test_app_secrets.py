@@ -1,7 +1,5 @@
 """Nothing that leaves a server names its folders or its keys: every route, every error, every metric, every line of its log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

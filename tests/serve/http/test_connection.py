@@ -1,7 +1,5 @@
 """Which deadline ends a connection, and what the log says of it: on a clock of the test's own, without sockets."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """A reload: keys, limits and adapters change while requests are answered; a file that is wrong changes nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The page's files, routes and policy, without a browser: what is sent, what is not, and that its parts fit together."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Chunks behind a step take what is left of three steps; the least one goes through whatever it takes. Durations are told."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

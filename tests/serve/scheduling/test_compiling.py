@@ -1,7 +1,5 @@
 """Whose schema is compiled next, and what a compile that is slow, fails or never ends does to the others."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

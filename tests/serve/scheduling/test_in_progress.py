@@ -1,7 +1,5 @@
 """Which prompts are in progress at once, whose piece is next, and how many tokens are held for all of them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """How long a chat's first token and a small embedding wait beside one large request, on a mock engine with the times of a CPU."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

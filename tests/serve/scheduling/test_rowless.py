@@ -1,7 +1,5 @@
 """Embeddings and log-probabilities of prompts in pieces between turns, on a mock engine and a clock of its own."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Embeddings and tokens on the demo model: held against stock transformers and PEFT, beside rows that are being answered."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What travels between the processes comes out as it went in, and nothing a client writes is taken for something else."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import threading

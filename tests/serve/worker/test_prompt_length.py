@@ -1,7 +1,5 @@
 """A long text that cannot fit is refused by its first part; others are not looked at, or tokenized whole."""
 
-from __future__ import annotations
-
 import pytest
 
 import trimtab

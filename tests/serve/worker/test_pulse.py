@@ -1,7 +1,5 @@
 """When a worker counts as unresponsive, and when it is ended: on told seconds, with told signs of work."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A registry file: every model it names, and every problem of it at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

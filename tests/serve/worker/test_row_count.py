@@ -1,7 +1,5 @@
 """A server takes as many rows as cost the model nothing, and no more than steps are made for."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.planning.values.test_execution import ADAPTER, E4B, H200, card

@@ -1,7 +1,5 @@
 """The worker's own loop on a real model: adapters read while it answers, bad ones refused, and what it comes back with."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import shutil

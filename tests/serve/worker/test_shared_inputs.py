@@ -1,7 +1,5 @@
 """One prompt of several choices: made once, given to each, and dropped with the last one."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """A worker that dies loses no answer: every job ends in an answer or a named error, and the worker comes back."""
 
-from __future__ import annotations
-
 import errno
 import os
 import queue

@@ -1,7 +1,5 @@
 """Tensors that no adapter changes: every value is compared, whoever merged, in every dtype and layout; what differs is named."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
