@@ -267,6 +267,7 @@ def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp
         ("gptq-g32", changed("g_idx", lambda t: t.flip(0)), "desc_act"),
         ("gptq-ordered", changed("g_idx", lambda t: t + 99), "groups that are not there"),
         ("gptq-ordered", changed("g_idx", lambda t: t - 99), "groups that are not there"),
+        ("gptq-ordered", changed("g_idx", lambda t: t.clamp(max=2)), "groups that are not of 32 inputs"),
     ],
 )
 def test_wrong_values_are_refused_when_they_are_read(golden, case, change, words, tmp_path):

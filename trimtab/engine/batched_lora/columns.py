@@ -16,8 +16,9 @@ the first pass that uses it, and again only after another adapter's turn; produc
 PEFT rounds the base product, the change and the sum. Here cuBLAS sums in float32 and rounds once, which is more precise.
 
 `prompt_kernels.add` and torch compute the rest: float16, whose range the parts of v would leave; ranks above MOST_RANK, or above
-what is behind kept weights; rows with different adapters (table.py); DoRA and all but plain LoRA; models whose plan counts no
-adapter, since neither the shared room for an unpacked weight nor a kept one then has a place for the columns.
+what is behind kept weights; rows with different adapters (table.py); weights whose columns lie in another order, unless they
+are kept unpacked; DoRA and all but plain LoRA; models whose plan counts no adapter, since neither the shared room for an unpacked
+weight nor a kept one then has a place for the columns.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class DequantizedWeights:
         # The plan counts an extended input that is at most twice x (planning/memory/activations.py).
         if wide > 2 * leaf.in_features or room is None or room.numel() < leaf.out_features * wide:
             return None
-        if not prompt_kernels.fits_type(packed, room.dtype) or not prompt_kernels.can_unpack(packed):
+        if not prompt_kernels.fits_type(packed, room.dtype) or not prompt_kernels.can_unpack(packed) or packed.order:
             return None
         B, module = inside[leaf].B, self.kernels.module
         assert B is not None and module is not None
@@ -311,7 +312,8 @@ def choose(
         return None
     if not prompt_kernels.has_adapters(model):
         return None
-    leaf = prompt_kernels.tried_leaf([one for one in leaves if one.in_features % 16 == 0 and one.dtype == torch.bfloat16])
+    of = [one for one in leaves if one.in_features % 16 == 0 and one.dtype == torch.bfloat16]
+    leaf = prompt_kernels.tried_leaf([one for one in of if not stored_format(one.quant_kind).has_index])
     if leaf is None:
         return None
     packed, module = leaf.packed(), kernels.module

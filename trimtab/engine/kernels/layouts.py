@@ -70,10 +70,22 @@ def tables(packed: Packed) -> tuple[Tensor | None, Tensor | None]:
 
 
 def is_same(weights: Sequence[Packed]) -> bool:
-    """Whether one launch can read all these weights: for one layout, with one table of codes, and inputs rounded once."""
-    if len({(options(packed), packed.input_scale) for packed in weights}) > 1:
+    """Whether one launch can read all these weights: for one layout, with one table of codes, and inputs rounded or in order
+    once."""
+    if len({(options(packed), packed.input_scale, packed.order) for packed in weights}) > 1:
         return False
     return len({tuple(None if table is None else table.data_ptr() for table in tables(one)) for one in weights}) == 1
+
+
+def in_order(x: Tensor, packed: Packed, module: nvrtc.Module, *, dependent: bool | None = None) -> Tensor:
+    """Return the inputs [n, D_in] of a weight in the order in which its columns lie: x itself, or a copy by one launch."""
+    if (index := packed.parts.get("index")) is None:
+        return x
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1 and x.shape[1] % 4 == 0 and x.dtype in TYPES
+    grid, given = (x.shape[0], -(-x.shape[1] // 1024)), [x, x.stride(0), index, out, x.shape[1]]
+    module.launch("in_order", grid, (256,), given, dependent=dependent)
+    return out
 
 
 def round_to_8(x: Tensor, weights: Sequence[Packed], module: nvrtc.Module | None, *, is_input: bool) -> Tensor:
