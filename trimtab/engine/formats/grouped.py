@@ -48,7 +48,7 @@ def _sort(entry: PackedEntry, found: dict[str, Tensor], form: StoredFormat) -> s
     group, columns, data = found["index"].long(), entry.shape[1], found["weight"]
     index = group.argsort(stable=True)
     if not torch.equal(group[index], torch.arange(columns, device=index.device) // form.group):
-        raise refused(entry, f"g_idx has groups that are not of {form.group} inputs")
+        raise refused(entry, f"g_idx has groups that are not there or not of {form.group} inputs")
     found["index"], found["weight"] = index.int(), torch.empty_like(data)
     for first in range(0, len(data), step := max(1, len(data) // 8)):
         piece = data[first : first + step]
@@ -68,7 +68,7 @@ def _packed(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFormat)
         across = viewed(parts["weight_zero_point"].t(), torch.uint8)
         values = low_first(across) if form.bits == 4 else across
         found["zero"] = values[:, :rows].t().contiguous()
-    return found
+    return found | ({"index": parts["weight_g_idx"]} if form.has_index else {})
 
 
 def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -272,8 +272,7 @@ class PromptKernels:
             return None
         weight = unpack(packed, room, self.module)
         if packed.static_scales is None:
-            own = layouts.in_order(x.reshape(-1, x.shape[-1]), packed, self.module)
-            return functional.linear(own, weight, leaf.bias).view(*x.shape[:-1], -1)
+            return functional.linear(layouts.in_order(x, packed, self.module), weight, leaf.bias)
         own = layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True)
         y = layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)
         return y.view(*x.shape[:-1], -1)

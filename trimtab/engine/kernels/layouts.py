@@ -77,14 +77,17 @@ def is_same(weights: Sequence[Packed]) -> bool:
     return len({tuple(None if table is None else table.data_ptr() for table in tables(one)) for one in weights}) == 1
 
 
-def in_order(x: Tensor, packed: Packed, module: nvrtc.Module, *, dependent: bool | None = None) -> Tensor:
-    """Return the inputs [n, D_in] of a weight in the order in which its columns lie: x itself, or a copy by one launch."""
+def in_order(x: Tensor, packed: Packed, module: nvrtc.Module | None, *, dependent: bool | None = None) -> Tensor:
+    """Return the inputs [..., D_in] of a weight in the order in which its columns lie: x itself, or a copy by one launch. module
+    None: in torch."""
     if (index := packed.parts.get("index")) is None:
         return x
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    assert x.stride(1) == 1 and x.shape[1] % 4 == 0 and x.dtype in TYPES
-    grid, given = (x.shape[0], -(-x.shape[1] // 1024)), [x, x.stride(0), index, out, x.shape[1]]
-    module.launch("in_order", grid, (256,), given, dependent=dependent)
+    if module is None:
+        return x.index_select(-1, index)
+    flat, out = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (n, width), given = flat.shape, flat.stride(0)
+    assert flat.stride(1) == 1 and width % 4 == 0 and x.dtype in TYPES
+    module.launch("in_order", (n, -(-width // 1024)), (256,), [flat, given, index, out, width], dependent=dependent)
     return out
 
 
