@@ -95,10 +95,9 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
 
 
 @pytest.mark.parametrize("form, n", [
-    ("int4-g32", 1), ("int4-g32", 4), ("int4-g32-zp", 8), ("int4-g128", 1), ("fp8-128x128", 1),
+    ("int4-g32", 1), ("int4-g32", 4), ("int4-g32-zp", 8), ("int4-g128", 1), ("fp8-128x128", 1), ("int4-g32-zp-idx", 1),
     *((form, n) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k") for n in (2, 8)),
-    *((f"mobile{bits}-row-a8", n) for bits in (2, 4, 8) for n in (2, 8)), ("nvfp4-g16", 1), ("nvfp4-g16", 8),
-    ("int4-g32-zp-idx", 1), ("q4_k-idx", 8),
+    *((f"mobile{bits}-row-a8", n) for bits in (2, 4, 8) for n in (2, 8)), ("nvfp4-g16", 1), ("nvfp4-g16", 8), ("q4_k-idx", 8),
 ])  # fmt: skip
 def test_weights_held_in_registers_give_the_same_product(products, form, n):
     group, x = weights_of(form, [64], 512), torch.randn(n, 512).bfloat16()
@@ -253,9 +252,8 @@ def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
 
 @pytest.mark.parametrize("form, n, dtype", [
     ("int4-g32", 9, BF16), ("int4-g128-zp", 33, BF16), ("int4-g32-zp", 17, BF16), ("int4-row", 9, BF16), ("int4-g64-f32", 9, HALF),
-    ("fp8-128x128", 9, BF16), *((form, 9, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k")),
+    ("fp8-128x128", 9, BF16), *((form, 9, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q4_k-idx", "int4-g128-idx")),
     ("q6_k", 9, HALF), *((f"mobile{bits}-row-a8", n, BF16) for bits, n in ((2, 9), (4, 33), (8, 17))), ("nvfp4-g16", 17, BF16),
-    ("int4-g32-zp-idx", 33, BF16), ("q4_k-idx", 9, HALF),
 ])  # fmt: skip
 def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
     module = run.CpuModule(many_rows.source(), many_rows.NAMES, order=7)

@@ -68,7 +68,7 @@ class Packed:
     experts. parts: "weight" always, and the others of its format. codes: its format's small look-up tables, shared between
     weights and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of
     theirs. kernel: of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale.
-    order: of columns that lie in another order (part "index": the input of each), a digest of it.
+    order: of columns that lie in another order, a digest of it (`index`).
     """
 
     kind: str
@@ -89,6 +89,11 @@ class Packed:
     def static_scales(self) -> Tensor | None:
         """The static scales [2] of inputs and outputs of a layer that rounds them to 8 bits, 0 for no rounding."""
         return self.parts.get("activation")
+
+    @property
+    def index(self) -> Tensor | None:
+        """The input of each column int32 [D_in], where they lie in another order than the inputs."""
+        return self.parts.get("index")
 
     def with_parts(self, parts: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> Packed:
         """Return the same weight over other tensors: views of a staging buffer, or copies on another device."""

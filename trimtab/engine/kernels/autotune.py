@@ -112,8 +112,8 @@ class RandomWeights:
     def make(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Packed:
         """Return a weight [rows, columns] whose values are about 0.03."""
         parts = random_parts(self.quant, rows, columns, self.draw)
-        order = digest_of(parts["index"]) if "index" in parts else ""
-        made = Packed(self.quant, (rows, columns), dtype, parts, self.codes, self.blocks, order=order)
+        made = Packed(self.quant, (rows, columns), dtype, parts, self.codes, self.blocks)
+        made = made if made.index is None else replace(made, order=digest_of(made.index))
         return made if made.static_scales is None else replace(made, input_scale=float(made.static_scales[0]))
 
     def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
