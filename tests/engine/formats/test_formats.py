@@ -228,7 +228,7 @@ def changed(name, change):
         *(("ct-int4-g32", changed("weight_scale", one), "scale is") for one in (lambda t: t[:-1], lambda t: t.to(torch.int8))),
         ("ct-int4-g32", changed("weight_scale", lambda t: t[:, :1]), "1 groups a row of 96, which no config group declares"),
         ("ct-int4-g128-zp-f16", changed("weight_zero_point", lambda t: t[:-1]), "weight_zero_point is"),
-        *((case, without("weight_zero_point"), "no weight_zero_point.*false") for case in ("ct-int4-g128-zp-f16", "ct-int8-g32-zp")),
+        *((case, without("weight_zero_point"), "no weight_zero_point.*json") for case in ("ct-int4-g128-zp-f16", "ct-int8-g32-zp")),
         ("ct-int4-g32", lambda parts: parts.update({"weight_zero_point": words(torch.ones(3, 24), 4).t()}), "symmetric true"),
         ("ct-int4-g32", lambda parts: parts.update({"weight_g_idx": torch.zeros(96)}), "weight_g_idx is float32"),
         ("ct-fp8-row", lambda parts: parts.update({"weight_zero_point": torch.ones(20, 1)}), "weight_zero_point: belongs to"),
