@@ -29,7 +29,7 @@ FORMS = {
     "int4-g32": BF16, "int4-g128": HALF, "int4-g32-zp": HALF, "int4-g128-zp": BF16, "int4-row": BF16, "int4-g64-f32": torch.float32,
     "fp8-128x128": BF16, "fp8-row": BF16, "fp8-tensor": BF16,
     **dict.fromkeys(("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8"), BF16),
-    "nvfp4-g16": BF16, "int4-g32-zp-idx": HALF, "int4-g128-idx": BF16, "q4_k-idx": BF16,
+    "nvfp4-g16": BF16, "int4-g32-zp-idx": HALF, "int4-g128-idx": HALF, "q4_k-idx": BF16,
 }  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_minima_far_above_scales_and_scales_of_nothing_are_computed(products):
 
 
 @pytest.mark.parametrize("form, other", [("q4_k", "q6_k"), ("int4-g128-idx", "int4-g128")])
-def test_weights_of_several_formats_or_orders_over_one_input_take_a_launch_each(products, form, other):
+def test_weights_of_several_formats_or_orders_over_one_input_take_a_launch_each(products, form, other, monkeypatch):
     group = [weights_of(one, [rows], 512)[0] for one, rows in ((form, 40), (form, 20), (other, 24))]
     x, out, before = torch.randn(2, 512).bfloat16(), torch.full((2, 84), math.nan, dtype=BF16), len(products.launches)
     pair = [[(torch.randn(4, 512) / 24, torch.randn(one, 4), 0.5)] for one in (40, 20, 24)]
@@ -154,6 +154,8 @@ def test_weights_of_several_formats_or_orders_over_one_input_take_a_launch_each(
     assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
     assert products.launches[before:] == ["in_order"] * form.endswith("idx") + ["matvec_4"] * 2
     assert layouts.runs(group) == [slice(0, 2), slice(2, 3)]
+    monkeypatch.setitem(products.products.chosen, matvec.cut_key(group[:2], 2), SimpleNamespace(normed=True))
+    assert matvec.takes_norm(group[:2], 2, products) is (form == "q4_k")
 
 
 def test_a_check_finds_a_product_that_reads_bits_above_of_a_neighbour(products):
