@@ -82,6 +82,14 @@ def _gptq(stem: str, rows: int, columns: int, group: int) -> Tensors:
     }  # fmt: skip
 
 
+def _gptq_act(stem: str, rows: int, columns: int, group: int) -> Tensors:
+    """With act-order: inputs have their groups in a random order, one for all layers of as many inputs."""
+    import torch
+
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    return _gptq(stem, rows, columns, group) | {f"{stem}g_idx": (order // group).to(torch.int32)}
+
+
 def _fp8(stem: str, rows: int, columns: int, group: int) -> Tensors:
     import torch
 
@@ -139,13 +147,14 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str, int, int, int], Tensors], 
     "ct-g128": (_int4_scheme(128), _ct, 128, "bfloat16"),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}, _awq, 128, "float16"),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, _gptq, 128, "float16"),
+    "gptq-act": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}, _gptq_act, 128, "float16"),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, _fp8, 128, "bfloat16"),
 }  # fmt: skip
 # Of a case that has less of the GPU than all of it; what is not resident there is chosen by the plan.
 BUDGETS = {"e2b:mobile": "2GiB", "e4b:mobile": "3.25GiB"}
 CASES = {
     "e2b": ("mobile",), "e4b": ("nf4-dq", "ct-g32", "ct-g128", "fp8", "mobile"),
-    "qwen3-8b": ("nf4-dq", "ct-g128", "awq", "gptq", "fp8", "q4_k_m"),
+    "qwen3-8b": ("nf4-dq", "ct-g128", "awq", "gptq", "gptq-act", "fp8", "q4_k_m"),
 }  # fmt: skip
 
 

@@ -24,7 +24,8 @@ BF16, HALF = torch.bfloat16, torch.float16
 FORMS = [
     ("int4-g32", BF16), ("int4-g128", BF16), ("int4-g128-zp", HALF), ("int4-g32-zp", BF16), ("int4-row", BF16),
     ("int4-g64-f32", torch.float32), ("fp8-128x128", BF16), ("fp8-row", BF16), ("fp8-tensor", BF16),
-    *((form, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "nvfp4-g16")),
+    *((form, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "nvfp4-g16", "q4_k-idx")),
+    ("int4-g128-zp-idx", HALF),
 ]  # fmt: skip
 MOBILE = [(f"mobile{bits}-row-a8", BF16) for bits in (2, 4, 8)]
 
@@ -85,7 +86,7 @@ def test_rows_of_packed_tables_have_the_bits_of_the_format(form, columns):
 @pytest.mark.parametrize("form, scales", FORMS + MOBILE)
 def test_unpacked_weights_have_the_bits_of_the_format(form, scales):
     module = prompt_kernels.load(DEVICE)
-    for shape in ((10240, 2560), (96, 512), (40, 256 if form.endswith("_k") else 128)):
+    for shape in ((10240, 2560), (96, 512), (40, 256 if form.startswith("q") else 128)):
         (packed,) = weights_of(form, scales, shape[:1], shape[1])
         assert prompt_kernels.wrong_unpack(packed, module, BF16) is None
     room = torch.empty(shape[0] * (shape[1] + ADAPTER_COLUMNS), dtype=BF16, device=DEVICE)

@@ -1,8 +1,9 @@
 """Integers of 4 and 8 bits of compressed-tensors checkpoints, packed into int32, each group of a row with a scale.
 
 `X.weight_packed` int32 [D_out, D_in bits / 32], the first value in the lowest bits, each plus half the range; `X.weight_scale`
-[D_out, groups] (or [D_out]), `X.weight_shape` int64 [2], and where zero points are not 0 `X.weight_zero_point` int32, packed along
-D_out. Source: compressed-tensors 0.20.0, compressors/pack_quantized. Of the weights only `weight_shape` is read.
+[D_out, groups] (or [D_out]), `X.weight_shape` int64 [2], where zero points are not 0 `X.weight_zero_point` int32, packed along
+D_out, and with act-order `X.weight_g_idx` int32 [D_in], the group of each input (up to 0.18: `actorder` "group"). Source:
+compressed-tensors 0.20.0, compressors/pack_quantized. Of the weights only `weight_shape` is read.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ def weights(tensors: Mapping[str, TensorEntry], schemes: Sequence[Mapping[str, A
 def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: Sequence[Mapping[str, Any]]) -> PackedEntry | str:
     """Return a weight, or what is wrong with its file tensors."""
     weight, scale, shape_entry = parts[PACKED], parts.get("weight_scale"), parts.get("weight_shape")
-    if "weight_g_idx" in parts:
-        return "has the order of its activations (weight_g_idx), which is not read in this layout"
     if scale is None or shape_entry is None:
         return f"has no {'weight_scale' if scale is None else 'weight_shape'}"
     shape = _shape(shape_entry)
@@ -58,7 +57,10 @@ def _weight(name: str, parts: Mapping[str, TensorEntry], schemes: Sequence[Mappi
         return f"has {'no' if zero is None else 'a'} weight_zero_point, config.json says symmetric {str(zero is not None).lower()}"
     if zero is not None and (zero.dtype != "int32" or zero.shape != (ceil(rows * bits / 32), groups)):
         return f"weight_zero_point is {zero.dtype} {list(zero.shape)}, int32 [{ceil(rows * bits / 32)}, {groups}] is needed"
-    kind = f"int{bits}-{f'g{size}' if size else 'row'}{'-zp' if zero is not None else ''}"
+    index = parts.get("weight_g_idx")
+    if index is not None and (index.dtype != "int32" or index.shape != (columns,) or columns % 2):
+        return f"weight_g_idx is {index.dtype} {list(index.shape)}, int32 [{columns}] and pairs of inputs are needed"
+    kind = f"int{bits}-{f'g{size}' if size else 'row'}{'-zp' if zero is not None else ''}{'-idx' if index and size else ''}"
     kind += "-f32" if scale.dtype == "float32" else ""
     kept = {"weight" if part == PACKED else part: entry for part, entry in parts.items() if part != "weight_shape"}
     return PackedEntry(name, kind, shape, scale.dtype, kept, {"layout": "packed"})

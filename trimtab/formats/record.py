@@ -5,7 +5,8 @@ A format is a name in plans, in the anatomy and in the engine. `stored_format` m
     none, int8, nf4, nf4-dq, fp4     bitsandbytes (and none: full precision); -dq: with packed scales
     head8                            the 8-bit output head that trimtab makes
     int4-g128, int8-g32, int4-row    integers with one scale for this many values of a row, or for the row; then in any order
-                                     -zp (a zero point a group), -idx (the group of each column), -f32 (scales in float32)
+                                     -zp (a zero point a group), -idx (columns lie by group, in another order than the inputs),
+                                     -f32 (scales in float32)
     fp8-128x128, fp8-row, fp8-tensor float8 e4m3 with one float32 scale a block, a row or a weight
 """
 
@@ -79,9 +80,9 @@ class StoredFormat:
     """One way to store a weight [D_out, D_in]: in full precision; other families of formats are subclasses.
 
     name: in plans. bits: of one value. group: values of a row that share a scale, 0 for the whole row; of float8 blocks, block is
-    (rows, columns), (1, 0) a row, (0, 0) the weight. has_zero, has_index: whether groups have a zero point, and columns the
-    number of their group. scale_bytes: of one scale. has_rounding: whether inputs and outputs of its layer are rounded to 8 bits.
-    has_rows: whether each of its parts has a row for each row of the weight, so that a table's rows can be looked up. tables:
+    (rows, columns), (1, 0) a row, (0, 0) the weight. has_zero, has_index: whether groups have a zero point, and columns lie in
+    another order than the inputs. scale_bytes: of one scale. has_rounding: whether inputs and outputs of its layer are rounded to 8
+    bits. has_rows: whether each of its parts has a row for each row of the weight, so that a table's rows can be looked up. tables:
     look-up tables that its weights share, and their bytes.
 
     To kernels. layout: its name (`LAYOUTS` in formats/kernels.py), None if they do not read it. options: of its header, without
@@ -286,7 +287,7 @@ class _Grouped(_Own):
             return None
         bits, group, nbytes = int(found[1]), int(found[2] or 0), 4 if "f32" in marks else 2
         has_zero, has_index = "zp" in marks, "idx" in marks
-        is_known = bits == 4 and not has_index and (group in (32, 64, 128) or group % 256 == 0)
+        is_known = bits == 4 and (group in (32, 64, 128) or group % 256 == 0)
         is_read = is_known and not (has_zero and nbytes == 4)  # a scale of 16 bits leaves room for its zero point
         return cls(
             name=name, bits=bits, group=group, has_zero=has_zero, has_index=has_index, scale_bytes=nbytes, has_rows=not has_index,
@@ -395,8 +396,8 @@ class _Ggml(_Own):
         number, stage_bytes = _GGML_TYPES.get(kind, (0, 0))
         return cls(
             name=name, bits=GGML_BLOCKS[kind][1] * 8 // GGML_BLOCKS[kind][0], has_index=has_index, has_rows=not has_index,
-            layout=name if name in GGML_PARTS else None, options={"TYPE": number}, stage_bytes=stage_bytes,
-            most_scale=256.0 if name in ("q4_0", "q4_1", "q8_0") else inf,
+            layout=kind if kind in GGML_PARTS else None, options={"TYPE": number}, stage_bytes=stage_bytes,
+            most_scale=256.0 if kind in ("q4_0", "q4_1", "q8_0") else inf,
         )  # fmt: skip
 
     def is_rounded(self, dtype: str) -> bool:

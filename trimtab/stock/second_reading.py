@@ -83,7 +83,8 @@ def _integers(entry: PackedEntry, parts: Mapping[str, Tensor]) -> tuple[Rows, to
         stored = (parts["qzeros"].long() + ones) & (2**32 - 1)
         q, scale = _fields(parts["weight"].t(), form.bits), parts["scales"].t()
         zero = _fields(stored, form.bits)[:, :rows].t()
-    index = parts["g_idx"].long() if "g_idx" in parts else torch.arange(columns) // (form.group or columns)
+    given = parts.get("g_idx", parts.get("weight_g_idx"))
+    index = torch.arange(columns) // (form.group or columns) if given is None else given.long()
 
     def values(start: int, stop: int) -> Tensor:
         low = float(1 << (form.bits - 1)) if zero is None else zero[start:stop].double()[:, index]

@@ -19,6 +19,7 @@ from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels.autotune import RandomWeights
 from trimtab.engine.kernels.dequantize import PromptKernels
 from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import layers as lora
@@ -35,7 +36,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 def packed(shape, quant="nf4-dq"):
-    return quantize(random(*shape, dtype=BF16), quant)
+    return RandomWeights(CPU, quant=quant).make(*shape) if "int4" in quant else quantize(random(*shape, dtype=BF16), quant)
 
 
 def columns_of(leaves, kernels):
@@ -55,9 +56,7 @@ def test_columns_are_the_adapter_in_float64(quant):
     for order, shape in ((0, (96, 320)), (1, (40, 64)), (7, (24, 1104))):
         weight, module = packed(shape, quant), cpu_module(order)
         assert wrong(weight, room_for(*shape), module, tokens=(1, 17, 35)) is None
-        assert set(launches(module)) == {
-            "extend_input", "unpack_columns_plain" if quant in ("nf4", "fp4") else "unpack_columns_nested",
-        }  # fmt: skip
+        assert set(launches(module)) == {"extend_input", f"unpack_columns_{'nested' if quant == 'nf4-dq' else 'plain'}"}
 
 
 @on_cpu
@@ -93,15 +92,15 @@ def test_a_kernel_that_is_wrong_is_found():
 class Layers:
     """Layers of one block on the CPU, an adapter "a" on each with its rank, and what computes them."""
 
-    def __init__(self, ranks, *, highs=None, bias=False, wide=WIDE):
+    def __init__(self, ranks, *, highs=None, bias=False, wide=WIDE, quant="nf4-dq"):
         self.module, self.adapter_store = cpu_module(), AdapterStore()
+        self.module.variant_names = ("unpack_columns_plain",)
         self.leaves = {}
         for number, (name, rank) in enumerate(ranks.items()):
             high = 48 + 16 * number if highs is None else highs[number]
             own = random(high, dtype=BF16) if bias else None
-            leaf = ResidentLeaf(
-                f"layers.0.{name}", packed((high, wide)), bias=own, device=CPU, dtype=BF16, store=self.adapter_store
-            )
+            facts = {"bias": own, "device": CPU, "dtype": BF16, "store": self.adapter_store}
+            leaf = ResidentLeaf(f"layers.0.{name}", packed((high, wide), quant), **facts)
             if rank:
                 leaf.adapters["a"] = lora.LinearAdapter("language", 0.5 + number, random(rank, wide), random(high, rank))
             self.leaves[name] = leaf
@@ -155,6 +154,16 @@ def test_layers_over_one_input_share_it(ranks, bias):
     assert layers.counted("extend_input") == 1 and layers.counted("lora_") == 0
     assert layers.counted("unpack_columns") == sum(map(bool, ranks.values()))
     assert layers.counted("unpack_nested") == sum(not rank for rank in ranks.values())
+
+
+@on_cpu
+def test_inputs_are_in_the_order_of_a_weights_columns_and_shared_only_in_it():
+    layers = Layers(QKV, quant="int4-g64-idx")
+    layers.check(INPUT)
+    assert layers.counted("extend_input") == layers.counted("in_order") == 1
+    layers.leaves["v_proj"]._packed = layers.leaves["v_proj"]._packed.as_it_lies()
+    layers.check(INPUT)
+    assert (layers.counted("extend_input"), layers.counted("in_order")) == (2, 1)
 
 
 @on_cpu
@@ -243,18 +252,14 @@ def test_what_does_not_fit_is_computed_as_before(change):
 @on_cpu
 def test_few_tokens_high_ranks_narrow_inputs_and_float16_are_computed_as_before():
     layers = Layers({"o_proj": 8})
-    layers.run(INPUT[:, : adapter_columns.LEAST_TOKENS - 1])
-    assert layers.counted("extend_input") == 0
-    layers.run(INPUT[:, : adapter_columns.LEAST_TOKENS])
-    assert layers.counted("extend_input") == 1
-    layers.run(INPUT.half())
-    assert layers.counted("extend_input") == 0
-    layers = Layers({"o_proj": adapter_columns.MOST_RANK + 1})
-    layers.run(INPUT)
-    assert layers.counted("extend_input") == 0
-    layers = Layers({"o_proj": 32}, wide=64)  # 64 + 96 columns are more than twice 64
-    layers.run(random(1, 35, 64, dtype=BF16))
-    assert layers.counted("extend_input") == 0
+    least = adapter_columns.LEAST_TOKENS
+    for x, count in ((INPUT[:, : least - 1], 0), (INPUT[:, :least], 1), (INPUT.half(), 0)):
+        layers.run(x)
+        assert layers.counted("extend_input") == count
+    for rank, wide in ((adapter_columns.MOST_RANK + 1, WIDE), (32, 64)):  # 64 + 96 columns are more than twice 64
+        layers = Layers({"o_proj": rank}, wide=wide)
+        layers.run(random(1, 35, wide, dtype=BF16))
+        assert layers.counted("extend_input") == 0
 
 
 def test_layers_are_grouped_by_what_they_read():

@@ -29,7 +29,7 @@ FORMS = {
     "int4-g32": BF16, "int4-g128": HALF, "int4-g32-zp": HALF, "int4-g128-zp": BF16, "int4-row": BF16, "int4-g64-f32": torch.float32,
     "fp8-128x128": BF16, "fp8-row": BF16, "fp8-tensor": BF16,
     **dict.fromkeys(("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k", "mobile2-row-a8", "mobile4-row-a8", "mobile8-row-a8"), BF16),
-    "nvfp4-g16": BF16,
+    "nvfp4-g16": BF16, "int4-g32-zp-idx": HALF, "int4-g128-idx": HALF, "q4_k-idx": BF16,
 }  # fmt: skip
 
 
@@ -72,6 +72,7 @@ def test_exact_weights_round_to_those_of_the_format(form):
     *((form, 512, n) for form in ("q4_k", "q5_k", "q6_k") for n in (1, 3, 8)),
     *((f"mobile{bits}-row-a8", columns, n) for bits in (2, 4, 8) for columns, n in ((320, 2), (256, 7))),
     *(("nvfp4-g16", columns, n) for columns, n in ((320, 1), (256, 3), (512, 8))),
+    *(("int4-g32-zp-idx", 320, n) for n in range(1, 9)), ("int4-g128-idx", 256, 3), ("q4_k-idx", 512, 5),
 ])  # fmt: skip
 def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, n):
     """x has a mean, which zero points of a group multiply; rows are no multiple of 16, groups end within a row."""
@@ -94,9 +95,9 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
 
 
 @pytest.mark.parametrize("form, n", [
-    ("int4-g32", 1), ("int4-g32", 4), ("int4-g32-zp", 8), ("int4-g128", 1), ("fp8-128x128", 1),
+    ("int4-g32", 1), ("int4-g32", 4), ("int4-g32-zp", 8), ("int4-g128", 1), ("fp8-128x128", 1), ("int4-g32-zp-idx", 1),
     *((form, n) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k") for n in (2, 8)),
-    *((f"mobile{bits}-row-a8", n) for bits in (2, 4, 8) for n in (2, 8)), ("nvfp4-g16", 1), ("nvfp4-g16", 8),
+    *((f"mobile{bits}-row-a8", n) for bits in (2, 4, 8) for n in (2, 8)), ("nvfp4-g16", 1), ("nvfp4-g16", 8), ("q4_k-idx", 8),
 ])  # fmt: skip
 def test_weights_held_in_registers_give_the_same_product(products, form, n):
     group, x = weights_of(form, [64], 512), torch.randn(n, 512).bfloat16()
@@ -141,8 +142,9 @@ def test_minima_far_above_scales_and_scales_of_nothing_are_computed(products):
     assert tuning.relative_error(out, exact(x, [packed])) < tuning.LARGEST_ERROR
 
 
-def test_weights_of_several_formats_over_one_input_take_a_launch_each(products):
-    group = [weights_of(form, [one], 512)[0] for form, one in (("q4_k", 40), ("q4_k", 20), ("q6_k", 24))]
+@pytest.mark.parametrize("form, other", [("q4_k", "q6_k"), ("int4-g128-idx", "int4-g128")])
+def test_weights_of_several_formats_or_orders_over_one_input_take_a_launch_each(products, form, other, monkeypatch):
+    group = [weights_of(one, [rows], 512)[0] for one, rows in ((form, 40), (form, 20), (other, 24))]
     x, out, before = torch.randn(2, 512).bfloat16(), torch.full((2, 84), math.nan, dtype=BF16), len(products.launches)
     pair = [[(torch.randn(4, 512) / 24, torch.randn(one, 4), 0.5)] for one in (40, 20, 24)]
     lora = matvec.lora_args(pair, torch.tensor([0, -1], dtype=torch.int32), 4)
@@ -150,7 +152,10 @@ def test_weights_of_several_formats_over_one_input_take_a_launch_each(products):
     wanted = exact(x, group)
     wanted[0] += torch.cat([0.5 * (B.double() @ (A.double() @ x[0].double())) for ((A, B, _),) in pair])
     assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
-    assert products.launches[before:] == ["matvec_4"] * 2 and layouts.runs(group) == [slice(0, 2), slice(2, 3)]
+    assert products.launches[before:] == ["in_order"] * form.endswith("idx") + ["matvec_4"] * 2
+    assert layouts.runs(group) == [slice(0, 2), slice(2, 3)]
+    monkeypatch.setitem(products.products.chosen, matvec.cut_key(group[:2], 2), SimpleNamespace(normed=True))
+    assert matvec.takes_norm(group[:2], 2, products) is (form == "q4_k")
 
 
 def test_a_check_finds_a_product_that_reads_bits_above_of_a_neighbour(products):
@@ -175,7 +180,7 @@ def test_configurations_of_each_layout_are_kept_apart():
             assert cut.needed_bytes(1) == cut.shared_bytes <= facts["shared_bytes"] and cut.layout == layout
 
 
-@pytest.mark.parametrize("form, words", [("int8-g32", "no kernel"), ("int4-g32-zp-idx", "no kernel"), ("int4-g96", "no kernel")])
+@pytest.mark.parametrize("form, words", [("int8-g32", "no kernel"), ("int8-g32-zp-idx", "no kernel"), ("int4-g96", "no kernel")])
 def test_what_no_kernel_reads_is_said(form, words):
     packed = tuning.RandomWeights(CPU, quant="int4-g32").make(8, 192)
     packed = type(packed)(form, packed.shape, packed.dtype, packed.parts, {})
@@ -198,7 +203,7 @@ def prompts():
     return module
 
 
-@pytest.mark.parametrize("form", ["mobile2-row-a8", "nvfp4-g16"])
+@pytest.mark.parametrize("form", ["mobile2-row-a8", "nvfp4-g16", "int4-g128-idx"])
 def test_a_product_of_a_prompt_rounds_as_the_layer_does(form):
     module = run.CpuModule(prompt_kernels.source(), prompt_kernels.NAMES, order=1)
     module.variant_names = ("unpack_plain", *["round_to_8"] * form.startswith("mobile"))
@@ -213,7 +218,7 @@ def test_a_product_of_a_prompt_rounds_as_the_layer_does(form):
 
 @pytest.mark.parametrize("form, columns, dtype", [
     ("int4-g32", 320, BF16), ("int4-g128-zp", 256, BF16), ("int4-g32-zp", 96, BF16), ("int4-g32", 64, HALF), ("int4-row", 40, BF16),
-    ("int4-g64-f32", 64, BF16), ("fp8-128x128", 200, BF16), ("fp8-row", 64, BF16), ("fp8-tensor", 64, BF16),
+    ("int4-g64-f32", 64, BF16), ("fp8-128x128", 200, BF16), ("fp8-row", 8, BF16), ("fp8-tensor", 64, BF16), ("q4_k-idx", 256, BF16),
     ("q4_0", 320, BF16), ("q4_1", 96, BF16), ("q8_0", 320, HALF), ("q4_k", 512, BF16), ("q5_k", 512, BF16), ("q6_k", 512, HALF),
     *((f"mobile{bits}-row-a8", 320, BF16) for bits in (2, 4, 8)), ("nvfp4-g16", 80, BF16), ("nvfp4-g16", 64, HALF),
 ])  # fmt: skip
@@ -223,7 +228,8 @@ def test_unpacked_weights_have_the_bits_of_the_format(prompts, form, columns, dt
     if dtype == BF16 and columns % 16 == 0:
         B, wide = torch.randn(50, 4), columns + 64
         out = extended.unpack_extended(packed, B, 0, wide, torch.empty(50 * wide, dtype=BF16), prompts)
-        assert torch.equal(out[:, :columns], dequantize(packed).to(BF16)) and torch.equal(out[:, columns], B[:, 0].bfloat16())
+        wanted = torch.cat((dequantize(packed.as_it_lies()).to(BF16), B[:, :1].bfloat16()), dim=1)
+        assert torch.equal(out[:, : columns + 1], wanted)
 
 
 @pytest.mark.parametrize("form, columns", [("mobile2-row", 320), ("mobile4-g256", 512), ("q6_k", 256), ("int4-g32", 64)])
@@ -248,7 +254,7 @@ def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
 
 @pytest.mark.parametrize("form, n, dtype", [
     ("int4-g32", 9, BF16), ("int4-g128-zp", 33, BF16), ("int4-g32-zp", 17, BF16), ("int4-row", 9, BF16), ("int4-g64-f32", 9, HALF),
-    ("fp8-128x128", 9, BF16), *((form, 9, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k")),
+    ("fp8-128x128", 9, BF16), *((form, 9, BF16) for form in ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q4_k-idx", "int4-g128-idx")),
     ("q6_k", 9, HALF), *((f"mobile{bits}-row-a8", n, BF16) for bits, n in ((2, 9), (4, 33), (8, 17))), ("nvfp4-g16", 17, BF16),
 ])  # fmt: skip
 def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
@@ -267,7 +273,7 @@ def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["ct-int4", "awq", "gguf", "mobile"])
+@pytest.mark.parametrize("form", ["ct-int4", "awq", "gptq-ordered", "gguf", "mobile"])
 def test_a_step_over_packed_weights_is_the_modules(on_cpu, replayed, tmp_path, form):  # noqa: F811
     """A tiny Llama from a publisher's file, rows with an adapter and without; of GGUF in two types, its head too."""
     if form == "gguf":

@@ -148,11 +148,11 @@ def total(**asked):
     return found.kv_cache_bytes + found.activation_bytes
 
 
-@pytest.mark.parametrize(
-    "more", [{"context_tokens": 8192}, {"batch": 2}, {"images": 9}, {"audio_s": 600.0}, {"has_adapters": True}, {"quant": "none"}]
-)
+@pytest.mark.parametrize("more", [{"quant": "none"}, {"quant": "int4-g32-idx"},
+    {"context_tokens": 8192}, {"batch": 2}, {"images": 9}, {"audio_s": 600.0}, {"has_adapters": True},
+])  # fmt: skip
 def test_asking_for_more_needs_more(more):
-    least = {"context_tokens": 2048, "images": 1, "audio_s": 1.0, "quant": "nf4-dq"}
+    least = {"context_tokens": 2048, "images": 1, "audio_s": 1.0, "quant": "int4-g32"}
     grown = total(**(least | more))
     assert grown < total(**least) if more == {"quant": "none"} else grown > total(**least)
 

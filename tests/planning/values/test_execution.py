@@ -113,8 +113,8 @@ def test_unsupported_reasons_name_what_stands_in_the_way():
     def why(**changed):
         return unsupported_reason("fused", E4B, **({"quant": "nf4", "on_cpu": False, "capability": (8, 6)} | changed))
 
-    assert not any(why(quant=quant) for quant in ("int4-g32", "int4-g128-zp", "fp8-128x128"))
-    assert all(quant in (why(quant=quant) or "") for quant in ("int8-g32", "int4-g128-idx", "int4-g32-zp-f32"))
+    assert not any(why(quant=quant) for quant in ("int4-g32", "int4-g128-zp", "int4-g128-zp-idx", "fp8-128x128"))
+    assert all(quant in (why(quant=quant) or "") for quant in ("int8-g32", "int8-g128-idx", "int4-g32-zp-f32"))
     assert why() is None and "int8" in (why(quant="int8") or "") and "need 8.0" in (why(capability=(7, 5)) or "")
 
 

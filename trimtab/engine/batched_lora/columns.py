@@ -29,6 +29,7 @@ from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, relative_error
 from trimtab.engine.layers.leaves import Leaf, ResidentLeaf, UnpackedWeights
@@ -242,8 +243,8 @@ class Columns(Generic[Weights]):
         self.groups = {leaf: tuple(group) for group in groups for leaf in group}
         # One permanent piece: captured graphs have its address.
         self.counts = torch.zeros(MOST_TOKENS // TOKENS, dtype=torch.int32, device=device)
-        # The last extended input while layers of its group are still to run: x, its version, the adapters, the result.
-        self._last: tuple[weakref.ref[Tensor], int, tuple[lora.LinearAdapter, ...], Tensor] | None = None
+        # The last extended input while layers of its group are still to run: x, its version, its order and adapters, the result.
+        self._last: tuple[weakref.ref[Tensor], int, tuple[object, ...], Tensor] | None = None
 
     def matmul(self) -> Matmul[LayerProduct]:
         """Return the way to compute base and adapter of the layers as one product. Call `forget` after each pass."""
@@ -268,21 +269,28 @@ class Columns(Generic[Weights]):
         inside = inside_of(leaves if x.is_inference() else self.groups[leaves[0]], name)
         if not are_inside(leaves, name, inside) or (weight := self.weights.find(leaves, name, inside)) is None:
             return None
-        extended = self._extended(x, flat, tuple(inside.values()), is_last=list(inside)[-1] in leaves)
+        packed = leaves[0].packed() if isinstance(self.weights, DequantizedWeights) else None
+        extended = self._extended(x, flat, tuple(inside.values()), packed, is_last=list(inside)[-1] in leaves)
         y = functional.linear(extended, weight(), leaves[0].bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def _extended(self, x: Tensor, flat: Tensor, adapters: tuple[lora.LinearAdapter, ...], *, is_last: bool) -> Tensor:
-        """Return the extended input of a group, the one made for a layer before if x has not changed since."""
+    def _extended(
+        self, x: Tensor, flat: Tensor, adapters: tuple[lora.LinearAdapter, ...], packed: Packed | None, *, is_last: bool
+    ) -> Tensor:  # fmt: skip
+        """Return the extended input of a group, the one made for a layer before if x has not changed since. packed: the weight
+        whose columns lie in the order of the result."""
+        key = ("" if packed is None else packed.order, *adapters)
         if self._last is not None:
             seen, version, of, extended = self._last
-            if seen() is x and version == x._version and of == adapters:
+            if seen() is x and version == x._version and of == key:
                 self._last = None if is_last else self._last
                 return extended
         self._last = None  # its memory is free for the next
         extended = extend(flat, adapters, self.counts, self.module)
+        if packed is not None:
+            layouts.in_order(flat, packed, self.module, out=extended[:, : flat.shape[1]])
         if not is_last:
-            self._last = weakref.ref(x), x._version, adapters, extended
+            self._last = weakref.ref(x), x._version, key, extended
         return extended
 
 
@@ -349,7 +357,7 @@ def wrong(
 ) -> str | None:  # fmt: skip
     """Return the error of the kernels on this weight, None if there is none: random adapters of several ranks for up to three
     layers over one input, in float64. room: for the extended weight; its old content must not matter."""
-    device, (high, width) = room.device, packed.shape
+    packed, device, (high, width) = packed.as_it_lies(), room.device, packed.shape
     random = random_values(device, 3)
     expected_weight = dequantize(packed).to(room.dtype)
     counts = torch.zeros(-(-max(tokens) // TOKENS), dtype=torch.int32, device=device)

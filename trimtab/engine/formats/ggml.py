@@ -4,9 +4,9 @@ A block's bytes are no multiple of 16 in most types, so its scales stand apart: 
 weight: of 128 values 64 bytes of their lowest 4 bits, the first of two in the high half; then the bits above (Q5_K 1, Q6_K 2), the
 first four of every eight in the lower half of a word of 16 or 32 values; or int8 (Q8_0). scale: of each block, float16 (Q4_1: the
 scale and the minimum), or the 16 bytes of Q4_K and Q5_K that hold scales and minima, or Q6_K's 16 bytes, whose own scale is outer.
-index int32 [D_in] where the file has the columns in another order. F16, BF16 and F32 are a part: weight uint8. A value is computed
-in float32 and rounded once to the weight's type. Source: ggml-quants.c, dequantize_row_*; the values are those of gguf 0.19.0
-(quants.py) and of transformers 5.23.0 (integrations/gguf/dequant.py) in float32.
+index int32 [D_in], the input of each column, where those are in another order. F16, BF16 and F32 are a part: weight uint8. A value
+is computed in float32 and rounded once to the weight's type. Source: ggml-quants.c, dequantize_row_*; the values are those of gguf
+0.19.0 (quants.py) and of transformers 5.23.0 (integrations/gguf/dequant.py) in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats.packed import Draw, Packed, check_finite, high_first, viewed
+from trimtab.engine.formats.packed import Draw, Packed, check_finite, digest_of, high_first, in_input_order, viewed
 from trimtab.formats.record import DEQUANTIZED_VALUES, GGML_BLOCKS, GGML_FLOATS, GGML_PARTS, INDEXED, PackedEntry, StoredFormat
 from trimtab.gguf.architectures import in_order
 
@@ -43,8 +43,9 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
             if found[name] is not part:
                 found[name][piece] = part
     if order := entry.state.get("columns"):
-        found["index"] = in_order(torch.arange(columns, dtype=torch.int32, device=weight.device), order)
-    return Packed(entry.kind, entry.shape, dtype, found, {})
+        found["index"] = in_order(torch.arange(columns, device=weight.device), order).argsort().int()
+    given = digest_of(found["index"]) if order else ""
+    return Packed(entry.kind, entry.shape, dtype, found, {}, order=given)
 
 
 def floats(entry: PackedEntry, weight: Tensor) -> Tensor:
@@ -184,14 +185,14 @@ def exact_rows(packed: Packed, rows: range, dtype: torch.dtype, device: torch.de
     if kind in GGML_PARTS and "scale" not in parts:  # rows that lie in the file
         parts = arranged(kind, parts["weight"])
     found = values(kind, parts)
-    return (found if index is None else found[:, index]).to(dtype)
+    return in_input_order(found, index).to(dtype)
 
 
 def random_parts(form: StoredFormat, rows: int, columns: int, draw: Draw) -> dict[str, Tensor]:
     """Return the parts of a weight whose values are about 0.03."""
-    size, nbytes = GGML_BLOCKS[form.name]
+    size, nbytes = GGML_BLOCKS[kind := form.name.removesuffix(INDEXED)]
     blocks = draw.bytes(rows * columns // size, nbytes)
-    for at in SCALES[form.name]:
+    for at in SCALES[kind]:
         step = draw.uniform(len(blocks), 1) * (0.01 if size == 32 else 0.0003)
         blocks[:, at : at + 2] = step.half().view(torch.uint8)
-    return arranged(form.name, blocks.view(rows, -1))
+    return arranged(kind, blocks.view(rows, -1)) | ({"index": draw.order(columns)} if form.has_index else {})

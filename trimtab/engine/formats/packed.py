@@ -6,6 +6,7 @@ parts that are already where they are computed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from trimtab.engine.formats import int8_head as head8
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.formats.record import PackedEntry, stored_format
+from trimtab.formats.record import INDEXED, PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
 
 LOW_HALVES = 0x0F0F0F0F
@@ -67,6 +68,7 @@ class Packed:
     experts. parts: "weight" always, and the others of its format. codes: its format's small look-up tables, shared between
     weights and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of
     theirs. kernel: of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale.
+    order: of columns that lie in another order, a digest of it (`index`).
     """
 
     kind: str
@@ -77,6 +79,7 @@ class Packed:
     blocks: tuple[int, ...] = ()
     kernel: head8.Kernel | None = None
     input_scale: float = 0.0
+    order: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -87,9 +90,19 @@ class Packed:
         """The static scales [2] of inputs and outputs of a layer that rounds them to 8 bits, 0 for no rounding."""
         return self.parts.get("activation")
 
+    @property
+    def index(self) -> Tensor | None:
+        """The input of each column int32 [D_in], where they lie in another order than the inputs."""
+        return self.parts.get("index")
+
     def with_parts(self, parts: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> Packed:
         """Return the same weight over other tensors: views of a staging buffer, or copies on another device."""
         return replace(self, parts=dict(parts), codes=dict(codes))
+
+    def as_it_lies(self) -> Packed:
+        """Return the weight with its columns in the order in which they lie: what multiplies x[:, index]."""
+        parts = {name: part for name, part in self.parts.items() if name != "index"}
+        return replace(self, kind=self.kind.replace(INDEXED, ""), parts=parts, order="")
 
     def expert(self, number: int) -> Packed:
         """Return one expert [D_out, D_in] of a stack [E, D_out, D_in] whose parts are those of each expert, as views."""
@@ -128,6 +141,10 @@ class Draw:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.generator.device, generator=self.generator)
 
+    def order(self, columns: int) -> Tensor:
+        """Return an order of columns, the same for each weight of this many."""
+        return torch.randperm(columns, generator=torch.Generator().manual_seed(columns)).int().to(self.generator.device)
+
     def values(self, *values: float) -> Tensor:
         return torch.tensor(values, device=self.generator.device)
 
@@ -159,6 +176,16 @@ def viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
     if flat.storage_offset() * flat.element_size() % dtype.itemsize:
         flat = flat.clone()
     return flat.view(dtype).view(len(data), data.shape[1] * data.element_size() // dtype.itemsize)
+
+
+def digest_of(index: Tensor) -> str:
+    """Return `Packed.order` of an order of columns."""
+    return hashlib.sha256(index.cpu().numpy().tobytes()).hexdigest()
+
+
+def in_input_order(values: Tensor, index: Tensor | None) -> Tensor:
+    """Return values [n, D_in] whose columns lie in another order in that of the inputs."""
+    return values if index is None else torch.empty_like(values).index_copy_(1, index.long(), values)
 
 
 def refused(entry: PackedEntry, why: str) -> CheckpointError:

@@ -32,11 +32,9 @@ def parts_of(entry: PackedEntry, parts: Mapping[str, Tensor], form: StoredFormat
     index = parts.get("g_idx")
     if index is None:
         return found
-    if int(index.min()) < 0 or int(index.max()) >= form.groups(columns):
-        raise refused(entry, "g_idx names groups that are not there")
     if form.has_index:
         found["index"] = index
-    elif form.group and not torch.equal(index.long(), torch.arange(columns, device=index.device) // form.group):
+    elif not torch.equal(index.long(), torch.arange(columns, device=index.device) // (form.group or columns)):
         raise refused(entry, "has inputs in another order (g_idx), but config.json says desc_act false")
     return found
 

@@ -23,7 +23,7 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
 from trimtab.engine.cuda.nvrtc import Job
-from trimtab.engine.formats.packed import Draw, Packed
+from trimtab.engine.formats.packed import Draw, Packed, digest_of
 from trimtab.engine.formats.weights import quantize, random_parts, rounded
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import dequantize as prompt_kernels
@@ -113,6 +113,7 @@ class RandomWeights:
         """Return a weight [rows, columns] whose values are about 0.03."""
         parts = random_parts(self.quant, rows, columns, self.draw)
         made = Packed(self.quant, (rows, columns), dtype, parts, self.codes, self.blocks)
+        made = made if made.index is None else replace(made, order=digest_of(made.index))
         return made if made.static_scales is None else replace(made, input_scale=float(made.static_scales[0]))
 
     def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
@@ -222,7 +223,7 @@ def tune(
         times[cut] = graph_us(run, device, repeat=repeat) / len(groups)
     if times:
         best = min(times, key=lambda cut: times[cut])
-        if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
+        if small is not None and best.may_be_normed and not weights[0].order and best.normed_bytes(columns) <= module.shared_bytes:
             pays = _norm_pays(groups, product.x, product.out, best, product.gate, module, small, overlap=overlap, repeat=repeat)
             if pays is not None:
                 best = replace(best, normed=pays)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 NAMES = (
     "unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_low_rows", "lora_low_rows_tensor",
     "lora_up_rows", "unpack_columns_nested", "unpack_columns_plain", "write_columns", "extend_input",
+    "in_order",
 )  # fmt: skip
 UNPACKS, ADDS = "unpacked 4-bit weights", "adapters of a prompt"
 _TYPES = (torch.bfloat16, torch.float16)
@@ -85,11 +86,12 @@ def fits_type(packed: Packed, dtype: torch.dtype) -> bool:
 
 
 def unpack(packed: Packed, out: Tensor, module: nvrtc.Module | None = None) -> Tensor:
-    """Return the dequantized weight [D_out, D_in] in the memory of `out` (as many values or more, of its dtype)."""
+    """Return the dequantized weight [D_out, D_in], its columns as they lie, in the memory of `out` (as many values or more, of its
+    dtype)."""
     values = packed.shape[0] * packed.shape[1]
     weight = out.view(-1)[:values].view(packed.shape[0], packed.shape[1])
     if module is None or not can_unpack(packed):
-        return weight.copy_(dequantize(packed))
+        return weight.copy_(dequantize(packed.as_it_lies()))
     own, name = unpacking(packed, module)
     own.launch(f"unpack_{name}", (-(-values // _UNPACKED),), (_THREADS,), unpack_arguments(packed, weight))
     return weight
@@ -270,7 +272,7 @@ class PromptKernels:
             return None
         weight = unpack(packed, room, self.module)
         if packed.static_scales is None:
-            return functional.linear(x, weight, leaf.bias)
+            return functional.linear(layouts.in_order(x, packed, self.module), weight, leaf.bias)
         own = layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True)
         y = layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)
         return y.view(*x.shape[:-1], -1)
@@ -389,7 +391,7 @@ def chosen_with_short_ops(
 
 def wrong_unpack(packed: Packed, module: nvrtc.Module, dtype: torch.dtype | None = None) -> str | None:
     """Return why the kernel's weight is not that of its format's own library, bit for bit, None if it is. dtype: as `fits_type`."""
-    expected = dequantize(packed).to(dtype if dtype is not None and fits_type(packed, dtype) else packed.dtype)
+    expected = dequantize(packed.as_it_lies()).to(dtype if dtype is not None and fits_type(packed, dtype) else packed.dtype)
     actual = unpack(packed, torch.full_like(expected, float("nan")), module)
     if torch.equal(actual, expected):
         return None

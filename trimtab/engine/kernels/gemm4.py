@@ -41,7 +41,7 @@ MOST_ROWS, MOST_TOKENS = 64, 128
 # Up to here prompts use the kernel. Beyond, a weight that is unpacked for cuBLAS has the adapter in its columns
 # (columns.py). All products of E4B's step: bench/results/many_rows.json.
 PAYING_ROWS = 16
-NAMES = ("rows_product_16", "rows_product_32", "rows_product_64", "rows_low", "rows_up")
+NAMES = ("rows_product_16", "rows_product_32", "rows_product_64", "rows_low", "rows_up", "in_order")
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/rows.cu.
 _CHUNK, _UNIT, _THREADS, _UP, _RANKS = 256, 128, 256, 256, 8
@@ -161,7 +161,8 @@ def linear(
             _meet(x, lora, module, fork)
             _up(out, rows, lora, module, round_change=round_change, dependent=None if fork is None else False)
         return
-    own_x, scales = layouts.round_to_8(x, weights, module, is_input=True), stored_format(weights[0].kind).stage_bytes
+    own_x = layouts.in_order(layouts.round_to_8(x, weights, module, is_input=True), weights[0], module)
+    scales = stored_format(weights[0].kind).stage_bytes
     tile = _tile(n, module, scales)
     pieces = -(-n // tile)
     each, items, shared = each_of(rows, columns, module.multiprocessors, pieces, chunk=chunk_of(weights[0]))

@@ -48,7 +48,7 @@ from trimtab.formats.record import rounds_change, stored_format
 MAX_MEMBERS = 3
 # As in the kernel for adapters of other layers: threads of a block, outputs of one.
 _LORA_THREADS, _LORA_OUTPUTS = 256, 64
-NAMES = ("lora_add",)
+NAMES = ("lora_add", "in_order")
 PRODUCT_NAMES = ("matvec_4", "matvec_8")
 # The content of `low` and parts of sums before a product makes them: all bits set, a NaN that no operation makes.
 EMPTY = -1
@@ -110,7 +110,7 @@ class Norm:
         ]  # fmt: skip
 
 
-_NO_NORM: list[nvrtc.Argument] = [None, 0, None, None, None, None, 0, 0.0]
+_NO_NORM: list[nvrtc.Argument] = [None, None, None, None, 0, 0.0]
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,9 @@ def target_of(module: nvrtc.Module) -> launch_configs.Target:
 def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> tuple[LaunchConfig, str] | None:
     """Return the launch configuration of a product that is known without measuring, and how it is known: tuned on this card,
     shipped for such cards, or the best estimate. None if nothing fits the card."""
+    if weights[0].order:  # its inputs are put in order behind a norm
+        found = config_of([one.as_it_lies() for one in weights], n, module, pair=pair)
+        return None if found is None else (replace(found[0], normed=False), found[1])
     key = cut_key(weights, n, pair=pair)
     products = module.products
     if key in products.known:
@@ -367,7 +370,7 @@ def options(
     """Return the compiler options of products of weights like this. fixed: as `LoraArgs.is_fixed`."""
     own = () if cut is None else cut.options(packed.shape[1] // BLOCK, members, pair=pair, normed=normed)
     format_of = (f"-DHALF={dtype == torch.float16:d}", *layouts.options(packed), f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}")
-    return (*format_of, *own, *(("-DFIXED_RANKS=1",) if fixed else ()))
+    return (*format_of, *own, *(("-DFIXED_RANKS=1",) if fixed else ()), *(("-DORDERED=1",) if packed.order else ()))
 
 
 def _three(values: Sequence[nvrtc.Argument], empty: nvrtc.Argument = None) -> list[nvrtc.Argument]:
@@ -377,11 +380,13 @@ def _three(values: Sequence[nvrtc.Argument], empty: nvrtc.Argument = None) -> li
 def arguments(
     x: Tensor, weights: Sequence[Packed], out: Tensor, cut: LaunchConfig, *, bias: Sequence[Tensor | None], lora: LoraArgs | None,
     gate: Gate | None, module: nvrtc.Module, low_room: int = 0, norm: Norm | None = None, ahead: Sequence[Tensor] = (),
+    lora_x: Tensor | None = None,
 ) -> list[nvrtc.Argument]:  # fmt: skip
-    """Return the kernel's arguments in its order; no part is read."""
+    """Return the kernel's arguments in its order; no part is read. lora_x: what adapters read, if it is not x."""
     bias = [*bias, *[None] * (len(weights) - len(bias))]
     code, nested_code = layouts.tables(weights[0])
     other = None if gate is None else gate.other
+    in_front = [lora_x, 0 if lora_x is None else lora_x.stride(0), *_NO_NORM] if norm is None else norm.arguments()
     return [
         x, x.stride(0), x.shape[0], x.shape[1] // BLOCK, out, out.stride(0),
         *(one for tensors in zip(*map(layouts.tensors, weights), strict=True) for one in _three(tensors)), *_three(bias),
@@ -392,7 +397,7 @@ def arguments(
         module.scratch["parts"], cut.units, cut.k_warps, cut.groups, cut.chunk,
         cut.piece, cut.stages, cut.splits, cut.grid,
         cuts.units_of([packed.shape[0] for packed in weights], pair=gate is not None and other is None),
-        *(_NO_NORM if norm is None else norm.arguments()), *fused.ahead_arguments(ahead),
+        *in_front, *fused.ahead_arguments(ahead),
     ]  # fmt: skip
 
 
@@ -406,7 +411,7 @@ def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
 
 def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
     """Whether the norm in front of this product is to be a part of it on this card."""
-    if module is None or not layouts.is_same(weights):
+    if module is None or not layouts.is_same(weights) or weights[0].order:
         return False
     return choose(weights, n, module, pair=pair).normed
 
@@ -496,16 +501,18 @@ def matvec4(
             )
     if norm is not None:
         assert module.products.norm == (norm.form, norm.post is not None)
-        assert cut.may_be_normed and norm.residual.shape == norm.out_h.shape == x.shape
+        assert cut.may_be_normed and not weights[0].order and norm.residual.shape == norm.out_h.shape == x.shape
         assert norm.residual.data_ptr() != norm.out_h.data_ptr() != x.data_ptr() and x.dtype == norm.out_h.dtype
     wanted = options(
         weights[0], x.dtype, cut, members=len(weights), pair=pair, normed=norm is not None,
         fixed=lora is not None and lora.is_fixed,
     )  # fmt: skip
+    own_x = layouts.in_order(x, weights[0], module, dependent=dependent)
     module.variant(wanted).launch(
         cut.kernel, (cut.grid * cut.splits,), (cut.threads,),
         arguments(
-            x, weights, out, cut, bias=bias, lora=lora, gate=gate, module=module, low_room=low_room, norm=norm, ahead=ahead
+            own_x, weights, out, cut, bias=bias, lora=lora, gate=gate, module=module, low_room=low_room, norm=norm, ahead=ahead,
+            lora_x=None if own_x is x else x,
         ),
         shared_bytes=shared_bytes,
         dependent=module.overlap if dependent is None else dependent,

@@ -70,10 +70,28 @@ def tables(packed: Packed) -> tuple[Tensor | None, Tensor | None]:
 
 
 def is_same(weights: Sequence[Packed]) -> bool:
-    """Whether one launch can read all these weights: for one layout, with one table of codes, and inputs rounded once."""
-    if len({(options(packed), packed.input_scale) for packed in weights}) > 1:
+    """Whether one launch can read all these weights: for one layout, with one table of codes, and inputs rounded or in order
+    once."""
+    if len({(options(packed), packed.input_scale, packed.order) for packed in weights}) > 1:
         return False
     return len({tuple(None if table is None else table.data_ptr() for table in tables(one)) for one in weights}) == 1
+
+
+def in_order(
+    x: Tensor, packed: Packed, module: nvrtc.Module | None, *, out: Tensor | None = None, dependent: bool | None = None
+) -> Tensor:  # fmt: skip
+    """Return the inputs [..., D_in] of a weight in the order in which its columns lie: x itself, or a copy by one launch. out: rows
+    [n, D_in] for it. module None: in torch."""
+    if (index := packed.index) is None:
+        return x
+    if module is None:
+        return x.index_select(-1, index)
+    flat = x.reshape(-1, x.shape[-1])
+    to, (n, width) = torch.empty(flat.shape, dtype=x.dtype, device=x.device) if out is None else out, flat.shape
+    assert flat.stride(1) == to.stride(1) == 1 and width % 4 == to.stride(0) % 4 == 0 and x.dtype in TYPES
+    given: list[nvrtc.Argument] = [flat, flat.stride(0), index, to, to.stride(0), width]
+    module.launch("in_order", (n, -(-width // 1024)), (256,), given, dependent=dependent)
+    return to.view(x.shape) if out is None else out
 
 
 def round_to_8(x: Tensor, weights: Sequence[Packed], module: nvrtc.Module | None, *, is_input: bool) -> Tensor:

@@ -68,6 +68,7 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "lora.input": (1, "x f: float32 copy of the input (adapters compute in float32)"),
         "lora.output": (1, "x f: the float32 update, next to the layer's output"),
         "lora.sum": (1, "x d: the sum of output and update"),
+        "ordered.input": (1, "x d: the input in the order of a weight's columns (engine/kernels/layouts.py, in_order)"),
         "adapter.piece": (2.25, "x f: a piece of a weight and its update, the pair's factors (engine/lora/base_values.py)"),
         "int8.input": (3, "x 1 B: float16 and int8 copies of the input (bitsandbytes Linear8bitLt)"),
         "int8.output": (4, "x 1 B: the int32 product before it is scaled"),
@@ -456,7 +457,7 @@ class _Counter:
     ) -> None:  # fmt: skip
         self.anatomy, self.use, self.has_adapters = anatomy, use, has_adapters
         self.dtype_bytes = DTYPE_BYTES[anatomy.dtype]
-        self.casts_inputs = stored_format(quant).casts_inputs
+        self.casts_inputs, self.copies_inputs = stored_format(quant).casts_inputs, stored_format(quant).has_index
         scanned = _scanned(anatomy)
         self.head8 = self.f("head8.chunk", min(HEAD_CHUNK_VALUES, scanned.head8))
         # Also the product of a chunk, before it is written into the output.
@@ -495,6 +496,7 @@ class _Counter:
         weight = max(self.d("dequantized", wide.dequantized) if rows > 1 else 0.0, wide.own_bytes)
         mask = self.d("attention.mask_float", pairs) if masked else 0.0
         normed = wide.hidden * self.dtype_bytes
+        ordered = self.d("ordered.input", wide.hidden) if self.copies_inputs else 0.0
         pairs_of = rows * COEFFICIENTS["experts.rows"][0] * wide.chosen  # of tokens and their experts
         return (
             max(
@@ -502,7 +504,7 @@ class _Counter:
                 rows * (normed + self.d("attention.rope", query)),
                 rows * (normed + self.d("attention.output", query)) + self.d("attention.repeat", repeated * query) + mask,
                 rows * (normed + query * self.dtype_bytes + self.extra(wide.hidden, query)) + weight,
-                rows * (normed + self.d("mlp.gemm", mlp)) + weight,
+                rows * (normed + ordered + self.d("mlp.gemm", mlp)) + weight,
                 rows * (normed + self.d("mlp.product", mlp)),
                 rows * (normed + self.d("mlp.gemm", mlp) + self.extra(wide.hidden, mlp)),
                 rows * (normed + mlp * self.dtype_bytes + self.extra(mlp, wide.hidden)) + weight,

@@ -24,7 +24,7 @@
 //
 // Compiled for one format: HALF (1: fp16, 0: bf16), FORMAT and what its header names, WHOLE (1: a row is a multiple of 4 blocks).
 // FIXED_RANKS (1): how the sums of an adapter are shared among threads follows `low_width`, not the largest rank of these rows, so
-// that no bit of a row depends on whose adapters the others have.
+// that no bit of a row depends on whose adapters the others have. ORDERED (1): x is in another order, and adapters read `residual`.
 // Without them only the kernels for adapters of other layers are there. With HELD (pairs of blocks that a warp asks for at
 // once) also for ROWS, BLOCKS, UNITS, K_WARPS, CHUNK, SPLITS, PAIRED, LAYERS and NORMED (1: the norm in front is a part of it),
 // and matvec_held is the only product.
@@ -49,6 +49,9 @@
 #endif
 #ifndef HAS_POST
 #define HAS_POST 1  // 0: what the layer in front made is added to the residual as it is
+#endif
+#ifndef ORDERED
+#define ORDERED 0
 #endif
 #ifndef FIXED_RANKS
 #define FIXED_RANKS 0
@@ -554,6 +557,10 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 
   // Four values of row i of x: from shared memory, where it is whole and not rounded, or as they came.
   const auto x_4 = [&](int i, int four) {
+#if ORDERED
+    const uint2 v = __ldcg((const uint2*)(a.residual + (size_t)i * a.residual_stride) + four);
+    return make_float4(low_value(v.x, a.half), high_value(v.x, a.half), low_value(v.y, a.half), high_value(v.y, a.half));
+#else
     if (Format::ROUNDS_INPUT || a.splits > 1) {
       const uint2 v = norm_room ? *(const uint2*)(plain + i * a.columns + four * 4) : __ldcg((const uint2*)(a.x + (size_t)i * a.x_stride) + four);
       return make_float4(low_value(v.x, a.half), high_value(v.x, a.half), low_value(v.y, a.half), high_value(v.y, a.half));
@@ -570,6 +577,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     const float f = factors[FEW ? i * a.chunk_blocks + b : b * COLUMNS + i];
     return make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
                        f * from_half((u16)(v.y >> 16)));
+#endif
   };
   int turn_of_sums = 0;
   as_is(side);

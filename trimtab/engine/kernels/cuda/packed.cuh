@@ -73,6 +73,21 @@ __device__ __forceinline__ u32 two_bytes(u32 low, u32 high, int k) {
 }
 __device__ __forceinline__ float byte_value(u32 low, u32 high, int i) { return (float)(signed char)(u8)((i < 4 ? low : high) >> (8 * (i & 3))); }
 
+// x [n, columns] with the columns `index`: what a weight multiplies whose columns lie in another order. Grid: [n, columns / 1024].
+#if IS_FIRST && !defined(WHOLE)
+extern "C" __global__ void __launch_bounds__(256) in_order(
+    const u16* x, int x_stride, const int* index, u16* out, int out_stride, int columns) {
+  const int at = (blockIdx.y * 256 + threadIdx.x) * 4;
+  let_next_start();
+  const uint4 from = at < columns ? __ldg((const uint4*)(index + at)) : make_uint4(0, 0, 0, 0);
+  wait_for_previous();
+  if (at >= columns) return;
+  const u16* row = x + (size_t)blockIdx.x * x_stride;
+  const u32 a = __ldcg(row + from.x), b = __ldcg(row + from.y), c = __ldcg(row + from.z), d = __ldcg(row + from.w);
+  *(uint2*)(out + (size_t)blockIdx.x * out_stride + at) = make_uint2(a | b << 16, c | d << 16);
+}
+#endif
+
 // Products of few rows (matvec4.cu) -----------------------------------------------------------------------------------------------------
 // Of formats whose scales multiply sums.
 template <bool>
