@@ -444,7 +444,7 @@ WRONG_ATTEND = [
 @pytest.mark.parametrize(
     "right, wrong, named",
     [case if place % 3 == 0 else slow_on_cpu(*case) for place, case in enumerate(WRONG_SMALL + WRONG_ATTEND)],
-    ids=range(10),
+    ids=range(len(WRONG_SMALL + WRONG_ATTEND)),
 )
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     is_small = "attend" not in named
