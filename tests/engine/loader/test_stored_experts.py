@@ -25,7 +25,7 @@ from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.cli.commands.plan_run import adapter_document
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.formats.weights import dequantize, unpacked
 from trimtab.engine.kernels.experts import CHECK_ERROR, Mixture, experts
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.loader import load as loading
@@ -33,7 +33,7 @@ from trimtab.engine.loader import pieces
 from trimtab.engine.tiers import streaming
 from trimtab.engine.tiers.reader import HostMemory
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.formats.record import stored_format
+from trimtab.formats.record import PackedEntry, stored_format
 from trimtab.gguf.header import read_gguf
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.stock.unsplit import load_unsplit
@@ -106,15 +106,15 @@ def truth(form: str, root: Path) -> dict[str, Tensor]:
     return {name: stack.detach().float() for name, stack in model.named_parameters() if ".experts." in name}
 
 
-def of_router(packed: Packed) -> Tensor:
-    assert packed.kind == "f32", "another weight than a router's was dequantized while the model was loaded"
-    return dequantize(packed)
+def of_router(entry: PackedEntry, parts: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    assert entry.kind == "f32", "another weight than a router's was dequantized while the model was loaded"
+    return unpacked(entry, parts, dtype)
 
 
 @pytest.mark.parametrize("form", (*GGUF, *APART, "awq", "gptq-g32", "mxfp4", "ct-fp8"))
 def test_each_expert_stays_as_the_files_hold_it(form: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = truth(form, root)
-    monkeypatch.setattr(loading, "dequantize", of_router)
+    monkeypatch.setattr(loading, "unpacked", of_router)
     with loaded(files(form, root)[0], {}, quant="auto", place={"*": "resident"}) as model:
         found, shares, taken = stacks_in(model), {share.name: share for share in model.memory_shares()}, model.plan.experts
         assert set(found) == set(expected) and len(found) >= 2

@@ -1,7 +1,6 @@
 """A worker killed in the middle of steps: what has said nothing yet is answered by the next one, with the right words."""
 
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import trimtab
 from bench import client
 from bench.served import Served
-from tests import ROOT, counting
+from tests import counting
 from tests.lent import DEVICE
 from tests.long_runs import slow_on_cpu
 
@@ -47,7 +46,7 @@ def test_answers_of_a_mixture_outlive_its_worker_or_end_by_name(slots, tmp_path)
     plan = replace(plan, execution=replace(plan.execution, expert_slots=slots), gpu=gpu)
     flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     arguments = ["serve", str(base), "--name", "counts", "--adapter", f"german={adapter}", "--rows", "2", "--retry", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PLAN": json.dumps(plan.to_json())}
+    environment = {"PLAN": json.dumps(plan.to_json())}
     asked = [(name, word) for word in counting.ENGLISH[:4] for name in (None, "german")]
     with Served(arguments, command=("-c", SERVES), environment=environment) as server:
         first = iter([True])  # of all pieces of text: kills
