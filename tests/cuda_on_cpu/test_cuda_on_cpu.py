@@ -276,6 +276,7 @@ def test_every_kernel_runs_and_is_right(monkeypatch):
     assert list(once.findings(*parts, rows=(1,), limit=2)) == []
     names = {name for part in parts for name in modules.launches(part)}
     wide = {f"rope_{way}_{v}" for way in fused.ROPES for v in (2, 4, 8)} | {"attend_combine"}  # of heads of 128 to 512: slow here
+    wide |= {"in_order"}  # of act-order: tests/engine/kernels/test_packed_kernels.py
     assert {*fused.NAMES, *fused.ATTEND_NAMES, *ends.NAMES, *matvec.NAMES, "matvec_held"} - names == wide
     assert any("-DPAGE=64" in options for options in parts[1].attention)
 
@@ -331,7 +332,7 @@ def test_kernels_of_many_tokens_run_and_are_right(monkeypatch):
     assert [one for one in found if not (old and one.startswith("an unpacked weight") and "float16" in one)] == []
     names = {name for part in parts for name in modules.launches(part)}
     wanted = {*prompt_kernels.NAMES, *many_rows.NAMES, *head8.NAMES}
-    assert wanted - names == {"rows_product_32", "rows_product_64"}  # MANY_ROWS has both, and they take long here
+    assert wanted - names == {"rows_product_32", "rows_product_64", "in_order"}  # MANY_ROWS has the two, and they take long here
     roomy = SimpleNamespace(shared_bytes=227 * 1024)
     assert {many_rows._tile(n, roomy, 16) for n in once.MANY_ROWS} == {16, 32, 64}
 
