@@ -64,19 +64,28 @@ def _covers(name: str, found: str) -> bool:
 
 @cache
 def definitions() -> tuple[tuple[str, str], ...]:
-    """Return ("file:function" or "file:Class.method", its code) of the package, and ("file:imports", a file's imports)."""
+    """Return ("file:function" or "file:Class.method", its code) of the package, and the rest of each file and class."""
     files = (file.relative_to(rooms.PACKAGE).as_posix() for file in sorted(rooms.PACKAGE.rglob("*.py")))
     return tuple(one for file in files for one in _definitions(file))
 
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_NAMED = (*_FUNCTIONS, ast.ClassDef, ast.Expr)
+
+
 def _definitions(file: str) -> Iterator[tuple[str, str]]:
     tree = ast.parse((rooms.PACKAGE / file).read_text(encoding="utf-8"))
-    yield f"{file}:imports", "\n".join(ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    yield f"{file}:module", "\n".join(ast.unparse(node) for node in tree.body if not isinstance(node, _NAMED))
     for node in tree.body:
-        for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-                name = inner.name if inner is node else f"{node.name}.{inner.name}"  # type: ignore[union-attr]
-                yield f"{file}:{name}", _code(inner)
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        if isinstance(node, ast.ClassDef):
+            yield (
+                f"{file}:{node.name}",
+                "\n".join(ast.unparse(inner) for inner in inside if not isinstance(inner, (*_FUNCTIONS, ast.Expr))),
+            )
+        for inner in inside:
+            if isinstance(inner, _FUNCTIONS):
+                yield f"{file}:{inner.name if inner is node else f'{node.name}.{inner.name}'}", _code(inner)  # type: ignore[union-attr]
 
 
 def _code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -176,6 +185,7 @@ TABLE = (
         {
             "report/charts.py": "figures of a document",
             "cli/chat/file.py:_as_markdown": "a conversation, whose texts are Markdown",
+            "former_names.py:module": "names, with < between new and former", "serve/ray/config.py:module": "comments of a file",
             "cli/flags/output.py:PhaseLine": "a line of progress", "formats/bitsandbytes.py:state_json": "pads a file's JSON",
         },
         is_everywhere=True,
