@@ -94,6 +94,4 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def content(folder: Path) -> dict[str, bytes]:
     """Return every file of a folder by its place."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }  # fmt: skip
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

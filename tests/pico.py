@@ -33,9 +33,7 @@ _TEXT: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD, "max_position_embeddings": 512,
     "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
-_VISION: dict[str, Any] = {
-    "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2,
-}  # fmt: skip
+_VISION: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 

@@ -265,9 +265,7 @@ def test_every_known_spelling_leads_to_the_same_module(prefix: str, label: str, 
     shapes = pair("layers.0.self_attn.q_proj", 16, 16, head=prefix) | pair("layers.1.mlp.up_proj", 32, 16, head=prefix)
     spec = match(tmp_path, shapes)
     assert spec.prefix == label
-    assert [t.module_path for t in spec.targets] == [
-        f"{TEXT}.layers.0.self_attn.q_proj", f"{TEXT}.layers.1.mlp.up_proj"
-    ]  # fmt: skip
+    assert [t.module_path for t in spec.targets] == [f"{TEXT}.layers.0.self_attn.q_proj", f"{TEXT}.layers.1.mlp.up_proj"]
 
 
 def test_towers_and_head_move_with_the_text_model_in_the_older_layout(tmp_path: Path) -> None:

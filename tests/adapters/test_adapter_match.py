@@ -149,9 +149,7 @@ def test_a_saved_norm_and_head_are_matched(tmp_path: Path) -> None:
     shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.norm.weight": (16,), f"{PEFT_HEAD}lm_head.weight": (50, 16)}
     spec = match(tmp_path, shapes, modules_to_save=["norm", "lm_head"])
     saved = [t for t in spec.targets if t.kind == "saved"]
-    assert [(t.module_path, t.rank, set(t.tensors)) for t in saved] == [
-        (f"{TEXT}.norm", 0, {"weight"}), ("lm_head", 0, {"weight"})
-    ]  # fmt: skip
+    assert [(t.module_path, t.rank, set(t.tensors)) for t in saved] == [(f"{TEXT}.norm", 0, {"weight"}), ("lm_head", 0, {"weight"})]
     assert spec.counts()["targets"] == {"wrapped": 0, "linear": 1, "saved": 2, "total": 3}
     assert spec.nbytes("float32") == 2 * 4 * 16 * 4 + (16 + 50 * 16) * 2  # LoRA in float32, saved weights in bfloat16
 

@@ -201,9 +201,7 @@ def test_rows_of_another_machine_are_named_after_it_and_compared_with_its_own():
     first, other = ({"gpu": f"NVIDIA {name}", "python": "3.12"} for name in ("H200", "H100 80GB HBM3"))
 
     def row(gib, tok_s, streamed):
-        return {
-            "model": "e4b", "card_gib": gib, "head": "auto", "tok_s": tok_s, "predicted_tok_s": tok_s, "streamed_gib": streamed,
-        }  # fmt: skip
+        return {"model": "e4b", "card_gib": gib, "head": "auto", "tok_s": tok_s, "predicted_tok_s": tok_s, "streamed_gib": streamed}
 
     results = cards.merged({}, [row(4, 400.0, 0.0)], first)
     results = cards.merged(results, [row(4, 380.0, 0.0), row(3.7, 358.0, 0.1), row(3.5, 176.0, 0.3)], other)

@@ -184,9 +184,7 @@ def test_tokens_are_timed_from_the_question_on(monkeypatch):
     found = clock.Clock()
     found.tick([1])
     found.tick([2, 3])
-    assert found.told("a") == {
-        "id": "a", "token_ids": [1, 2, 3], "first_ms": 500.0, "gaps_ms": [250.0, 1000.0], "cpu_ms": 750.0
-    }  # fmt: skip
+    assert found.told("a") == {"id": "a", "token_ids": [1, 2, 3], "first_ms": 500.0, "gaps_ms": [250.0, 1000.0], "cpu_ms": 750.0}
 
 
 def test_bandwidth_is_the_bytes_copied_over_the_best_time(monkeypatch):

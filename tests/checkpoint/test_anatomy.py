@@ -102,9 +102,7 @@ def test_wrappers_name_their_inner_linear(built, anatomy):
         path: f"{path}.linear" for path in wrappers
     }
     bounds = anatomy("gemma4").by_path()["model.vision_tower.encoder.layers.0.mlp.up_proj"].tensors
-    assert {row.tensor_path.rpartition(".")[2] for row in bounds} == {
-        "input_min", "input_max", "output_min", "output_max"
-    }  # fmt: skip
+    assert {row.tensor_path.rpartition(".")[2] for row in bounds} == {"input_min", "input_max", "output_min", "output_max"}
 
 
 def test_other_projections_say_why_they_stay(tmp_path):

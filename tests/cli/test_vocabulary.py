@@ -22,9 +22,7 @@ COMMANDS: dict[str, argparse.ArgumentParser] = next(
     action.choices for action in cli.parser()._actions if action.dest == "name" and action.choices
 )  # type: ignore[assignment]
 FILES_ONLY = "reads headers and config: nothing is placed or computed"
-NO_DTYPE = {
-    "inspect": FILES_ONLY, "adapters": FILES_ONLY, "pull": "downloads files as they are", "completion": "prints a script",
-}  # fmt: skip
+NO_DTYPE = {"inspect": FILES_ONLY, "adapters": FILES_ONLY, "pull": "downloads files as they are", "completion": "prints a script"}
 NO_BUDGET = NO_DTYPE
 NO_PLAN = {
     **NO_DTYPE, "plan": "makes plans", "merge": "one tensor in memory at a time; budgets are of --check",

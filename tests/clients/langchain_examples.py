@@ -8,9 +8,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
-messages = [
-    ("system", "You are a helpful translator. Translate the user sentence to French."), ("human", "I love programming."),
-]  # fmt: skip
+messages = [("system", "You are a helpful translator. Translate the user sentence to French."), ("human", "I love programming.")]
 
 
 class GetWeather(BaseModel):

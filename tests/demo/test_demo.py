@@ -56,9 +56,7 @@ def test_every_prompt_is_answered_exactly(quant):
     assert wrong_answers(PROMPTS, quant=quant, place={"*": "resident"}) == []
 
 
-TIERS = {
-    "stream": {"*": "stream", "table": "gather"}, "disk": {"*": "disk", "table": "gather"}, "host": {"*": "host"}
-}  # fmt: skip
+TIERS = {"stream": {"*": "stream", "table": "gather"}, "disk": {"*": "disk", "table": "gather"}, "host": {"*": "host"}}
 
 
 @pytest.mark.parametrize(("tier", "quant"), [("stream", "nf4-dq"), ("disk", "int8")])

@@ -188,9 +188,7 @@ def towers():
 def towers_decided():
     ours, plain = (rounded(one["towers_ms"], 1) for one in parts_of_an_image("e4b", both=True))
     yield f"the vision tower takes {ours} ms for an image of 640x480, and {plain} with"
-    eager, captured = (
-        next(row["ms"] for row in prompt_rows(run) if row.get("way") == "captured") for run in (2, 3)
-    )  # fmt: skip
+    eager, captured = (next(row["ms"] for row in prompt_rows(run) if row.get("way") == "captured") for run in (2, 3))
     yield f"take {captured:.0f} ms to the first token instead of {eager:.0f}"
 
 

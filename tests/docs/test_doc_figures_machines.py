@@ -143,9 +143,7 @@ def runs_of_cards():
         for case, row in latest_cards(gpu).items()
         if case[4] == "trimtab" and not row.get("mixed")
     }
-    assert plain == {
-        ("H200", "qwen3-8b", 5, "auto", 1),
-    }  # fmt: skip
+    assert plain == {("H200", "qwen3-8b", 5, "auto", 1)}
     yield "trimtab's are after 200 mixed requests, but for Qwen3-8B on an H200"
 
 

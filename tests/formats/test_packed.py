@@ -78,9 +78,7 @@ def nested(state: Mapping[str, Any] | None = None) -> dict[str, Part]:
 
 def eight_bit() -> dict[str, Part]:
     """Return a sound int8 group of a [4, 8] weight."""
-    return {
-        "l.weight": Part("int8", (4, 8)), "l.SCB": Part("float32", (4,)), "l.weight_format": Part("uint8", (), b"\0"),
-    }  # fmt: skip
+    return {"l.weight": Part("int8", (4, 8)), "l.SCB": Part("float32", (4,)), "l.weight_format": Part("uint8", (), b"\0")}
 
 
 def refusal(folder: Path, parts: Mapping[str, Part], config: Mapping[str, Any] | None = None) -> CheckpointError:
@@ -140,9 +138,7 @@ def test_int8_layers_that_compute_in_another_way_are_refused(tmp_path: Path, set
 
 @pytest.mark.parametrize(("storage", "count"), [("uint8", 8), ("bfloat16", 4), ("float16", 4), ("float32", 2)])
 def test_an_odd_number_of_values_is_rounded_up(tmp_path: Path, storage: str, count: int) -> None:
-    parts = four_bit(STATE | {"shape": [3, 5]}) | {
-        "l.weight": Part(storage, (count, 1)), "l.weight.absmax": Part("float32", (1,)),
-    }  # fmt: skip
+    parts = four_bit(STATE | {"shape": [3, 5]}) | {"l.weight": Part(storage, (count, 1)), "l.weight.absmax": Part("float32", (1,))}
     assert split_packed(checkpoint(tmp_path, parts))[1]["l.weight"].shape == (3, 5)
 
 

@@ -365,9 +365,7 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
                     cache[i, :, last + 1 :] = math.nan
             wanted_keys, wanted_values = keys.clone(), values.clone()
             wanted_q = torch.empty_like(q)
-            fused.rope_write(
-                qkv, heads, kv_heads, dim, norms, cos, sin, wanted_keys, wanted_values, positions % places, wanted_q
-            )  # fmt: skip
+            fused.rope_write(qkv, heads, kv_heads, dim, norms, cos, sin, wanted_keys, wanted_values, positions % places, wanted_q)
             q.fill_(math.nan), out.fill_(math.nan), scratch.fill_(math.nan)
             graph.replay()
             assert fused_check.relative_error(q, wanted_q) <= fused_check.LARGEST_DIFFERENCE[torch.bfloat16]
@@ -407,9 +405,7 @@ def test_overlapping_small_kernels_give_the_bits_of_plain_order(small, monkeypat
         h.copy_(start)
         x.copy_(start)
         for _ in range(12):
-            fused.rope_write(
-                x, heads, kv_heads, dim, norms, turn, turn, None, None, None, q, module=small, mode="shared"
-            )  # fmt: skip
+            fused.rope_write(x, heads, kv_heads, dim, norms, turn, turn, None, None, None, q, module=small, mode="shared")
             fused.attend(q, keys, values, positions, dim**-0.5, None, looked, scratch, small)
             fused.gated(looked, x, gated, "gelu_tanh", small)
             fused.add_norm(gated, h, weight, weight, 1e-6, None, h, x, small)

@@ -15,9 +15,7 @@ from trimtab.merging import merge
 
 @pytest.mark.parametrize("requantize", ["nf4", "nf4-dq"])
 def test_a_packed_merge_answers_on_the_gpu_as_the_adapter_did(requantize, tmp_path):
-    merge(
-        DEMO / "base", tmp_path / "out", adapters={"a": DEMO / "adapters" / "specialist"}, requantize=requantize
-    )  # fmt: skip
+    merge(DEMO / "base", tmp_path / "out", adapters={"a": DEMO / "adapters" / "specialist"}, requantize=requantize)
     assert "quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())
     plan = trimtab.plan(tmp_path / "out", context=256, audio_s=1.0, place={"*": "resident"})
     with trimtab.load(plan) as model:

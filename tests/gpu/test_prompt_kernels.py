@@ -73,9 +73,7 @@ def test_an_adapter_inside_the_products_is_read_anew_at_every_replay(monkeypatch
     monkeypatch.setattr(planner, "FEW_ROWS_SHARE", 0.0)  # over unpacked weights adapters go in another way
     base, _ = wide(family, monkeypatch, tmp_path)
     adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=8) for seed, name in enumerate("cd", 5)}
-    plan = trimtab.plan(
-        base, quant="nf4-dq", adapters=adapters, context=256, device="cuda:0", images=0, audio_s=0.0
-    )  # fmt: skip
+    plan = trimtab.plan(base, quant="nf4-dq", adapters=adapters, context=256, device="cuda:0", images=0, audio_s=0.0)
     with trimtab.load(plan) as model:
         batch = in_chunks(model, (64,))
         for _ in range(3):

@@ -150,9 +150,7 @@ def test_the_kind_of_an_installation_is_told_and_nothing_else(tmp_path, files, w
 
 
 def personal() -> list[str]:
-    return [
-        str(Path.home()), getpass.getuser(), socket.gethostname(), os.getcwd(), sys.prefix, tempfile.gettempdir(),
-    ]  # fmt: skip
+    return [str(Path.home()), getpass.getuser(), socket.gethostname(), os.getcwd(), sys.prefix, tempfile.gettempdir()]
 
 
 def test_no_user_host_or_folder_is_told(here):

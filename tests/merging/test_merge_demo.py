@@ -35,9 +35,7 @@ def media_of(prompt: dict[str, str]) -> dict[str, str]:
 )
 def test_the_merged_model_answers_as_the_adapter_did(voice: str, requantize: str | None, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = merge(
-        DEMO / "base", out, adapters={voice: DEMO / "adapters" / voice}, check=True, requantize=requantize
-    )  # fmt: skip
+    report = merge(DEMO / "base", out, adapters={voice: DEMO / "adapters" / voice}, check=True, requantize=requantize)
     assert report.check is not None and report.check.passed
     kept = "none" if requantize is None else requantize
     plan = trimtab.plan(out, context=256, audio_s=1.0, device="cpu", quant=kept, place={"*": "resident"})

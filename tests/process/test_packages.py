@@ -40,9 +40,7 @@ def run_without(*arguments: str, refused: str = "") -> subprocess.CompletedProce
 def test_a_comparison_with_the_stock_stack_names_what_is_missing_before_it_plans(command: str) -> None:
     done = run_without(command, BASE, "--adapter", STYLE, "--against", "stock", "--json")
     error = json.loads(done.stdout)["error"]
-    assert (done.returncode, error["fields"]["value"], error["fields"]["hint"]) == (
-        2, "stock", "pip install accelerate peft",
-    )  # fmt: skip
+    assert (done.returncode, error["fields"]["value"], error["fields"]["hint"]) == (2, "stock", "pip install accelerate peft")
     assert error["message"].startswith("--against stock: needs accelerate and peft, which are not installed")
 
 

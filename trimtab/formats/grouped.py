@@ -3,7 +3,7 @@
 `X.weight_packed` int32 [D_out, D_in bits / 32], the first value in the lowest bits, each plus half the range; `X.weight_scale`
 [D_out, groups] (or [D_out]), `X.weight_shape` int64 [2], where zero points are not 0 `X.weight_zero_point` int32, packed along
 D_out, and with act-order `X.weight_g_idx` int32 [D_in], the group of each input (up to 0.18: `actorder` "group"). Source:
-compressed-tensors 0.20.0, compressors/pack_quantized. Of the weights only `weight_shape` is read.
+compressed-tensors 0.20.0, compressors/pack_quantized; the groups: 0.18.0. Of the weights only `weight_shape` is read.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 FOLDER, MOST_BYTES, MOST_RATES_BYTES = "machine", 4096, 64 * 1024
 # A further key of rates: the time of the measurement in seconds since 1970, if the machine was busy.
 BUSY, BUSY_S = "busy_at_s", 600
+RATES_FORM = 2  # of what rates mean: those of another form are measured again
 # Plausible host memory of torch's libraries: values outside these limits are not cached.
 LEAST_ADDED_BYTES, MOST_ADDED_BYTES, MOST_THREADS = 50 * 2**20, 2**35, 2**16
 
@@ -154,7 +155,7 @@ def _key(device: str) -> str:
 def rates_path(device_name: str, torch_version: str, threads: int) -> Path:
     """Return the file of a device, a torch release and a thread count. Errors: OSError if its folder cannot be made."""
     key = "-".join(_slug(part) for part in (device_name, f"torch{torch_version}"))
-    return own_folder(FOLDER) / f"rates-{key[:150]}-{threads}threads"
+    return own_folder(FOLDER) / f"rates{RATES_FORM}-{key[:150]}-{threads}threads"
 
 
 def _slug(text: str) -> str:

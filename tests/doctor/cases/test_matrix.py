@@ -383,9 +383,7 @@ def test_a_catch_all_asks_of_what_can_leave(asked, kept):
         SimpleNamespace(block_path="model.layers", tier="stream", reason="requested: device_map"),
         SimpleNamespace(block_path="model.head", tier="resident", reason="its weight is the embedding's too"),
     ]
-    plan = SimpleNamespace(
-        placements=rows, tiers=lambda: {row.block_path: row.tier for row in rows}, gpu_peak_bytes=3
-    )  # fmt: skip
+    plan = SimpleNamespace(placements=rows, tiers=lambda: {row.block_path: row.tier for row in rows}, gpu_peak_bytes=3)
     told: dict[str, object] = {}
     case = next(case for case in CASES if case.name == "NOTHING_QUANTIZED")
     run = line_case._Run(case, {"device": "cuda", "pressure": None}, lambda found: None, None)

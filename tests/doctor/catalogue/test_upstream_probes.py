@@ -21,9 +21,7 @@ from trimtab.doctor.facts.probe_kit import Kit, quiet
 FOLDER = ROOT / "trimtab" / "doctor" / "catalogue"
 MINE = {name.partition("_")[0].upper(): name for name in FILES if name[0] not in "ab"}
 # What these need is a split model or a quantized one.
-NEED_SPLIT_OR_QUANTIZED = (
-    "C1", "C2", "C3", "C4", "C7", "D2", "D4", "F1", "F5", "G1", "H1", "H2", "H4", "I4", "I10",
-)  # fmt: skip
+NEED_SPLIT_OR_QUANTIZED = ("C1", "C2", "C3", "C4", "C7", "D2", "D4", "F1", "F5", "G1", "H1", "H2", "H4", "I4", "I10")
 NEED_GEMMA4 = ("D1", "D3", "I7")
 NEVER_LOAD = (
     "C6", "C8", "D5", "E4", "F3", "F4", "G2", "I1", "I7", "I9", "I11", "I12", "I13", "I14", "I15", "I16",

@@ -427,9 +427,7 @@ def test_drafts_link_each_other():
 def test_a_draft_has_every_section():
     text = the_draft(make(), "quant-state-meta-item").markdown()
     front = re.findall(r"^\| ([A-Z][a-z -]+) \|", text.partition("\n---\n")[0], re.M)
-    assert front == [
-        "Target repository", "Why there", "State", "Labels", "Cross-links", "Known threads", "Fixed in", "Workaround",
-    ]  # fmt: skip
+    assert front == ["Target repository", "Why there", "State", "Labels", "Cross-links", "Known threads", "Fixed in", "Workaround"]
     assert re.findall(r"^### (.*)", text, re.M) == [
         "System information", "Summary", "Exact configuration", "Reproducer: the case that works and the case that fails",
         "Observed results", "Trace", "Expected behaviour", "Actual behaviour", "Why it is specific",

@@ -550,9 +550,7 @@ def test_the_command_is_one_that_the_command_line_takes():
 
 
 def test_adapter_names_are_ones_that_requests_take():
-    assert [adapter_name(path) for path in ("a/style", "a/my adapter!", "a/..x", "/")] == [
-        "style", "my-adapter-", "x", "adapter",
-    ]  # fmt: skip
+    assert [adapter_name(path) for path in ("a/style", "a/my adapter!", "a/..x", "/")] == ["style", "my-adapter-", "x", "adapter"]
 
 
 # Bad input, other interpreters, output --------------------------------------------------------------------------------

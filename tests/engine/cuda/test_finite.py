@@ -73,9 +73,7 @@ def test_logits_that_are_not_numbers_end_the_answer_with_an_error(model, options
     assert model.answer("Hello", max_new_tokens=2, **options).token_ids
 
 
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
-)  # fmt: skip
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

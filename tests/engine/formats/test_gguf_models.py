@@ -19,7 +19,9 @@ from tests.long_runs import slow_on_cpu
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.formats import weights
 from trimtab.engine.layers.leaves import PackedTable, ResidentLeaf
+from trimtab.engine.loader import load
 from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.tiers.reader import Arena
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.plan.plan import Plan
 from trimtab.planning.plan.table import stored_rows
@@ -135,7 +137,7 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(family, form, root, tmp_path
     assert stock.load_stock(tmp_path / "merged").dtype == torch.bfloat16
 
 
-def test_a_plan_counts_the_bytes_of_each_type(root):
+def test_a_plan_counts_the_bytes_of_each_type(root, monkeypatch):
     file, _ = files("llama", "q4_k", root)
     plan = trimtab.plan(file, device="cpu", context=64, place={"*": "resident"})
     with trimtab.load(plan) as model:
@@ -144,6 +146,10 @@ def test_a_plan_counts_the_bytes_of_each_type(root):
     for one in layers:
         assert one.nbytes == one.shape[0] * one.shape[1] // 256 * {"q4_k": 144, "q6_k": 210}[one.kind]
     assert plan.gpu["weights"] == sum(one.nbytes for one in layers)
+    tied, rooms = trimtab.plan(files("qwen3", "q4_k", root)[0], device="cpu", context=64, place={"*": "resident"}), []
+    monkeypatch.setattr(load, "Arena", lambda nbytes, device: rooms.append(nbytes) or Arena(nbytes, device))
+    trimtab.load(tied).close()
+    assert 0 <= rooms[0] - tied.gpu["weights"] < 1024  # a head that is its table's needs no room of its own
     # While a weight is read, its blocks become parts.
     anatomy = hf.read_anatomy(read_checkpoint(file), quant="none", dtype="bfloat16")
     blocks = {block.block_path: block for block in blocks_of(anatomy, "auto")}

@@ -244,9 +244,7 @@ def test_pieces_smaller_than_the_weight_give_the_same_head(demo_plan, monkeypatc
 def test_the_plan_counts_the_bytes_that_the_head_takes(demo_plan):
     (row,) = [row for row in demo_plan.placements if row.block_path == "lm_head"]
     rows, width = head_weight(DEMO / "base").shape
-    assert row.part == "head" and packed_parts((rows, width), HEAD8, "bfloat16") == {
-        "weight": rows * width, "scale": 4 * rows,
-    }  # fmt: skip
+    assert row.part == "head" and packed_parts((rows, width), HEAD8, "bfloat16") == {"weight": rows * width, "scale": 4 * rows}
     assert row.gpu_bytes == rows * width + 4 * rows  # on a CPU nothing is rounded up
     with trimtab.load(demo_plan) as model:
         packed = model.hf_model.lm_head.packed()

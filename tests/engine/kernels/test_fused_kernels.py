@@ -218,9 +218,7 @@ def test_batch_invariant_steps_are_one_graph_of_all_rows_whoever_is_active(on_cp
             captures = batch.steps.captures
             return torch.stack(found), captures
 
-        company = [
-            (0, [("b", [4])]), (1, [("b", [12, 13]), ("b", [1])]), (2, [(None, [30, 31]), ("dora", [7]), ("a", [8, 8])]),
-        ]  # fmt: skip
+        company = [(0, [("b", [4])]), (1, [("b", [12, 13]), ("b", [1])]), (2, [(None, [30, 31]), ("dora", [7]), ("a", [8, 8])])]
         for number, ask in enumerate((("a", [5, 6, 7]), (None, [9, 8, 3, 4]), ("dora", [4, 9]))):
             wanted, captures = scores(ask, of=0)
             assert captures == (ask[0] != "dora")

@@ -179,9 +179,7 @@ def test_copies_for_captured_prompts_are_counted_for_each_size():
 
 def test_an_adapter_larger_than_the_planned_ones_counts_its_copy_too(model, monkeypatch):
     prompt = replace(model.plan.execution.prompt, bytes={"adapter_copy": 100})
-    monkeypatch.setattr(
-        model, "plan", replace(model.plan, execution=replace(model.plan.execution, prompt=prompt))
-    )  # fmt: skip
+    monkeypatch.setattr(model, "plan", replace(model.plan, execution=replace(model.plan.execution, prompt=prompt)))
     monkeypatch.setattr(model.adapter_store, "holders", {"a": Holders(None, [], about=AttachedAdapter(None, 100))})
     held = model.read_adapter(DEMO / "adapters" / next(iter(ADAPTERS)))
     own = held.device_bytes

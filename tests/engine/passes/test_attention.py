@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -389,8 +389,11 @@ def test_the_forms_are_compared_beside_the_reading_of_weights(monkeypatch):
 
     monkeypatch.setattr(hf_attention, "_modules", lambda _: iter(kinds))
     monkeypatch.setattr(hf_attention, "why_other", why)
-    assert hf_attention.begin_trials(None, torch.device("cuda"), torch.bfloat16)() == "other bits"
-    assert ran == [(4, False), (2, False)]
-    monkeypatch.setattr(hf_attention, "why_other", lambda *_: 1 / 0)
+    with ExitStack() as undo:
+        assert hf_attention.begin_trials(None, torch.device("cpu"), torch.bfloat16, undo).result() == "other bits"
+        assert ran == [(4, False), (2, False)]
+        monkeypatch.setattr(hf_attention, "why_other", lambda *_: 1 / 0)
+        failed = hf_attention.begin_trials(None, torch.device("cpu"), torch.bfloat16, undo)
+    assert failed.done()  # a load that fails waits
     with pytest.raises(ZeroDivisionError):
-        hf_attention.use_in(None, hf_attention.begin_trials(None, torch.device("cuda"), torch.bfloat16))
+        hf_attention.use_in(None, failed)

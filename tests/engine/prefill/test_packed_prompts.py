@@ -251,9 +251,7 @@ SIZES = (16, 64, 128, 256, 512, 1024)
 def test_shapes_are_few(monkeypatch):
     monkeypatch.undo()
     shapes = shapes_of(SIZES, 1024)
-    assert shapes == [
-        (16, 16), (64, 4), (64, 8), (64, 16), (128, 2), (128, 4), (128, 8), (256, 2), (256, 4), (512, 2),
-    ]  # fmt: skip
+    assert shapes == [(16, 16), (64, 4), (64, 8), (64, 16), (128, 2), (128, 4), (128, 8), (256, 2), (256, 4), (512, 2)]
     assert shapes_of(SIZES, 512) == [shape for shape in shapes if shape[0] * shape[1] <= 512]
     assert shapes_of((16,), 16) == []
 

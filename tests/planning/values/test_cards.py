@@ -61,9 +61,7 @@ def test_a_profile_is_plausible_and_its_own_title_finds_it(card):
 
 def test_figures_of_the_whitepapers_are_met():
     """TFLOPS with float32 sums: Turing, GA102, Ada and RTX Blackwell whitepapers; A100, L4 and H200 data sheets."""
-    known = {
-        "RTX 2080 Ti": 53.8, "RTX 3090": 71, "RTX 4090": 165.2, "RTX 5090": 209.5, "A100 80GB": 312, "L4": 121, "H200": 989,
-    }  # fmt: skip
+    known = {"RTX 2080 Ti": 53.8, "RTX 3090": 71, "RTX 4090": 165.2, "RTX 5090": 209.5, "A100 80GB": 312, "L4": 121, "H200": 989}
     for name, tflops in known.items():
         assert find_card(name).tflops == pytest.approx(tflops, rel=0.005), name
 
@@ -599,6 +597,4 @@ def test_advice_for_one_row_leaves_out_the_pool_that_it_cannot_have(tries_only):
             audio_s=0,
         )  # fmt: skip
     assert caught.value.option == "batch=1 without kv_tokens"
-    trimtab.plan(
-        DEMO / "base", quant="none", context=32768, batch=1, card="8GiB", gpu_memory="620MiB", images=0, audio_s=0
-    )  # fmt: skip
+    trimtab.plan(DEMO / "base", quant="none", context=32768, batch=1, card="8GiB", gpu_memory="620MiB", images=0, audio_s=0)

@@ -51,9 +51,7 @@ def test_what_reads_one_input_is_one_piece_and_small_neighbours_are_joined():
 
 
 def test_attention_first_or_last_and_a_model_whose_sides_are_equal():
-    assert names(pieces_of([*MLP, *ATTENTION])) == [
-        ["gate_proj", "up_proj"], ["down_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
-    ]  # fmt: skip
+    assert names(pieces_of([*MLP, *ATTENTION])) == [["gate_proj", "up_proj"], ["down_proj", "q_proj", "k_proj", "v_proj", "o_proj"]]
     equal = [linear(f"self_attn.{name}_proj", 10, 10) for name in "qkvo"] + MLP
     assert names(pieces_of(equal))[0] == ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -237,10 +235,7 @@ def test_pieces_make_no_step_slower(given_stages, slots, link_Bps):
     assert taken_s * (1 + 1e-9) >= max(sum(again) / link_Bps, sum(one.seconds for one in cut))
 
 
-@given(
-    st.lists(st.tuples(SECONDS, st.integers(0, 50)), min_size=1, max_size=20), st.integers(1, 4),
-    st.floats(1, 100),
-)  # fmt: skip
+@given(st.lists(st.tuples(SECONDS, st.integers(0, 50)), min_size=1, max_size=20), st.integers(1, 4), st.floats(1, 100))
 def test_no_step_is_faster_than_its_link_or_its_computing(given_stages, slots, link_Bps):
     stages = [Stage(*one) for one in given_stages]
     found = pipeline_s(stages, link_Bps=link_Bps, slots=slots)

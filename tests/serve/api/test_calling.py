@@ -316,6 +316,4 @@ def test_forms_are_known_by_their_templates():
         "{% generation %}{{ tools }}{% endgeneration %}"
     ).reads == {"tools"}
     assert form_of("{% strange %}{{ tools }}").reads >= {"tools"}
-    assert form_of("{% for t in tools %}{{ t }}{% endfor %}<|tool_call>").marks == (
-        "<|tool_call>", "<tool_call|>", '<|"|>',
-    )  # fmt: skip
+    assert form_of("{% for t in tools %}{{ t }}{% endfor %}<|tool_call>").marks == ("<|tool_call>", "<tool_call|>", '<|"|>')

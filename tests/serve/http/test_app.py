@@ -132,10 +132,7 @@ def test_choices_have_seeds_of_their_own_and_share_the_prompts_tokens():
 
 
 def test_logprobs_come_in_openais_shape_and_have_no_infinity():
-    pool = MockPool(lambda job: [
-        Event(job.id, "text", text="é", tokens=(token("é"), token("", float("-inf")))),
-        *words(job)[1:],
-    ])  # fmt: skip
+    pool = MockPool(lambda job: [Event(job.id, "text", text="é", tokens=(token("é"), token("", float("-inf")))), *words(job)[1:]])
     content = chat(client(pool), logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
     assert content[0] == {
         "token": "é", "logprob": -0.5, "bytes": [195, 169],
@@ -606,9 +603,7 @@ def test_a_key_is_needed_where_one_is_set():
         assert found.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
-ADMIN = (
-    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a"}), ("/v1/unload_lora_adapter", {"lora_name": "style"}),
-)  # fmt: skip
+ADMIN = (("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a"}), ("/v1/unload_lora_adapter", {"lora_name": "style"}))
 
 
 def test_administration_needs_a_key_of_its_own(tmp_path):

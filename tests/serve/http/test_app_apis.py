@@ -38,9 +38,7 @@ def test_a_message_is_answered_in_anthropics_shape():
     found = messages(client(pool), system="be brief", stop_sequences=["x"], top_k=3, temperature=0.5).json()
     assert found["id"].startswith("msg_") and found["type"] == "message" and found["role"] == "assistant"
     assert found["content"] == [{"type": "text", "text": "Hello there"}] and found["stop_reason"] == "end_turn"
-    assert found["usage"] == {
-        "input_tokens": 7, "output_tokens": 2, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0
-    }  # fmt: skip
+    assert found["usage"] == {"input_tokens": 7, "output_tokens": 2, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
     job = pool.jobs[0]
     assert job.prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hello"}]
     assert (job.request.max_new_tokens, job.request.stop, job.request.top_k) == (9, ("x",), 3)

@@ -184,9 +184,7 @@ def test_the_example_in_the_docs_is_read(tmp_path):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "models.toml").write_text(block, encoding="utf-8")
     gemma, small = read_registry(tmp_path / "models.toml")
-    assert (gemma.name, gemma.kept, set(gemma.adapters), gemma.idle_unload_s) == (
-        "gemma", ("medical",), {"medical", "legal"}, 600,
-    )  # fmt: skip
+    assert (gemma.name, gemma.kept, set(gemma.adapters), gemma.idle_unload_s) == ("gemma", ("medical",), {"medical", "legal"}, 600)
     assert (small.name, small.supports, small.request.gpu_memory_bytes) == ("small", (), 5 * 2**30)
     # Every further key that the page of the docs names is one.
     (further,) = re.findall(r"Further keys: (.*?)\. Everything", text, re.DOTALL)

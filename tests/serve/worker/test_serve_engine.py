@@ -526,10 +526,7 @@ def test_images_are_prepared_while_others_get_their_tokens(engine, monkeypatch):
 
 
 def test_texts_go_on_between_the_pieces_of_an_image(model, engine, monkeypatch):
-    jobs = [
-        ask(f"{n}", LOOK if n % 3 == 0 else f"Hello there {n}", adapter=(None, "style")[n % 2], tokens=8)
-        for n in range(8)
-    ]  # fmt: skip
+    jobs = [ask(f"{n}", LOOK if n % 3 == 0 else f"Hello there {n}", adapter=(None, "style")[n % 2], tokens=8) for n in range(8)]
     expected = {name: found[0] for name, found in run(engine, *jobs).items()}
     monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", 1)
     engine = LoadedEngine(model, rows=4, resident_limit=1)

@@ -97,10 +97,7 @@ def test_shapes_must_agree():
 
 def drawn(prompt: str, sizes: list[float]) -> tuple[Noise, ...]:
     """Runs with roundings drawn at random: mean, max 5 times and KL the square of a size."""
-    return tuple(
-        Noise(prompt, "once", f"draw {at}", 5 * size, size, size**2, 3 * size**2, DRAW)
-        for at, size in enumerate(sizes)
-    )  # fmt: skip
+    return tuple(Noise(prompt, "once", f"draw {at}", 5 * size, size, size**2, 3 * size**2, DRAW) for at, size in enumerate(sizes))
 
 
 def at_limit(floor: NoiseFloor, prompt: str, **factors: float) -> Difference:

@@ -87,6 +87,7 @@ def in_order(
     if module is None:
         return x.index_select(-1, index)
     flat = x.reshape(-1, x.shape[-1])
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
     to, (n, width) = torch.empty(flat.shape, dtype=x.dtype, device=x.device) if out is None else out, flat.shape
     assert flat.stride(1) == to.stride(1) == 1 and width % 4 == to.stride(0) % 4 == 0 and x.dtype in TYPES
     given: list[nvrtc.Argument] = [flat, flat.stride(0), index, to, to.stride(0), width]

@@ -144,7 +144,7 @@ class _Filler:
         order = list(self._reads(row for _, rows in blocks for row in rows))
         total = sum(wanted.entry.nbytes for wanted in order)
         count = phases.counting("loading", is_bytes=True)
-        tried = hf_attention.begin_trials(self.probe.model, self.device, self.dtype)
+        tried = hf_attention.begin_trials(self.probe.model, self.device, self.dtype, self.undo)
         with Reader(order) as reader:
             self.reader = reader
             for block, rows in blocks:
@@ -200,7 +200,7 @@ class _Filler:
         if row.packs_experts and self.tier[row.block] == "resident":
             forms = [(one, row.form_of(one)) for one in row.stacks]
             return sum(buffer_bytes(packed_parts(one.shape, form, one.dtype)) for one, form in forms if form is not None)
-        if (weight := row.weight) is None or self.tier[row.block] != "resident":
+        if (weight := row.weight) is None or weight.tied_to or self.tier[row.block] != "resident":
             return 0
         if row.is_head8:
             return buffer_bytes(packed_parts(weight.shape, HEAD8, weight.dtype))

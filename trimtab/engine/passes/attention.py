@@ -1,6 +1,6 @@
 """Attention of one sequence that reads grouped keys and values in place, with the bits of transformers' repeated form.
 
-    why = use_in(hf_model, begin_trials(hf_model, device, dtype))    # the decoder's attention modules, once a model
+    why = use_in(hf_model, begin_trials(hf_model, device, dtype, undo))    # the decoder's attention, once a model
 
 The query [1, KV x G, T, D] is viewed as a batch of G with KV heads, and keys and values [1, KV, S, D] are expanded to that
 batch with a stride of 0 (docs/decisions/0024). torch reports the kernel for the very tensors (`_fused_sdp_choice`), and only
@@ -15,7 +15,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -103,30 +104,30 @@ def may_pack(query: Tensor) -> bool:
 # A model -------------------------------------------------------------------------------------------------------------
 
 
-def begin_trials(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Callable[[], str | None]:
+def begin_trials(hf_model: HFModel, device: torch.device, dtype: torch.dtype, undo: ExitStack) -> Future[str | None]:
     """Begin `why_other` for the decoder's attention, on a GPU next to other work: its first kernels take up to a second to load.
-    Returns what gives the first reason."""
+    Returns what gives the first reason. undo: of a load; one that fails waits for the end."""
     kinds = list(dict.fromkeys((module.num_key_value_groups, module.head_dim) for module in _modules(hf_model)))
 
     def tried() -> str | None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread: to make a context on the first GPU is none of its work
         return next((why for group, width in kinds if (why := why_other(group, width, device, dtype)) is not None), None)
 
-    if device.type != "cuda" or not kinds:
-        return tried
     pool = ThreadPoolExecutor(1, "trimtab-attention")
     future = pool.submit(tried)
     pool.shutdown(wait=False)
-    return future.result
+    undo.callback(wait, [future])
+    return future
 
 
-def use_in(hf_model: HFModel, tried: Callable[[], str | None]) -> str | None:
+def use_in(hf_model: HFModel, tried: Future[str | None]) -> str | None:
     """Let the decoder's attention modules use this form. Return why they stay as they are, None if nothing differs.
 
     tried: of `begin_trials`. Model and decoder keep their config: masks are made as before. Attention modules read a view of it in
     which only the name of the attention differs, and that only while it is "sdpa".
     """
-    why = tried()
-    if why is not None:
+    if (why := tried.result()) is not None:
         return why
     modules = list(_modules(hf_model))
     views: dict[int, Any] = {}
