@@ -5,8 +5,8 @@
 A mutant is one change by cosmic-ray (another operator, number or condition). Its tests are those of the room that execute the line,
 the quickest first, up to a minute; it is found when one fails or hangs. The tests chosen for a file's mutants run first without
 one: those that fail then judge no mutant of it; they are printed and saved. Each result is saved at once: the command goes on
-where it was stopped. The score and the mutants that no test finds go to bench/results/mutants.json. Works in a copy of the
-committed tree.
+where it was stopped. The score and the mutants that no test finds go to bench/results/mutants.json. A change that is not Python,
+as another operator for the ** of `{**a}`, is no mutant: the score does not count it. Works in a copy of the committed tree.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def ran(tree: Path, tests: list[str], *options: str, timeout_s: float | None = N
     """Run tests. Errors: SystemExit where pytest itself fails; TimeoutExpired."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests]
     found = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, timeout=timeout_s, check=False)
-    if found.returncode not in (0, 1, 2, 4):  # 2 and 4: a module cannot be imported
+    if found.returncode not in (0, 1, 2, 3, 4):  # 2, 3 and 4: a module cannot be imported; 3: by a hook
         raise SystemExit(f"pytest ended with {found.returncode}: {found.stdout[-500:].decode(errors='replace')}")
     return found
 
@@ -158,6 +158,10 @@ def outcome(tree: Path, mutant: Mutant, tests: list[str]) -> dict[str, object]:
             if pair[0] != pair[1]
         )
         said: dict[str, object] = {"line": number, "old": old.strip(), "new": new.strip(), "tests": len(tests)}
+        try:
+            compile(after, path, "exec")
+        except SyntaxError:
+            return said | {"outcome": "not Python"}
         if not tests:
             return said | {"outcome": "not reached"}
         try:
@@ -199,12 +203,12 @@ def main() -> None:
                 print(f"fails without a mutant of {mutant.file}: {test}", flush=True)
         tests = [test for test in tests_of[mutant] if test not in useless[mutant.file]]
         room["mutants"][mutant.name] = outcome(tree, mutant, tests)
-        found = [one["outcome"] for one in room["mutants"].values()]
-        room["score"] = round(sum(one in ("found", "hangs") for one in found) / len(found), 3)
+        found = [one["outcome"] in ("found", "hangs") for one in room["mutants"].values() if one["outcome"] != "not Python"]
+        room["score"] = round(sum(found) / max(1, len(found)), 3)
         RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
         said = room["mutants"][mutant.name]["outcome"]
         print(f"{number}/{len(mutants)} {said:12} {time.monotonic() - start:5.1f} s  {mutant.name}", flush=True)
-    print(f"{given.room}: {room['score']:.0%} of {len(room['mutants'])} are found")
+    print(f"{given.room}: {room['score']:.0%} are found, of {len(room['mutants'])} without those that are not Python")
 
 
 if __name__ == "__main__":

@@ -147,8 +147,8 @@ def test_patterns_select_as_the_installed_peft_does(path: list[str], patterns: d
 
 def test_a_pattern_is_matched_in_the_adapters_own_spelling_first(tmp_path: Path) -> None:
     shapes = pair("model.layers.0.self_attn.q_proj", 16, 16)
-    (target,) = match(tmp_path, shapes, alpha_pattern={"model.layers.0.self_attn.q_proj": 4}).targets
-    assert target.scale == 1.0
+    spec = match(tmp_path, shapes, alpha_pattern={f"model.layers.0.self_attn.{name}_proj": 4 for name in "qk"})
+    assert [target.scale for target in spec.targets] == [1.0] and not spec.notes
     # The spelling of the model serves too, for configurations that were edited to fit.
     (target,) = match(tmp_path, shapes, alpha_pattern={"language_model.layers.0.self_attn.q_proj": 12}).targets
     assert target.scale == 3.0

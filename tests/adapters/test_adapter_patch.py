@@ -62,6 +62,7 @@ def test_keys_that_name_the_wrapper_get_the_inner_path(tmp_path, capsys):
     (folder / "adapter_model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + raw[start:])
     made = patched(folder, tmp_path, capsys)
     assert made["renamed"] > 0 and made["linked"] is False
+    assert read_adapter(tmp_path / "out").config["rank_pattern"] == {r"(.*vision_tower.*q_proj)(\.linear)?": config["r"]}
     wanted = read_header(source / "adapter_model.safetensors").tensors
     assert set(read_header(tmp_path / "out" / "adapter_model.safetensors").tensors) == set(wanted)
 

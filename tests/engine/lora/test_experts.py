@@ -108,16 +108,18 @@ def test_target_parameters_answer_as_in_peft_in_one_batch(work: tuple[Path, Path
     with loaded(base, {"a": a, "b": b}) as model:
         names = ("a", None, "b", "a")
         requests = [{"prompt": IDS, "adapter": name} for name in names]
-        found = [logprobs(one) for one in model.batch(requests, rows=4, max_new_tokens=3, logprobs=8)]
+        batch = [*model.batch(requests, rows=4, max_new_tokens=3, logprobs=8)]
+        found = [logprobs(one) for one in batch]
         shares = {share.name: share for share in model.memory_shares()}
         # Tensors of plain layers begin at multiples of 256 bytes.
         assert shares["adapters"].measured_bytes <= 1.05 * shares["adapters"].planned_bytes
-        alone = answered(model, "b")
+        alone = model.answer(IDS, adapter="b", max_new_tokens=3, logprobs=8)
         for name in ("a", "b"):
             model.unload_adapter(name)
         after = answered(model, None)
     assert max(gap(one, expected[name]) for one, name in zip(found, names, strict=True)) < NEAR
-    assert max(gap(alone, expected["b"]), gap(after, expected[None])) < NEAR
+    assert max(gap(logprobs(alone), expected["b"]), gap(after, expected[None])) < NEAR
+    assert logprobs(batch[2], 2) == pytest.approx(logprobs(alone, 2), abs=NEAR)  # of a step in which rows differ
     assert min(gap(found[0], expected[None]), gap(found[2], expected[None]), gap(found[0], expected["b"])) > 1e-2
 
 
@@ -379,6 +381,8 @@ def test_a_pair_that_fits_no_stack_is_refused_before_loading(work: tuple[Path, P
     named = each(same, renames="gate_up_proj", but="experts.lora")
     assert "the order of lora_B's columns is ambiguous" in problems("named", named, target_parameters=None)
     assert "use_dora: PEFT has no such adapter on stacks" in problems("dora", None, use_dora=True)
+    vector = {"base_model.model.model.layers.0.mlp.experts.lora_magnitude_vector": torch.ones(4)}
+    assert "DoRA on fused experts" in problems("vector", lambda tensors: tensors | vector)
     assert "experts has 4 experts" in problems("seventh", each(same, renames="7.w1"))
     assert "names no part of the stacked experts" in problems("other", each(same, renames="0.x"))
     assert "values are NaN" in problems("nan", each(lambda _, value: value * torch.nan))

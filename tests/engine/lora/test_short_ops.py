@@ -23,6 +23,7 @@ from trimtab.engine.kv.kv_cache import step_masks
 from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import mixes
 from trimtab.engine.lora.fewer_ops import ShortAdapters, ShortOps
 from trimtab.engine.lora.store import EAGER, AdapterStore
 
@@ -298,9 +299,11 @@ def test_a_torch_without_a_kernel_for_norms_is_named_and_adapters_are_short_all_
 def four_adapters(tmp_path, kind, dtype):
     toy = Toy(kind, dtype)
     model, store = ours(toy, dtype)
-    options = {"a": {"lora_alpha": 3}, "b": {"lora_alpha": 20}, "rank": {"r": 2}, "dora": {"use_dora": True}}
+    options = {"a": {"lora_alpha": 3}, "b": {"lora_alpha": 20}, "rank": {"r": 2}, "dora": {"use_dora": True}, "mix": {}}
     for seed, (name, more) in enumerate(options.items()):
         put_on(model, store, toy, make_adapter(tmp_path / name, toy, seed=seed, **more), name)
+    own = model.up.adapters
+    own["mix"] = mixes._rest("up", [(1.0, own["a"]), (0.5, own["dora"])])
     return model, store
 
 
@@ -310,7 +313,7 @@ def base_of(leaf):
 
 ROWS = [
     ["a"] * 4, ["b", None, "b", "b"], ["a", "b", "a", "b"], ["a", "rank", None, "b"], ["a", "dora", None, "b"],
-    ["rank", "a", "rank", "a"], [None] * 4, [None, None, None, "rank"],
+    ["rank", "a", "rank", "a"], ["mix", "a", "a", "b"], [None] * 4, [None, None, None, "rank"],
 ]  # fmt: skip
 
 
@@ -398,8 +401,9 @@ def test_rows_next_to_each_other_are_few_products(tmp_path, monkeypatch):
     monkeypatch.setattr(short_ops, "STACK_BYTES", 0)
     assert runs(["a", "a", "b", "b"]) == [(0, 2), (2, 4)]
     # Many single rows of few adapters: gathering each adapter's rows is shorter.
-    store.set_rows(["a", "b"] * 8)
-    assert not ShortAdapters().can(model.up, torch.zeros(16, 1, 64))
+    for pairs in (3, 8):
+        store.set_rows(["a", "b"] * pairs)
+        assert ShortAdapters().can(model.up, torch.zeros(2 * pairs, 1, 64)) == (pairs == 3)
 
 
 def test_rows_of_another_number_are_refused_as_ever(tmp_path):

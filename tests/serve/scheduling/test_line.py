@@ -44,12 +44,6 @@ def names_of(line):
     return [take(line).job.id for _ in range(len(line))]
 
 
-def test_clients_take_turns_and_one_alone_has_all():
-    line = line_of(*(entry(f"a{number}", "a") for number in range(4)), entry("b0", "b"), entry("b1", "b"))
-    assert names_of(line) == ["a0", "b0", "a1", "b1", "a2", "a3"]
-    assert not line
-
-
 def test_a_client_that_comes_after_a_turn_is_before_the_one_that_had_it():
     line = line_of(*(entry(f"a{number}", "a") for number in range(3)))
     assert take(line).job.id == "a0"
@@ -60,13 +54,21 @@ def test_a_client_that_comes_after_a_turn_is_before_the_one_that_had_it():
     assert names_of(line) == ["c0", "a1", "d0", "b1", "a2"]
 
 
+def test_a_client_whose_work_has_ended_is_before_those_that_come_later():
+    line = line_of(entry("a0", "a"), entry("a1", "a"), entry("b0", "b"))
+    line.begin(line.first(ALL))
+    line.end("a")
+    line.add(entry("c0", "c"))
+    assert names_of(line) == ["b0", "a1", "c0"]
+
+
 def test_the_choices_of_a_request_are_one_turn():
     choices = [entry(f"a{number}", "a", group="g") for number in range(3)]
     line = line_of(*choices, entry("a3", "a"), entry("b0", "b"), entry("b1", "b"))
     assert names_of(line) == ["a0", "a1", "a2", "b0", "a3", "b1"]
 
 
-def test_clients_take_turns_whichever_adapters_they_ask_for_and_a_clients_adapters_do_too():
+def test_clients_take_turns_whichever_adapters_they_ask_for_and_one_alone_has_all():
     line = line_of(
         *(entry(f"ax{number}", "a", adapter="x") for number in range(3)), entry("ay0", "a", adapter="y"), entry("a0", "a"),
         entry("b0", "b"), entry("b1", "b"), entry("bx0", "b", adapter="x"),
