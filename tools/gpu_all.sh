@@ -133,7 +133,7 @@ print('made:', *sys.argv[1:])
 [ -e "$work/$size-talking/tokenizer.json" ] || rm -f "$out/make.done"
 step make 200 $py -c "$make_models" "$size" e2b &
 tests new 280 6 test_capturing.py test_kv8.py test_paged_rows.py test_batch_invariant.py test_tower_graphs.py test_graphs.py test_packed_prompts.py test_open_prompts.py test_prompt_room.py test_tower_ops.py test_last_layers.py test_chunk_layers.py
-tests kernels 240 6 test_experts.py test_kernels.py test_ends.py test_head8.py test_short_ops.py test_many_rows.py test_prompt_kernels.py test_formats.py &
+tests kernels 240 6 test_experts.py test_kernels.py test_ends.py test_head8.py test_short_ops.py test_many_rows.py test_prompt_kernels.py test_formats.py test_format_models.py &
 tests steps 240 6 test_recurrent.py test_decoders.py test_prefill.py test_generate.py test_batch.py test_chat.py test_load.py test_known.py
 wait
 tests memory 90 1 test_memory.py test_devices.py test_attention.py
