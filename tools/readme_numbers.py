@@ -341,7 +341,14 @@ def small_cards(results: Mapping[str, Any]) -> str:
         f"{slow} GB/s, as small cards have it."
     )
     newest = max(row["run"] for row in shown)
-    older = [f"{row['model'].upper()} on {_card_size(row)}" for row in shown if row["run"] < newest]
+    gpus = {
+        gpu
+        for gpu in (_gpus([row], results) for row in shown)
+        if all(row["run"] < newest for row in shown if _gpus([row], results) == gpu)
+    }
+    older = [*(f"the rows of the {gpu}" for gpu in sorted(gpus)), *(
+        f"{row['model'].upper()} on {_card_size(row)}" for row in shown if row["run"] < newest and _gpus([row], results) not in gpus
+    )]  # fmt: skip
     note = f" Measured with an earlier version: {', '.join(older)}." if older else ""
     return f"{table}\n\n{closing}{note} {above_plan(results)}"
 

@@ -16,7 +16,6 @@ DOCUMENT = Document(PROSE, [
 ])  # fmt: skip
 
 
-# Where text for people may be laid out or escaped: here, charts, the templates of chats, and lines that a terminal redraws.
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_text_keeps_to_the_columns_and_breaks_no_word(width):
     text = Lines(width).show(DOCUMENT)

@@ -399,17 +399,19 @@ ELSEWHERE = {
 
 def _with_values(unknown: Sequence[str], given: Sequence[str]) -> list[str]:
     """Return words that a command does not take, a value next to its flag: an argument took it, and left another word over."""
-    flags, left = [word for word in unknown if _FLAG.match(word)], [word for word in unknown if not _FLAG.match(word)]
-    found = []
-    for flag in flags:
-        found.append(flag)
-        value = next(iter(given[given.index(flag) + 1 :]), "-")
-        if value in left:
-            found.append(left.pop(left.index(value)))
-        elif left and "=" not in flag and not _FLAG.match(value):
-            found.append(value)
-            left.pop()
-    return [*found, *left]
+    shown: list[int] = []  # places in `given`
+    for word in unknown:
+        start = shown[-1] + 1 if shown else 0
+        if word not in given[start:]:
+            return list(unknown)
+        shown.append(given.index(word, start))
+    flags = [at for at in shown if _FLAG.match(given[at]) and "=" not in given[at]]
+    values = [at + 1 for at in flags if at + 1 < len(given) and not _FLAG.match(given[at + 1])]
+    for value in values:
+        others = [at for at in shown if at > value and at not in values and not _FLAG.match(given[at])]
+        if value not in shown and others:
+            shown[shown.index(others[-1])] = value
+    return [given[at] for at in sorted(shown)]
 
 
 def unknown_flags(unknown: Sequence[str], command: argparse.ArgumentParser, given: Sequence[str]) -> str:

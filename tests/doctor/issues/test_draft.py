@@ -278,6 +278,7 @@ def test_what_trimtab_did_is_no_evidence_against_others():
 
 def test_every_bucket_has_known_labels_a_script_and_the_sections_texts():
     assert len({bucket.name for bucket in BUCKETS}) == len(BUCKETS)
+    assert any(" needs an offload_dir;" in bucket.title for bucket in BUCKETS)
     for bucket in BUCKETS:
         assert set(bucket.labels) <= set(LABELS), bucket.name
         assert bucket.script in SCRIPTS and bucket.expected and bucket.questions and bucket.specific

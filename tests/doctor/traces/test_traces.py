@@ -418,7 +418,7 @@ def test_report_says_versions_memory_model_map_and_adapter(environment):
     assert "torch 2.8.0 (built for CUDA 12.9)" in text and "peft 0.19.1" in text and "\naccelerate" not in text
     assert "GPU 0: NVIDIA GeForce RTX 3060, 3.00 GiB free of 12.00 GiB" in text
     assert "model_type: gemma4" in text and '"model.vision_tower": "cpu"' in text and 'a "" key: yes' in text
-    assert "\nr: 8" in text and "language_model" in text and "hf\\_device\\_map" in text
+    assert "\nr: 8" in text and "language_model" in text and "\nprint(model.hf_device_map), before" in text
 
 
 def test_report_holds_no_private_path(environment, tmp_path):

@@ -127,7 +127,9 @@ def test_a_text_to_embed_that_is_too_long_hears_nothing_of_an_answer():
     ("job", "field", "expected"),
     [
         ({"prompt": [1], "kind": "text"}, "prompt", "tokens"), ({"prompt": {"text": "a"}, "kind": "tokens"}, "prompt", "prompt"),
-        ({"prompt": {"text": "a"}, "kind": "embedding"}, "prompt", "input"),
+        ({"prompt": {"text": "a"}, "kind": "embedding"}, "prompt", "input"), ({"prompt": "a"}, "system", "messages"),
+        ({"prompt": "a"}, "max_new_tokens", "max_tokens"), ({"prompt": "a"}, "adapter", "model"),
+        ({"prompt": "a"}, "template_kwargs", "chat_template_kwargs"),
         ({"prompt": [{"role": "user", "content": "a"}, {"role": "tool", "name": "f", "content": "b"},
                      {"role": "user", "name": "Ann", "content": "c"}]}, "name", "messages[2].name"),
     ],

@@ -172,20 +172,21 @@ def test_without_ray_the_command_says_how_to_get_it(capsys, monkeypatch):
 def test_a_printed_file_holds_what_was_asked_and_no_key(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(on_ray, "check_ray", lambda: None)
     monkeypatch.setenv(scale.KEY_VARIABLE, KEY)
-    file = tmp_path / "serve.yaml"
     monkeypatch.setenv(scale.ADMIN_KEY_VARIABLE, "another-" + KEY)
-    flags = ("--ray", "--replicas", "1..4", "--host", "0.0.0.0", "--port", "9000", "--rows", "3")
+    file = tmp_path / "serve.yaml"
+    flags = ["--ray", "--replicas", "1..4", "--host", "0.0.0.0", "--port", "9000", "--rows", "3", "--timeout", "5", "--grace", "1"]
+    flags += ["--audio-s", "3", "--cpus-per-replica", "0.5", "--gpus-per-replica", "0"]
     assert serve(*flags, "--print-config", str(file), capsys=capsys)[0] == 0
     assert serve(*flags, "--print-config", "-", capsys=capsys)[1].out == file.read_text("utf-8")
     assert KEY not in file.read_text("utf-8")
     found = yaml.safe_load(file.read_text("utf-8"))
     assert found["http_options"] == {"host": "0.0.0.0", "port": 9000}
-    (application,) = found["applications"]
+    application = found["applications"][0]
     module, _, name = application["import_path"].partition(":")
     assert getattr(sys.modules[module], name) is on_ray.application
     models, settings = scale.read_arguments(application["args"])
     assert (models[0].rows, settings.api_keys, application["args"]["replicas"]) == (3, (KEY,), [1, 4])
-    assert application["args"]["gpus"] == 0
+    assert (application["args"]["gpus"], application["args"]["cpus"]) == (0, 0.5)
 
 
 def test_a_file_for_a_model_that_may_use_a_gpu_asks_for_one():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 
 import trimtab
 from tests import ROOT
+from trimtab.cli.main import main
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, RequestError
 from trimtab.request import LoadRequest
@@ -195,8 +197,6 @@ def test_the_example_in_the_docs_is_read(tmp_path):
 
 
 def test_serving_what_is_not_here_ends_at_once_with_every_name(write, tmp_path, capsys):
-    from trimtab.cli.main import main
-
     file = write('[models.a]\npath = "model"\n[models.b]\npath = "gone/model"\n[models.c]\npath = "org/not-cached"\n')
     write_checkpoint(tmp_path / "model")
     assert main(["serve", str(file), "--port", "0"]) == 3
@@ -205,8 +205,6 @@ def test_serving_what_is_not_here_ends_at_once_with_every_name(write, tmp_path, 
 
 
 def test_serving_what_is_no_whole_model_ends_at_once_with_every_reason(write, tmp_path, capsys):
-    from trimtab.cli.main import main
-
     cut, planned = tmp_path / "cut", tmp_path / "planned"
     for folder in (cut, planned):
         write_checkpoint(folder)
@@ -225,8 +223,6 @@ def test_serving_what_is_no_whole_model_ends_at_once_with_every_reason(write, tm
 
 @pytest.mark.parametrize("name", ["no/such/model", "./x", "no such model"])
 def test_a_model_folder_that_is_not_there_is_called_that(name, tmp_path, capsys):
-    from trimtab.cli.main import main
-
     given = str(tmp_path / name)
     assert main(["serve", given, "--port", "0"]) == 3
     said = capsys.readouterr().err
@@ -234,15 +230,19 @@ def test_a_model_folder_that_is_not_there_is_called_that(name, tmp_path, capsys)
 
 
 def test_an_adapter_folder_that_is_not_there_is_named(tmp_path, capsys):
-    from trimtab.cli.main import main
-
     assert main(["serve", str(DEMO / "base"), "--adapter", f"style={tmp_path / 'gone'}", "--port", "0"]) == 3
     assert "adapter style of base: " in capsys.readouterr().err
 
 
-def test_a_file_for_another_machine_asks_for_no_folder_here(write, capsys):
-    from trimtab.cli.main import main
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_a_missing_device_is_one_error_of_any_number_of_models(names, write, capsys, monkeypatch):
+    missing = RequestError("there is no such GPU", field="device")
+    monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", Mock(side_effect=missing))
+    file = write("".join(f"[models.{name}]\npath = {json.dumps(str(DEMO / 'base'))}\n" for name in names))
+    assert main(["serve", str(file), "--port", "0"]) == 2 and "no such GPU" in capsys.readouterr().err
 
+
+def test_a_file_for_another_machine_asks_for_no_folder_here(write, capsys):
     file = write('[models.a]\npath = "org/not-cached"\n')
     pytest.importorskip("ray")
     assert main(["serve", str(file), "--ray", "--print-config", "-"]) == 0

@@ -11,7 +11,7 @@ BUG = Bug(
     "offloaded layer",
     trigger="model.load_adapter(path) on a base with offloaded layers that the adapter targets",
     cause="PEFT makes the matrices of a layer whose weight is on meta on the CPU (tuners_utils.py "
-    "_move_adapter_to_device_of_base_layer does not move them next to meta), and nothing gives them a hook",
+    "_move_adapter_to_device_of_base_layer moves no matrix of such a layer), and nothing gives them a hook",
     affected=(Affected("peft"), Affected("transformers")),
     versions="transformers 5.6.2 with peft 0.19.1 and 5.23.0 with 0.21.2, run: map and hooks kept, logits equal the unsplit "
     "model's, matrices without a hook. The failure on a GPU is deduced from that and B8",

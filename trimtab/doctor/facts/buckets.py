@@ -236,7 +236,7 @@ BUCKETS: tuple[Bucket, ...] = (
     Bucket(
         name="offload-folder", labels=("FAIL_OFFLOAD_DIR_NEEDED",), bug="B7", script="offload-folder", state=DOCUMENTATION,
         shows=("ValueError", r"We need an `offload_dir` to dispatch"), kinds=("documentation",),
-        title="PeftModel.from_pretrained on a base with an offload_folder requests an offload_dir; the documentation has neither",
+        title="PeftModel.from_pretrained on a base with an offload_folder needs an offload_dir; the documentation has neither",
         expected=(
             "the documentation says which of `offload_dir` and `offload_folder` PEFT takes on a base that is dispatched; or",
             "the base's own folder is used again; or", "the message says that the argument belongs to PEFT's call.",

@@ -179,7 +179,7 @@ def probes_document(verdicts: Sequence[Verdict]) -> Document:
     for bug in (one.bug for one in verdicts):
         facts = [("workaround", bug.way_round), ("threads", "; ".join(bug.trackers) or "none known"), ("trimtab", bug.trimtab)]
         known.append(Details(f"{bug.id} {bug.title}", [Facts(facts)]))
-    total = f"{len(verdicts)} known bugs of other packages, none of trimtab: {summary}"
+    total = f"{len(verdicts)} known bugs: {summary}"
     head = Heading("Known bugs of the other packages here, none of trimtab")
     table = Table(("id", "here", "bug and evidence"), rows, has_note=True)
     return Document(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import gib
 from trimtab.process.redact import check_clean, clean, clean_all
-from trimtab.report.document import Block, Code, Document, Heading, Items
+from trimtab.report.document import Block, Code, Document, Heading
 from trimtab.report.render import FORMS
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def report_block(
         parts.append(("Requested placement", _map(device_map)))
     if adapter is not None:
         parts.append(("Adapter", _adapter(adapter)))
-    # Names, patterns and maps are shown as they are, so that nothing in them is markup.
+    parts.append(("Please add", list(TO_ADD)))
+    # Names, patterns, maps and code are shown as they are, so that nothing in them is markup.
     blocks: list[Block] = [block for title, lines in parts for block in (Heading(title), Code("\n".join(lines)))]
-    blocks += [Heading("Please add"), Items(TO_ADD)]
     text = FORMS[".md"].show(Document("Versions, memory and files", blocks))
     check_clean(text, what="report")
     return text

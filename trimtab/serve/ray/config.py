@@ -63,13 +63,10 @@ def arguments_of(
     for model in models:
         _check(model, gpus)
     shown = {item.name: _plain(getattr(settings, item.name)) for item in fields(Settings)}
-    shown |= {
-        "key_limits": {}, "limits": asdict(settings.limits), "adapter_root": settings.adapter_root and _path(settings.adapter_root),
-    }  # fmt: skip
-    return {
-        "models": [_table(model) for model in models], "settings": shown, "replicas": list(replicas),
-        "gpus": gpus, "cpus": cpus,
-    }  # fmt: skip
+    root = settings.adapter_root and _path(settings.adapter_root)
+    shown |= {"key_limits": {}, "limits": _plain(asdict(settings.limits)), "adapter_root": root}
+    tables = [_table(model) for model in models]
+    return {"models": tables, "settings": shown, "replicas": list(replicas), "gpus": _plain(gpus), "cpus": _plain(cpus)}
 
 
 def _check(model: ServedModel, gpus: float | None) -> None:
@@ -106,7 +103,9 @@ def _path(path: str | Path) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, float) else value  # YAML takes no subclass of float
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[list[ServedModel], Settings]:

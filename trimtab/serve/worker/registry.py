@@ -192,14 +192,13 @@ def check_present(models: Sequence[ServedModel]) -> None:
     """Raise CheckpointError with every model and adapter that is missing or incomplete on this machine, AdapterError
     for an unusable one, RequestError for a device that is not there. Reads only headers, and needs no torch.
     """
-    problems = []
+    problems, devices = [], []
     for model in models:
         try:
             if model.request.card is None:
                 machine_cache.find_machine(model.request.device)
         except RequestError as exc:
-            if len(models) == 1:
-                raise
+            devices.append(exc)
             problems.append(f"model {model.name}: {exc}")
         try:
             read_loadable(model.request.model)
@@ -211,6 +210,8 @@ def check_present(models: Sequence[ServedModel]) -> None:
                     check_is_adapter(path, model=model.request.model)
             except AdapterError as exc:
                 problems.append(f"adapter {name} of {model.name}: {path}: {exc.problems[0]}{exc.hint and f'. {exc.hint}'}")
+    if devices and len(devices) == len(problems):
+        raise devices[0]
     if problems:
         raise CheckpointError("nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve")
     first_uses = {path: (name, model.name) for model in reversed(models) for name, path in model.adapters.items()}
