@@ -96,7 +96,7 @@ def _head_path(
     expression = sources.get(f"{path}.weight")
     if expression is not None and any(leaf in packed for leaf in expression.leaves):
         raise RequestError(
-            f"the checkpoint holds {path} quantized or in a GGUF file: neither is quantized again", field="head", value="int8",
+            f"the checkpoint already holds {path} quantized or in a GGUF file: it stays so", field="head", value="int8",
             allowed=("full",),
         )  # fmt: skip
     named = [pattern for pattern in keep_unquantized if matches(pattern, path)]
