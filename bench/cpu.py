@@ -11,7 +11,7 @@ machine does meanwhile slows both alike. Elapsed times and the CPU time of all t
 
     OMP_NUM_THREADS=1 python -m bench.cpu --work FOLDER --save bench/results/cpu_predictions.json --predictions
 
-puts the tokens per second that plans predict beside measured ones, with and without an adapter, in several formats. --part NAME
+puts the tokens per second that plans predict next to measured ones, with and without an adapter, in several formats. --part NAME
 keeps the other parts of the file: the same on another machine, under another load or with other instructions.
 """
 
@@ -237,8 +237,8 @@ def save_predictions(given: argparse.Namespace) -> None:
             never = tuple((int(end), -100.0) for end in (ends if isinstance(ends, list) else [ends]))
             for _ in range(4):
                 clock = _Ticks()
-                asked = GenerateRequest(max_new_tokens=9, logit_bias=never)
-                with closing(iter(Generation(loaded, inputs, asked))) as pieces:  # type: ignore[type-var]
+                request = GenerateRequest(max_new_tokens=9, logit_bias=never)
+                with closing(iter(Generation(loaded, inputs, request))) as pieces:  # type: ignore[type-var]
                     for piece in pieces:
                         clock.tick(piece.token_ids)
                 clocks.append(clock.row())
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="this case alone, or this model of --predictions; may be repeated")
     parser.add_argument("--first-tokens", type=int, default=0, help="first tokens only, so many of each model")
     parser.add_argument("--part", default="avx512", help="of the file of --predictions")
-    parser.add_argument("--predictions", action="store_true", help="predicted beside measured tokens per second")
+    parser.add_argument("--predictions", action="store_true", help="predicted and measured tokens per second")
     given = parser.parse_args()
     if given.predictions:
         save_predictions(given)

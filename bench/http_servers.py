@@ -1,4 +1,4 @@
-"""Which attacks on connections does granian hold, beside uvicorn with the project's own layer? (docs/decisions/0046)
+"""Which attacks on connections does granian hold, and uvicorn with the project's own layer? (docs/decisions/0046)
 
     pip install --target /tmp/granian granian==2.8.7
     PYTHONPATH=/tmp/granian python -m bench.http_servers --save bench/results/granian.json
@@ -40,7 +40,7 @@ CONNECTIONS, LIMITS = 64, {"head_s": 3.0, "body_s": 5.0, "idle_s": 6.0, "send_s"
 GRACE_S = 3
 # How long an attacker waits for its end.
 WATCHED_S = 20.0
-# How long normal clients ask beside connections that are held, how long they wait, and between which two of them.
+# How long normal clients send requests next to connections that are held, how long they wait, and between which two of them.
 HELD_S, PATIENCE_S, PAUSE_S = 8.0, 2.0, 0.25
 # granian bounds connections by one option, its backpressure: at the limit it accepts no more. Also with more of it than files.
 SERVERS: dict[str, tuple[str, ...]] = {
@@ -199,10 +199,10 @@ def held_connections(server: Served) -> dict[str, Any]:
         "heads": (POST[:40], b"a"), "bodies": (POST % b"Content-Length: 9999\r\n", b" "), "idle": (GET % b"", b""),
         "unread": (ahead, b""),
     }  # fmt: skip
-    return {name: _beside(server, start, drip) for name, (start, drip) in kinds.items()}
+    return {name: _held_next_to(server, start, drip) for name, (start, drip) in kinds.items()}
 
 
-def _beside(server: Served, start: bytes, drip: bytes) -> dict[str, Any]:
+def _held_next_to(server: Served, start: bytes, drip: bytes) -> dict[str, Any]:
     over = threading.Event()
 
     def hold() -> None:
@@ -332,7 +332,7 @@ def half_closed(server: Served) -> dict[str, Any]:
 
 
 def ended(server: Served) -> dict[str, Any]:
-    """SIGTERM beside one connection of each state: seconds until the process has ended, within a grace time of GRACE_S."""
+    """SIGTERM with one connection of each state: seconds until the process has ended, within a grace time of GRACE_S."""
     started = (POST[:40], POST % b"Content-Length: 999\r\n{", GET % b"", attackers.AHEAD)
     held = [_connect(server, receives=2048) for _ in started]
     for raw, data in zip(held, started, strict=True):

@@ -251,7 +251,7 @@ def test_a_step_on_a_cpu_reads_each_form_of_weight_at_its_own_rate():
     """Qwen3-8B has 252 linear layers of 6,945,767,424 weights, and a head of 151,936 x 4,096 beside its table."""
     layers, head, count = 6_945_767_424, 151_936 * 4096, 252
     packed = layers * 0.5 + layers / 64 + layers / 64 / 256 * 4  # bytes of NF4: scales of 64 values, and theirs of 256
-    beside = (count + 1) * 44 * 5e-6  # operations of every linear layer, without adapters
+    others_s = (count + 1) * 44 * 5e-6  # operations of every linear layer, without adapters
     rate = {
         ("none", 64): 2 * (layers + head) / 5e9,
         ("int8", 64): layers / 5e8 + 2 * head / 5e9 + count * 64 * 5e-6,
@@ -261,7 +261,7 @@ def test_a_step_on_a_cpu_reads_each_form_of_weight_at_its_own_rate():
     for (quant, host), read_s in rate.items():
         machine = replace(CPU, host_available_bytes=host * GIB)
         made = plan(qwen3_8b(), machine=machine, rates=CORE, quant=quant)
-        assert made.execution.step.seconds == pytest.approx(read_s + beside, rel=0.02), (quant, host)
+        assert made.execution.step.seconds == pytest.approx(read_s + others_s, rel=0.02), (quant, host)
         assert made.execution.step.seconds == pytest.approx(sum(row.token_s for row in made.placements), rel=0.01)
     assert verdict(made).startswith("Fits: about ") and re.search(r"~[\d.]+ tokens/s", str(made))
 

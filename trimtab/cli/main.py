@@ -399,7 +399,7 @@ ELSEWHERE = {
 
 def _with_values(unknown: Sequence[str], given: Sequence[str]) -> list[str]:
     """Return words that a command does not take, a value next to its flag: an argument took it, and left another word over."""
-    shown: list[int] = []  # places in `given`
+    shown: list[int] = []  # positions in `given`
     for word in unknown:
         start = shown[-1] + 1 if shown else 0
         if word not in given[start:]:
