@@ -208,7 +208,8 @@ def main() -> None:
         RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
         said = room["mutants"][mutant.name]["outcome"]
         print(f"{number}/{len(mutants)} {said:12} {time.monotonic() - start:5.1f} s  {mutant.name}", flush=True)
-    print(f"{given.room}: {room['score']:.0%} are found, of {len(room['mutants'])} without those that are not Python")
+    judged = sum(one["outcome"] != "not Python" for one in room["mutants"].values())
+    print(f"{given.room}: {room['score']:.0%} of {judged} are found")
 
 
 if __name__ == "__main__":

@@ -70,19 +70,24 @@ def definitions() -> tuple[tuple[str, str], ...]:
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_NAMED = (*_FUNCTIONS, ast.ClassDef, ast.Expr)
+
+
+def _rest(body: list[ast.stmt]) -> str:
+    """Return the code of a file or a class but for functions, classes and texts."""
+    texts = (one for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+    left_out = {id(one) for one in texts}
+    return "\n".join(
+        ast.unparse(one) for one in body if id(one) not in left_out and not isinstance(one, (*_FUNCTIONS, ast.ClassDef))
+    )
 
 
 def _definitions(file: str) -> Iterator[tuple[str, str]]:
     tree = ast.parse((rooms.PACKAGE / file).read_text(encoding="utf-8"))
-    yield f"{file}:module", "\n".join(ast.unparse(node) for node in tree.body if not isinstance(node, _NAMED))
+    yield f"{file}:module", _rest(tree.body)
     for node in tree.body:
         inside = node.body if isinstance(node, ast.ClassDef) else [node]
         if isinstance(node, ast.ClassDef):
-            yield (
-                f"{file}:{node.name}",
-                "\n".join(ast.unparse(inner) for inner in inside if not isinstance(inner, (*_FUNCTIONS, ast.Expr))),
-            )
+            yield f"{file}:{node.name}", _rest(node.body)
         for inner in inside:
             if isinstance(inner, _FUNCTIONS):
                 yield f"{file}:{inner.name if inner is node else f'{node.name}.{inner.name}'}", _code(inner)  # type: ignore[union-attr]

@@ -378,8 +378,8 @@ def test_towers_come_before_chunks_and_once():
     assert one.end_chunk(ends_in_step=False) and one.media is None
 
 
-def test_the_forms_are_compared_beside_the_reading_of_weights(monkeypatch):
-    kinds, ran = [layer(group) for group in (4, 2, 4)], []
+def test_the_forms_are_compared_while_weights_are_read(monkeypatch):
+    kinds, ran, goes_on = [layer(group) for group in (4, 2, 4)], [], threading.Event()
     for one in kinds:
         one.head_dim = 64
 
@@ -392,7 +392,8 @@ def test_the_forms_are_compared_beside_the_reading_of_weights(monkeypatch):
     with ExitStack() as undo:
         assert hf_attention.begin_trials(None, torch.device("cpu"), torch.bfloat16, undo).result() == "other bits"
         assert ran == [(4, False), (2, False)]
-        monkeypatch.setattr(hf_attention, "why_other", lambda *_: 1 / 0)
+        monkeypatch.setattr(hf_attention, "why_other", lambda *_: goes_on.wait() and 1 / 0)
+        threading.Timer(0.05, goes_on.set).start()
         failed = hf_attention.begin_trials(None, torch.device("cpu"), torch.bfloat16, undo)
     assert failed.done()  # a load that fails waits
     with pytest.raises(ZeroDivisionError):

@@ -181,7 +181,7 @@ def test_a_printed_file_holds_what_was_asked_and_no_key(tmp_path, capsys, monkey
     assert KEY not in file.read_text("utf-8")
     found = yaml.safe_load(file.read_text("utf-8"))
     assert found["http_options"] == {"host": "0.0.0.0", "port": 9000}
-    application = found["applications"][0]
+    (application,) = found["applications"]
     module, _, name = application["import_path"].partition(":")
     assert getattr(sys.modules[module], name) is on_ray.application
     models, settings = scale.read_arguments(application["args"])
