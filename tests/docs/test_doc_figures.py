@@ -318,7 +318,7 @@ def whole_decoder():
 
 
 def small_card_goals():
-    full, small, head8 = card(4, "full", 10), card(3.2, "auto", 10), card(4, "auto", 10)
+    full, small, head8 = card(4, "full", 10), card(3.2, "auto", 23), card(4, "auto", 10)
     h100, copied = card(4, "full", 17), card(4, "full", 17, copies=4)
     last, last_copied = card(4, "full", 20), card(4, "full", 20, copies=4)
     share = f"{100 * last['link_share']:.0f} %; with every copy four times {100 * last_copied['link_share']:.0f} %"
