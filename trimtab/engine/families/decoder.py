@@ -1,8 +1,4 @@
-"""Which parts does a text decoder have, and how does a layer use them? Data that a family's description fills in.
-
-A description holds transformers' own modules, never copies: weights are read where they are when they are needed. `families.py`
-makes one for each family, `check.py` compares it with the modules, `step.py` and `chunk.py` compute with it.
-"""
+"""Which parts does a text decoder have, and how does a layer use them?"""
 
 from __future__ import annotations
 
@@ -347,7 +343,8 @@ class Layer:
 class Decoder:
     """A text decoder. text: transformers' own module of it; activation: one of `attention_and_norms.ACTIVATIONS`; softcap: of the
     scores behind the head, which are divided by `divisor` first. per_layer: the size of each layer's own input, 0 without.
-    embedding_scale: a factor of embeddings that their module does not have."""
+    embedding_scale: a factor of embeddings that their module does not have. It holds transformers' own modules, never copies:
+    weights are read where they are when they are needed."""
 
     text: Any
     embedding: nn.Module

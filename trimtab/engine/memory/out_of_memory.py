@@ -1,8 +1,4 @@
-"""Out-of-memory errors of a GPU: how they are recognized, and the error with the plan's numbers that users get.
-
-A plan counts the memory of its execution. So a device that runs out of memory never causes a slower fallback: it is an error
-with the counted bytes, the free bytes and the flag to pass.
-"""
+"""How is an out-of-memory error of a GPU recognized, and which numbers of the plan do users get?"""
 
 from __future__ import annotations
 
@@ -53,7 +49,8 @@ def reason_of(exc: Exception, device: torch.device | str) -> str:
 
 
 def memory_error(exc: BaseException, what: str, plan: Plan, device: torch.device) -> DeviceError:
-    """Return the error of a device that ran out of memory, with the plan's figures and a budget that may fit."""
+    """Return the error of a device that ran out of memory, with the plan's figures and a budget that may fit. A device that runs
+    out of memory never causes a slower fallback."""
     if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
         return exc
     free = process = 0
