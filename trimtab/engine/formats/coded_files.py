@@ -33,7 +33,8 @@ class CodedRows:
 
     4-bit: two values per byte, the first in the high half; value = code[index] x the block's scale. Double quantization keeps
     scales as 8-bit codes of a second table, less their mean. int8: integer x row maximum / 127. Source: bitsandbytes 0.49.2 and
-    0.50.2, functional.py, dequantize_4bit and int8_vectorwise_dequant, in float32 too."""
+    0.50.2, functional.py, dequantize_4bit and int8_vectorwise_dequant, in float32 too.
+    """
 
     def __init__(self, entry: PackedEntry, whole: Callable[[str], Tensor], stored: Rows) -> None:
         """whole: reads a file tensor by its part. stored: reads a range of the weight's bytes."""

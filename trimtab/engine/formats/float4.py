@@ -19,7 +19,8 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
 
     weight uint8 [D_out, D_in / 2] as in the file, the first value in the low half; scale float8_e4m3fn [D_out, D_in / 16] or
     exponents uint8 [D_out, D_in / 32]; global float32 [2], by which scales are divided and multiplied, one of them 1. A value is q
-    * scale in float32, rounded once to the weight's type."""
+    * scale in float32, rounded once to the weight's type.
+    """
     found = {"weight": parts["weight"], "scale": parts["scale"]}
     one = torch.ones(1, device=found["scale"].device)
     if (divisor := parts.get("weight_global_scale")) is not None:

@@ -123,7 +123,8 @@ def arranged(kind: str, weight: Tensor) -> dict[str, Tensor]:
     weight: of 128 values 64 bytes of their lowest 4 bits, the first of two in the high half; then the bits above (Q5_K 1, Q6_K 2),
     the first four of every eight in the lower half of a word of 16 or 32 values; or int8 (Q8_0). scale: of each block, float16
     (Q4_1: scale and minimum), or the 16 bytes of Q4_K and Q5_K with scales and minima, or Q6_K's 16 bytes, whose own scale is
-    outer. F16, BF16 and F32: weight uint8."""
+    outer. F16, BF16 and F32: weight uint8.
+    """
     if kind not in GGML_PARTS:
         return {"weight": weight.contiguous()}
     blocks = weight.reshape(-1, GGML_BLOCKS[kind][1])

@@ -20,7 +20,8 @@ def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) ->
 
     weight as in the file: uint8 [D_out, D_in bits / 8], the first value in the lowest bits, or int8; scale float32 [D_out, groups];
     activation float32 [2], the scales of inputs and outputs, 0 for no rounding. A value is q times the scale rounded to the
-    computing type. Source: transformers 5.23, integrations/gemma_quant.py."""
+    computing type. Source: transformers 5.23, integrations/gemma_quant.py.
+    """
     found = {"weight": parts["weight"], "scale": parts["scale"]}
     if stored_format(entry.kind).has_rounding:
         given = [parts[name].reshape(1) if name in parts else parts["scale"].new_zeros(1) for name in ACTIVATIONS]

@@ -79,7 +79,8 @@ class DeviceKernels:
     checks: those that passed on this card before.
 
     Each is compared with float64 or plain torch over the model's own weights and shapes, and timed against the code that it
-    replaces. Plain torch or bitsandbytes does the part of a kernel that fails."""
+    replaces. Plain torch or bitsandbytes does the part of a kernel that fails.
+    """
 
     small: Any = None
     matvec: Any = None

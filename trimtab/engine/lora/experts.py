@@ -91,7 +91,8 @@ class _Forward:
 
     An adapter adds scale B A x to stock's products, so the stacks stay as they are; PEFT adds B A to the weight and rounds there.
     The chosen experts are read on the host: such a step cannot be captured. Source: transformers 5.23.0, integrations/moe.py,
-    grouped_mm_experts_forward; PEFT 0.21.2, ParamWrapper.get_delta_weight."""
+    grouped_mm_experts_forward; PEFT 0.21.2, ParamWrapper.get_delta_weight.
+    """
 
     def __init__(self, module: nn.Module, store: AdapterStore, plain: Callable[..., Tensor] | None) -> None:
         self.module, self.store, self.plain = module, store, plain
