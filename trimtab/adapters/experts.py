@@ -144,7 +144,7 @@ class StackBuilder:
     - `experts.N.gate_proj` and `w1`, `w2`, `w3`: one pair for a linear layer of one expert, as PEFT wrote before transformers 5 and
       vLLM reads. Gate and up are halves of `gate_up_proj`, each with its own A.
     - The shared half of the former, [1, ...], with the other half of each expert of the latter (Megatron-Bridge).
-    - `experts.gate_up_projs.N` and `down_projs.N`: the same for the matrices of a stack, in gpt-oss checkpoints of Unsloth in 4 bits.
+    - `experts.gate_up_projs.N` and `down_projs.N`: the same for matrices of a stack, in Unsloth's gpt-oss checkpoints of 4 bits.
 
     Source: PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (update_layer, get_delta_weight), tuners/tuners_utils.py,
     _inject_parameters; unsloth-zoo ce232d6, temporary_patches/moe_utils.py, _canonical_lora_weights_for_grouped_mm, and

@@ -1,7 +1,4 @@
-"""Tiny checkpoints for the probes: real classes with the relevant quirks, two to five layers, random weights.
-
-Imports only torch and transformers, so that it also runs where trimtab is not installed.
-"""
+"""Which tiny checkpoints do probes use?"""
 
 from __future__ import annotations
 
@@ -108,7 +105,8 @@ NAMES: tuple[str, ...] = tuple(_FAMILIES)
 
 
 def build(name: str, folder: Path, **text: Any) -> Path:
-    """Write the tiny checkpoint `name` (one of NAMES) in bfloat16 into folder; text: fields of its text config."""
+    """Write the tiny checkpoint `name` (one of NAMES) in bfloat16 into folder; text: fields of its text config. It needs only torch
+    and transformers, so that it also runs where trimtab is not installed."""
     import torch
     import transformers
 

@@ -1,8 +1,4 @@
-"""Known failures that will occur: the map, the adapter, the versions and PEFT's second plan, judged by the catalogue.
-
-Each finding names its entry of the catalogue (`doctor/catalogue/`), which decides whether the installed versions have
-the bug. A finding predicts the stock stack's behaviour from its source, not from a run.
-"""
+"""Which known failures will occur with this map, adapter and versions?"""
 
 from __future__ import annotations
 
@@ -53,7 +49,8 @@ class Facts:
 
 
 def foresee(facts: Facts) -> tuple[Foreseen, ...]:
-    """Return the expected failures, the most severe first, in the order in which they would occur."""
+    """Return the expected failures, the most severe first, in the order in which they would occur. A finding predicts the stock
+    stack's behaviour from its source, not from a run."""
     findings = [*_map_keys(facts), *_base(facts), *_model(facts), *_adapter(facts), *_second(facts)]
     met = [one for one in findings if not one.bug or is_met(one.bug, facts.versions)]
     return tuple(sorted(met, key=lambda one: SEVERITIES.index(one.severity)))

@@ -1,8 +1,4 @@
-"""Exceptions and frames in a pasted text: Python's form, notebooks, rich boxes, arrows, logs, one line. Pure.
-
-Forums change quotes, join lines and remove slashes; boxes wrap paths; a launcher writes its rank before each line. Lost
-information is not guessed: an unreadable frame is skipped.
-"""
+"""Which exceptions and frames are in a pasted text?"""
 
 from __future__ import annotations
 
@@ -111,7 +107,8 @@ def check_size(text: str) -> None:
 
 
 def plain_text(text: str) -> str:
-    """Return a text with straight quotes and joined paths, without boxes, colors, quote marks and launchers' prefixes."""
+    """Return a text with straight quotes and joined paths, without boxes, colors, quote marks and launchers' prefixes. Forums
+    change quotes, join lines and remove slashes; boxes wrap paths; a launcher writes its rank before each line."""
     text = _ANSI.sub("", html.unescape(text).replace("\r\n", "\n").replace("\\_", "_")).translate(_QUOTES)
     text = _PREFIX.sub("", text)
     if "│" in text:

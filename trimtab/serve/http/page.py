@@ -1,8 +1,4 @@
-"""The page at `/`: files of the package, read once, sent with a policy that allows connections to this server only.
-
-The page is open to every client of the server: it has no secret. It takes the key from its user, and the key
-goes with every request that reads or changes something.
-"""
+"""Which files are the page at `/`, and with which policy are they sent?"""
 
 from __future__ import annotations
 
@@ -57,7 +53,8 @@ class _Asset:
 
 
 def page_routes(settings: Settings) -> list[BaseRoute]:
-    """Return the routes of the page and its files; none if the settings disable it."""
+    """Return the routes of the page and its files; none if the settings disable it. The page is open to every client: it has no
+    secret, and takes the key from its user."""
     if not settings.page:
         return []
     assets = {name: _read(name, media_type) for name, media_type in ASSETS.items()}
