@@ -80,13 +80,7 @@ class JsonSpan:
 class AnswerReader:
     """One answer's reader. functions: name -> parameters of the tools, {} if none may be called. in_thought: the prompt ends inside
     a thought. must_call: a grammar allows nothing but calls; only_name: of this function alone, None for any of them. A part is
-    emitted as soon as it is sure: text that may become a mark waits. JSON arguments are emitted as they are written. A beginning of
-    a call that turns out to be none is text.
-
-        reader = AnswerReader(form, functions={"f": parameters})
-        for part in reader.push(text): ...      # ("text", "..."), ("reasoning", "..."), ("call", Call)
-        for part in reader.finish(): ...
-    """
+    emitted as soon as it is sure: text that may become a mark waits. A beginning of a call that turns out to be none is text."""
 
     def __init__(
         self,
