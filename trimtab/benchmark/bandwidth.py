@@ -17,7 +17,7 @@ REPEATS = 7
 
 def measure(device: str) -> dict[str, Any]:
     """Return device_Bps, host_Bps and link_Bps (None on a CPU) of the device that a model ran on. A copy reads and writes every
-    byte, so its rate counts both. The best of several repeats counts."""
+    byte, so its rate counts both."""
     host = _copy_Bps(torch.device("cpu"), HOST_SAMPLE_BYTES)
     where = torch.device(device)
     if where.type != "cuda":

@@ -84,7 +84,7 @@ def bench(request: BenchRequest, *, say: Say | None = None) -> BenchReport:
     """Return the measurements.
 
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. After planning, an error of a side
-    becomes its `failure`. Runs alternate, so that other load affects both sides. The plan's budgets apply to trimtab only.
+    becomes its `failure`. Runs alternate, so that other load affects both sides.
     """
     speak = say or phases.begin
     if request.against == "stock":

@@ -27,8 +27,8 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
 
     request: folder, quant, dtype, device, adapters, adapter, items, out, new_tokens, warm_tokens, own_cpu_path (False: 4-bit
     products without bitsandbytes' fast path for CPUs). Emits one line, "ran", as `run_trimtab.main` does; an exception of the stack
-    is an "upstream" line. As its users run it: also with bitsandbytes' fast path for CPUs with AVX512-BF16, which a comparison of
-    answers disables because it loses bits (`stock/load.py`).
+    is an "upstream" line. The stack runs as its users run it: also with bitsandbytes' fast path for CPUs with AVX512-BF16, which a
+    comparison of answers disables because it loses bits (`stock/load.py`).
     """
     with stock_route.emit_if_raised(emit):
         _import_all(request)

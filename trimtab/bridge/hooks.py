@@ -14,9 +14,8 @@ CPU, DISK = "cpu", "disk"
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return the hooks of a module in the order they run, those of a SequentialHook as single hooks; () if it has none. Read by
-    attributes, so that accelerate is not imported: AlignDevicesHook, SequentialHook. Source: accelerate 1.13.0 and 1.15.0,
-    hooks.py."""
+    """Return the hooks of a module in the order they run, those of a SequentialHook as single hooks; () if it has none. Hooks are
+    read by attributes, so that accelerate is not imported. Source: accelerate 1.13.0 and 1.15.0, hooks.py."""
 
     def flat(hook: Any) -> Iterator[Any]:
         if hasattr(hook, "hooks"):

@@ -59,9 +59,8 @@ def pull(
 
     revision: a branch, tag or commit, "main" if None. say: called with the license and with each file. Errors: RequestError for a
     name that is no hub id, if the hub is switched off (HF_HUB_OFFLINE) or unreachable, or the disk has too little free space;
-    CheckpointError for a repository without safetensors. No pickle, no Python file, no file in a sub-folder but a named GGUF file.
-    After a kill the next pull keeps whole files; huggingface_hub 2 restarts the interrupted one, because its temporary files belong
-    to one process.
+    CheckpointError for a repository without safetensors. After a kill the next pull keeps whole files; huggingface_hub 2 restarts
+    the interrupted one, because its temporary files belong to one process.
     """
     if model == MODEL:
         raise RequestError("is part of trimtab and needs no download", field="model", value=model)

@@ -157,8 +157,8 @@ def _words(name: str) -> set[str]:
 class Rename(NamedTuple):
     """One renaming of tensor names: below `base.scope`, or `scope`, the first match of a pattern is replaced.
 
-    pattern: from transformers, for Python's `re`. target: the replacement; \\1 is the pattern's group. From the installed
-    transformers' table for checkpoints: adapters keep the names of their training.
+    pattern: from transformers, for Python's `re`. target: the replacement; \\1 is the pattern's group. Renames come from the
+    installed transformers' table for checkpoints: adapters keep the names of their training.
     """
 
     base: str

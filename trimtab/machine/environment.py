@@ -52,8 +52,8 @@ class Environment:
 
     packages: by distribution name, missing ones included; "trimtab" is the running copy. torch_error: the class of the exception
     from importing torch or listing its GPUs, None without one. driver: of NVIDIA, None without one. cuda, hip: what torch was built
-    for. is_other: it is another interpreter than the running one. Excluded: user and host names, folders, addresses, serial
-    numbers, environment variables.
+    for. is_other: it is another interpreter than the running one. It has no names of users and hosts, folders, addresses, serial
+    numbers or environment variables.
     """
 
     python: str

@@ -19,8 +19,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {"triton": ("pytorch-triton", "trit
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Report the interpreter's packages, then its torch with the GPUs; if torch crashes, the packages remain. In a separate
-    process, so that reading a GPU leaves no CUDA context. Needs only the standard library."""
+    """Report the interpreter's packages, then its torch with the GPUs; if torch crashes, the packages remain. It runs in a separate
+    process, so that reading a GPU leaves no CUDA context, and needs only the standard library."""
     version = ".".join(str(number) for number in sys.version_info[:3])
     emit({
         "python": {"version": version, "implementation": platform.python_implementation()},

@@ -118,13 +118,7 @@ _PACKAGES = re.compile(r"(?<![^\s\"'(])[^\s\"'(]*[\\/](site|dist)-packages[\\/]"
 
 
 class Cleaner:
-    """Replaces this machine's paths in a text by descriptions. names: path -> description.
-
-    without_paths         clients of the server     every absolute path -> "[path]", addresses of objects -> "[object]"
-    scrubbed              reports from this machine its own folders -> "...", its user and host names -> USER, HOST
-    clean, clean_all      drafts for the public     paths, names, addresses and tokens of any machine (`check_clean`)
-    Cleaner               records of a run          folders that the caller names, the home and the temporary folder
-    """
+    """Replaces this machine's paths in a text by descriptions. names: path -> description."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         replacements = {**names, str(Path.home()): "~", tempfile.gettempdir(): "<tmp>"}

@@ -20,8 +20,7 @@ MOST_ENTRIES = 100_000  # entries of the temporary directory that are checked
 @contextmanager
 def work_folder(kind: str) -> Iterator[Path]:
     """Yield a folder that holds only its lock file, and remove it afterwards. kind: a word in its name. Errors: OSError. The owner
-    holds a lock on a file in it, which the system releases when the owner ends; process ids are reused, and differ between
-    containers.
+    holds a lock on a file in it, which the system releases when the owner ends.
     """
     _remove_left(tempfile.gettempdir())
     folder, handle = _owned(kind)

@@ -15,8 +15,8 @@ Inputs = dict[str, dict[str, Any]]
 
 
 def make_inputs(folder: Path) -> tuple[Inputs, str]:
-    """Return the forward arguments of each mode that the model has, and their source: "processor" or "drawn". With a processor, the
-    demo's first questions; without one, random tokens and media from the config. Floats are bf16: an image processor's float32
+    """Return the forward arguments of each mode that the model has, and their source: "processor" or "drawn". They are the demo's
+    first questions; without a processor, random tokens and media from the config. Floats are bf16: an image processor's float32
     would change what the tower computes in."""
     from transformers import AutoConfig
 

@@ -16,7 +16,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     """Write the references of one name into a file.
 
     request: name ("none", "nf4+towers", ...), model, adapter (a patched copy, or null), inputs (a file, made here if it does not
-    exist), save, device. A mode that fails here has no reference: an upstream bug affects the unsplit model too.
+    exist), save, device.
     """
     from safetensors.torch import save_file
 

@@ -62,8 +62,7 @@ def run_matrix(
     python: the interpreter of the stock stack (trimtab itself always runs in this one). model, adapter: None is the bundled demo.
     device: "auto", "cpu" (the GPU is imitated) or "cuda". pressure: share of the card that the loaded base fills, instead of the
     cases' own. timeout_s, memory_bytes: limits of one case. on_record: called after each. Errors: RequestError for an invalid
-    request (an unknown case, an interpreter without the packages, a model without an adapter), CheckpointError, AdapterError. A
-    case that hangs, is killed for its memory or crashes is a record like any other.
+    request (an unknown case, an interpreter without the packages, a model without an adapter), CheckpointError, AdapterError.
     """
     chosen = find_cases(cases)
     for engine in engines:

@@ -17,7 +17,7 @@ CPU_TIERS = {"cpu": "stream", "disk": "disk"}
 
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one case on trimtab and report its record's fields. request: as for `stock_run.main`. Without a GPU the entries of the
-    user's map are requested by tier. A refusal by one of trimtab's errors is an answer."""
+    user's map are requested by tier."""
     emit({"stage": "import"})
     from trimtab.doctor.cases import packages as case_packages
     from trimtab.doctor.cases.record import exception_json, listening

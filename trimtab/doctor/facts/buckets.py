@@ -31,8 +31,7 @@ class Bucket:
     """One issue. name: of its file. labels: of its runs, filtered by `only`. bug: catalogue id. title: of the issue. kinds: GitHub
     labels to suggest. state: before "fixed" and "deferred" are decided. script: name in scripts.py. shows: (exception type, text)
     that must end the reproducer. pair: the failing and the passing case with the clearest contrast, if both were recorded.
-    expected: alternatives. beside: buckets to link. A `Point` is stated only with the recorded runs that support it; everything
-    else is a wish or a question.
+    expected: alternatives. beside: buckets to link.
     """
 
     name: str

@@ -127,7 +127,7 @@ def on_cpu(device_map: Any) -> Any:
 
     With "disk" and no "cpu" in the map the imitation is the string "cpu": accelerate then has no other offload device, and passes
     no device object to safetensors (C7). accelerate compares devices by value: `torch.device("cpu")` is the GPU and the string
-    "cpu" is offload. Errors of tensors on different devices cannot show.
+    "cpu" is offload. Errors of tensors on different devices do not appear.
     """
     import torch
 

@@ -105,8 +105,7 @@ NAMES: tuple[str, ...] = tuple(_FAMILIES)
 
 
 def build(name: str, folder: Path, **text: Any) -> Path:
-    """Write the tiny checkpoint `name` (one of NAMES) in bfloat16 into folder; text: fields of its text config. It needs only torch
-    and transformers, so that it also runs where trimtab is not installed."""
+    """Write the tiny checkpoint `name` (one of NAMES) in bfloat16 into folder; text: fields of its text config."""
     import torch
     import transformers
 

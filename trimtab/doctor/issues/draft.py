@@ -148,8 +148,7 @@ def make_drafts(
     bugs: Mapping[str, Bug] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Drafts:
-    """Return the drafts without writing them; arguments as for `write_drafts`. bugs: by id, None for the catalogue. A draft needs a
-    trace or a wrong result on the stock stack, and a reproducer, run first, that shows the same failure under the same versions."""
+    """Return the drafts without writing them; arguments as for `write_drafts`. bugs: by id, None for the catalogue."""
     if not runs:
         raise RequestError("drafts require recorded runs", field="runs")
     evidence = evidence_of(runs)

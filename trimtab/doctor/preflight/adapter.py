@@ -41,8 +41,8 @@ def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> Adapter
     """Return the stock stack's reading of the adapter in a folder.
 
     Errors: AdapterError if the folder is no adapter or of an unsupported kind. An adapter of another model is no error: its
-    problems are reported. PEFT decides only from `target_modules` which modules get a LoRA layer. Not considered:
-    `exclude_modules`, `layers_to_transform`, `target_parameters`. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py,
+    problems are reported. PEFT decides only from `target_modules` which modules get a LoRA layer. `exclude_modules`,
+    `layers_to_transform` and `target_parameters` are not considered. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py,
     check_target_module_exists; utils/save_and_load.py.
     """
     file = read_adapter(os.fspath(path))

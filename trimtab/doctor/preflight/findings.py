@@ -49,8 +49,7 @@ class Facts:
 
 
 def foresee(facts: Facts) -> tuple[Foreseen, ...]:
-    """Return the expected failures, the most severe first, in the order in which they would occur. A finding predicts the stock
-    stack's behaviour from its source, not from a run."""
+    """Return the expected failures, the most severe first, in the order in which they would occur."""
     findings = [*_map_keys(facts), *_base(facts), *_model(facts), *_adapter(facts), *_second(facts)]
     met = [one for one in findings if not one.bug or is_met(one.bug, facts.versions)]
     return tuple(sorted(met, key=lambda one: SEVERITIES.index(one.severity)))

@@ -24,8 +24,7 @@ def main(request: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> Non
     """Emit {"event": "start", "id"} and {"event": "seen", "id", "state", "evidence", "seconds"} for every file.
 
     request: files (paths of catalogue entries), folder (where probes may write), timeout_s (for one probe), gpu_hidden: whether
-    entries that need a GPU are left for a process that may see it; ignored if torch has no GPU. The interpreter's watchdog ends a
-    probe that hangs, also in native code.
+    entries that need a GPU are left for a process that may see it; ignored if torch has no GPU.
     """
     kit = Kit(Path(request["folder"]))
     modules = [read_entry(Path(file)) for file in request["files"]]

@@ -107,8 +107,7 @@ def check_size(text: str) -> None:
 
 
 def plain_text(text: str) -> str:
-    """Return a text with straight quotes and joined paths, without boxes, colors, quote marks and launchers' prefixes. Forums
-    change quotes, join lines and remove slashes; boxes wrap paths; a launcher writes its rank before each line."""
+    """Return a text with straight quotes and joined paths, without boxes, colors, quote marks and launchers' prefixes."""
     text = _ANSI.sub("", html.unescape(text).replace("\r\n", "\n").replace("\\_", "_")).translate(_QUOTES)
     text = _PREFIX.sub("", text)
     if "│" in text:

@@ -18,7 +18,7 @@ class Signature:
     trace, must also match. foreign: frames of another project with the same failure. stages: stages of a recorded run,
     () is any. ask: the information to request if the rest is missing. meaning: one line for people.
 
-    It has a unique message, written by one function of one package, or needs a frame.
+    A signature has a unique message, written by one function of one package, or needs a frame.
     """
 
     label: str

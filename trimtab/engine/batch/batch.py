@@ -91,13 +91,6 @@ class Batch:
     active ones. Errors: RequestError for less than one row. Rows are contiguous from row 0 on: the last one fills the place of a
     row that leaves, so a request is known by its `Row` object. Not thread-safe. A row alone equals `LoadedModel.generate` up to
     rounding.
-
-        batch = Batch(model, rows=8)
-        prompt = batch.begin(inputs, request, adapter="medical")
-        while not prompt.step(): ...         # in pieces, so that the other rows' steps can run between them
-        row = batch.join(prompt)             # its first token is drawn
-        for drawn in batch.step(): ...       # one token of every row
-        batch.leave(row)
     """
 
     model: BatchModel

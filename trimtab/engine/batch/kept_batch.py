@@ -32,8 +32,7 @@ def compared(model: BatchModel) -> dict[str, str]:
 
 class KeptBatch:
     """The batch of one model between calls, None without one; it holds no model itself, so that one that is dropped goes at once.
-    fallbacks: why its steps are not captured. The plan counts one batch: a call with another number of rows gives the kept one back
-    before it makes its own."""
+    fallbacks: why its steps are not captured."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None

@@ -36,7 +36,7 @@ class AnswerForm:
     """calls: one of CALL_MARKS, None if calls have no form that is known. thoughts: the marks that open and close one, None
     without. reads: the names that the template reads, such as "tools" and "enable_thinking".
 
-        gemma4        <|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>      <|channel>thought\n...<channel|>
+        gemma4        <|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>      <|channel>thought\\n...<channel|>
         hermes        <tool_call>{"name": "NAME", "arguments": {...}}</tool_call>     <think>...</think>
         qwen-xml      <tool_call><function=NAME><parameter=KEY>text</parameter></function></tool_call>
         llama         {"name": "NAME", "parameters": {...}}, after <|python_tag|> or without it

@@ -26,8 +26,8 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 def gemma_arguments(body: str) -> dict[str, object]:
     """Return the arguments of a call. body: the text after its first brace, the closing one included.
 
-    Errors: ValueError for text of another form. {city:<|"|>Paris<|"|>,days:3}: keys without quotes, texts between two marks.
-    Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template.
+    Errors: ValueError for text of another form. A call is {city:<|"|>Paris<|"|>,days:3}: keys without quotes, texts between two
+    marks. Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template.
     """
     reader = _Gemma(body)
     arguments = reader.object(0)

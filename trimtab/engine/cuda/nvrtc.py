@@ -180,8 +180,7 @@ def compiled(
     """Return a source's machine code as an earlier process compiled it, or compile it and keep it for later ones.
 
     The cache has executable code: its folder is writable by the user alone, by its source, options, target, NVRTC's and the
-    driver's releases, with its checksum; anything else is compiled again. Errors: DeviceError if it does not compile. The cache's
-    key has source, options, architecture, compiler and driver.
+    driver's releases, with its checksum; anything else is compiled again. Errors: DeviceError if it does not compile.
     """
     key = json.dumps([source, target, *OPTIONS, *options, str(compiler.version), driver])
     path = None

@@ -116,8 +116,8 @@ def _config(row: dict[str, Any]) -> tuple[CutKey, LaunchConfig]:
 
 
 def shipped(target: Target) -> tuple[dict[CutKey, LaunchConfig], str]:
-    """Return the configurations that came with this package for a card's compute capability, and how they were measured. From
-    cuda/launch_configs_sm_NN.json, which `trimtab tune MODEL --export` writes."""
+    """Return the configurations that came with this package for a card's compute capability, and how they were measured. They are
+    in cuda/launch_configs_sm_NN.json, which `trimtab tune MODEL --export` writes."""
     name = f"launch_configs_sm_{target.capability[0]}{target.capability[1]}.json"
     file = resources.files("trimtab.engine.kernels") / "cuda" / name
     try:

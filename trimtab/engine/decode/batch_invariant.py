@@ -40,8 +40,8 @@ def check_rows(model: EngineContext, rows: int) -> None:
 
 
 def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
-    """Return the logits [count, V] float32 and the most likely tokens [count] of these rows (number -> adapter), each alone. For
-    rows that no graph of all rows computes: an adapter that no table has, an image's placeholder token, a CPU."""
+    """Return the logits [count, V] float32 and the most likely tokens [count] of these rows (number -> adapter), each alone. It is
+    for rows that no graph of all rows computes: an adapter that no table has, an image's placeholder token, a CPU."""
     cache, store = steps.cache, steps.model.adapter_store
     cache.limit_attention(steps.buffers.context_tokens)
     logits, tokens = [], []

@@ -104,9 +104,7 @@ class DecodeStep:
 
     "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU with fewer
     operations for norms (`short_ops`) and adapters (`slots`). "fused": a few kernels of trimtab, captured; on a CPU their plain
-    counterpart. Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is unavailable. A graph
-    repeats the very addresses and numbers it was captured with, so tokens, positions and slots are read from tensors at fixed
-    addresses. Graphs are captured as they are first needed, one for each bucket of rows, or beforehand (`Batch.prepare`).
+    counterpart. Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is unavailable.
     """
 
     model: EngineContext

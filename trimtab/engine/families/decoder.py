@@ -343,8 +343,7 @@ class Layer:
 class Decoder:
     """A text decoder. text: transformers' own module of it; activation: one of `attention_and_norms.ACTIVATIONS`; softcap: of the
     scores behind the head, which are divided by `divisor` first. per_layer: the size of each layer's own input, 0 without.
-    embedding_scale: a factor of embeddings that their module does not have. It holds transformers' own modules, never copies:
-    weights are read where they are when they are needed."""
+    embedding_scale: a factor of embeddings that their module does not have."""
 
     text: Any
     embedding: nn.Module

@@ -88,7 +88,7 @@ class FusedStep:
     positions, and the most likely token of each row [count] int64, -1 where its scores are not numbers.
 
     tokens: [rows, 1], read where they are. Keys and values of the step are written into the cache. Each value that transformers
-    rounds to the model's dtype is rounded here. Towers stay transformers' modules.
+    rounds is rounded here.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ def without_compiler() -> Iterator[None]:
 
 @contextmanager
 def without_hub_kernels() -> Iterator[None]:
-    """Make `import kernels` fail while bitsandbytes is imported, and suppress its warning. Where a CPU has AVX512-BF16,
-    bitsandbytes 0.50 downloads a product from the hub by it (backends/cpu/ops.py)."""
+    """Make `import kernels` fail while bitsandbytes is imported, and suppress its warning. bitsandbytes 0.50 imports it on a CPU
+    with AVX512-BF16, to download a product from the hub (backends/cpu/ops.py)."""
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level, known = log.level, sys.modules.get("kernels")
     log.setLevel(logging.ERROR)

@@ -64,8 +64,7 @@ class Packed:
     experts. parts: "weight" always, and the others of its format. codes: its format's small look-up tables, shared between weights
     and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of theirs. kernel:
     of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale. order: of columns that
-    lie in another order, a digest of it (`index`). Tiers move the parts; a shell is a callable layer over parts that are where they
-    are computed.
+    lie in another order, a digest of it (`index`).
     """
 
     kind: str

@@ -77,9 +77,6 @@ class DeviceKernels:
     configs: how each product's launch configuration is known (shipped_configs.py); rejected: those not used here, and why.
     overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured.
     checks: those that passed on this card before.
-
-    Each is compared with float64 or plain torch over the model's own weights and shapes, and timed against the code that it
-    replaces. Plain torch or bitsandbytes does the part of a kernel that fails.
     """
 
     small: Any = None

@@ -467,7 +467,7 @@ def _tables(lora: ExpertLora, n: int) -> list[nvrtc.Argument]:
 def _experts_torch(
     x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, lora: ExpertLora | None
 ) -> Tensor:  # fmt: skip
-    """It rounds where `engine/lora/experts.py` does. Kernels differ in the order of sums, and packed weights enter unrounded."""
+    """Round where `engine/lora/experts.py` does. Kernels differ in the order of sums, and packed weights enter unrounded."""
     known = index.clamp(0, mixture.gate_up.shape[0] - 1)
     wide, each = torch.promote_types(x.dtype, weights.dtype), 1 if lora is None else len(x) // len(lora.row_slots)
     sums = torch.zeros(x.shape, dtype=torch.promote_types(wide, torch.float32), device=x.device)

@@ -49,7 +49,7 @@ def normed(h: Tensor, scale: Tensor, factor: float, eps: float, module: nvrtc.Mo
 
 def choose(logits: Tensor, form: Choice, scales: Tensor | None, module: nvrtc.Module | None) -> tuple[Tensor, Tensor]:
     """Return index [n, K] int64 and weights [n, K] of logits [n, E]. scales [E]: a factor of each expert's weight. Of equal chances
-    the lower number is chosen. Rounded as transformers' routers of these forms."""
+    the lower number is chosen. Values are rounded as transformers' routers of these forms round them."""
     if module is None or logits.device != module.device:
         weights, index = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(form.chosen, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True) if form.is_normed else weights

@@ -197,8 +197,7 @@ class RowViews:
 
     full: of the full layers, [H, places, D]. blocks: the same as [blocks, H, block, D]. rings: of the sliding layers, flat: torch
     copies a list of tensors without gaps in one kernel. pages: which pages of a pool hold the row's tokens; None: full layers have
-    a place for each token, in order. Both sides of a copy keep their views: to slice a layer takes the host longer than a GPU takes
-    to copy it.
+    a place for each token, in order.
     """
 
     full: list[Tensor]

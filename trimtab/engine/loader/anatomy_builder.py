@@ -50,8 +50,7 @@ def build_anatomy(
     output head a separate module, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up
     or multiplied stay in it if it has fewer bits than `dtype`; None where all are cast. experts: of stacked ones, as `LoadRequest`
     has it. Errors: RequestError for a pattern that names nothing, for a model without such a head, and with all reasons why experts
-    cannot be packed. It reads module paths and classes, the config objects of sub-models, and the text config's fields. The sizes
-    of images are unknown unless the config fixes them.
+    cannot be packed.
     """
     copies: dict[str, str] | None = None
     if head == "int8":

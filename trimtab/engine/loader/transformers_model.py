@@ -196,8 +196,7 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
 
     Packed weights count as tensors of their logical shape in the model's dtype. Without weight files the sources are the model's
     own names. Errors: CheckpointError for missing tensors (all of them, before any is allocated), wrong shapes, and operations that
-    cannot be followed. transformers' own loader runs on tensors without data (tracing.py), so that renames, fused experts, ties and
-    casts are stock's in every release.
+    cannot be followed.
     """
     plain, packed = split_packed(checkpoint)
     config = read_config(checkpoint)

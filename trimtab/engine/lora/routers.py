@@ -40,8 +40,7 @@ def _uses_linear(module_class: type[nn.Module]) -> bool:
 
 
 class RouterModule(nn.Module):
-    """A router with adapters. Path, parameters, buffers and attributes are the original's. It runs the original with a weight that
-    adds the adapters of the selected rows to the output of `linear`."""
+    """A router with adapters. Path, parameters, buffers and attributes are the original's."""
 
     quant_kind = "none"
 

@@ -294,8 +294,7 @@ MOST_FORMS = 4096
 
 
 class FormUses:
-    """Counts of forms: counts before the last passes are halved, but never below one. A graph that is captured at each need and
-    dropped before its next costs more than the pass that it replaces."""
+    """Counts of forms: counts before the last passes are halved, but never below one."""
 
     def __init__(self) -> None:
         self._counts: Counter[Hashable] = Counter()

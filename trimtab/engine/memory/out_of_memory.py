@@ -49,8 +49,7 @@ def reason_of(exc: Exception, device: torch.device | str) -> str:
 
 
 def memory_error(exc: BaseException, what: str, plan: Plan, device: torch.device) -> DeviceError:
-    """Return the error of a device that ran out of memory, with the plan's figures and a budget that may fit. A device that runs
-    out of memory never causes a slower fallback."""
+    """Return the error of a device that ran out of memory, with the plan's figures and a budget that may fit."""
     if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
         return exc
     free = process = 0

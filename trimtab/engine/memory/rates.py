@@ -154,9 +154,9 @@ def device_name(device: str) -> str:
 def measure_rates(device: str, *, cache: bool = True) -> Rates:
     """Return the machine's rates, measured now or from the cache. device: "cpu" or "cuda:N".
 
-    Rates of a machine that others keep busy are too low, and kept for minutes only. Medians of short runs, each under half a
-    second. The disk is the cache folder's; on Windows and macOS a file cannot be put out of the page cache, whose rate is then an
-    upper bound.
+    Rates of a machine that others keep busy are too low, and kept for minutes only. Rates are medians of runs under half a second.
+    The disk is the cache folder's; on Windows and macOS a file cannot be put out of the page cache, whose rate is then an upper
+    bound.
     """
     key = (device_name(device), str(torch.__version__), torch.get_num_threads())
     if cache and (kept := known.read_rates(*key)) is not None:

@@ -37,8 +37,8 @@ def take(plan: Plan, device: torch.device) -> int:
     """Let torch hold the rest of the planned bytes in one segment, if `is_wanted`. Returns its bytes, 0 if there is no rest.
 
     Unneeded memory that torch holds is freed first. If the device has less left, nothing is taken, and the memory is allocated when
-    it is needed. torch takes segments of 20 MiB, or of a tensor's own size above 10 MiB, and never joins parts of two: one segment
-    of the whole room is split and joined again.
+    it is needed. torch takes segments of 20 MiB, or of a tensor's own size above 10 MiB, and never joins parts of two: it splits
+    and joins one segment of the whole room.
     """
     if not is_wanted(plan, device):
         return 0

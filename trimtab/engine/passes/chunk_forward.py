@@ -319,14 +319,6 @@ class ChunkForward:
 
     All tensors that a pass reads and writes have fixed addresses: it may be captured after an uncaptured pass of its form.
 
-        chunks = chunks_of(prompt_tokens, CHUNKS)
-        forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into rows of a BatchedKVCache
-        for chunk in chunks:
-            pieces = [Piece(token_ids[: chunk.end], chunk.start, row)]
-            form = forward.form_of(pieces, chunk.size, is_last=chunk.is_last)
-            forward.load(form, pieces)               # the only copy from the host
-            logits = forward.run(form)               # [1, V] float32 of the last chunk
-
     A pass has one row, or several with a whole prompt each. A chunk is padded; its first position, number of tokens and row are
     tensors. Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) see the last token of the last chunk alone.
     """

@@ -178,8 +178,8 @@ def _joined_named(several: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def _parts_of(output: object, count: int) -> list[dict[str, Any]] | None:
-    """Return each image's part of a tower's output, None for an output of another form. Gemma 4 and Qwen3-VL cannot be split up to
-    some release after transformers 5.6.2."""
+    """Return each image's part of a tower's output, None for an output of another form. Outputs of Gemma 4 and Qwen3-VL cannot be
+    split, up to some release after transformers 5.6.2."""
     pooled, deep = getattr(output, "pooler_output", None), getattr(output, "deepstack_features", None)
     is_stacked = isinstance(pooled, Tensor)
     if pooled is None or len(pooled) != count or (is_stacked and pooled.dim() != 3):

@@ -13,8 +13,8 @@ from trimtab.engine.prefill.rows import Passes, PrefixUse, Rows
 
 def are_possible(prompts: Passes) -> bool:
     """Whether a batch may have such prompts: one of several rows, with room for the graphs of their chunks if they are captured.
-    Such a chunk needs no logits: neither the head nor the last token's pass through layers that share keys and values. The kernels
-    of steps compute the token, whose scores differ from a chunk's by rounding."""
+    Captured chunks of such a prompt need no logits: neither the head nor the last token's pass through layers that share keys and
+    values. The kernels of steps compute the token, whose scores differ from a chunk's by rounding."""
     return prompts.batch.rows > 1 and not prompts.batch.is_invariant and prompts.may_be_cut
 
 

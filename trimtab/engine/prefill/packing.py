@@ -91,9 +91,8 @@ def choose_shape(
 
 
 class PackedPrefill:
-    """The passes of several prompts of one batch. `run` returns logits [V] float32 of each prompt, whose keys and values are then
-    in its row of the cache. A pass reads and unpacks all weights, so prompts of about one length are worth one. Each shape is a
-    graph."""
+    """The passes of several prompts of one batch. A pass reads and unpacks all weights, so prompts of about one length are worth
+    one. Each shape is a graph."""
 
     def __init__(self, prompts: Passes) -> None:
         # A weak reference: the owner has this object, and a cycle would keep the memory of both.

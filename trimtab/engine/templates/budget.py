@@ -458,8 +458,8 @@ def _global(meter: Meter, name: str, function: Any) -> object:
 
 def metered(base: SandboxedEnvironment) -> SandboxedEnvironment:
     """Return an environment that renders as another one does and counts. base: keeps its filters, globals and extensions. jinja2's
-    sandbox does not bound time and memory: `'a' * 10**9` is a valid template. Counted are a step for each block, iteration, call
-    and filter, and the characters that each operation reads and writes (costs.py). Counts depend on template and messages alone."""
+    sandbox does not bound time and memory: `'a' * 10**9` is a valid template. It counts a step for each block, iteration, call and
+    filter, and the characters that each operation reads and writes (costs.py). Counts depend on template and messages alone."""
     environment = base.overlay()
     environment.__class__ = type("MeteredEnvironment", (_Metered, type(base)), {})
     assert isinstance(environment, _Metered)

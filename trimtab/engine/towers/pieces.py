@@ -50,12 +50,7 @@ def form_of(value: Any, tensors: list[Tensor], lengths: Callable[[Tensor], tuple
 
 
 def filled(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the value of a form with these tensors in it.
-
-    tensors = []
-    form = form_of((args, kwargs), tensors, lengths)      # hashable; tensors in their order
-    args, kwargs = filled(form, iter(tensors))
-    """
+    """Return the value of a form with these tensors in it."""
     if isinstance(form, _Slot):
         return next(tensors) if form.values is None else torch.tensor(form.values, dtype=form.dtype)
     kind, *rest = form

@@ -149,7 +149,7 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: 
     """Return the changes of each file tensor.
 
     base: the rows of a file tensor. Errors: AdapterError with every parameter that cannot be traced back to the files. Tied
-    parameters stay tied only if every adapter changes all of them equally; otherwise the partner gets a separate tensor.
+    parameters stay tied only if every adapter changes all of them equally.
     """
     asks = _without_copies(_asks(adapters), adapters, probe, base)
     _check_alone(asks, adapters)

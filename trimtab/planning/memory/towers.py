@@ -27,8 +27,7 @@ MOST_SHARE = 0.5
 
 def tower_bytes(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> dict[str, int]:
     """Return the device bytes of captured towers by item. The activations are those of a whole pass: of one layer, in the pool of
-    the graphs, and the tensors between two layers. None of them is in the prompts' shared memory, where their graphs may write. The
-    constants are estimates from the kernels of E4B's layers.
+    the graphs, and the tensors between two layers. None of them is in the prompts' shared memory, where their graphs may write.
     """
     needs = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters).phases
     pool = max((needs[name][1] for name in ("pictures", "sound") if name in needs), default=0)

@@ -134,8 +134,8 @@ def seconds(
     """Return (seconds per request, seconds per decode step) that a block costs in a tier.
 
     A copied block costs the longer of its copy and its computation; a gathered table costs the requested rows. step_launch_s: of
-    one kernel of a decode step, if it differs from the rates (a captured step). From measured rates: they compare placements and do
-    not predict a speed.
+    one kernel of a decode step, if it differs from the rates (a captured step). The seconds come from measured rates: they compare
+    placements and do not predict a speed.
     """
     copy_Bps = rates.copy_Bps(pinned=pinned, on_cpu=on_cpu)
     if weights.row_bytes:

@@ -181,7 +181,7 @@ def is_foreign(text: str) -> bool:
 
 def for_clients(name: str, message: str, error_fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return an error's message and fields without what a client cannot follow. name: its class. A hint that only the operator can
-    follow is omitted, and so is a reason that names a Python argument. The operator reads both in the log."""
+    follow is omitted, and so is a reason that names a Python argument."""
     shown, hint = dict(error_fields), str(error_fields.get("hint") or "")
     if hint and is_foreign(hint):
         message = message.removesuffix(hint).rstrip().removesuffix(".")

@@ -33,9 +33,10 @@ def look(folder: Path, root: Path) -> Hashable:
     """Return a stamp that is equal in two checks only if no object on the path to a folder and its entries was
     replaced.
 
-    folder, root: resolved. Errors: RequestError, also for objects other than files, folders and links, and for too many entries. It
-    has every folder, link and file with its inode and ctime, which no user can set. Hard links to files elsewhere count as
-    files of the folder. On Windows, ctime is the creation time: a file that is moved away and back during one read is not detected.
+    folder, root: resolved. Errors: RequestError, also for objects other than files, folders and links, and for too many entries.
+    The stamp has every folder, link and file with its inode and ctime, which no user can set. Hard links to files elsewhere count
+    as files of the folder. On Windows, ctime is the creation time: a file that is moved away and back during one read is not
+    detected.
     """
     seen: dict[str, tuple[int, int, int]] = {}
     try:

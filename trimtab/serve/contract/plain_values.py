@@ -15,8 +15,8 @@ def check_values(value: Any, *, field: str) -> None:
     """Raise RequestError for NaN, for a number beyond float64, and for half a surrogate pair, also in the name of a
     field.
 
-    value: as a JSON parser gives it, of bounded depth and size. Python reads them; the tokenizer and llguidance do not, and a
-    request with them would fail there.
+    value: as a JSON parser gives it, of bounded depth and size. Python reads such values; the tokenizer and llguidance do not, and
+    a request with them would fail there.
     """
     waiting = [value]
     while waiting:

@@ -87,8 +87,8 @@ def write_frame(stream: IO[bytes], data: bytes) -> None:
 
 
 def main() -> None:
-    """Answer until standard input ends. Frames on standard input: the vocabulary, then one GrammarSource after the other. On
-    standard output: an empty one once the vocabulary is read, then the answer to each source."""
+    """Answer until standard input ends. Standard input has frames: the vocabulary, then one GrammarSource after the other. Standard
+    output has an empty frame once the vocabulary is read, then the answer to each source."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
     answers = sys.stdout.buffer
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -31,8 +31,8 @@ _MANY = 2**31
 @dataclass(frozen=True)
 class Limit:
     """The most that all schemas of a request may have of one cost. cost: of the schema, or of its `Merges` if is_of_merges. what:
-    the cost in words, with {count} and {most}. Measured with llguidance 1.9.1 on schemas below 64 KiB. A keyword without a limit
-    costs milliseconds for each KiB there.
+    the cost in words, with {count} and {most}. Costs are measured with llguidance 1.9.1 on schemas below 64 KiB. A keyword without
+    a limit costs milliseconds for each KiB there.
     """
 
     most: int

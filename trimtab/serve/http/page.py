@@ -53,8 +53,7 @@ class _Asset:
 
 
 def page_routes(settings: Settings) -> list[BaseRoute]:
-    """Return the routes of the page and its files; none if the settings disable it. The page is open to every client: it has no
-    secret, and takes the key from its user."""
+    """Return the routes of the page and its files; none if the settings disable it."""
     if not settings.page:
         return []
     assets = {name: _read(name, media_type) for name, media_type in ASSETS.items()}

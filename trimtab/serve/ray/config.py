@@ -49,8 +49,7 @@ def arguments_of(
     """Return the inputs of an application, as plain values. Paths that exist here become absolute.
 
     replicas: fewest and most copies of each model. gpus, cpus: one copy's share (gpus None: one for each copy of a model that may
-    use one, if Ray has any). Errors: RequestError for settings without effect or without support on Ray. Ray builds the application
-    on a machine of the cluster, so all inputs are sent as JSON values.
+    use one, if Ray has any). Errors: RequestError for settings without effect or without support on Ray.
     """
     if not cpus > 0:
         raise RequestError("must be above zero", field="--cpus-per-replica", value=cpus)

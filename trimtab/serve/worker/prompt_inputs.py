@@ -456,8 +456,8 @@ class _Prompt(Work):
 
 class Preparing(FairPool[_Prompt]):
     """The thread. prepare: job -> its inputs; its exception becomes the future's. media: decodes images and audio first (None:
-    prepare does). One thread, because a tokenizer is changed while it encodes. Clients take turns, and short texts come first: a
-    text waits for one prompt with media at most."""
+    prepare does). There is one thread, because a tokenizer is changed while it encodes. Clients take turns, and short texts come
+    first: a text waits for one prompt with media at most."""
 
     def __init__(self, prepare: Callable[[Job], Any], media: MediaPool | None = None) -> None:
         super().__init__("trimtab-prepare", 1)

@@ -146,8 +146,7 @@ def read_toml(path: Path, field: str) -> dict[str, Any]:
 def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedModel, ...]:
     """Return the models of a registry file. is_config: its other keys are those of `config_file`, which has read them.
 
-    Errors: RequestError if it cannot be read, CheckpointError with every problem. Relative paths are relative to the file. `plan`
-    may name a plan that `trimtab plan --save` wrote, instead of the placement.
+    Errors: RequestError if it cannot be read, CheckpointError with every problem. Relative paths are relative to the file.
     """
     document = read_toml(path := Path(path), "registry")
     problems = [f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config]

@@ -179,8 +179,8 @@ def difference(first: Tensor, second: Tensor) -> Difference:
     """Return the difference of two logits.
 
     Shapes: [S, V] each, any floating dtypes, on one device. Errors: RequestError if the shapes differ. Source: KL(P || Q) = sum_v
-    P(v) (ln P(v) - ln Q(v)), P and Q the softmax of the first and the second. In float64, a few positions at a time, so that [S,
-    262144] needs no second copy.
+    P(v) (ln P(v) - ln Q(v)), P and Q the softmax of the first and the second. It is computed in float64, a few positions at a time,
+    so that [S, 262144] needs no second copy.
     """
     import torch  # here: the verdicts are read before it is needed
 

@@ -28,8 +28,7 @@ def rounded_order(
 
     packed: module path -> 4-bit form of the modules that the merged model has packed. Needs a second copy of those weights and of
     the adapted ones on their device during a call, where the base has them unpacked. A merge in bf16 rounds every changed weight
-    once, a packed merge every packed weight to 4 bits. A packed layer makes its new weight in each call. The model is restored
-    afterwards.
+    once, a packed merge every packed weight to 4 bits. A packed layer makes its new weight in each call.
     """
     yield PACKED if packed else NEAREST, lambda: _answer(model, adapter, inputs, None, packed)
 

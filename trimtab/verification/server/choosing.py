@@ -116,8 +116,8 @@ def _until(tokens: Sequence[int], ends: set[int]) -> list[int]:
 
 
 def choose(reference: Reference, questions: Sequence[Question], new_tokens: int) -> list[Chosen]:
-    """Return the most informative questions, texts first, then per tower, ordered within each kind. By the KL divergence between
-    adapter and base along the adapter's answer."""
+    """Return the most informative questions, texts first, then per tower, ordered within each kind. The measure is the KL
+    divergence between adapter and base along the adapter's answer."""
     rated = [Chosen(question, _kl(reference, question, new_tokens)) for question in questions]
     rated.sort(key=lambda one: -one.kl)
     chosen = [one for one in rated if one.question.kind == "text"][:TEXTS]
