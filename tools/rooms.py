@@ -9,7 +9,6 @@ A room imports earlier rooms only: `tests/tools/test_rooms.py`.
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -52,9 +51,8 @@ def files() -> dict[str, list[Path]]:
 
 
 def sentence(file: Path) -> str:
-    """Return the first sentence of a file's docstring, in one line."""
-    text = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].replace("\n", " ")
-    return re.split(r"(?<=[.?])\s", text)[0]
+    """Return the sentence of a file's docstring, in one line and without an example behind it."""
+    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def imports(file: Path, modules: Mapping[str, Path], *, types: bool = True) -> Iterator[Path]:

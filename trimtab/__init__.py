@@ -1,7 +1,4 @@
-"""The public names of the library. Importing trimtab imports no torch: the first `plan` or `load` does.
-
-`trimtab.plan` and `trimtab.merge` are functions. `trimtab.bridge` is the room of that name. Modules that had other names before
-0.2.0 are found by them too (former_names.py).
+"""What are the public names of the library, imported without torch until the first `plan` or `load`?
 
 >>> import trimtab
 >>> plan = trimtab.plan("demo", adapters=["demo/style"], device="cpu")  # a small model that is part of trimtab

@@ -1,11 +1,9 @@
-"""`python -m trimtab` is `trimtab`.
-
-A worker process runs the start script again, up to its `if __name__`. That imports this file, and no command.
-"""
+"""What does `python -m trimtab` run?"""
 
 import sys
 
 
+# A worker process runs the start script again, up to its `if __name__`: that imports this file, and no command.
 def main() -> int:
     """Return the exit code of this process's command."""
     import trimtab.cli.main

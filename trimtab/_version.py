@@ -1,3 +1,3 @@
-"""The release of this package. Imports nothing, so every room can import it."""
+"""Which release of this package is this?"""
 
 __version__ = "0.2.0"

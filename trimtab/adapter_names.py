@@ -1,9 +1,4 @@
-"""Adapter names: `NAME=PATH[:WEIGHT]` or a bare path on the command line; a mapping, a list or one path in Python.
-
-A bare path gets the name of its folder. `demo` is the bundled model and `demo/style` an adapter of it; a folder of that name in the
-working directory wins if it holds a model or an adapter, as a folder wins over a hub id. Every command and call uses these
-functions. No file is read. No torch.
-"""
+"""What does the name of an adapter mean: `NAME=PATH[:WEIGHT]`, a bare path, a mapping, a list, a mix?"""
 
 from __future__ import annotations
 
@@ -253,8 +248,9 @@ NAMED = {MODEL: BASE, **{f"{MODEL}/{name}": folder for name, folder in ADAPTERS.
 
 
 def without_demo_name(path: str | os.PathLike[str], here: str | os.PathLike[str] = "") -> str:
-    """Return the bundled folder that a name of the demo means, any other path unchanged. here: the folder of relative paths
-    ("": the working directory).
+    """Return the bundled folder that a name of the demo means, any other path unchanged. here: the folder of relative paths ("":
+    the working directory). A folder of that name in the working directory wins if it holds a model or an adapter, as a folder wins
+    over a hub id.
     """
     text = os.fspath(path)
     folder = NAMED.get(text.replace(os.sep, "/"))

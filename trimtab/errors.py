@@ -1,18 +1,4 @@
-"""The error tree:
-
-    TrimtabError
-      RequestError      the question is wrong              field, value, allowed
-      CheckpointError   a file is not what it claims       path, tensor_name
-      DoesNotFitError   no placement within the budgets    block, device, needed_bytes, budget_bytes, needs_both
-      AdapterError      adapter and model do not match     path, problems (all of them, with both shapes)
-      DeviceError       the machine refused at run time    device, block, planned_bytes, free_bytes
-      ParityError       two routes differ too much         position, max_abs, mean_abs, tolerance
-      UpstreamError     a known bug is in the way          package, installed, fixed_in, url
-
-Raise with fields; the class writes the message: what, where, the numbers, the next step. Code reads the fields, never
-the text. The text has the control characters of files and names escaped (printable.py). Exit codes are a table in
-`exit_codes.py`, not attributes here. Imports nothing outside the standard library.
-"""
+"""Which errors does this package raise on purpose?"""
 
 from __future__ import annotations
 
@@ -51,7 +37,19 @@ def public_fields(error: BaseException) -> dict[str, Any]:
 
 
 class TrimtabError(Exception):
-    """Every error that this package raises on purpose."""
+    """Every error that this package raises on purpose.
+
+        TrimtabError
+          RequestError      the question is wrong              field, value, allowed
+          CheckpointError   a file is not what it claims       path, tensor_name
+          DoesNotFitError   no placement within the budgets    block, device, needed_bytes, budget_bytes, needs_both
+          AdapterError      adapter and model do not match     path, problems (all of them, with both shapes)
+          DeviceError       the machine refused at run time    device, block, planned_bytes, free_bytes
+          ParityError       two routes differ too much         position, max_abs, mean_abs, tolerance
+          UpstreamError     a known bug is in the way          package, installed, fixed_in, url
+
+    The class writes the message; code reads the fields, never the text. Exit codes: process/exit_codes.py.
+    """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         self.hint = hint

@@ -1,7 +1,4 @@
-"""Which modules had other names before 0.2.0? The old names can be imported until 0.3.0, with a warning.
-
-Kept are the modules of 0.1.0, and all of `trimtab.plan` and `trimtab.runtime`; other names between two releases are not.
-"""
+"""Which modules had other names before 0.2.0, importable until 0.3.0 with a warning?"""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Makes text from files and other programs printable: control characters become visible escapes.
-
-A terminal obeys control characters: it moves the cursor, clears the screen, writes to the clipboard. Bidirectional
-controls show a reader another order than a program sees. Every error message, table, log and report is escaped here.
-JSON has its own escapes, and `cli/flags/output.py` handles a model's answers. Imports only the standard library.
-"""
+"""How do texts of files and other programs become printable, with control characters as visible escapes?"""
 
 from __future__ import annotations
 
@@ -15,7 +10,8 @@ _OF_LINES = re.compile("[\t\n]")
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    """Return the text with control characters escaped, such as `\\x1b`. one_line: tabs and line ends are escaped too."""
+    """Return the text with control characters escaped, such as `\\x1b`. one_line: tabs and line ends are escaped too. A terminal
+    obeys control characters, and bidirectional controls show a reader another order than a program sees."""
     if _CONTROL.search(text):
         text = _CONTROL.sub(_escape, text)
     return _OF_LINES.sub(_escape, text) if one_line else text

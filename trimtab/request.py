@@ -1,8 +1,4 @@
-"""User requests as frozen dataclasses, made once from the user's input.
-
-`LoadRequest` is the argument of `plan` and `load`, `GenerateRequest` that of `generate`. Both check their own fields
-and raise RequestError; neither touches a file or imports torch.
-"""
+"""What may a user request: placement (`LoadRequest`) and answers (`GenerateRequest`), checked before any file is read?"""
 
 from __future__ import annotations
 

@@ -116,6 +116,25 @@ def test_a_forbidden_word_is_seen_in_docstrings_comments_and_messages_and_not_in
     }  # fmt: skip
 
 
+def is_one_sentence(text: str) -> bool:
+    """Whether a docstring is one sentence of at most two lines."""
+    plain = re.sub(r"`[^`]*`|\b(?:e\.g|i\.e|etc|vs|cf)\.|\.{3}", "", text)
+    return len(re.findall(r"[.?!][\"')]*(?=\s|$)|\n\n", plain)) == 1 and text.count("\n") < 2
+
+
+def test_a_modules_docstring_says_what_it_answers_in_one_sentence():
+    texts = {file.relative_to(ROOT).as_posix(): ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "" for file in FILES}
+    # `help(trimtab)` shows the example, and tests/test_typed_calls.py runs it.
+    assert {name for name, text in texts.items() if not is_one_sentence(text)} == {"trimtab/__init__.py"}
+
+
+def test_a_second_sentence_and_an_example_are_seen():
+    assert is_one_sentence('Which files, e.g. `a. b`, "x.json" or 0.5 of\n..., does json_file.py read?')
+    assert not any(
+        map(is_one_sentence, ("The plan. Pure.", "What is it? No torch.", "A plan.\n\n    plan()", "A plan", "a\nb\nc."))
+    )
+
+
 def test_the_glossary_explains_each_term_once_and_in_order():
     table = (DOCS / "glossary.md").read_text("utf-8").split("|---|---|---|")[1]
     rows = re.findall(r"^\| ([a-z ]+) \| ([^|]+) \| ([^|]+) \|$", table.split("\n\n")[0], re.M)

@@ -1,8 +1,4 @@
-"""The report on one adapter, and the functions that read and match one for the rest of the package.
-
-`read_adapter` (file.py) reads a folder that PEFT wrote, without tensor data. `match_adapter` (match.py) assigns every
-tensor to a module of the model or refuses. `describe` is printed by `trimtab inspect`. Imports no torch.
-"""
+"""What is reported about one adapter?"""
 
 from __future__ import annotations
 

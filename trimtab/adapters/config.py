@@ -1,12 +1,4 @@
-"""What an adapter's files say: tensor names, the fields of adapter_config.json, and what these mean for modules by PEFT's rules.
-
-`parse_key` reads one name. `Rewrite` is one known spelling of module paths (PEFT, older transformers, text-only classes, servers);
-`REWRITES` lists all of them in order. Whether a path exists is checked by the caller.
-
-Fields are those of LoraConfig in PEFT 0.19.1 and 0.21.2: each is supported, harmless or refused. An unknown field is refused by
-name unless it is off (null, false, empty), because PEFT adds new fields switched off. `Rules` are rank and scale, targets, saved
-modules and idle entries; patterns are matched over all paths at once (checkpoint/names.py). Imports no torch.
-"""
+"""What do an adapter's tensor names and the fields of adapter_config.json mean for modules, by PEFT's rules?"""
 
 from __future__ import annotations
 
@@ -237,7 +229,9 @@ _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
 
 
 def config_problems(config: Mapping[str, Any]) -> list[str]:
-    """Return every reason why an adapter with this configuration cannot be applied as PEFT would, as text."""
+    """Return every reason why an adapter with this configuration cannot be applied as PEFT would, as text. Fields are those of
+    LoraConfig in PEFT 0.19.1 and 0.21.2. An unknown field is refused by name unless it is off (null, false, empty), because PEFT
+    adds new fields switched off."""
     kind = config.get("peft_type")
     if kind != "LORA":
         shown = "is missing" if kind is None else f"is {kind!r}"

@@ -1,26 +1,4 @@
-"""Adapters on stacked experts: which stack of the model each pair changes, and where in it.
-
-A stack is one parameter of all experts, [E, D_out, D_in], or [E, D_in, D_out] where transformers marks it is_transposed.
-Known layouts, with a pair A [R, D_in], B [D_out, R] for each expert:
-
-- PEFT's `target_parameters`: one pair for the stack. lora_A [E R, D_in] has expert after expert; in lora_B [D_out, R E] the
-  expert is the fastest index. Several parameters of a module nest: the first one's keys are deepest below `base_layer`.
-- The same names from Unsloth, which computes lora_B as [D_out, E R]: expert after expert. Nothing in a file shows which of the
-  two was trained, so a file that Unsloth has marked needs the field `stacked_lora_B`.
-- `experts.gate_up_proj.lora_A` with three dimensions: [E, R, D_in] and [E, D_out, R]. With two, B has either order: refused.
-- The same of gate, up and down apart: `experts.gate_proj.lora_A` (SGLang), `experts.w1.lora_A` (Tinker). There A or B may be
-  shared by all experts, [1, ...]. With two dimensions: refused.
-- `experts.N.gate_proj` and `w1`, `w2`, `w3`: one pair for a linear layer of one expert, as PEFT wrote before transformers 5 and
-  vLLM reads. Gate and up are halves of `gate_up_proj`, each with its own A.
-- The shared half of the former, [1, ...], with the other half of each expert of the latter (Megatron-Bridge).
-- `experts.gate_up_projs.N` and `down_projs.N`: the same for the matrices of a stack, in gpt-oss checkpoints of Unsloth in 4 bits.
-
-Source: PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (update_layer, get_delta_weight), tuners/tuners_utils.py,
-_inject_parameters; unsloth-zoo ce232d6, temporary_patches/moe_utils.py, _canonical_lora_weights_for_grouped_mm, and
-saving_utils.py, _merge_moe_gate_or_up_expert, and 002c9b3, temporary_patches/gpt_oss.py; vLLM, lora/model_manager.py,
-_stack_moe_lora_weights (PEFT's order for pairs of a stack), and its names of one expert's layers, lora/layers/fused_moe.py; SGLang,
-lora/lora.py, and Tinker's files as it reads them (experts_shared_outer_loras). Imports no torch.
-"""
+"""Which stack of the model does each pair of an adapter on stacked experts change, and where in it?"""
 
 from __future__ import annotations
 
@@ -154,7 +132,26 @@ class ExpertPaths:
 
 
 class StackBuilder:
-    """Collects the keys of one adapter's experts, then checks them; problems are gathered, not raised."""
+    """Collects the keys of one adapter's experts, then checks them; problems are gathered, not raised.
+
+    - PEFT's `target_parameters`: one pair for the stack. lora_A [E R, D_in] has expert after expert; in lora_B [D_out, R E] the
+      expert is the fastest index. Several parameters of a module nest: the first one's keys are deepest below `base_layer`.
+    - The same names from Unsloth, which computes lora_B as [D_out, E R]: expert after expert. Nothing in a file shows which of the
+      two was trained, so a file that Unsloth has marked needs the field `stacked_lora_B`.
+    - `experts.gate_up_proj.lora_A` with three dimensions: [E, R, D_in] and [E, D_out, R]. With two, B has either order: refused.
+    - The same of gate, up and down apart: `experts.gate_proj.lora_A` (SGLang), `experts.w1.lora_A` (Tinker). There A or B may be
+      shared by all experts, [1, ...]. With two dimensions: refused.
+    - `experts.N.gate_proj` and `w1`, `w2`, `w3`: one pair for a linear layer of one expert, as PEFT wrote before transformers 5 and
+      vLLM reads. Gate and up are halves of `gate_up_proj`, each with its own A.
+    - The shared half of the former, [1, ...], with the other half of each expert of the latter (Megatron-Bridge).
+    - `experts.gate_up_projs.N` and `down_projs.N`: the same for matrices of a stack, in Unsloth's gpt-oss checkpoints of 4 bits.
+
+    Source: PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (update_layer, get_delta_weight), tuners/tuners_utils.py,
+    _inject_parameters; unsloth-zoo ce232d6, temporary_patches/moe_utils.py, _canonical_lora_weights_for_grouped_mm, and
+    saving_utils.py, _merge_moe_gate_or_up_expert, and 002c9b3, temporary_patches/gpt_oss.py; vLLM, lora/model_manager.py,
+    _stack_moe_lora_weights (PEFT's order for pairs of a stack), and its names of one expert's layers, lora/layers/fused_moe.py;
+    SGLang, lora/lora.py, and Tinker's files as it reads them (experts_shared_outer_loras).
+    """
 
     def __init__(self, file: AdapterFile, paths: ExpertPaths) -> None:
         self.file, self.config, self._paths = file, file.config, paths

@@ -1,14 +1,4 @@
-"""The files of an adapter folder: the configuration and the header of PEFT's tensor file, read strictly.
-
-Only files with fixed names inside the folder are opened: no name in them ever becomes a path. Imports no torch.
-Weights in other files: trainers write fully trained towers, projectors or new embedding rows into separate files. trimtab applies
-`adapter_model.safetensors` only, so such a file is a reason to refuse the folder. Training states, other forms of the same adapter
-and files without weights are not. These files are judged by their names; none is opened, so no pickle is read.
-NaN and infinity: every use of an adapter begins with `read_adapter`, which looks for them in chunks first, so errors are reported
-before work starts. A value is not finite if all bits of its exponent are set; these bits are in its one or two highest bytes.
-Vocabularies: trainers leave a copy of the tokenizer in the folder. It may have more tokens than the model's, and other texts for
-reserved ones. The tokenizer of another model gives nearly every id another text, even if both have the same size.
-"""
+"""What do the files of an adapter's folder hold, read strictly?"""
 
 from __future__ import annotations
 
@@ -291,7 +281,8 @@ def weights_beside(folder: Path) -> tuple[list[str], list[str]]:
     """Return (problems, notes) about other weights in an adapter's folder: those that change the output, and those that
     do not.
 
-    Errors: OSError.
+    Errors: OSError. trimtab applies `adapter_model.safetensors` only; trainers write trained towers, projectors or embedding rows
+    into other files. Files are judged by their names: none is opened, so no pickle is read.
     """
     problems: dict[str, str] = {}
     notes: dict[str, str] = {}
@@ -342,7 +333,8 @@ _PIECE_BYTES = 256 * 2**10  # the search holds the GIL, which other threads need
 
 
 def value_problems(tensors: Mapping[str, TensorEntry]) -> tuple[str, ...]:
-    """Return a line for each tensor with values that are not finite. tensors: name -> entry. Errors: OSError."""
+    """Return a line for each tensor with values that are not finite. tensors: name -> entry. Errors: OSError. A value is not finite
+    if all bits of its exponent are set; these are in its one or two highest bytes."""
     problems = []
     with ExitStack() as stack:
         files: dict[Path, BinaryIO] = {}  # opening a file takes longer than reading one of its tensors
@@ -401,7 +393,8 @@ def check_vocabulary(adapter: str | Path, model: str | Path) -> None:
     """Raise AdapterError if both folders have a tokenizer.json and the same ids have different texts.
 
     adapter, model: folders. A missing file, or one without a vocabulary, proves nothing. Errors also: CheckpointError for a file
-    over the limits of `json_file.py`.
+    over the limits of `json_file.py`. An adapter's tokenizer may have more tokens than the model's, and other texts for reserved
+    ones; that of another model gives nearly every id another text.
     """
     ours, theirs = Path(model) / TOKENIZER, Path(adapter) / TOKENIZER
     stamps = _stamp(ours), _stamp(theirs)

@@ -1,10 +1,4 @@
-"""A copy of an adapter whose config names exactly the modules with weights, inner linears included, in short form.
-
-PEFT refuses a target that is a wrapper (Gemma4ClippableLinear), although the weights belong to the linear inside it.
-The copy has one regular expression for target_modules, with `\\d+` for layer numbers wherever that fits no other
-module. Weights are linked, or copied; keys with another spelling of a module get the module's path. Pure: imports no
-torch.
-"""
+"""How is an adapter copied with a config that names exactly the modules with weights, inner linears included?"""
 
 from __future__ import annotations
 
@@ -33,8 +27,9 @@ _CHUNK = 2**20
 def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dict[str, Any]:
     """Write the copy and return its description: "written", "target_modules", "modules", "renamed" keys, "linked".
 
-    Errors: AdapterError for an adapter that does not fit the model, or a copy that would not equal it; RequestError for
-    a folder that exists already or cannot be written; no partial copy remains.
+    Errors: AdapterError for an adapter that does not fit the model, or a copy that would not equal it; RequestError for a folder
+    that exists already or cannot be written; no partial copy remains. PEFT refuses a target that is a wrapper
+    (Gemma4ClippableLinear), although the weights belong to the linear inside it.
     """
     folder = Path(out)
     if folder.exists():

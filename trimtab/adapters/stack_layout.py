@@ -1,11 +1,4 @@
-"""The layout of an adapter on stacked experts: the dimension of a stack that lora_A runs along, by the release that wrote it.
-
-A stack is [E, a, b]. PEFT's releases disagree on whether lora_A multiplies the last dimension (delta = B A of each expert) or
-the one before it (delta = (B A)^T). The shapes of a pair show it unless a = b; then the file's other pairs show it, or
-`peft_version` in adapter_config.json, which PEFT writes since 0.18.0. The order of experts and ranks is the same in all
-releases. Source: PEFT 0.17.0, 0.17.1, 0.18.0, 0.18.1, 0.19.0, 0.19.1, 0.20.0 and 0.21.0 to 0.21.2, lora/layer.py,
-ParamWrapper (__init__, _get_in_out_features, update_layer, get_delta_weight). Imports no torch.
-"""
+"""Along which dimension of a stack of experts does an adapter's lora_A run, by the release that wrote it?"""
 
 from __future__ import annotations
 
@@ -50,8 +43,8 @@ class Stack:
 def layout_of_release(version: object, *, is_transposed: bool) -> Layout | None:
     """Return the layout that a release of PEFT writes, None if its version does not determine it.
 
-    version: of adapter_config.json; null or missing: PEFT before 0.18.0, or another program. is_transposed: of the
-    stack.
+    version: of adapter_config.json; null or missing: PEFT before 0.18.0, or another program. is_transposed: of the stack. Source:
+    PEFT 0.17.0 to 0.21.2, lora/layer.py, ParamWrapper (__init__, _get_in_out_features, update_layer, get_delta_weight).
     """
     if version is None:
         # If releases without the field agree with today's, the programs in between agree too.
@@ -80,8 +73,9 @@ def shapes_of(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[tuple[
 def decided(fitting: tuple[Layout, ...], seen: Iterable[Layout], version: object, *, is_transposed: bool) -> Layout | None:
     """Return the layout of one pair, None if nothing determines it.
 
-    fitting: those that its shapes allow. seen: the layouts of the file's pairs on stacks of the same kind whose shapes
-    allow one only; they were written by the same release.
+    fitting: those that its shapes allow. seen: the layouts of the file's pairs on stacks of the same kind whose shapes allow one
+    only; they were written by the same release. PEFT's releases disagree on whether lora_A multiplies the last dimension of [E, a,
+    b] (delta = B A) or the one before it (delta = (B A)^T). The shapes of a pair show it unless a = b.
     """
     if len(fitting) == 1:
         return fitting[0]

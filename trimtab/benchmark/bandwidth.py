@@ -1,8 +1,4 @@
-"""Memory bandwidth of this machine, measured now: one large copy on the device, in host memory, and over the link.
-
-A copy reads and writes every byte, so its rate counts both. The best of several repeats counts, because other programs
-may use the machine too. Needs only torch.
-"""
+"""How fast does this machine copy memory now: on the device, in host memory, and over the link?"""
 
 from __future__ import annotations
 
@@ -20,7 +16,8 @@ REPEATS = 7
 
 
 def measure(device: str) -> dict[str, Any]:
-    """Return device_Bps, host_Bps and link_Bps (None on a CPU) of the device that a model ran on."""
+    """Return device_Bps, host_Bps and link_Bps (None on a CPU) of the device that a model ran on. A copy reads and writes every
+    byte, so its rate counts both."""
     host = _copy_Bps(torch.device("cpu"), HOST_SAMPLE_BYTES)
     where = torch.device(device)
     if where.type != "cuda":

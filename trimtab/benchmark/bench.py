@@ -1,10 +1,4 @@
-"""The benchmark: trimtab against the stock stack (or its own eager steps), one process per run, alternating, same
-inputs.
-
-Runs alternate, so that other load on the machine affects both sides. A side that fails is reported and not started
-again; the other side is measured to the end. The plan's budgets apply to trimtab only: the stock stack takes the memory
-that it needs, and its peak is reported too.
-"""
+"""How fast is trimtab against the stock stack or its own eager steps?"""
 
 from __future__ import annotations
 
@@ -89,8 +83,8 @@ class BenchRequest:
 def bench(request: BenchRequest, *, say: Say | None = None) -> BenchReport:
     """Return the measurements.
 
-    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. After planning, an error
-    of a side becomes its `failure`.
+    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. After planning, an error of a side
+    becomes its `failure`. Runs alternate, so that other load affects both sides.
     """
     speak = say or phases.begin
     if request.against == "stock":

@@ -1,7 +1,4 @@
-"""The chart of a benchmark: a panel per figure, a bar per engine, its spread as a whisker, the limit as a line.
-
-Drawn with the same shapes as a plan: .svg; the same report gives the same bytes.
-"""
+"""How does the chart of a benchmark show each figure, engine, spread and limit?"""
 
 from __future__ import annotations
 

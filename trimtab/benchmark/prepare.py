@@ -1,7 +1,4 @@
-"""Inputs of both engines: the plan, the prompts as model inputs, and the bytes that each engine reads per token.
-
-Runs in a separate process, so that reading the GPU leaves no memory allocated there. Loads no weights.
-"""
+"""Which inputs do both engines of a benchmark get: the plan, the prompts, and the bytes read per token?"""
 
 from __future__ import annotations
 

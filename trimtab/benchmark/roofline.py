@@ -1,21 +1,4 @@
-"""The upper limit of the decode speed: the bytes that one token reads, divided by the bandwidth.
-
-A decode step of one row reads every weight of the decoder and the head once, the adapter's matrices, and the keys and
-values of the earlier tokens. No step can end before its bytes have arrived:
-
-    token_s  =  max( device_bytes / device_Bps + host_bytes / host_Bps,  link_bytes / link_Bps,  disk_bytes / disk_Bps )
-    limit    =  1 / token_s
-
-device_bytes: bytes that the execution device reads from its own memory: decoder, head, adapter, keys and values, each
-as stored (packed weights packed, LoRA matrices in float32); one row of an embedding or a gathered table; of fused
-experts, those of the token. host_bytes: of blocks in the tier host, which the CPU reads while the device waits for it.
-link_bytes: of streamed blocks and gathered rows, copied while the device computes. disk_bytes: the part of these from
-the disk tier's file or the checkpoint. On a CPU there is no link: its own memory holds the streamed blocks too, and
-they count as device_bytes.
-
-Not counted: activations, writes, the towers (they run with the prompt). A model that fits a processor's cache can be
-faster than this limit, which is that of memory. Pure arithmetic: imports no torch.
-"""
+"""What is the upper limit of the decode speed by the bytes that one token reads?"""
 
 from __future__ import annotations
 
@@ -43,8 +26,10 @@ _WAYS_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """Bytes that one token reads over one path ("device", "link", "disk", "host"). what: the reader, such as "decoder",
-    "head" or "rows".
+    """Bytes that one token reads over one path ("device", "link", "disk", "host"). what: the reader, such as "decoder", "head" or
+    "rows". device_bytes: from the device's own memory: decoder, head, adapter, keys and values, each as stored; one row of a table;
+    of fused experts those of the token. host_bytes: of blocks in the tier host. link_bytes: of streamed blocks and gathered rows.
+    disk_bytes: the part of these from the disk tier's file or the checkpoint. On a CPU streamed blocks count as device_bytes.
     """
 
     what: str
@@ -86,7 +71,9 @@ class Limit:
 
 
 def limit_of(reads: tuple[Read, ...], bandwidth: Bandwidth) -> Limit:
-    """Return the limit of a step that reads these bytes. Errors: ValueError for no bytes, or a missing link."""
+    """Return the limit of a step that reads these bytes. Errors: ValueError for no bytes, or a missing link. token_s =
+    max(device_bytes / device_Bps + host_bytes / host_Bps, link_bytes / link_Bps, disk_bytes / disk_Bps). Not counted: activations,
+    writes, the towers. A model that fits a processor's cache can be faster."""
     total = {way: sum(read.nbytes for read in reads if read.way == way) for way in WAYS}
     if not any(total.values()):
         raise ValueError("a step that reads nothing has no limit")

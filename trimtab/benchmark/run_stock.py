@@ -1,8 +1,4 @@
-"""One run of the stock stack: transformers, bitsandbytes and PEFT load the same model and answer the same prompts.
-
-Runs in a separate process, everything on one device, as its users run it: also with bitsandbytes' fast path for CPUs
-with AVX512-BF16, which a comparison of answers disables because it loses bits (`stock/load.py`).
-"""
+"""What does one run of the stock stack measure?"""
 
 from __future__ import annotations
 
@@ -29,9 +25,10 @@ Emit = Callable[[dict[str, Any]], None]
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Make one run.
 
-    request: folder, quant, dtype, device, adapters, adapter, items, out, new_tokens, warm_tokens, own_cpu_path (False:
-    4-bit products without bitsandbytes' fast path for CPUs). Emits one line, "ran", as `run_trimtab.main` does; an
-    exception of the stack is an "upstream" line.
+    request: folder, quant, dtype, device, adapters, adapter, items, out, new_tokens, warm_tokens, own_cpu_path (False: 4-bit
+    products without bitsandbytes' fast path for CPUs). Emits one line, "ran", as `run_trimtab.main` does; an exception of the stack
+    is an "upstream" line. The stack runs as its users run it: also with bitsandbytes' fast path for CPUs with AVX512-BF16, which a
+    comparison of answers disables because it loses bits (`stock/load.py`).
     """
     with stock_route.emit_if_raised(emit):
         _import_all(request)

@@ -1,7 +1,4 @@
-"""Figures of runs: one run, medians with their spread over several, and the first difference of two answers.
-
-Pure arithmetic over the processes' reports; imports no torch.
-"""
+"""Which figures do runs have: medians with their spread, and the first difference of two answers?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timing of one answer: its tokens and the time of each, after the device has finished. Needs torch only."""
+"""How long did each token of one answer take?"""
 
 from __future__ import annotations
 

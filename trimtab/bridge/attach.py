@@ -1,9 +1,4 @@
-"""Attaches an adapter to a model without moving its modules: PEFT's layers, filled from the file by trimtab.
-
-PEFT injects its layers empty. trimtab then makes each adapter tensor on the device that its layer computes on, in
-PEFT's dtype, and fills it from the file. `PeftModel.load_adapter`, which dispatches a split model a second time, is
-never called.
-"""
+"""How is an adapter attached to a model without moving its modules?"""
 
 from __future__ import annotations
 
@@ -65,7 +60,8 @@ def check_dora(spec: AdapterSpec, modules: Mapping[str, nn.Module]) -> None:
 
 
 class Filler:
-    """Makes and fills the tensors of one adapter."""
+    """Makes and fills the tensors of one adapter. PEFT injects its layers empty. Each tensor is made on the device that its layer
+    computes on, in PEFT's dtype. `PeftModel.load_adapter`, which dispatches a split model a second time, is never called."""
 
     def __init__(self, peft_model: Any, spec: AdapterSpec, adapter_name: str) -> None:
         self.model, self.spec, self.name = peft_model, spec, adapter_name

@@ -1,8 +1,4 @@
-"""accelerate's hooks: the device on which they compute a module, and the storage of its weights.
-
-Read from the hook objects by their attributes, so that accelerate is not imported: AlignDevicesHook (execution_device,
-offload, weights_map, original_devices) and SequentialHook (hooks). Source: accelerate 1.13.0 and 1.15.0, hooks.py.
-"""
+"""On which device do accelerate's hooks compute a module, and where are its weights stored?"""
 
 from __future__ import annotations
 
@@ -18,7 +14,8 @@ CPU, DISK = "cpu", "disk"
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return the hooks of a module in the order they run, those of a SequentialHook as single hooks; () if it has none."""
+    """Return the hooks of a module in the order they run, those of a SequentialHook as single hooks; () if it has none. Hooks are
+    read by attributes, so that accelerate is not imported. Source: accelerate 1.13.0 and 1.15.0, hooks.py."""
 
     def flat(hook: Any) -> Iterator[Any]:
         if hasattr(hook, "hooks"):

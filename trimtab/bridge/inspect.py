@@ -1,9 +1,4 @@
-"""A scan of a live torch model: where its weights are, what is quantized, what is broken or idle.
-
-`scan` takes any model of transformers: plain, quantized, split by accelerate's hooks, with adapters of PEFT, or empty on
-the meta device. It moves nothing and calls no forward. The rules are in inspect_rules.py, the kinds of findings in
-inspect_findings.py.
-"""
+"""Where are the weights of a live torch model, what is quantized, and what is broken or idle?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The rules of a scan: one view of the model's modules, and one small function for each kind of finding.
-
-Modules of transformers, accelerate, PEFT and bitsandbytes are recognized by their attributes and class names, so the
-rules run in any installation and import none of the four.
-"""
+"""Which problems does a scan of a live model look for?"""
 
 from __future__ import annotations
 
@@ -35,7 +31,8 @@ def read_versions() -> dict[str, str]:
 
 
 def view(model: Any) -> View:
-    """Return the view of a model; of a PeftModel, of the transformers model in it."""
+    """Return the view of a model; of a PeftModel, of the transformers model in it. Modules of transformers, accelerate, PEFT and
+    bitsandbytes are recognized by attributes and class names: none of the four is imported."""
     # Not get_base_model(): it fails on a PeftModel whose last adapter was deleted.
     base = model.base_model.model if hasattr(model, "get_base_model") else model
     return View(model, base)

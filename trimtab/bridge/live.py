@@ -1,8 +1,4 @@
-"""The anatomy of a live model: the same rows as from a checkpoint, read from a model that transformers has loaded.
-
-A quantized linear counts as a linear with its unpacked shape. Weights may be on any device, including meta. Not
-covered: a model that already has adapters.
-"""
+"""What is the anatomy of a model that transformers has loaded?"""
 
 from __future__ import annotations
 
@@ -23,7 +19,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def read_live(model: Any) -> Anatomy:
-    """Return the anatomy of a live model. Errors: RequestError if it is no language model of transformers."""
+    """Return the anatomy of a live model. Errors: RequestError if it is no language model of transformers. A quantized linear
+    counts as a linear with its unpacked shape. A model that already has adapters is not covered."""
     from trimtab.engine.loader.anatomy_builder import build_anatomy
     from trimtab.engine.loader.transformers_model import read_renames
 

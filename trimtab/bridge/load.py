@@ -1,17 +1,4 @@
-"""Loads the first adapter into a live base, and further adapters in the same way; merges them there.
-
-The copy of an adapter's configuration that PEFT receives names every module by its path in the model, with its rank and alpha; the
-adapter's folder is only read. Arguments of `PeftModel.from_pretrained` that would place modules again or have no effect are refused
-by name.
-
-Merges go into weights that a hook offloads: each layer's hook loads the weights, PEFT merges, and the hook keeps the result.
-PEFT's `onload_layer` does this for a plain hook, with four faults. A `""` entry in a device map leaves two hooks on a module, as
-one SequentialHook, which PEFT does not know: it silently merges into a weight without data. It is called on every module, the
-whole model first, and loads everything that is offloaded below it to the GPU at once. For a layer on disk, it reads all offloaded
-weights, once for each layer, and fails with a KeyError if some are on the CPU too. So offload hooks are hidden from it while a
-merge runs. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py, onload_layer and _unload_and_optionally_merge; accelerate
-1.13.0 and 1.15.0, hooks.py and utils/offload.py.
-"""
+"""How are adapters loaded into a live base, and merged there?"""
 
 from __future__ import annotations
 
@@ -248,7 +235,12 @@ def _upstream(broken: tuple[Finding, ...], versions: Mapping[str, str]) -> Upstr
 
 
 def keep_merges(peft_model: Any) -> None:
-    """Make all methods that merge, unmerge and unload reach the weights of offloaded layers."""
+    """Make all methods that merge, unmerge and unload reach the weights of offloaded layers.
+
+    PEFT's `onload_layer` silently merges into a weight without data under a SequentialHook (a `""` entry in a map), loads
+    everything offloaded below a module at once, and for a layer on disk reads all offloaded weights. So offload hooks are hidden
+    from it. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py; accelerate 1.13.0 and 1.15.0, hooks.py, utils/offload.py.
+    """
     tuner, is_split = peft_model.base_model, False
     for layer in tuner.modules():
         base = getattr(layer, "base_layer", None)

@@ -1,8 +1,4 @@
-"""The anatomy: one row per module of the empty model, from config and headers only.
-
-The rows are plain data. `engine/loader/transformers_model.py::read_anatomy` builds them with transformers' own class on
-tensors without data, so any architecture works and names follow transformers' own conversion. Imports no torch.
-"""
+"""Which modules and tensors does the empty model have, one row per module?"""
 
 from __future__ import annotations
 

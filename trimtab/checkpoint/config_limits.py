@@ -1,11 +1,4 @@
-"""Limits on the numbers of a config.json, checked before a class of transformers makes modules, lists or buffers of
-them.
-
-A number is checked by the name of its field, at any depth: every family has its own names, so they are not listed one
-by one. `check_config` knows the names that count modules or rows in every family; `check_declared` checks every number
-that the config's class reads. Limits are several times the largest default of transformers 5.23.0 and the largest value
-of any released model.
-"""
+"""Which numbers of a config.json are too large to make modules, lists or buffers of?"""
 
 from __future__ import annotations
 
@@ -117,7 +110,8 @@ def _layers(config: Mapping[str, Any]) -> list[tuple[str, int | float]]:
 
 
 def largest(field: str) -> int:
-    """Return the largest value of a field, by the last part of its name."""
+    """Return the largest value of a field, by the last part of its name. A number is checked by the name of its field, at any
+    depth. Limits are several times the largest default of transformers 5.23.0 and the largest value of any released model."""
     name = field.rpartition(".")[2].lower()
     if NO_SIZE.search(name):
         return OF_NO_SIZE

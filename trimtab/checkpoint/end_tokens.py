@@ -1,8 +1,4 @@
-"""Is a tokenizer's end token among the checkpoint's end tokens? Read from files alone; `plan` reports it.
-
-`engine/chat/control_tokens.py` checks the text that the chat template writes, for which it needs the tokenizer. Here it is
-enough that the template's source contains the token or `eos_token`. Pure.
-"""
+"""Is a tokenizer's end token among the checkpoint's end tokens, by files alone?"""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The files of a checkpoint: a config, and the weight files that transformers would read.
-
-`read_checkpoint` takes a folder, a hub-cache folder, a hub id that is in the local cache, a GGUF file, or `demo`; nothing is ever
-downloaded. A GGUF file means the folder that gguf/companion.py makes of it.
-Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are
-never chosen by pattern: some repositories carry the weights a second time under another name. Not covered: the extra
-weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").
-"""
+"""Which files does a checkpoint have: a config, and the weight files that transformers would read?"""
 
 from __future__ import annotations
 
@@ -82,8 +75,9 @@ class Checkpoint:
 def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Return a checkpoint from its config and headers; has_weights is False for a folder with a config alone.
 
-    model: a folder, a hub-cache folder, a hub id that is in the local cache, or "demo". Errors: CheckpointError; of missing
-    shards and misplaced tensors it names all.
+    model: a folder, a hub-cache folder, a hub id that is in the local cache, or "demo". Errors: CheckpointError; of missing shards
+    and misplaced tensors it names all. Nothing is downloaded. Source of the file choice: transformers 5.6.2 and 5.23.0,
+    modeling_utils.py, _get_resolved_checkpoint_files. Files are never chosen by pattern: some repositories carry the weights twice.
     """
     folder = find_folder(model)
     config_file = folder / CONFIG

@@ -1,10 +1,4 @@
-"""Safetensors headers: a strict reader that reads no weights, and whether the values of a small tensor are numbers.
-
-Format: 8 bytes little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, then
-the data. Source: safetensors README, "Format". Strict where a false header would cost memory or give wrong weights:
-unique names, exact sizes, no overlap, no gap, the exact file length. Not supported: types of less than one byte per
-value, complex numbers, and the float8 variants of other vendors.
-"""
+"""Which tensors does the header of a safetensors file declare, read strictly and without weights?"""
 
 from __future__ import annotations
 
@@ -98,7 +92,9 @@ def _repeated(values: dict[str, Any]) -> list[str]:
 def read_header(path: str | os.PathLike[str], *, most_tensors: int | None = None) -> Header:
     """Return the tensors of a safetensors file. most_tensors: the most tensors that are accepted; None: any number.
 
-    Errors: CheckpointError with every wrong tensor, for a file that does not match its header exactly.
+    Errors: CheckpointError with every wrong tensor, for a file that does not match its header exactly. Format: 8 bytes
+    little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, then the data. Source:
+    safetensors README, "Format". No types of less than one byte per value, no complex numbers.
     """
     file = Path(path)
     try:

@@ -1,10 +1,4 @@
-"""Downloads from a hub, on request only: config, tokenizer and safetensors of one revision, into the hub's cache.
-
-Nothing else is ever fetched: no pickle, no Python file, no file in a sub-folder but a GGUF file that is named. The weight files are
-those that the config and index name, as `checkpoint/folder.py` reads them. A lost connection is resumed inside a file. After a
-kill, the next pull keeps whole files. huggingface_hub 2 then restarts the interrupted file, because its temporary files belong to
-one process. The revision is the commit that the hub named when the pull began; the snapshot's folder has its name.
-"""
+"""What is downloaded from a hub, on request only?"""
 
 from __future__ import annotations
 
@@ -63,9 +57,10 @@ def pull(
 ) -> Pulled:
     """Fetch a model or adapter from a hub (HF_ENDPOINT, huggingface.co by default) into the local cache.
 
-    revision: a branch, tag or commit, "main" if None. say: called with the license and with each file. Errors:
-    RequestError for a name that is no hub id, if the hub is switched off (HF_HUB_OFFLINE) or unreachable, or the disk
-    has too little free space; CheckpointError for a repository without safetensors.
+    revision: a branch, tag or commit, "main" if None. say: called with the license and with each file. Errors: RequestError for a
+    name that is no hub id, if the hub is switched off (HF_HUB_OFFLINE) or unreachable, or the disk has too little free space;
+    CheckpointError for a repository without safetensors. After a kill the next pull keeps whole files; huggingface_hub 2 restarts
+    the interrupted one, because its temporary files belong to one process.
     """
     if model == MODEL:
         raise RequestError("is part of trimtab and needs no download", field="model", value=model)

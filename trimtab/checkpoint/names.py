@@ -1,14 +1,4 @@
-"""Names of modules and options: patterns, prefixes, the names most similar to a mistyped one, and former names.
-
-transformers renames parts of models between releases, but adapters keep the names of their training. The renames come from the
-installed release's table for checkpoints (engine/loader/transformers_model.py) and are part of the anatomy. Imports no torch.
-
-Regular expressions from files (`Matcher`) are matched over many names at once in bounded time and memory, without backtracking.
-Python's parser reads a pattern. Its tree is evaluated with one set of positions in the text of all names, stored as the bits of an
-integer. A character moves the set by one position, a repeated character fills runs by an addition, and a look-ahead is evaluated
-backwards. Greediness does not change whether a pattern matches, so the result equals that of `re` (docs/decisions/0040). Not
-supported: back-references, conditions on groups, atomic groups, possessive repeats.
-"""
+"""How are names of modules and options matched: patterns, prefixes, similar names and former names?"""
 
 from __future__ import annotations
 
@@ -167,7 +157,8 @@ def _words(name: str) -> set[str]:
 class Rename(NamedTuple):
     """One renaming of tensor names: below `base.scope`, or `scope`, the first match of a pattern is replaced.
 
-    pattern: from transformers, for Python's `re`. target: the replacement; \\1 is the pattern's group.
+    pattern: from transformers, for Python's `re`. target: the replacement; \\1 is the pattern's group. Renames come from the
+    installed transformers' table for checkpoints: adapters keep the names of their training.
     """
 
     base: str
@@ -331,8 +322,10 @@ def _inner(op: Any, av: Any) -> Sequence[Any]:
 
 
 class Matcher:
-    """Finds the names that a pattern matches. Errors: PatternError from every method, also when the work exceeds the
-    limit.
+    """Finds the names that a pattern matches. Errors: PatternError from every method, also when the work exceeds the limit.
+    Python's parser reads a pattern; its tree is evaluated with one set of positions in the text of all names, stored as the bits of
+    an integer, without backtracking (docs/decisions/0040). Not supported: back-references, conditions on groups, atomic groups,
+    possessive repeats.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

@@ -1,8 +1,4 @@
-"""Writes a safetensors file: a header for tensors whose bytes come later, and writes at offsets.
-
-`lay_out` gives every tensor its offset, `encode` the header's bytes. Format: see `headers.py`. This module does not
-know the source of the bytes and never holds a whole tensor. Imports no torch.
-"""
+"""How is a safetensors file laid out and written at offsets?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The command line: flags become a request, the request becomes one library call, and the result is printed.
-
-Only the files of `cli/` print; only this one exits and inspects the user's terminal. Exit codes: process/exit_codes.py.
-Anything else is a bug of trimtab and shows its traceback. Errors go to stderr; with --json to stdout, as one object.
-"""
+"""How does a command line become one library call, and its result or error what is printed?"""
 
 from __future__ import annotations
 
@@ -124,7 +120,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code of one command. arguments: without the program's name; None takes the process's own."""
+    """Return the exit code of one command. arguments: without the program's name; None takes the process's own. Only the files of
+    `cli/` print; only this one exits. Errors go to stderr; with --json to stdout, as one object."""
     code = 1
     try:
         code = _main(arguments)

@@ -1,13 +1,4 @@
-"""What does the demo contain and show?
-
-    import trimtab.demo
-
-    trimtab.demo.BASE                   the checkpoint, which is called "demo"
-    trimtab.demo.ADAPTERS["style"]      an adapter for it, "demo/style"; also "specialist" and "rslora-dora"
-    trimtab.demo.IMAGES, .SOUNDS        the images and audio clips of its training
-
-`demo.py` (`trimtab demo`) runs everything from plan to answer on them.
-"""
+"""What does the demo contain and show?"""
 
 from trimtab.adapter_names import ADAPTERS, BASE, FOLDER
 

@@ -1,12 +1,4 @@
-"""Whether activations stay within float16, measured on the loaded model where the plan chose that type.
-
-One pass over a prompt of tokens from all over the vocabulary, the first one that texts begin with: there models have their
-largest activations ("Massive activations", arXiv 2402.17762). Then one pass over a prompt with an image and one with an audio clip,
-where the plan has them: of noise, which has every frequency. Measured are the outputs of every layer of the decoder, of its MLP,
-and of every module of the towers and projectors.
-
-Not measured: other prompts, images and audio clips, and adapters. The headroom is for them.
-"""
+"""Do activations stay within float16, measured on the loaded model where the plan chose that type?"""
 
 from __future__ import annotations
 
@@ -44,7 +36,8 @@ class MeasuredModel(ChatModel, HasContext, Protocol):
 def largest_activations(model: MeasuredModel) -> dict[str, float]:
     """Return the largest output magnitude of each decoder layer, its MLP and each tower module; infinite for an output with a NaN.
 
-    Names are module paths; those of the passes with media end in "(image)" or "(audio)".
+    Names are module paths; those of the passes with media end in "(image)" or "(audio)". The first token that texts begin with has
+    the largest activations ("Massive activations", arXiv 2402.17762). Images and audio are of noise, which has every frequency.
     """
     prompts: list[tuple[str, dict[str, object]]] = [("", {"prompt": _ids(model)}), *_with_media(model)]
     found: dict[str, float] = {}

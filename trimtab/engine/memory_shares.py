@@ -1,10 +1,4 @@
-"""The shares of the device's memory: planned and measured.
-
-    for share in memory_shares.shares_of(model, batch): ...
-
-A figure is None where it cannot be measured by itself: cuBLAS' workspaces lie within torch's tensors, and without NVIDIA's
-management library the driver's memory outside torch is unknown. The measured figures add up to the process.
-"""
+"""What takes the device's memory: planned and measured shares?"""
 
 from __future__ import annotations
 
@@ -39,7 +33,9 @@ _GRAPHS = ("graphs", "prompt_graphs", "tower_graphs")
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One share of the device's memory. measured_bytes: None where it cannot be measured. is_estimate: whether it is one."""
+    """One share of the device's memory. measured_bytes: None where it cannot be measured. is_estimate: whether it is one. cuBLAS'
+    workspaces lie within torch's tensors, and without NVIDIA's management library the driver's memory outside torch is unknown. The
+    measured figures add up to the process."""
 
     name: str
     planned_bytes: int

@@ -1,8 +1,4 @@
-"""The loaded model: one object that owns the memory, answers prompts, and loads and unloads adapters.
-
-One answer at a time: calls of other threads wait for their turn; a second one of the same thread while its first is unfinished
-is refused.
-"""
+"""What is a loaded model: the object that owns the memory, answers prompts, and loads and unloads adapters?"""
 
 from __future__ import annotations
 
@@ -73,11 +69,12 @@ if TYPE_CHECKING:
 class LoadedModel(Asking):
     """A model in the tiers of its plan. Use it as a context manager; `close` frees all memory.
 
-    plan, device, dtype, context_tokens: as planned. hf_model: transformers' module tree with trimtab's layers in place.
-    decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel
-    after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs. progress: called with (bytes
-    read, total bytes). files: what planning read. held: gets the plan's adapters in host memory by name. reads_text: read the
-    tokenizer before the weights. Errors: CheckpointError and AdapterError for changed files; DeviceError if memory runs out.
+    plan, device, dtype, context_tokens: as planned. hf_model: transformers' module tree with trimtab's layers in place. decode: how
+    steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel after the other;
+    "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs. progress: called with (bytes read, total bytes).
+    files: what planning read. held: gets the plan's adapters in host memory by name. reads_text: read the tokenizer before the
+    weights. Errors: CheckpointError and AdapterError for changed files; DeviceError if memory runs out. One answer at a time: calls
+    of other threads wait for their turn; a second one of the same thread while its first is unfinished is refused.
     """
 
     def __init__(

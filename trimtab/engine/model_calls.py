@@ -1,7 +1,4 @@
-"""Further methods of `LoadedModel` (batches, several answers, embeddings, asyncio and the like), and how its adapters are read.
-
-The adapters of a plan are matched once, read ahead on a few threads, and attached in order.
-"""
+"""Which further calls does a loaded model have (batches, several answers, embeddings, asyncio), and how are its adapters read?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Tuning the launch configurations of a loaded model on this card: each matmul alone.
-
-`trimtab tune` runs this. The results are kept in the user's cache folder and used by the next process that loads a model with
-such layers; a running process keeps its configurations, so that its answers keep their bits.
-"""
+"""Which launch configurations of a loaded model are the fastest on this card, each matmul alone?"""
 
 from __future__ import annotations
 
@@ -55,8 +51,8 @@ def tune_model(
     """Tune every product of a loaded model for steps of up to `rows` rows; return the report and the document of all that was
     tuned for this card, as it may be shipped.
 
-    Errors: RequestError if nothing of the model can be tuned; DeviceError if its
-    kernels do not work on this card.
+    Errors: RequestError if nothing of the model can be tuned; DeviceError if its kernels do not work on this card. The next process
+    that loads such layers uses the results; a running one keeps its configurations, so that its answers keep their bits.
     """
     why = unsupported_reason(model)
     if why is not None:

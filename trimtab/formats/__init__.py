@@ -1,1 +1,1 @@
-"""In which formats do publishers store quantized weights, and what does each take? No torch."""
+"""In which formats do publishers store quantized weights, and what does each take?"""

@@ -1,10 +1,4 @@
-"""bitsandbytes checkpoints: packed weights grouped with their statistics, by the weight's name.
-
-4-bit: `X.weight` packed [n, 1], with `X.weight.absmax`, `.quant_map`, `.quant_state.bitsandbytes__nf4` (or `__fp4`), a
-small JSON, and for double quantization `.nested_absmax` and `.nested_quant_map`. int8: `X.weight`, `X.SCB` and
-`X.weight_format`. Source: bitsandbytes 0.49.2 to 0.50.2, functional.py QuantState.as_dict; modules.py Linear8bitLt. Of
-the weights, only that JSON and the format byte are read: a few hundred bytes per tensor.
-"""
+"""How are the packed weights of bitsandbytes checkpoints grouped with their statistics?"""
 
 from __future__ import annotations
 
@@ -55,7 +49,10 @@ class _Group:
 
 def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
     """Return (plain tensors, packed weights by name) of bitsandbytes' layout. Errors: CheckpointError with every wrong weight, and
-    for settings of int8 layers that are not read."""
+    for settings of int8 layers that are not read. 4-bit: `X.weight` packed [n, 1], with `X.weight.absmax`, `.quant_map`,
+    `.quant_state.bitsandbytes__nf4` (or `__fp4`), a small JSON, and for double quantization `.nested_absmax` and
+    `.nested_quant_map`. int8: `X.weight`, `X.SCB` and `X.weight_format`. Source: bitsandbytes 0.49.2 to 0.50.2, functional.py
+    QuantState.as_dict; modules.py Linear8bitLt."""
     plain, groups = _groups(checkpoint.tensors)
     packed: dict[str, PackedEntry] = {}
     for group in groups.values():

@@ -1,8 +1,4 @@
-"""compressed-tensors checkpoints: which of their weights are integers, float8 and 4-bit floats, as config.json declares them?
-
-`pack-quantized`: grouped.py. `float-quantized`, `naive-quantized`: `X.weight` float8 with `X.weight_scale` (float8.py).
-`nvfp4-pack-quantized`, `mxfp4-pack-quantized`: float4.py. Source: compressed-tensors 0.20.0, compressors.
-"""
+"""Which weights of compressed-tensors checkpoints are integers, float8 and 4-bit floats, as config.json declares them?"""
 
 from __future__ import annotations
 
@@ -25,7 +21,8 @@ HINT = "Use the unquantized checkpoint of the same model, or one in pack-quantiz
 
 
 def read(checkpoint: Checkpoint) -> Split:
-    """Return (plain tensors, packed weights by name). Errors: CheckpointError for what is not read, and with every wrong weight."""
+    """Return (plain tensors, packed weights by name). Errors: CheckpointError for what is not read, and with every wrong weight.
+    Source: compressed-tensors 0.20.0, compressors."""
     schemes = list(_schemes(checkpoint))
     blocks = [one["block_structure"] for one in schemes if one.get("block_structure")]
     found = list(float4.weights(checkpoint.tensors))

@@ -1,12 +1,4 @@
-"""NVFP4 and MXFP4 checkpoints: 4-bit floats (e2m1) with a scale for 16 or 32 values, and NVFP4 with one for the weight.
-
-compressed-tensors: `X.weight_packed` uint8 [D_out, D_in / 2], the first value in the low half, `X.weight_scale` float8_e4m3fn
-[D_out, D_in / 16], and `X.weight_global_scale` float32 [1], by which scales are divided. MXFP4 has `X.weight_scale` uint8 [D_out,
-D_in / 32], powers of 2 (e8m0), alone. ModelOpt: `X.weight`, `X.weight_scale` and `X.weight_scale_2`, by which scales are
-multiplied; its FP8 weights have one `X.weight_scale` (float8.py). Scales of activations are left out: trimtab does not round
-activations. Source: compressed-tensors 0.20.0, compressors/nvfp4 and mxfp4; ModelOpt,
-torch/quantization/qtensor/nvfp4_tensor.py (read, not run). Only headers are read.
-"""
+"""Which tensors of NVFP4 and MXFP4 checkpoints belong together: 4-bit floats (e2m1) and their scales?"""
 
 from __future__ import annotations
 
@@ -23,14 +15,16 @@ from trimtab.formats.record import Found, PackedEntry, Split, declared, gathered
 GROUPS = {float8.E4M3: (16, "nvfp4-g16", True), "uint8": (32, "mxfp4-g32", False)}
 # Name of the packed values -> name of the scale of the weight: compressed-tensors, ModelOpt.
 LAYOUTS = {"weight_packed": "weight_global_scale", "weight": "weight_scale_2"}
+# Scales of activations are left out: trimtab does not round activations.
 ACTIVATIONS = ("input_global_scale", "input_scale")
 # ModelOpt's algorithm -> bits of the floats that its files have.
 ALGORITHMS = {"NVFP4": (4,), "W4A16_NVFP4": (4,), "W4A8_NVFP4_FP8": (4,), "FP8": (8,), "MIXED_PRECISION": (4, 8)}
 
 
 def read_modelopt(checkpoint: Checkpoint) -> Split:
-    """Return (plain tensors, packed weights by name) of ModelOpt's files. Errors: CheckpointError for what is not
-    read, and with every wrong weight."""
+    """Return (plain tensors, packed weights by name) of ModelOpt's files. Errors: CheckpointError for what is not read, and with
+    every wrong weight. ModelOpt: `X.weight`, `X.weight_scale` and `X.weight_scale_2`, by which scales are multiplied; its FP8
+    weights have one `X.weight_scale` (float8.py). Source: ModelOpt, torch/quantization/qtensor/nvfp4_tensor.py (read, not run)."""
     algorithm = str((checkpoint.quantization or {}).get("quant_algo"))
     if algorithm not in ALGORITHMS:
         raise CheckpointError(
@@ -45,7 +39,9 @@ def read_modelopt(checkpoint: Checkpoint) -> Split:
 
 
 def weights(tensors: Mapping[str, TensorEntry]) -> Iterator[Found]:
-    """Yield the weights of 4-bit floats."""
+    """Yield the weights of 4-bit floats. compressed-tensors: `X.weight_packed` uint8 [D_out, D_in / 2], the first value in the low
+    half, `X.weight_scale` float8_e4m3fn [D_out, D_in / 16], and `X.weight_global_scale` float32 [1], by which scales are divided.
+    MXFP4 has `X.weight_scale` uint8 [D_out, D_in / 32], powers of 2 (e8m0), alone."""
     marks = {last: (last, "weight_scale", whole, *ACTIVATIONS) for last, whole in LAYOUTS.items()}
     for name, last, own, parts in gathered(tensors, marks):
         if parts[last].dtype == "uint8":

@@ -1,10 +1,4 @@
-"""float8 checkpoints: `X.weight` in e4m3, and the scale of each block, row or weight in a second tensor.
-
-`X.weight_scale_inv` [D_out / 128, D_in / 128] (quant_method fp8; also [1] or none of a dimension: the whole weight), or
-`X.weight_scale` [D_out, 1], [D_out], [1] or [blocks] (compressed-tensors, fbgemm_fp8), or `X.weight_scale` uint8 [D_out, D_in /
-32], powers of 2 (MXFP8). Scales of activations are left out: trimtab does not round activations. Source: transformers 5.23,
-integrations/finegrained_fp8.py, Fp8Dequantize.
-"""
+"""Which tensors of float8 checkpoints belong together: a weight in e4m3, and the scale of each block, row or weight?"""
 
 from __future__ import annotations
 
@@ -26,7 +20,12 @@ def read(checkpoint: Checkpoint) -> Split:
 
 
 def weights(tensors: Mapping[str, TensorEntry], block: object) -> Iterator[Found]:
-    """Yield the float8 weights. block: the [rows, columns] of a block, as the config declares it; anything else for none."""
+    """Yield the float8 weights. block: the [rows, columns] of a block, as the config declares it; anything else for none.
+
+    `X.weight_scale_inv` [D_out / 128, D_in / 128] (quant_method fp8; also [1] or none of a dimension: the whole weight), or
+    `X.weight_scale` [D_out, 1], [D_out], [1] or [blocks] (compressed-tensors, fbgemm_fp8), or `X.weight_scale` uint8 [D_out, D_in /
+    32], powers of 2 (MXFP8). Source: transformers 5.23, integrations/finegrained_fp8.py, Fp8Dequantize.
+    """
     is_pair = isinstance(block, list) and len(block) == 2
     sides = tuple(block) if isinstance(block, list) and is_pair and all(type(side) is int for side in block) else None
     for name, weight in tensors.items():

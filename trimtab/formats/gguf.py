@@ -1,8 +1,4 @@
-"""GGUF checkpoints: every matrix is one tensor of blocks along its rows, each in any type.
-
-The tensors stand here by the model's names (trimtab/gguf). Rows that the file has in another order are moved when they are read,
-packed; columns of another order cross blocks, and are moved when a weight is dequantized.
-"""
+"""Which weights does a GGUF checkpoint hold, each in any type?"""
 
 from __future__ import annotations
 
@@ -16,7 +12,9 @@ MISTRAL_WINDOW = 4096
 
 
 def read(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[str, PackedEntry]]:
-    """Return (plain tensors, packed weights by name). Errors: CheckpointError for a type that is not read."""
+    """Return (plain tensors, packed weights by name). Errors: CheckpointError for a type that is not read. Rows that the file has
+    in another order are moved when they are read, packed; columns of another order cross blocks, and are moved when a weight is
+    dequantized."""
     plain = {name: entry for name, entry in checkpoint.tensors.items() if name not in checkpoint.orders}
     packed: dict[str, PackedEntry] = {}
     problems: list[tuple[str, str]] = []

@@ -1,10 +1,4 @@
-"""Integers of 4 and 8 bits of compressed-tensors checkpoints, packed into int32, each group of a row with a scale.
-
-`X.weight_packed` int32 [D_out, D_in bits / 32], the first value in the lowest bits, each plus half the range; `X.weight_scale`
-[D_out, groups] (or [D_out]), `X.weight_shape` int64 [2], where zero points are not 0 `X.weight_zero_point` int32, packed along
-D_out, and with act-order `X.weight_g_idx` int32 [D_in], the group of each input (up to 0.18: `actorder` "group"). Source:
-compressed-tensors 0.20.0, compressors/pack_quantized; the groups: 0.18.0. Of the weights only `weight_shape` is read.
-"""
+"""Which tensors of compressed-tensors checkpoints are integers of 4 and 8 bits with a scale for each group of a row?"""
 
 from __future__ import annotations
 
@@ -22,7 +16,13 @@ BITS = (4, 8)
 
 
 def weights(tensors: Mapping[str, TensorEntry], schemes: Sequence[Mapping[str, Any]]) -> Iterator[Found]:
-    """Yield the weights of integers. schemes: the `weights` of each config group."""
+    """Yield the weights of integers. schemes: the `weights` of each config group.
+
+    `X.weight_packed` int32 [D_out, D_in bits / 32], the first value in the lowest bits, each plus half the range; `X.weight_scale`
+    [D_out, groups] (or [D_out]), `X.weight_shape` int64 [2], where zero points are not 0 `X.weight_zero_point` int32, packed along
+    D_out, and with act-order `X.weight_g_idx` int32 [D_in], the group of each input (up to 0.18: `actorder` "group"). Source:
+    compressed-tensors 0.20.0, compressors/pack_quantized; the groups: 0.18.0.
+    """
     for name, _, own, parts in gathered(tensors, {PACKED: SIDES}):
         yield name, own, _weight(name, parts, schemes)
 

@@ -1,4 +1,4 @@
-"""What do the kernels' shared memory and registers depend on in a format? Nothing here imports torch."""
+"""What do the kernels' shared memory and registers depend on in a format?"""
 
 from __future__ import annotations
 

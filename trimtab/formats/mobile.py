@@ -1,10 +1,4 @@
-"""Gemma 4 mobile checkpoints: 2, 4 and 8 bits a channel, packed tables, and static scales of each layer's activations.
-
-`X.weight` uint8 [D_out, D_in bits / 8], 2 or 4 bits plus half the range, the first value in the lowest bits, or int8 [D_out, D_in];
-`X.weight_scale` float32 [D_out, 1]; `X.input_activation_scale`, `X.output_activation_scale` float32, 0 where not calibrated. A
-table: `X.embedding_quantized`, `X.embedding_scale` float32 [V, groups]. config.json gives the bits by patterns of names. Scales of
-the KV cache are left out, as transformers does. Source: transformers 5.23, integrations/gemma_quant.py. Only headers are read.
-"""
+"""Which tensors of Gemma 4 mobile checkpoints belong together: weights of 2, 4 and 8 bits, tables, scales of activations?"""
 
 from __future__ import annotations
 
@@ -26,7 +20,13 @@ HINT = "Get config.json of the same release of the model again"
 
 
 def read(checkpoint: Checkpoint) -> Split:
-    """Return (plain tensors, packed weights by name). Errors: CheckpointError with every wrong weight."""
+    """Return (plain tensors, packed weights by name). Errors: CheckpointError with every wrong weight.
+
+    `X.weight` uint8 [D_out, D_in bits / 8], 2 or 4 bits plus half the range, the first value in the lowest bits, or int8 [D_out,
+    D_in]; `X.weight_scale` float32 [D_out, 1]; `X.input_activation_scale`, `X.output_activation_scale` float32, 0 where not
+    calibrated. A table: `X.embedding_quantized`, `X.embedding_scale` float32 [V, groups]. Source: transformers 5.23,
+    integrations/gemma_quant.py.
+    """
     found = list(gathered(checkpoint.tensors, {TABLE[0]: TABLE, LINEAR[1]: (*LINEAR, *ACTIVATIONS)}))
     bits_of = _bits(checkpoint, [name for name, *_ in found])
     weights = [(name, own, _weight(name, parts, bits_of[name], is_table=last == TABLE[0])) for name, last, own, parts in found]

@@ -1,14 +1,4 @@
-"""How is a quantized weight stored: its parts, their bytes, and its bits per value?
-
-A format is a name in plans, in the anatomy and in the engine. `stored_format` makes its record from the name. The names:
-
-    none, int8, nf4, nf4-dq, fp4     bitsandbytes (and none: full precision); -dq: with packed scales
-    head8                            the 8-bit output head that trimtab makes
-    int4-g128, int8-g32, int4-row    integers with one scale for this many values of a row, or for the row; then in any order
-                                     -zp (a zero point a group), -idx (columns lie by group, in another order than the inputs),
-                                     -f32 (scales in float32)
-    fp8-128x128, fp8-row, fp8-tensor float8 e4m3 with one float32 scale a block, a row or a weight
-"""
+"""How is a quantized weight stored: its parts, their bytes, and its bits per value?"""
 
 from __future__ import annotations
 
@@ -423,7 +413,15 @@ HEADERS = tuple(family.header for family in sorted(_FAMILIES, key=lambda one: on
 
 @lru_cache(maxsize=256)
 def stored_format(name: str) -> StoredFormat:
-    """Return the record of a format. Errors: RequestError for a name that is none."""
+    """Return the record of a format. Errors: RequestError for a name that is none.
+
+    none, int8, nf4, nf4-dq, fp4     bitsandbytes (and none: full precision); -dq: with packed scales
+    head8                            the 8-bit output head that trimtab makes
+    int4-g128, int8-g32, int4-row    integers with one scale for this many values of a row, or for the row; then in any order
+                                     -zp (a zero point a group), -idx (columns lie by group, in another order than the inputs),
+                                     -f32 (scales in float32)
+    fp8-128x128, fp8-row, fp8-tensor float8 e4m3 with one float32 scale a block, a row or a weight
+    """
     if (found := next(filter(None, (family.named(name) for family in _FAMILIES)), None)) is None:
         raise RequestError("is no format of weights", field="quant", value=name)
     return found

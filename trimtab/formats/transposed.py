@@ -1,10 +1,4 @@
-"""AWQ and GPTQ checkpoints: integers packed into int32, stored [D_in, D_out], with zero points and scales of groups of D_in.
-
-AWQ (`version` gemm): `X.qweight` [D_in, D_out / 8] with the eight outputs of an int32 in the order 0 2 4 6 1 3 5 7, `X.qzeros`
-[groups, D_out / 8] in the same order, `X.scales` [groups, D_out]. GPTQ: `X.qweight` [D_in bits / 32, D_out], `X.qzeros` [groups,
-D_out bits / 32] with one less than the zero points (not in gptq_v2), `X.scales` [groups, D_out], `X.g_idx` [D_in], the group
-of each input. Source: AutoAWQ 0.2.9, utils/packing_utils.py; GPTQModel 4, nn_modules/qlinear. Only headers are read.
-"""
+"""Which tensors of AWQ and GPTQ checkpoints belong together: integers packed into int32, stored [D_in, D_out]?"""
 
 from __future__ import annotations
 
@@ -22,7 +16,9 @@ MOST_GROUP = 10**6
 
 
 def read_awq(checkpoint: Checkpoint) -> Split:
-    """Return (plain tensors, packed weights by name) of AWQ files. Errors: CheckpointError."""
+    """Return (plain tensors, packed weights by name) of AWQ files. Errors: CheckpointError. AWQ (`version` gemm): `X.qweight`
+    [D_in, D_out / 8] with the eight outputs of an int32 in the order 0 2 4 6 1 3 5 7, `X.qzeros` [groups, D_out / 8] in the same
+    order, `X.scales` [groups, D_out]. Source: AutoAWQ 0.2.9, utils/packing_utils.py."""
     settings = checkpoint.quantization or {}
     version = str(settings.get("version", "gemm")).lower()
     if version != "gemm":
@@ -31,7 +27,9 @@ def read_awq(checkpoint: Checkpoint) -> Split:
 
 
 def read_gptq(checkpoint: Checkpoint) -> Split:
-    """Return (plain tensors, packed weights by name) of GPTQ files. Errors: CheckpointError."""
+    """Return (plain tensors, packed weights by name) of GPTQ files. Errors: CheckpointError. GPTQ: `X.qweight` [D_in bits / 32,
+    D_out], `X.qzeros` [groups, D_out bits / 32] with one less than the zero points (not in gptq_v2), `X.scales` [groups, D_out],
+    `X.g_idx` [D_in], the group of each input. Source: GPTQModel 4, nn_modules/qlinear."""
     settings = checkpoint.quantization or {}
     form = str(settings.get("checkpoint_format") or "gptq")
     if settings.get("dynamic"):

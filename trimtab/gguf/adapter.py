@@ -1,9 +1,4 @@
-"""A LoRA in a GGUF file as an adapter's folder of PEFT, in the user's cache.
-
-`X.weight.lora_a` [R, D_in], `X.weight.lora_b` [D_out, R], the scale is `adapter.lora.alpha` / R. Source: llama.cpp,
-convert_lora_to_gguf.py and llama-adapter.cpp. The values are copied as they are; rows that the converter moved by the heads of the
-model are moved back when these are known.
-"""
+"""How does a LoRA in a GGUF file become a folder of PEFT?"""
 
 from __future__ import annotations
 
@@ -32,7 +27,9 @@ _TURNED = ("attn_q", "attn_k")
 
 def adapter_folder(path: str, width: int = 0) -> str:
     """Return the PEFT folder of a LoRA in a GGUF file, made if it is missing. width: of the model's heads; without it the rows of
-    `turned` modules stay in the file's order. Errors: AdapterError."""
+    `turned` modules stay in the file's order. Errors: AdapterError. `X.weight.lora_a` [R, D_in], `X.weight.lora_b` [D_out, R], the
+    scale is `adapter.lora.alpha` / R. Rows that the converter moved by the model's heads are moved back. Source: llama.cpp,
+    convert_lora_to_gguf.py and llama-adapter.cpp."""
     file = Path(path).absolute()
     try:
         folder = folder_for(file, lambda made: _write(read_gguf(file), made, 0), 0)

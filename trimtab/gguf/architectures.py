@@ -1,9 +1,4 @@
-"""Which architectures of GGUF files are read, and what are their keys and tensors in a checkpoint of transformers?
-
-llama.cpp's converter renames tensors, and changes the values of some; `tensors_of` and `config_of` undo it. A key or a tensor that
-is not known is an error: it could change the answers. Source: llama.cpp, convert_hf_to_gguf.py; transformers 5.23.0,
-integrations/gguf/gguf_config_mapping.py, gguf_conversion_mapping.py, and modeling_gguf_pytorch_utils.py.
-"""
+"""Which architectures of GGUF files are read, and what are their keys and tensors in a checkpoint of transformers?"""
 
 from __future__ import annotations
 
@@ -386,7 +381,9 @@ _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)", re.ASCII)
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """Return config.json of a file. Errors: CheckpointError for an architecture, a key or a value that is not read."""
+    """Return config.json of a file. Errors: CheckpointError for an architecture, a key or a value that is not read. Source:
+    llama.cpp, convert_hf_to_gguf.py; transformers 5.23.0, integrations/gguf/gguf_config_mapping.py, gguf_conversion_mapping.py, and
+    modeling_gguf_pytorch_utils.py."""
     file, kind = header.files[0], header.keys.get("general.type", "model")
     if kind == "adapter":
         refuse(file, "is an adapter in GGUF, not a model", hint="Give its base model as the model")

@@ -1,8 +1,4 @@
-"""A GGUF file as a checkpoint's folder: config, tokenizer and small tensors of the file, in the user's cache.
-
-The folder of a file has config.json, tokenizer files made by transformers, the vectors of the model as the converter found them
-(`small.safetensors`), and a table of the places of the other tensors (gguf/folders.py). Weights stay in the GGUF file.
-"""
+"""How does a GGUF file become a checkpoint's folder: config, tokenizer and small tensors?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Folders of the user's cache that are made of GGUF files: whole, this user's own, and made again where one is damaged.
-
-A folder belongs to its files' names, sizes and times. Its table, `gguf.json`, is written last, with a checksum and the sizes of the
-other files: a folder whose table does not agree counts as missing.
-"""
+"""Which folders of the user's cache are made of GGUF files, and are they whole?"""
 
 from __future__ import annotations
 
@@ -32,7 +28,9 @@ MOST_TABLE_BYTES = 64 * 2**20
 
 def folder_for(file: Path, write: Callable[[Path], dict[str, Any]], *more: Any) -> Path:
     """Return the folder of a GGUF file, or of the set that it is in. write: fills a new folder and returns its table. more: on
-    which the contents depend as well. Errors: CheckpointError if the file changes, or the cache cannot be written."""
+    which the contents depend as well. Errors: CheckpointError if the file changes, or the cache cannot be written. A folder belongs
+    to its files' names, sizes and times. Its table, `gguf.json`, is written last, with a checksum and the sizes of the other
+    files."""
     try:
         key = _key_of(file, *more)
     except OSError as exc:

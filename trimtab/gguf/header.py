@@ -1,10 +1,4 @@
-"""GGUF headers: a strict reader that reads no weights.
-
-Format, little-endian: "GGUF", a version, the numbers of tensors and of keys, the keys with their values, the tensors' names,
-shapes, types and offsets, then the data, each tensor at a multiple of `general.alignment`. Source: ggml, docs/gguf.md.
-Strict where a false header would cost memory or give wrong weights: counts, lengths, unique names, no overlap, no gap, the exact
-file length. A set of files (`split.count`) is read from any of them; the limits are those of the whole set.
-"""
+"""Which keys and tensors does the header of a GGUF file have, read strictly and without weights?"""
 
 from __future__ import annotations
 
@@ -139,7 +133,9 @@ def refuse(path: Path, reason: str, tensor_name: str | None = None, hint: str = 
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufHeader:
-    """Return the header of a file, or of the whole set that it is a part of. Errors: CheckpointError, with every wrong tensor."""
+    """Return the header of a file, or of the whole set that it is a part of. Errors: CheckpointError, with every wrong tensor.
+    Format, little-endian: "GGUF", a version, the numbers of tensors and of keys, the keys with their values, the tensors' names,
+    shapes, types and offsets, then the data, each tensor at a multiple of `general.alignment`. Source: ggml, docs/gguf.md."""
     file = Path(path)
     first = _read_one(file)
     count = first.keys.get("split.count", 0)

@@ -1,10 +1,4 @@
-"""The vision tower of Gemma 4 or Qwen3-VL in a projector file (mmproj) as tensors of the model.
-
-Gemma 4: a file does not say how images are cut and pooled, nor which tokens are their places. That comes from the config.json and
-the processor's files in its folder, and each key of the file that says a size must agree. Qwen3-VL: both files say all of it but
-how many pixels an image may have; each tensor must have the shape that the keys give. Source: llama.cpp, conversion/gemma.py
-(Gemma4VisionAudioModel), conversion/qwen3vl.py, gguf-py constants.py, tools/mtmd/models/gemma4v.cpp and qwen3vl.cpp, clip.cpp.
-"""
+"""How do the tensors of a projector file (mmproj) become the vision tower of Gemma 4 or Qwen3-VL?"""
 
 from __future__ import annotations
 
@@ -49,7 +43,9 @@ _OTHER_KEYS = (
 
 
 def projector_of(header: GgufHeader) -> str:
-    """Return the type of a projector that is read. Errors: CheckpointError for any other file."""
+    """Return the type of a projector that is read. Errors: CheckpointError for any other file. Source: llama.cpp,
+    conversion/gemma.py (Gemma4VisionAudioModel), conversion/qwen3vl.py, gguf-py constants.py, tools/mtmd/models/gemma4v.cpp and
+    qwen3vl.cpp, clip.cpp."""
     keys = header.keys
     kind = keys.get("clip.vision.projector_type", keys.get("clip.projector_type"))
     if keys.get("general.type", "mmproj") != "mmproj" or kind not in (GEMMA4, QWEN3VL):
@@ -63,7 +59,8 @@ def projector_of(header: GgufHeader) -> str:
 def gemma4_vision(header: GgufHeader, vision: Mapping[str, Any]) -> list[Mapped]:
     """Return the tensors of the vision tower by the model's names; those of audio are left out. vision: vision_config.
 
-    Errors: CheckpointError for a key that does not agree, and with the tensors that are not known.
+    Errors: CheckpointError for a key that does not agree, and with the tensors that are not known. The file does not say how images
+    are cut and pooled: that comes from config.json and the processor's files, which each size in the file must match.
     """
     file, keys = header.files[0], header.keys
     for name, value in keys.items():

@@ -1,9 +1,4 @@
-"""The environment of an interpreter and its machine: versions, how each package was installed, GPUs, memory. No
-personal data.
-
-`read_environment` inspects any interpreter in a separate process; this module inspects the machine. Excluded on
-purpose: user and host names, folders, addresses, serial numbers, environment variables.
-"""
+"""What is the environment of an interpreter and its machine: versions, installations, GPUs, memory?"""
 
 from __future__ import annotations
 
@@ -55,9 +50,10 @@ class Gpu:
 class Environment:
     """One interpreter on one machine, at one moment.
 
-    packages: by distribution name, missing ones included; "trimtab" is the running copy. torch_error: the class of the
-    exception from importing torch or listing its GPUs, None without one. driver: of NVIDIA, None without one. cuda,
-    hip: what torch was built for. is_other: it is another interpreter than the running one.
+    packages: by distribution name, missing ones included; "trimtab" is the running copy. torch_error: the class of the exception
+    from importing torch or listing its GPUs, None without one. driver: of NVIDIA, None without one. cuda, hip: what torch was built
+    for. is_other: it is another interpreter than the running one. It has no names of users and hosts, folders, addresses, serial
+    numbers or environment variables.
     """
 
     python: str

@@ -1,9 +1,4 @@
-"""The environment of one interpreter: its packages and how each was installed, its torch and that torch's GPUs.
-
-`main` runs in a separate process (`process/runner.py`), so that reading a GPU leaves no CUDA context and any other
-interpreter can be inspected. Needs only the standard library: a missing or broken package is reported as such. The
-report has no path, address or personal name: it has only the kind of an installation.
-"""
+"""Which packages does one interpreter have, how was each installed, and which GPUs does its torch see?"""
 
 from __future__ import annotations
 
@@ -24,7 +19,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {"triton": ("pytorch-triton", "trit
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Report the interpreter's packages, then its torch with the GPUs; if torch crashes, the packages remain."""
+    """Report the interpreter's packages, then its torch with the GPUs; if torch crashes, the packages remain. It runs in a separate
+    process, so that reading a GPU leaves no CUDA context, and needs only the standard library."""
     version = ".".join(str(number) for number in sys.version_info[:3])
     emit({
         "python": {"version": version, "implementation": platform.python_implementation()},

@@ -1,7 +1,4 @@
-"""The NVIDIA GPUs of this machine and their free memory, from the driver's libraries, without torch or a context.
-
-The driver numbers GPUs as CUDA does (CUDA_VISIBLE_DEVICES included). NVML reports free memory and is queried by UUID.
-"""
+"""Which NVIDIA GPUs does this machine have, and how much memory is free, by the driver's libraries without a context?"""
 
 from __future__ import annotations
 
@@ -50,7 +47,8 @@ class _UnknownError(Exception):
 
 
 def read_gpus() -> tuple[Gpu, ...] | None:
-    """Return the GPUs in CUDA's order, empty without a driver or a GPU; None if the driver cannot be queried."""
+    """Return the GPUs in CUDA's order, empty without a driver or a GPU; None if the driver cannot be queried. The driver numbers
+    GPUs as CUDA does (CUDA_VISIBLE_DEVICES included); NVML is queried by UUID."""
     return _asked(lambda cuda, nvml: tuple(_gpu(cuda, nvml, index, _driver(cuda)) for index in range(_int(cuda.cuDeviceGetCount))))
 
 

@@ -1,16 +1,4 @@
-"""What an earlier process found, kept in the user's cache: a plan needs neither torch nor transformers. Machine, Rates, anatomies.
-
-Cached of the machine: the host memory of the libraries, and torch's thread count. Their keys are the installed releases and the
-settings of the thread count. Rates of a busy machine are cached for minutes only. Free memory is read now, from the driver. If
-torch is loaded already, torch is queried instead (engine/memory/rates.py).
-
-Not known: unused memory that torch's allocator in another process keeps.
-
-The key of an anatomy has everything that shapes the tree: the hashes of config.json and of the other files that transformers reads
-for it, the tensors' names, types and shapes, the request's formats, the releases of Python, torch, transformers, bitsandbytes and
-this package, and this package's files. If the loader compared stored values, the weight files must be the same files. An
-unreadable entry counts as missing.
-"""
+"""What did an earlier process find of the machine and of models, so that a plan needs neither torch nor transformers?"""
 
 from __future__ import annotations
 
@@ -92,8 +80,8 @@ def torch_is_loaded() -> bool:
 def find_machine(device: str, bytes_before: int | None = None) -> tuple[Machine, Rates] | None:
     """Return the machine and its rates without torch; None if torch is loaded, or if only torch knows them.
 
-    bytes_before: host memory of this process before it began to load libraries; None: now. Errors: RequestError if there is no
-    such GPU.
+    bytes_before: host memory of this process before it began to load libraries; None: now. Errors: RequestError if there is no such
+    GPU. Free memory is read now, from the driver.
     """
     build = torch_build()
     if torch_is_loaded() or build is None or build.has_hip:
@@ -201,7 +189,9 @@ MAKERS = (
 
 
 def key_of(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str:
-    """Return the cache key of a checkpoint's anatomy for a request, as text. request: its quant is not "auto"."""
+    """Return the cache key of a checkpoint's anatomy for a request, as text. request: its quant is not "auto". It has everything
+    that shapes the tree: the hashes of config.json and of the other files that transformers reads for it, the tensors' names, types
+    and shapes, the request's formats, releases, and this package's files."""
     plain, packed = split_packed(checkpoint)
     tensors: list[tuple[Any, ...]] = [(name, entry.dtype, entry.shape) for name, entry in sorted(plain.items())]
     tensors += [(name, entry.kind, entry.dtype, entry.shape) for name, entry in sorted(packed.items())]

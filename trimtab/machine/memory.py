@@ -1,4 +1,4 @@
-"""Memory of this machine and this process: host memory within its limits, the spill disk, peaks. Imports no torch."""
+"""How much host memory and disk do this machine and this process have, within their limits?"""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The check of written files: every change computed again in float64, everything else compared bit by bit.
-
-A changed value is right if it is the exact result rounded once to the file's dtype, within the possible error of the
-float32 sums before that rounding (`check_exact.py`). The bound is computed for every value; none is chosen by hand. A
-right merge is within it on any machine, so the false-alarm rate is 0. A 4-bit value is right if it is the nearest
-level, under the scale in the file, to a value within that bound. An error is reported as a slope: the share of the
-expected change that is in the file.
-"""
+"""Does a merged file have the right values: every change computed again in float64, everything else bit by bit?"""
 
 from __future__ import annotations
 
@@ -38,7 +31,9 @@ PACKED_ERROR_RATIO = 1.05
 
 
 def check_files(work: Work, written: Checkpoint) -> MergeCheck:
-    """Return the result of reading the written checkpoint again."""
+    """Return the result of reading the written checkpoint again. A value is right if it is the exact result rounded once, within
+    the bound of float32 sums before that (`check_exact.py`), which is computed for every value: the false-alarm rate is 0. A 4-bit
+    value must be the nearest level, under the scale in the file, to a value within it."""
     changed: list[CheckedTensor] = []
     equal, not_equal = 0, []
     packed = split_packed(written)[1]

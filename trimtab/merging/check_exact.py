@@ -1,9 +1,4 @@
-"""The exact value of a changed tensor in float64, and the bound for float32 sums.
-
-The bound is a theorem, not a measurement: a float32 sum of n products is off by at most n roundings of its terms, in
-any order and on any number of threads (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Nothing
-here uses the code that wrote the file, except the inverse of a loader's stacks and splits, which only moves values.
-"""
+"""What is the exact value of a changed tensor in float64, and the bound for float32 sums?"""
 
 from __future__ import annotations
 
@@ -55,7 +50,9 @@ def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Exact:
-    """Rows of one changed tensor of the merged model, computed in float64 from the base and the adapters."""
+    """Rows of one changed tensor of the merged model, computed in float64 from the base and the adapters. A float32 sum of n
+    products is off by at most n roundings of its terms, in any order (Higham, Accuracy and Stability of Numerical Algorithms,
+    section 3.1). Nothing here uses the code that wrote the file, except the inverse of stacks and splits."""
 
     def __init__(self, out: Out, sources: Sources) -> None:
         self.base = sources.rows(out.leaf)

@@ -1,7 +1,4 @@
-"""Which ways to compute are candidates for a plan, and which of their placements is the fastest?
-
-Heads, then modes of decode steps, then chunks of prompts: each search takes the least expected seconds of the next one's.
-"""
+"""Which ways to compute are candidates for a plan, and which of their placements is the fastest?"""
 
 from __future__ import annotations
 
@@ -45,7 +42,8 @@ HEAD8_KL = 1.4e-4
 
 @dataclass(frozen=True)
 class Candidates:
-    """The plans that may answer one request, each made when a search needs it."""
+    """The plans that may answer one request, each made when a search needs it. Heads, then modes of decode steps, then chunks of
+    prompts: each search takes the least expected seconds of the next one's."""
 
     given: Given
 

@@ -1,14 +1,4 @@
-"""The planner: the plan of one request on one machine.
-
-All blocks stay on the execution device if they fit. Otherwise gathered tables leave first, then blocks in the order of the
-seconds that each freed byte costs, to host memory and then to disk (`search.py`). If enough of the budget is left, the plan
-also keeps unpacked weights: half of the rest for many rows, a quarter for few, and on a CPU for one row too
-(docs/decisions/0018). A CPU's product reads its weight at the rate measured for its form and type; every linear layer takes other
-operations too, at the time of one small operation of this machine (bench/results/cpu_predictions.json has what was measured).
-Not counted there: attention over long contexts, and steps that read only some experts.
-
-Pure: the same anatomy, request, machine and rates give the same plan.
-"""
+"""What is the plan of one request on one machine?"""
 
 from __future__ import annotations
 
@@ -136,6 +126,8 @@ def make_plan(
     and audio.
     Errors: RequestError for placements that cannot be followed and executions that are unavailable, DoesNotFitError
     with the smallest sufficient budget.
+
+    The same anatomy, request, machine and rates give the same plan.
     """
     given = Given(
         request=request, anatomy=first_equal(anatomy), adapters=adapters, machine=machine, rates=rates,
@@ -158,7 +150,8 @@ def make_plan(
 
 
 def with_cpu_seconds(plan: Plan, anatomy: Anatomy, use: Use) -> Plan:
-    """Return a plan for the CPU with the seconds of its blocks, prompt and step predicted from the CPU's rates."""
+    """Return a plan for the CPU with the seconds of its blocks, prompt and step predicted from the CPU's rates. Attention over long
+    contexts, and steps that read only some experts, are not counted."""
     rates, works, quant = plan.rates, use.works(), plan.request.quant
     launched = replace(rates, launch_s=rates.launch_s * LINEAR_OPERATIONS[0 if plan.request.adapters else 1])
     read_s = _read_s(anatomy, quant, rates, is_unpacked=ITEM in plan.gpu)

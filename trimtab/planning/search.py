@@ -1,20 +1,4 @@
-"""The search: the cheapest placement that keeps every budget, and the reason for each block's place, or that there is none.
-
-The candidates do not depend on the budgets, so more memory never gives a slower plan. They are *prefixes* of an order
-in which blocks leave the device: tables first, since fetching rows is very cheap, then the fewest seconds per byte.
-Each prefix is also tried with one block more or one less. All this is tried for every size of the staging buffers,
-because one large streamed block makes two buffers of its size necessary. Blocks that leave go to host memory. Blocks
-that do not fit there go to disk, again as prefixes (the fewest seconds per byte) with one block more.
-
-Tests compare with every possible placement: with one block more of memory, a search is never slower than the best. If
-device and host are both full to the last block, it may miss a placement that fits exactly.
-
-Identical blocks (with the same choices) form groups, so a search handles ten kinds of blocks instead of hundreds of
-blocks.
-
-A reason is one sentence with bytes, a fact about this plan. Its numbers come from the totals that the search compares: the
-placement in which all blocks stay on the device, and the one in which no block goes to disk.
-"""
+"""Which placement is the cheapest that keeps every budget, and why is each block where it is?"""
 
 from __future__ import annotations
 
@@ -249,7 +233,12 @@ def _family(items: tuple[Item, ...]) -> _Family:
 
 
 class Search:
-    """The family of placements of one request; `best` and the three `smallest` methods search it."""
+    """The family of placements of one request; `best` and the three `smallest` methods search it.
+
+    Candidates do not depend on the budgets, so more memory never gives a slower plan. They are prefixes of an order in which blocks
+    leave the device: tables first, then the fewest seconds per byte; each is also tried with one block more or one less, for every
+    size of the staging buffers. If device and host are both full to the last block, it may miss a placement that fits exactly.
+    """
 
     def __init__(self, items: Sequence[Item], limits: Limits) -> None:
         self.items, self.limits = tuple(items), limits

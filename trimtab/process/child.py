@@ -1,15 +1,4 @@
-"""Runs a module of this package in a separate process, also under an interpreter without trimtab.
-
-    EXE .../trimtab/process/child.py MODULE [REQUEST.json LINES.jsonl [held]]
-
-imports MODULE (a dotted name below `trimtab`) and calls its `main(request, emit)`. request is the JSON object of the
-first file. Every `emit(dict)` becomes one line of the second file. Each line is flushed at once, so a killed process
-leaves the lines that it emitted.
-With `held`, the process ends when its standard input closes, because its parent has ended.
-Without the files, it calls `main()`, which reads standard input.
-The other interpreter needs only what MODULE itself imports. This file runs as a plain script: it imports nothing of
-trimtab before the search path is right, and only the standard library until then.
-"""
+"""How does a module of this package run in a separate process, also under an interpreter without trimtab?"""
 
 from __future__ import annotations
 
@@ -31,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# This file runs as a plain script: only the standard library is imported before the search path is right.
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -79,7 +69,13 @@ def end_after(wait: Callable[[], object], *, grace_s: float = 0.0) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one module's `main`; returns the exit code."""
+    """Run one module's `main`; returns the exit code.
+
+        EXE .../trimtab/process/child.py MODULE [REQUEST.json LINES.jsonl [held]]
+
+    MODULE: a dotted name below `trimtab`. Every emitted dict is one line, flushed at once. With `held` the process ends when its
+    standard input closes. Without files it calls MODULE's `main()`.
+    """
     module, *files = arguments
     if not module.startswith("trimtab."):
         raise SystemExit(f"not a module of trimtab: {module}")

@@ -1,7 +1,4 @@
-"""Writes a file or a folder as a whole: a temporary sibling, then a rename.
-
-Readers see the old one or the new one, never a part.
-"""
+"""How is a file or a folder written as a whole?"""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""Handles Ctrl-C outside a running command: during imports, and after the command has ended.
-
-Python raises KeyboardInterrupt at any line, and an interrupted import ends in a traceback. A running command handles
-the first Ctrl-C itself and ends at once at the second. From the first line of `trimtab/__init__.py` until a command
-begins, and again once it has ended, Ctrl-C ends the process with exit code 130. A program that imports trimtab is not
-affected.
-
-SIGTERM, and SIGHUP unless it is ignored (`nohup`), stop a running command as Ctrl-C does: the processes that it started
-are killed, temporary folders are removed. The exit code is the one that shells give to the signal.
-"""
+"""What does Ctrl-C or SIGTERM do before, during and after a command?"""
 
 from __future__ import annotations
 
@@ -24,7 +15,9 @@ ENDING = {number: 128 + number for name in ("SIGHUP", "SIGTERM") if (number := g
 
 
 def is_command() -> bool:
-    """Return whether this process was started as `trimtab` or `python -m trimtab`."""
+    """Return whether this process was started as `trimtab` or `python -m trimtab`. From the first line of `trimtab/__init__.py`
+    until a command begins, and once it has ended, Ctrl-C ends the process with exit code 130. A program that imports trimtab is not
+    affected."""
     program = os.path.basename(sys.argv[0] if sys.argv else "").lower()
     if program in ("trimtab", "trimtab.exe", "trimtab-script.py", "trimtab-script.pyw"):
         return True
@@ -53,7 +46,8 @@ def raise_at_end() -> None:
 
 
 def stopped_code() -> int:
-    """Return the exit code of a command that was stopped: that of the signal that came, else of Ctrl-C."""
+    """Return the exit code of a command that was stopped: that of the signal that came, else of Ctrl-C. SIGTERM, and SIGHUP unless
+    it is ignored (`nohup`), stop a running command as Ctrl-C does."""
     return next((code for number, code in ENDING.items() if signal.getsignal(number) is _end_second), STOPPED)
 
 

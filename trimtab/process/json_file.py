@@ -1,9 +1,4 @@
-"""The one reader of JSON files: it counts bytes, values and depth before it parses, with limits for each kind of file.
-
-A megabyte of `{}`s becomes a hundred megabytes of objects: the file's size bounds neither memory nor time. The reader
-refuses with JsonError, which callers turn into their own error. `check_files` applies the same limits to files that
-transformers and tokenizers open themselves.
-"""
+"""How are JSON files read within limits of bytes, values and depth?"""
 
 from __future__ import annotations
 
@@ -26,10 +21,10 @@ MiB = 2**20
 class Limits:
     """Limits for files of one kind. values: objects, lists and everything in them; None: the file is text.
 
-    depth: of nesting; None where the parser's own limit (some hundred levels) is enough, because no code walks the
-    nesting. object_bytes: the fewest bytes of one object in a valid file; None: unknown. is_finite: NaN, Infinity and
-    numbers that become infinite are refused. once: a repeated key is refused. may_be_pipe: a user names the file on the
-    command line, where `<(...)` makes a pipe.
+    depth: of nesting; None where the parser's own limit (some hundred levels) is enough, because no code walks the nesting.
+    object_bytes: the fewest bytes of one object in a valid file; None: unknown. is_finite: NaN, Infinity and numbers that become
+    infinite are refused. once: a repeated key is refused. may_be_pipe: a user names the file on the command line, where `<(...)`
+    makes a pipe. A megabyte of `{}`s becomes a hundred megabytes of objects: the file's size bounds neither memory nor time.
     """
 
     nbytes: int

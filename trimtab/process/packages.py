@@ -1,4 +1,4 @@
-"""Which releases of packages are installed? Read without importing them; an error names each missing one, and what installs it."""
+"""Which releases of packages are installed, read without importing them?"""
 
 from __future__ import annotations
 

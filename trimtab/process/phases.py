@@ -1,8 +1,4 @@
-"""What is a long command doing now, in words? A watcher gets each phase and how far it is; without one, phases cost nothing.
-
-The command line shows the phases on a terminal, a child process sends them to its parent. Imports only the standard library,
-because the first phases come before torch.
-"""
+"""What is a long command doing now, in words?"""
 
 from __future__ import annotations
 

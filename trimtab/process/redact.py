@@ -1,14 +1,4 @@
-"""Removes private data from texts: paths, names of users and machines, addresses, tokens.
-
-The reader of the text decides what is removed and what replaces it:
-
-    without_paths         clients of the server     every absolute path -> "[path]", addresses of objects -> "[object]"
-    scrubbed              reports from this machine its own folders -> "...", its user and host names -> USER, HOST
-    clean, clean_all      drafts for the public     paths, names, addresses and tokens of any machine (`check_clean`)
-    Cleaner               records of a run          folders that the caller names, the home and the temporary folder
-
-Imports only the standard library and `errors`.
-"""
+"""How are paths, names of users and machines, addresses and tokens removed from texts?"""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Runs work in a separate process with limits on time and memory, and returns the output that it wrote before it ended.
-
-The work is a module of trimtab with `main(request, emit)` (see `child.py`), run by this interpreter or another one. The
-process is started fresh, because a CUDA context does not survive a fork. psutil watches the process and its children,
-and the whole tree is killed. The process ends by itself when its parent ends: its standard input is a pipe that the
-parent holds (`child.py`).
-"""
+"""How does work run in a separate process with limits on time and memory?"""
 
 from __future__ import annotations
 
@@ -97,8 +91,10 @@ def run_inside(
 ) -> Outcome:
     """Return the outcome of `module.main(request, emit)`.
 
-    python: the interpreter (None: this one). environment: variables to add. on_event: called with each line as it arrives.
-    Errors: RequestError if the interpreter cannot be started. Ctrl-C kills the process tree and continues as KeyboardInterrupt.
+    python: the interpreter (None: this one). environment: variables to add. on_event: called with each line as it arrives. Errors:
+    RequestError if the interpreter cannot be started. Ctrl-C kills the process tree and continues as KeyboardInterrupt. The process
+    is started fresh, because a CUDA context does not survive a fork. It ends by itself when its parent ends: its standard input is
+    a pipe that the parent holds.
     """
     with work_folder("process") as folder:
         paths = {name: folder / name for name in ("request.json", "lines.jsonl", "stdout", "stderr")}

@@ -1,11 +1,4 @@
-"""The user's cache files: private folders, checksums, and how the files are read and written.
-
-Compiled kernels are executable code, and a cached module tree decides what is loaded. On systems with file owners, a
-folder or file is therefore refused if another user owns it, if others may write it, or if it is a link. A file begins
-with the SHA-256 of its key and contents: a damaged or renamed file counts as missing. It is written under a temporary
-name and renamed: readers see the old one or the new one. Errors are OSError; without a folder everything works, but
-slower.
-"""
+"""How are the user's cache files kept private, whole and undamaged?"""
 
 from __future__ import annotations
 
@@ -40,7 +33,8 @@ class RefusedError(OSError):
 def own_folder(name: str) -> Path:
     """Return a folder of the user's cache that only the user can write, made if it is missing.
 
-    Errors: RefusedError, which is logged once per process, if others can write it; OSError if it cannot be made.
+    Errors: RefusedError, which is logged once per process, if others can write it; OSError if it cannot be made. Compiled kernels
+    are executable code: a folder that others own or may write, or that is a link, is refused.
     """
     folder = user_cache_path("trimtab") / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +81,8 @@ def read_own(path: Path, key: str, *, limit_bytes: int) -> bytes | None:
 
 
 def write_own(path: Path, key: str, contents: bytes) -> None:
-    """Write contents for a key, whole or not at all. path: in an `own_folder`."""
+    """Write contents for a key, whole or not at all. path: in an `own_folder`. A file begins with the SHA-256 of its key and
+    contents; it is written under a temporary name and renamed."""
     write_private(path, _digest(key, contents) + contents)
 
 

@@ -1,11 +1,4 @@
-"""Temporary folders of a running command. They are removed when the command ends, or by a later command if it was
-killed.
-
-The owner of a folder holds a lock on a file in it, and the system releases the lock when the owner ends. A process id
-would not do: ids are reused, and differ between containers. When a process makes its first folder, it removes the
-folders whose lock is free. Folders of other users, and folders without a lock file, are kept.
-Imports only the standard library and trimtab.
-"""
+"""Which temporary folders does a running command have, and who removes those of a killed one?"""
 
 from __future__ import annotations
 
@@ -26,8 +19,8 @@ MOST_ENTRIES = 100_000  # entries of the temporary directory that are checked
 
 @contextmanager
 def work_folder(kind: str) -> Iterator[Path]:
-    """Yield a folder that holds only its lock file, and remove it afterwards. kind: a word in its name. Errors:
-    OSError.
+    """Yield a folder that holds only its lock file, and remove it afterwards. kind: a word in its name. Errors: OSError. The owner
+    holds a lock on a file in it, which the system releases when the owner ends.
     """
     _remove_left(tempfile.gettempdir())
     folder, handle = _owned(kind)

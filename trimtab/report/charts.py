@@ -1,8 +1,4 @@
-"""Charts as SVG: shapes laid out in pixels from the top left corner, in a file or inside a page.
-
-`write_shapes` writes a file; the same shapes give the same bytes. `text` and `inline_svg` make charts that take their
-colors from the page around them.
-"""
+"""How are charts drawn as SVG, in a file or inside a page?"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How is a report shown: as text in the columns of a terminal, as Markdown, or as a page?
-
-Texts of files and other programs are made printable here, and escaped for Markdown and HTML. jinja2 is imported for a template.
-"""
+"""How is a report shown: as text in the columns of a terminal, as Markdown, or as a page?"""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Which models have a worker now? A model is started on its first request; at most `together` workers exist at once.
-
-When another model is requested, an idle one is stopped at once. A busy one keeps its slot for `turn_s` from its start, then
-accepts no new requests, finishes its running ones, and is replaced by the model that has waited longest. So no model
-starves, and a model is not loaded for each single request.
-
-Only the keeper, one task, starts and stops workers; requests wait for it.
-"""
+"""Which models have a worker now?"""
 
 from __future__ import annotations
 
@@ -187,7 +180,9 @@ class Member:
 class Slots:
     """The workers of some models, which are added to `members`. together: the most at once. turn_s: how long a model may keep its
     slot while another one waits. queue_limit: the requests of a model that may wait beyond its rows. All methods but `stop` and
-    `changed` belong to one event loop.
+    `changed` belong to one event loop. When another model is requested, an idle one is stopped at once. A busy one keeps its slot
+    for `turn_s` from its start, finishes its running requests, and is replaced by the model that has waited longest. Only the
+    keeper, one task, starts and stops workers.
     """
 
     def __init__(self, *, together: int, turn_s: float, queue_limit: int) -> None:

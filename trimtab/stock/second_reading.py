@@ -1,10 +1,4 @@
-"""A second reading of packed weights, for verdicts on formats that the stock stack cannot load: none of engine/formats is used.
-
-Values are computed in float64 from the published layouts, of GGUF's types by transformers' integrations/gguf/dequant.py,
-and rounded as the formats say. What a file's tensors are named, and which belong together, is what trimtab read in the headers.
-Source: AutoAWQ 0.2.9, utils/packing_utils.py; GPTQModel 4, utils/model.py (gptq_v2); compressed-tensors 0.20.0, compressors; OCP
-Microscaling Formats 1.0 (e2m1, e8m0).
-"""
+"""Which values do packed weights have by a second reading, without engine/formats?"""
 
 from __future__ import annotations
 
@@ -33,7 +27,10 @@ Rows = Callable[[int, int], Tensor]
 def second_reading(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return a weight [D_out, D_in] in the type of its scales, in `dtype` where these are float32 or of 8 bits.
 
-    parts: its file tensors by their part names. Errors: ImportError where the installed transformers has no reader of GGUF.
+    parts: its file tensors by their part names. Errors: ImportError where the installed transformers has no reader of GGUF. Values
+    are computed in float64 from the published layouts. Source: AutoAWQ 0.2.9, utils/packing_utils.py; GPTQModel 4, utils/model.py
+    (gptq_v2); compressed-tensors 0.20.0, compressors; OCP Microscaling Formats 1.0 (e2m1, e8m0); transformers'
+    integrations/gguf/dequant.py for GGUF's types.
     """
     family = stored_format(entry.kind).family
     rows_of, own = {"grouped": _integers, "float8": _float8, "float4": _float4, "ggml": _ggml}[family](entry, parts)

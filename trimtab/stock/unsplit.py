@@ -1,7 +1,4 @@
-"""A model of any format in one piece by the stock stack, with its adapters, and notes on what had to be changed for that.
-
-Imports nothing but torch, safetensors and files of this package with the same limits.
-"""
+"""How does the stock stack load a model of any format in one piece with its adapters, and what had to be changed for that?"""
 
 from __future__ import annotations
 

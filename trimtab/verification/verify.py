@@ -1,9 +1,4 @@
-"""`trimtab.verify`: do two routes to the same answer agree? One report.
-
-Each route runs in a separate process. The reference answers the prompts first and measures its own noise; the other
-route then computes logits for the same tokens. One word, `against` (see AGAINST), or a merged model's folder, defines
-the comparison.
-"""
+"""Do two routes to the same answer agree?"""
 
 from __future__ import annotations
 
@@ -59,6 +54,9 @@ def verify(
     (default: the steps are phases, which the command line shows).
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a route runs; UpstreamError if stock
     fails; DeviceError if a process dies. `report.check()` raises ParityError.
+
+    Each route runs in a separate process. The reference answers first and measures its own noise; the other route then computes
+    logits for the same tokens.
     """
     speak = say or phases.begin
     if not isinstance(new_tokens, int) or new_tokens < 1:

@@ -1,11 +1,4 @@
-"""The files of `trimtab run --prompts`: one prompt per input line, one answer per output line, complete lines only.
-
-A prompt line is a JSON object: `prompt` (or `messages`, as a chat), and optionally `id`, `image`, `audio` (files
-relative to the prompts' file), `system`, `adapter`, and sampling options. The first line of the answers has the model,
-the adapters and the options, with their hash: a run resumes only if they are the same. Every other line is one answer
-or one error, with the number of its prompt and a hash of its line. The next run removes the errors and tries their
-lines again, so a wrong line can be corrected.
-"""
+"""How are the files of `trimtab run --prompts` read and written: one prompt per input line, one answer per output line?"""
 
 from __future__ import annotations
 
@@ -43,7 +36,8 @@ _TOKEN = re.compile(r"0|[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line. number: from 1 on. digest: of its bytes. request: for `LoadedModel.batch`, or its error."""
+    """One line. number: from 1 on. digest: of its bytes. request: for `LoadedModel.batch`, or its error. A line has `prompt` (or
+    `messages`), and optionally `id`, `image`, `audio` (relative to the file), `system`, `adapter`, and sampling options."""
 
     number: int
     digest: str
@@ -178,8 +172,9 @@ def _foreign(path: str, count: int) -> RequestError:
 
 
 class AnswersFile:
-    """The file of answers. header: the options of the run that can change an answer. done: number -> digest of an answered
-    prompt."""
+    """The file of answers. header: the options of the run that can change an answer. done: number -> digest of an answered prompt.
+    The first line has the model, the adapters and the options, with their hash: a run resumes only if they are the same. Every
+    other line is one answer or one error, with the number of its prompt and a hash of its line; the next run tries errors again."""
 
     def __init__(self, path: str, header: Mapping[str, Any]) -> None:
         self.path, self.done = Path(path), dict[int, str]()

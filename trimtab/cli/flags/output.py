@@ -1,8 +1,4 @@
-"""Output of all commands: its place in the parser, JSON on stdout, the line of phases, and the words in which two answers differ.
-
-The line of stderr that says what a command is doing gives way to any other text. It is there before the command's own imports
-begin.
-"""
+"""How do commands print: JSON on stdout, texts, the line of phases, and how two answers differ?"""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Bisection over releases: one environment per release, the case run in as few of them as needed.
-
-`find_changes` selects the next release, `environments.py` makes its interpreter, the matrix runs the case there. A release
-that cannot be installed or run is reported and skipped; Ctrl-C keeps the results so far.
-
-The range of releases is halved if the labels at its ends differ; releases that cannot be run are skipped; both halves are
-searched if a third label appears. If the labels at both ends are equal, only the middle is tested, so a change that is undone
-between two tested releases is not found.
-"""
+"""In which release did a case change its result?"""
 
 from __future__ import annotations
 
@@ -48,9 +40,10 @@ def find_changes(
 ) -> tuple[Change, ...]:
     """Return the changes of the label along the versions, with few evaluations.
 
-    label_of: None for a version that cannot be run; called at most once per version. upcoming: called with the versions
-    that may be next. The result has the changes that the search finds; if there is only one change, the result is
-    exactly that one.
+    label_of: None for a version that cannot be run; called at most once per version. upcoming: called with the versions that may be
+    next. The result has the changes that the search finds; if there is only one change, the result is exactly that one. The range
+    is halved if the labels at its ends differ; both halves are searched if a third label appears. If the labels at both ends are
+    equal, only the middle is tested: a change that is undone between two tested releases is not found.
     """
     search = _Search(versions, label_of, upcoming or (lambda found: None))
     return tuple(search.changes())

@@ -1,10 +1,4 @@
-"""Environments for bisection: created with venv and pip from the user's own index, below the user's cache folder.
-
-Every environment can import the packages of its base interpreter (a .pth file adds their folders after its own), so
-torch is not installed again. It contains only the requested version and its new dependencies. The other packages are
-pinned to the given set, or to the base's versions. pip is the user's, with the user's configuration; no index is named
-here. Not done: building torch. Only wheels are used, so no release's build script is run.
-"""
+"""In which environment does each release of a bisection run?"""
 
 from __future__ import annotations
 
@@ -87,8 +81,10 @@ class Base:
 class Environments:
     """Makes interpreters and keeps them.
 
-    others: package -> version in every environment (all others as in the base). index: of pip, None for the configured
-    one. keep: leave them on disk. runner: runs one command, (command, seconds) -> (exit code, output).
+    others: package -> version in every environment (all others as in the base). index: of pip, None for the configured one. keep:
+    leave them on disk. runner: runs one command, (command, seconds) -> (exit code, output). Each imports the packages of its base
+    interpreter (a .pth file adds their folders after its own), so torch is not installed again. The other packages are pinned. pip
+    is the user's, and no index is named; only wheels are used.
     """
 
     base: Base

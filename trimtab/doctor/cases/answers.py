@@ -1,7 +1,4 @@
-"""A model's answers in each mode, and whether they equal the reference's.
-
-An answer is the last position's logits of one forward pass and the tokens of a greedy generation.
-"""
+"""What does a model answer in each mode, and is that the reference's answer?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The cases: base placement x quantization x adapter x call.
-
-Data only, and pure: `stock_run.py` runs a case on the stock stack, `trimtab_run.py` answers it with trimtab, `runner.py`
-writes it as a script. Maps are named here and resolved for a model's own modules by `device_map`; 0 is the GPU.
-"""
+"""Which cases are there: base placement x quantization x adapter x call?"""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Inputs of the cases: one text, one image, one audio clip, as tensors, made once for every route.
-
-With a processor, the inputs are the bundled demo's first questions; without one (a checkpoint of random weights),
-random tokens and media are made from the config. Floats are bf16: an image processor's float32 would change what the
-tower computes in.
-"""
+"""Which text, image and audio clip do all routes of a case get?"""
 
 from __future__ import annotations
 
@@ -20,7 +15,9 @@ Inputs = dict[str, dict[str, Any]]
 
 
 def make_inputs(folder: Path) -> tuple[Inputs, str]:
-    """Return the forward arguments of each mode that the model has, and their source: "processor" or "drawn"."""
+    """Return the forward arguments of each mode that the model has, and their source: "processor" or "drawn". They are the demo's
+    first questions; without a processor, random tokens and media from the config. Floats are bf16: an image processor's float32
+    would change what the tower computes in."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)

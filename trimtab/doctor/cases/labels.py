@@ -1,9 +1,4 @@
-"""Labels of runs: the known failure that a run shows, by exception signatures and by silent faults. Data, pure.
-
-A failure without a matching signature (traces/signatures.py) is UNKNOWN, never the nearest one. A run without an
-exception is judged by the facts of its record: first whether nothing was quantized (other arithmetic), then a wrong
-answer, an ignored image or key, and last the placement.
-"""
+"""Which known failure does a run show, by exception signatures and by silent faults?"""
 
 from __future__ import annotations
 
@@ -47,9 +42,7 @@ _MERGE_LABELS = {"direct-4bit-merge": "DIRECT_4BIT_MERGED_MATCHES_", "fresh-bf16
 
 
 def label_of(record: Mapping[str, Any], *, lane: str = "", adapter: str = "") -> str:
-    """Return the label of a run. lane, adapter: those of its case. A partly failing run has the label of its first
-    failure.
-    """
+    """Return the label of a run. lane, adapter: those of its case. A partly failing run has the label of its first failure."""
     failure = record.get("exception")
     if failure is not None:
         signature = signature_of(failure, str(record.get("stage")), record.get("configuration"))

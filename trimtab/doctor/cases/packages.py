@@ -1,7 +1,4 @@
-"""Packages of an interpreter, and whether its torch finds a GPU.
-
-Imports only the standard library until it knows which packages exist, so that it can name the missing ones.
-"""
+"""Which packages does an interpreter have, and does its torch find a GPU?"""
 
 from __future__ import annotations
 

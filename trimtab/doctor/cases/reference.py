@@ -1,7 +1,4 @@
-"""The reference answer of a case: the same base, in the same formats, on one device, with stock PEFT.
-
-One process per quantization. A mode that fails here has no reference (an upstream bug affects the unsplit model too).
-"""
+"""What is the reference answer of a case, with stock PEFT on one device?"""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from trimtab.stock.load import load_adapter, without_repacking
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Write the references of one name into a file.
 
-    request: name ("none", "nf4+towers", ...), model, adapter (a patched copy, or null), inputs (a file, made here if it
-    does not exist), save, device.
+    request: name ("none", "nf4+towers", ...), model, adapter (a patched copy, or null), inputs (a file, made here if it does not
+    exist), save, device.
     """
     from safetensors.torch import save_file
 

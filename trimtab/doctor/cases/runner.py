@@ -1,12 +1,4 @@
-"""The matrix of cases: each in a separate process, on the stock stack and on trimtab, as records.
-
-A case that hangs, is killed for its memory or crashes is a record like any other. Finished records are passed to
-`on_record` at once, so that Ctrl-C keeps them.
-
-The script of a case (`case.py.j2`) builds a small Gemma 4 and an adapter with transformers and PEFT, needs no download and does
-not import trimtab. Without a GPU, `torch.device("cpu")` imitates one. It ends with a line that begins "RESULT: ", after the
-exception if there is one.
-"""
+"""How does each case end on the stock stack and on trimtab, as records and as scripts?"""
 
 from __future__ import annotations
 
@@ -67,11 +59,10 @@ def run_matrix(
 ) -> tuple[Record, ...]:
     """Return the records of the cases, in the table's order, stock before trimtab.
 
-    python: the interpreter of the stock stack (trimtab itself always runs in this one). model, adapter: None is the
-    bundled demo. device: "auto", "cpu" (the GPU is imitated) or "cuda". pressure: share of the card that the loaded
-    base fills, instead of the cases' own. timeout_s, memory_bytes: limits of one case. on_record: called after each.
-    Errors: RequestError for an invalid request (an unknown case, an interpreter without the packages, a model without
-    an adapter), CheckpointError, AdapterError.
+    python: the interpreter of the stock stack (trimtab itself always runs in this one). model, adapter: None is the bundled demo.
+    device: "auto", "cpu" (the GPU is imitated) or "cuda". pressure: share of the card that the loaded base fills, instead of the
+    cases' own. timeout_s, memory_bytes: limits of one case. on_record: called after each. Errors: RequestError for an invalid
+    request (an unknown case, an interpreter without the packages, a model without an adapter), CheckpointError, AdapterError.
     """
     chosen = find_cases(cases)
     for engine in engines:
@@ -420,7 +411,8 @@ _SPECIAL = {"offload_dir": 'work / "peft-offload"', "torch_device": '"cuda:0" if
 
 
 def script_of(case: Case) -> str:
-    """Return the script of a case. The bridge's cases show the stock call instead."""
+    """Return the script of a case. The bridge's cases show the stock call instead. It builds a small Gemma 4 and an adapter, needs
+    no download and does not import trimtab. It ends with a line that begins "RESULT: ", after the exception if there is one."""
     return filled(
         Path(__file__).resolve().parents[1], "cases/case.py.j2", (repr, placed), case=case, targets=EVERYWHERE,
         retargeted=_RETARGETED.get(case.adapter), skipped=skip_modules(GEMMA4), special=_SPECIAL,

@@ -1,11 +1,4 @@
-"""A case on the stock stack: the model, the map, the imitated GPU, the memory pressure, and the final placement.
-
-Runs in any interpreter with torch, transformers, accelerate, peft and bitsandbytes. On a machine without a GPU,
-`torch.device("cpu")` imitates it and the string "cpu" is offload: accelerate compares devices by value and uses its
-real offload path. Three functions of the stack are patched for the imitated card: its free memory (`get_max_memory`,
-which calls `torch.cuda.mem_get_info`), and that safetensors may read onto it. The stack does all arithmetic on these
-numbers.
-"""
+"""How does the stock stack load the model of a case: the map, the imitated GPU, the memory pressure, the placement?"""
 
 from __future__ import annotations
 
@@ -26,7 +19,9 @@ GRAIN_BYTES = 2 * 2**20  # granularity of the driver's allocations
 class Card:
     """The execution device of a run: a real GPU, or the CPU that imitates one.
 
-    main: the device for a 0 in a map. total_bytes: of the imitated card; None on a GPU.
+    main: the device for a 0 in a map. total_bytes: of the imitated card; None on a GPU. accelerate compares devices by value:
+    `torch.device("cpu")` imitates the GPU, the string "cpu" is offload. Patched are the free memory (`get_max_memory`,
+    `torch.cuda.mem_get_info`), and that safetensors may read onto it.
     """
 
     def __init__(self, device: str) -> None:

@@ -1,8 +1,4 @@
-"""One case on the stock stack: the last stage that it reaches, the final placement, and whether the answer is right.
-
-Runs in a separate process, in any interpreter. Every fact is emitted as soon as it is known, so that a killed process
-leaves its stage and its facts: `emit({"stage": ...})`, `emit({"facts": {...}})`.
-"""
+"""Which stage does one case reach on the stock stack, and is its answer right?"""
 
 from __future__ import annotations
 
@@ -21,8 +17,9 @@ Emit = Callable[[dict[str, Any]], None]
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one case and report its record's fields.
 
-    request: case (Case.to_json), model, adapters (variant -> folder), inputs, reference (a file or null), work, device,
-    pressure (null: the case's), names (path -> its name in texts of the record).
+    request: case (Case.to_json), model, adapters (variant -> folder), inputs, reference (a file or null), work, device, pressure
+    (null: the case's), names (path -> its name in texts of the record). Every fact is emitted as soon as it is known, so that a
+    killed process leaves it.
     """
     emit({"stage": "import"})
     from trimtab.doctor.cases import packages as case_packages

@@ -1,9 +1,4 @@
-"""A case on trimtab: the same placement, quantization, adapter and prompts, through plan and load.
-
-Runs in a separate process, with this interpreter. The plan gets the user's map unchanged; on a machine without a GPU,
-where the execution device is the CPU, its entries are requested by tier. A refusal by one of trimtab's errors is an
-answer.
-"""
+"""How does a case end on trimtab, through plan and load?"""
 
 from __future__ import annotations
 
@@ -21,7 +16,8 @@ CPU_TIERS = {"cpu": "stream", "disk": "disk"}
 
 
 def main(request: Mapping[str, Any], emit: Emit) -> None:
-    """Run one case on trimtab and report its record's fields. request: as for `stock_run.main`."""
+    """Run one case on trimtab and report its record's fields. request: as for `stock_run.main`. Without a GPU the entries of the
+    user's map are requested by tier."""
     emit({"stage": "import"})
     from trimtab.doctor.cases import packages as case_packages
     from trimtab.doctor.cases.record import exception_json, listening

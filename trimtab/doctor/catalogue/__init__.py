@@ -1,4 +1,4 @@
-"""Which bugs of other packages are known? One file each."""
+"""Which bugs of other packages are known, one file each?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Groups of failures for the drafts: which failures share an issue, and the questions to its owner. Data.
-
-This module has no facts: a `Point` is stated only with the recorded runs that support it, titles belong to runs with
-these labels, and everything else is a wish or a question.
-"""
+"""Which failures share an issue, and which questions go to its owner?"""
 
 from __future__ import annotations
 
@@ -32,10 +28,10 @@ def _any(run: Run) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """One issue. name: of its file. labels: of its runs, filtered by `only`. bug: catalogue id. title: of the issue.
-    kinds: GitHub labels to suggest. state: before "fixed" and "deferred" are decided. script: name in scripts.py.
-    shows: (exception type, text) that must end the reproducer. pair: the failing and the passing case with the clearest
-    contrast, if both were recorded. expected: alternatives. beside: buckets to link.
+    """One issue. name: of its file. labels: of its runs, filtered by `only`. bug: catalogue id. title: of the issue. kinds: GitHub
+    labels to suggest. state: before "fixed" and "deferred" are decided. script: name in scripts.py. shows: (exception type, text)
+    that must end the reproducer. pair: the failing and the passing case with the clearest contrast, if both were recorded.
+    expected: alternatives. beside: buckets to link.
     """
 
     name: str

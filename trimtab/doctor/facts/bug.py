@@ -1,8 +1,4 @@
-"""One bug of another package: the known facts, and a probe's observation here.
-
-The known state of a thread about it comes from the catalogue's text; no network is used. A thread of unknown state may be open:
-check it before filing an issue.
-"""
+"""What is known about one bug of another package, and what did a probe observe here?"""
 
 from __future__ import annotations
 
@@ -71,7 +67,8 @@ _TRACKER = re.compile(r"^(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)\s*(?:\(
 
 @dataclass(frozen=True)
 class Tracker:
-    """A known thread. state: from the catalogue, "" if it gives none."""
+    """A known thread. state: from the catalogue, "" if it gives none. A thread of unknown state may be open: check it before filing
+    an issue."""
 
     repository: str
     number: int

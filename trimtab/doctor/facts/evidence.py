@@ -1,8 +1,4 @@
-"""Evidence of a draft: statements that name the recorded run behind them, and nothing else.
-
-A `Run` is made only from a record of the matrix, a `Shown` from a reproducer that was run; a `Statement` without one of
-the two cannot be made. All output is free of paths, user and host names.
-"""
+"""Which recorded run supports each statement of a draft?"""
 
 from __future__ import annotations
 

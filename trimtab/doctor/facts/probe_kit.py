@@ -1,10 +1,4 @@
-"""The probes' tools: tiny checkpoints and adapters, the stock stack on them, and the source of an error.
-
-It runs in any interpreter: it imports the standard library, and torch, transformers and peft inside functions.
-
-A GPU is imitated on the CPU: accelerate compares devices by value, so `torch.device("cpu")` is the GPU and the string
-"cpu" is offload, with the same code path as on a real one. This cannot show errors of tensors on different devices.
-"""
+"""Which tools do probes share: tiny checkpoints and adapters, the stock stack on them, the source of an error?"""
 
 from __future__ import annotations
 
@@ -131,8 +125,9 @@ class Kit:
 def on_cpu(device_map: Any) -> Any:
     """Return a device map with every number turned into the imitated GPU; other maps unchanged.
 
-    With "disk" and no "cpu" in the map the imitation is the string "cpu": accelerate then has no other offload device,
-    and passes no device object to safetensors (C7).
+    With "disk" and no "cpu" in the map the imitation is the string "cpu": accelerate then has no other offload device, and passes
+    no device object to safetensors (C7). accelerate compares devices by value: `torch.device("cpu")` is the GPU and the string
+    "cpu" is offload. Errors of tensors on different devices do not appear.
     """
     import torch
 

@@ -1,7 +1,4 @@
-"""Tiny checkpoints for the probes: real classes with the relevant quirks, two to five layers, random weights.
-
-Imports only torch and transformers, so that it also runs where trimtab is not installed.
-"""
+"""Which tiny checkpoints do probes use?"""
 
 from __future__ import annotations
 

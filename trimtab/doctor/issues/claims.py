@@ -1,8 +1,4 @@
-"""Claims that the recorded runs do not support and that are not to be filed, each with its test.
-
-A claim is general and a run is one case, so runs can refute a claim and never prove it. A claim that no run refutes is
-still wider than its evidence, and its text says so.
-"""
+"""Which claims do the recorded runs not support?"""
 
 from __future__ import annotations
 
@@ -18,7 +14,8 @@ REFUTED, WIDER, NOT_TESTED = "refuted", "wider than the evidence", "not tested"
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence that users want to file. tests: whether a run tests it. against: whether a run refutes it."""
+    """One sentence that users want to file. tests: whether a run tests it. against: whether a run refutes it. A claim is general
+    and a run is one case, so runs can refute a claim and never prove it."""
 
     text: str
     tests: Callable[[Run], bool]

@@ -1,9 +1,4 @@
-"""Drafts of issues: one per failure, from recorded runs, and a list of what the runs do not support.
-
-A draft is written only if its failure has a trace or a wrong result on the stock stack, and if its reproducer, which is
-run first, shows the same failure under the same versions. All other failures are listed in NOT_TO_FILE.md with the
-reason.
-"""
+"""Which drafts of issues do recorded runs support, one per failure?"""
 
 from __future__ import annotations
 

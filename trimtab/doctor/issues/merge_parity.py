@@ -1,9 +1,4 @@
-"""An issue on a direct merge into 4-bit weights, from a saved `trimtab verify --lanes`: prompt table, warnings,
-control.
-
-It is written only if the prompts support it: the adapter has an effect, the merge on the 4-bit base gives another
-answer on some prompt, and the merge on the bf16 base answers as the adapter on all. Otherwise the reason is reported.
-"""
+"""Which issue on a direct merge into 4-bit weights does a saved `trimtab verify --lanes` support?"""
 
 from __future__ import annotations
 
@@ -44,7 +39,8 @@ def read_lanes(path: str) -> dict[str, Any]:
 
 
 def merge_parity(report: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return (Markdown of the issue, "") or (None, why there is none)."""
+    """Return (Markdown of the issue, "") or (None, why there is none). It needs an adapter that has an effect, another answer of
+    the merge on the 4-bit base on some prompt, and a merge on the bf16 base that answers as the adapter on all."""
     lanes = {lane.get("lane"): lane for lane in report["lanes"]}
     direct, control = lanes.get(DIRECT), lanes.get(CONTROL)
     reason = _why_not(direct, control)

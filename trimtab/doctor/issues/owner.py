@@ -1,7 +1,4 @@
-"""The owner of a failure and where to file it: a new issue or an open thread, labels, a release with the fix.
-
-This module also uses the catalogue, and names it as the source; the text of an issue uses only runs.
-"""
+"""Who owns a failure, and where is it to be filed?"""
 
 from __future__ import annotations
 

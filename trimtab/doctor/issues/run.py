@@ -1,8 +1,4 @@
-"""Runs a reproducer as a plain script, in an empty folder, in the given interpreter.
-
-The drafts call `run_script`; `main` runs inside that interpreter's process and starts the script as a child, so that
-its output is the one that a maintainer would see.
-"""
+"""What does a reproducer print as a plain script, in an empty folder, in the given interpreter?"""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""An adapter in the stock stack: the targets that it refuses, the keys that it drops, the layers that it never fills.
-
-PEFT decides only from `target_modules` which modules get a LoRA layer, then fills those with keys in the file: keys of
-other modules are dropped silently, modules without keys stay at zero after a warning. Not considered:
-`exclude_modules`, `layers_to_transform` and `target_parameters`. Source: PEFT 0.19.1 and 0.21.2,
-tuners/tuners_utils.py, check_target_module_exists; utils/save_and_load.py. Imports no torch.
-"""
+"""Which targets of an adapter does the stock stack refuse, which keys does it drop, and which layers does it never fill?"""
 
 from __future__ import annotations
 
@@ -46,8 +40,10 @@ class AdapterReading:
 def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> AdapterReading:
     """Return the stock stack's reading of the adapter in a folder.
 
-    Errors: AdapterError if the folder is no adapter or of an unsupported kind. An adapter of another model is no error:
-    its problems are reported.
+    Errors: AdapterError if the folder is no adapter or of an unsupported kind. An adapter of another model is no error: its
+    problems are reported. PEFT decides only from `target_modules` which modules get a LoRA layer. `exclude_modules`,
+    `layers_to_transform` and `target_parameters` are not considered. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py,
+    check_target_module_exists; utils/save_and_load.py.
     """
     file = read_adapter(os.fspath(path))
     config = dict(file.config)

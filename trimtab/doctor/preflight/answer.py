@@ -1,9 +1,4 @@
-"""The call that works on this machine: the whole model on the GPU, towers off it, or a split plan.
-
-The simplest way comes first: everything on the GPU if it fits; else the towers off it, with one map and no second plan;
-else a plan of trimtab that streams or gathers; else the missing memory. The planner decides whether a placement fits,
-so weights, adapter, cache, activations and the driver's share are counted.
-"""
+"""Which call works on this machine: the whole model on the GPU, towers off it, or a split plan?"""
 
 from __future__ import annotations
 

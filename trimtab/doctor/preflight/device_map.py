@@ -1,8 +1,4 @@
-"""A device map in the stock stack: keys that match nothing or too much, modules that stay unquantized, and the cost.
-
-Works on the shape of the model (`shape.py`), which also reads the two rules that differ between transformers releases.
-Imports no torch.
-"""
+"""What does a device map do in the stock stack: keys that match nothing or too much, and modules that stay unquantized?"""
 
 from __future__ import annotations
 

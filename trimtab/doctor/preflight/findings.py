@@ -1,8 +1,4 @@
-"""Known failures that will occur: the map, the adapter, the versions and PEFT's second plan, judged by the catalogue.
-
-Each finding names its entry of the catalogue (`doctor/catalogue/`), which decides whether the installed versions have
-the bug. A finding predicts the stock stack's behaviour from its source, not from a run.
-"""
+"""Which known failures will occur with this map, adapter and versions?"""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The device map that the installed PEFT makes for an adapter on a base that is partly on the CPU or disk.
-
-PEFT's `from_pretrained` runs on a base without data: meta tensors with the sizes of the packed weights. It runs until
-it has called accelerate's `infer_auto_device_map`; nothing is dispatched and nothing is written. The free memory and
-the GPUs are inputs, because the base is not really loaded. Runs in a separate process (`second_plan.py` starts it),
-which needs torch, transformers, accelerate, PEFT and safetensors. Not known: `max_memory` and a `device_map` that the
-caller passes to PEFT.
-"""
+"""Which device map does the installed PEFT make for an adapter on a base that is partly on the CPU or disk?"""
 
 from __future__ import annotations
 
@@ -53,6 +46,9 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
     if PEFT makes no plan, else map, budgets and required as [device or path, value] pairs, adapter ([device, bytes] of
     PEFT's layers), after (tensor_path -> device by the map), total_bytes, largest ([path, bytes] of the layer for which
     accelerate reserves memory), steps (accelerate's own lines).
+
+    PEFT's `from_pretrained` runs on meta tensors with the sizes of the packed weights, until it has called accelerate's
+    `infer_auto_device_map`. `max_memory` and a `device_map` that the caller passes to PEFT are not known.
     """
     base = empty_base(request["model"], request["dtype"])
     for path in request["quantized"]:

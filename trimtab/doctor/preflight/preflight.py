@@ -1,11 +1,4 @@
-"""Predictions before a weight is read: the stock stack's behaviour with this model, map and adapter, and the calls that
-work.
-
-`preflight` reads only config and headers. It reports which modules stay unquantized and the cost, which keys of the map
-name nothing, PEFT's second plan for the map (with all arithmetic), the fate of the adapter's keys, and which entries of
-the catalogue (`doctor/catalogue/`) apply. It ends with the calls that work on this machine. Not known before a run: the
-memory of other programs, and failures that were never reported.
-"""
+"""What will the stock stack do with this model, map and adapter, and which calls work, before a weight is read?"""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""PEFT's second plan for a map: whether it is made, the memory that it assumes, and its result.
-
-The map, the adapter's bytes and each tensor's new device come from a run of the installed PEFT and accelerate
-(`peft_dispatch.py`, in a separate process). The free memory that they would see is the present one minus base and adapter.
-It is an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other programs reduce it.
-Imports no torch.
-"""
+"""Does PEFT make a second plan for a map, which memory does it assume, and what is its result?"""
 
 from __future__ import annotations
 
@@ -87,7 +81,9 @@ def second_plan(
 ) -> SecondPlan:  # fmt: skip
     """Return the plan that PEFT of an interpreter (None: this one) makes for the first adapter on a base with this map.
 
-    free: device -> bytes free now, before the base is loaded: GPUs by number, then "cpu".
+    free: device -> bytes free now, before the base is loaded: GPUs by number, then "cpu". The free memory is the present one minus
+    base and adapter, an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other programs reduce
+    it.
     """
     if not reading.is_split:
         return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so PEFT keeps the map")

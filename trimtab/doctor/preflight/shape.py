@@ -1,9 +1,4 @@
-"""The model as an interpreter's stock stack builds it before it loads a weight: modules, dtypes, skip rules.
-
-`read_shape` uses this interpreter or another one (in a separate process). The transformers that is installed there
-builds the empty model, and its own functions decide which modules a device map's keys match, so rules that changed
-between releases are not guessed. The other interpreter needs torch, transformers and safetensors.
-"""
+"""Which modules, dtypes and skip rules does a model have as an interpreter's stock stack builds it?"""
 
 from __future__ import annotations
 
@@ -83,8 +78,9 @@ def read_shape(
 ) -> ModelShape:  # fmt: skip
     """Return the model's shape as the interpreter's (None: this one's) transformers makes it.
 
-    Errors: CheckpointError; RequestError for a format that the checkpoint does not have, and for an interpreter that
-    cannot build the model (a package is missing there).
+    Errors: CheckpointError; RequestError for a format that the checkpoint does not have, and for an interpreter that cannot build
+    the model (a package is missing there). The installed transformers builds the empty model, and its own functions decide which
+    modules a map's keys match. The other interpreter needs torch, transformers and safetensors.
     """
     devices = {key: str(value) for key, value in device_map.items()}
     if python is None:

@@ -1,8 +1,4 @@
-"""The linears that the stock stack leaves unquantized, and the bytes of each tensor of the loaded model.
-
-The bytes are exact, including scales; accelerate's own count of the same model is in `peft_dispatch.py`. Imports no
-torch.
-"""
+"""Which linears does the stock stack leave unquantized, and how many bytes has each tensor of the loaded model?"""
 
 from __future__ import annotations
 

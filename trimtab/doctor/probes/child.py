@@ -1,7 +1,4 @@
-"""The process that runs probes: one after the other, each result reported immediately.
-
-It runs in any interpreter. The interpreter's watchdog ends a probe that hangs, also in native code.
-"""
+"""What do probes find, one after the other in one process?"""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ STACK = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 def main(request: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Emit {"event": "start", "id"} and {"event": "seen", "id", "state", "evidence", "seconds"} for every file.
 
-    request: files (paths of catalogue entries), folder (where probes may write), timeout_s (for one probe), gpu_hidden:
-    whether entries that need a GPU are left for a process that may see it; ignored if torch has no GPU.
+    request: files (paths of catalogue entries), folder (where probes may write), timeout_s (for one probe), gpu_hidden: whether
+    entries that need a GPU are left for a process that may see it; ignored if torch has no GPU.
     """
     kit = Kit(Path(request["folder"]))
     modules = [read_entry(Path(file)) for file in request["files"]]

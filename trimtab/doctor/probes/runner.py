@@ -1,8 +1,4 @@
-"""Known bugs in the installed packages, of this interpreter or another one.
-
-One process runs all probes. A probe that crashes the process or hangs becomes "unknown" with the kind of its end, and a
-new process continues with the next one.
-"""
+"""Which known bugs do the packages of an interpreter have?"""
 
 from __future__ import annotations
 
@@ -74,9 +70,10 @@ def run_probes(
 ) -> tuple[Verdict, ...]:
     """Return a verdict for each entry, or for those of `ids` ("A1"), in the order of the catalogue.
 
-    python: the interpreter whose packages are examined (None: this one); trimtab need not be installed there. timeout_s:
-    for one probe. progress: called with (done, total). catalogue: a folder of entries instead of the package's own.
-    Errors: RequestError if an id is not in the catalogue (with similar ones) or the interpreter cannot be started.
+    python: the interpreter whose packages are examined (None: this one); trimtab need not be installed there. timeout_s: for one
+    probe. progress: called with (done, total). catalogue: a folder of entries instead of the package's own. Errors: RequestError if
+    an id is not in the catalogue (with similar ones) or the interpreter cannot be started. A probe that crashes the process or
+    hangs becomes "unknown", and a new process continues with the next one.
     """
     entries = _chosen(read_catalogue(catalogue), ids)
     run = _Run(_absolute(python), timeout_s, len(entries), progress)

@@ -1,10 +1,4 @@
-"""The answer to a pasted error: owner, trackers, workaround, the next questions, and the confidence.
-
-All facts about a bug come from the catalogue, including the last known states of threads. Imports no torch.
-
-A known failure is found by exception, message and frames first. A text without an exception line is searched as a whole, and only
-for unique marks of a failure. A message that several causes share is UNKNOWN, with the missing information.
-"""
+"""What is the answer to a pasted error: owner, trackers, workaround, next questions, confidence?"""
 
 from __future__ import annotations
 
@@ -51,8 +45,9 @@ class Finding:
 
 
 def classify(text: str) -> tuple[Paste, tuple[Finding, ...]]:
-    """Return the contents of a text and the diagnosis of each exception, the most certain known one first. Errors: as
-    `read_paste`.
+    """Return the contents of a text and the diagnosis of each exception, the most certain known one first. Errors: as `read_paste`.
+    A text without an exception line is searched as a whole, only for unique marks of a failure. A message that several causes share
+    is UNKNOWN.
     """
     paste = read_paste(text)
     findings = [_of_trace(trace, paste) for trace in paste.traces]

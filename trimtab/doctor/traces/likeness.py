@@ -1,10 +1,4 @@
-"""Which entries of the catalogue does a report without a traceback look like? Pure.
-
-BM25 over title, symptom, trigger and cause. A score is divided by what the report's own words could score, unknown ones
-included, so that a long report needs more in common than a short one. People seldom use the catalogue's words: a line of REPORTED
-that the report has is enough. The result is a list to ask about, never a diagnosis.
-Source: Robertson and Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond (2009), section 3.
-"""
+"""Which entries of the catalogue does a report without a traceback look like?"""
 
 from __future__ import annotations
 
@@ -71,7 +65,9 @@ def _stem(word: str) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """The catalogue's words. counts: token -> id -> weighted count. weights: token -> how rare. lengths: id -> tokens."""
+    """The catalogue's words. counts: token -> id -> weighted count. weights: token -> how rare. lengths: id -> tokens. BM25 over
+    title, symptom, trigger and cause; a score is divided by what the report's own words could score. Source: Robertson and
+    Zaragoza, The Probabilistic Relevance Framework: BM25 and Beyond (2009), section 3."""
 
     counts: dict[str, dict[str, int]]
     weights: dict[str, float]

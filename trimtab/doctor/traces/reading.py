@@ -1,8 +1,4 @@
-"""Exceptions and frames in a pasted text: Python's form, notebooks, rich boxes, arrows, logs, one line. Pure.
-
-Forums change quotes, join lines and remove slashes; boxes wrap paths; a launcher writes its rank before each line. Lost
-information is not guessed: an unreadable frame is skipped.
-"""
+"""Which exceptions and frames are in a pasted text?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A block to paste into a question or an issue: versions, memory, model, map, adapter; no path, user or host name.
-
-It lists facts about this machine and the arguments, without a verdict. Imports no torch; a separate process reads the
-interpreter's packages.
-"""
+"""Which facts about machine, versions, model, map and adapter belong into a question or an issue?"""
 
 from __future__ import annotations
 

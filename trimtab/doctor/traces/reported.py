@@ -1,8 +1,4 @@
-"""In which words do people report each bug of the catalogue? Data, pure.
-
-A line is patterns between spaces. A report has the line if each pattern begins a word, or a part of a name, in the same few
-sentences; capitals do not matter. The lines come from what each bug does; no report of the held-out half was read for them.
-"""
+"""In which words do people report each bug of the catalogue?"""
 
 from __future__ import annotations
 
@@ -26,6 +22,7 @@ _GEMMA = r"gemma.{0,3}(4|3n)"
 _ABSENT = r"missing|renam|not.{0,9}(load|match|map|found)|random|fresh|newly|uninitial|discard"
 _TABLE = r"embed_tokens|per.?layer.{0,2}embed|ple\b"
 
+# A line is patterns between spaces: each begins a word, or a part of a name, in the same few sentences; capitals do not matter.
 REPORTED: dict[str, tuple[str, ...]] = {
     "A1": ("double.?quant|nested offload|meta", "as_dict meta|item|offset"),
     "A2": (f"quant_?state|params4bit|linear4bit meta {_SPLIT}", f"4.?bit offload|cpu_offload|sequential {_FAILED}|meta"),

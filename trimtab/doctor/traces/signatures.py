@@ -1,9 +1,4 @@
-"""Signatures of known failures: exception type, message, frames, source lines, settings. Data, pure.
-
-Every signature has a unique message or needs a frame. A unique message is written by one function of one package, so
-that it identifies the failure without a trace. A failure without a matching signature is UNKNOWN, never the nearest
-one: tests/data/traces/corpus.json has the messages that several causes share.
-"""
+"""By which exception type, message, frames, source lines and settings is a known failure recognized?"""
 
 from __future__ import annotations
 
@@ -22,6 +17,8 @@ class Signature:
     with other frames, as in a shortened trace. settings: pattern that the configuration of a run, or the text around a
     trace, must also match. foreign: frames of another project with the same failure. stages: stages of a recorded run,
     () is any. ask: the information to request if the rest is missing. meaning: one line for people.
+
+    A signature has a unique message, written by one function of one package, or needs a frame.
     """
 
     label: str

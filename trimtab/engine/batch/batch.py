@@ -1,21 +1,4 @@
-"""A batch: requests with their own adapter, length and sampling, decoded one step at a time for all of them.
-
-    batch = Batch(model, rows=8)
-    prompt = batch.begin(inputs, request, adapter="medical")
-    while not prompt.step(): ...         # in pieces, so that the other rows' steps can run between them
-    row = batch.join(prompt)             # its first token is drawn
-    for drawn in batch.step(): ...       # one token of every row
-    batch.leave(row)
-
-Nothing of a prompt waits for the device before `join` does. A scheduler that gives the device a piece of a prompt while a step is
-running calls `batch.step(behind)`; a prompt that was computed there is `place`d, which frees the place for the next one, and
-joins when the next step is running.
-
-Rows are contiguous from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
-rows. Row numbers change then, so a request is known by the `Row` object it got. Not thread-safe: the
-scheduler calls from one thread. A row alone computes the same as `LoadedModel.generate` up to rounding: attention
-reads a fixed number of places, where a growing cache has exactly as many as there are tokens.
-"""
+"""How are requests with their own adapter, length and sampling decoded together, one step at a time?"""
 
 from __future__ import annotations
 
@@ -103,10 +86,11 @@ class BatchModel(PrefillContext, Protocol):
 class Batch:
     """Up to `rows` requests of one loaded model, decoded together.
 
-    context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `DecodeStep`;
-    None is the model's mode. active: the rows that decode. placed: rows whose prompts are complete, in order, each with a
-    place behind the active ones.
-    Errors: RequestError for less than one row.
+    context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `DecodeStep`; None is the
+    model's mode. active: the rows that decode. placed: rows whose prompts are complete, in order, each with a place behind the
+    active ones. Errors: RequestError for less than one row. Rows are contiguous from row 0 on: the last one fills the place of a
+    row that leaves, so a request is known by its `Row` object. Not thread-safe. A row alone equals `LoadedModel.generate` up to
+    rounding.
     """
 
     model: BatchModel

@@ -1,11 +1,4 @@
-"""Generation: model inputs become text in one worker thread, delivered as it arrives.
-
-On a GPU steps are captured (`engine/decode/decode_step.py`); where they cannot be, and on a CPU, transformers' own generation runs
-(`stock_generate`): the numbers and bits of the stock stack.
-
-Pieces are whole characters and never part of a stop text. Closing the iterator, or Ctrl-C while waiting, ends the worker
-within one step; its errors are raised here.
-"""
+"""How do model inputs become text, delivered as it arrives?"""
 
 from __future__ import annotations
 
@@ -351,7 +344,8 @@ class AnsweringModel(PrefillContext, ChatModel, HasContext, Protocol):
 class Generation:
     """One answer under way: iterate over its pieces, `close` to end it early. finish_reason is known at the end.
 
-    request: with max_new_tokens as a number.
+    request: with max_new_tokens as a number. Pieces are whole characters and never part of a stop text. Closing the iterator, or
+    Ctrl-C while waiting, ends the worker within one step; its errors are raised here.
     """
 
     def __init__(self, model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> None:

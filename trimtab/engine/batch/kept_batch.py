@@ -1,8 +1,4 @@
-"""Between two calls of a loaded model: whose turn it is, and the one batch that it keeps, so that no call repeats the captures.
-
-Answers take turns in the order in which threads called. The plan counts one batch. A call with another number of
-rows gives the kept one back before it makes its own.
-"""
+"""Whose turn is it between calls of a loaded model, and which batch does it keep?"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A request in a batch: its prompt while that is computed, its row while it decodes, and how its tokens are sampled.
-
-Tokens are drawn by transformers' own processors, with the values of the request and none of the file.
-"""
+"""What is a request in a batch: its prompt, its row, and how its tokens are sampled?"""
 
 from __future__ import annotations
 

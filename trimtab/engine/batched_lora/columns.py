@@ -1,15 +1,4 @@
-"""LoRA of a prompt inside its layers' products: [x | v] times [W | B] with a longer inner dimension, and no pass over the output.
-
-    columns = choose(model, kernels, fall_back)                # over weights that a product unpacks
-    columns = choose_kept(model, kernels, groups, fall_back)   # over weights that the plan keeps unpacked
-    columns.matmul()                                           # a line of a MatmulTable: base and adapter in one product
-
-v = scale * (A x) is computed in float32. v and B enter the product as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v)
-rounded: hi(v) hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17 of it, so a rank takes three columns. Layers that read
-one tensor share one extended input [x | v of all of them | zeros]. `prompt_kernels.add` and torch compute the rest: float16,
-ranks above MOST_RANK, rows with different adapters (table.py), DoRA, models whose plan counts no adapter. Reasons:
-docs/decisions/0026.
-"""
+"""How is the LoRA of a prompt a part of its layers' products, with no pass over the output?"""
 
 from __future__ import annotations
 
@@ -236,7 +225,9 @@ Weights = TypeVar("Weights", bound=ColumnWeights)
 
 
 class Columns(Generic[Weights]):
-    """Products of layers with their adapters inside, for one model's prompts. groups: of layers over one input."""
+    """Products of layers with their adapters inside, for one model's prompts. groups: of layers over one input. [x | v] times [W |
+    B], with v = scale (A x) in float32. v and B enter as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v) rounded: hi(v)
+    hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17. Reasons: docs/decisions/0026."""
 
     def __init__(self, weights: Weights, groups: Sequence[Sequence[Leaf]], module: nvrtc.Module, device: torch.device) -> None:
         self.weights, self.module = weights, module

@@ -1,16 +1,4 @@
-"""The adapter of each row of a pass as numbers on the device: switching adapters changes a table, not the graph.
-
-A kernel that is captured in a CUDA graph cannot receive new arguments, so it looks them up: for every linear layer and
-every slot the table has the addresses of A and B, the rank and the scale of the adapter in that slot, rank 0 where the
-adapter does not touch the layer; a row has the number of its slot, -1 for the base. Nothing is copied or padded: the
-adapters stay where `lora.attach_fitted` put them, for any ranks. Only plain LoRA has this form; an adapter that replaces
-weights, biases or norms or that rescales (DoRA) is refused by `why_not`. A row has one token in a step, and several in a pass of
-prompts (packing.py); a pass of one prompt has a table of one row, whose adapter `set_layers` writes (last_layers.py).
-
-Which layers look an adapter up is part of the program. They are those of every kind (q_proj, say, of all layers) that any
-adapter attached so far changes in any layer, whether a row uses it or not: so rows that switch among attached adapters
-change numbers alone. A row that has no adapter in such a layer pays the look-up of one rank, which is 0.
-"""
+"""How do captured kernels find the adapter of each row?"""
 
 from __future__ import annotations
 
@@ -85,8 +73,9 @@ class AdapterSlots:
 
     Errors: RequestError for fewer slots than rows.
 
-    Shapes: A_ptr, B_ptr [layers, slots] int64, rank [layers, slots] int32, scale [layers, slots] float32; row_slots
-    [rows] int32.
+    Shapes: A_ptr, B_ptr [layers, slots] int64, rank [layers, slots] int32, scale [layers, slots] float32; row_slots [rows] int32. A
+    slot of a layer has the addresses of A and B, the rank (0: the adapter does not touch the layer) and the scale. A row has the
+    number of its slot, -1 for the base. Layers of every kind that an attached adapter changes look one up.
     """
 
     def __init__(

@@ -1,11 +1,4 @@
-"""`LoadedModel.batch`: many prompts decoded together, each with its own adapter, media and options.
-
-    for answer in model.batch([{"prompt": "One?", "adapter": "medical"}, {"prompt": "Two?"}], max_new_tokens=64): ...
-
-A row that has ended takes the next prompt at once. Short prompts with rows are computed in one pass where that is faster
-(packing.py). A family with other states than keys and values by position cannot be decoded in rows: its prompts are
-answered one after the other.
-"""
+"""How does `LoadedModel.batch` decode many prompts together, each with its own adapter, media and options?"""
 
 from __future__ import annotations
 
@@ -62,8 +55,9 @@ class _Flight:
 def answers(
     model: AskedModel, requests: Iterable[object], *, rows: int | None, errors: str, options: Mapping[str, object], group: str = ""
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`. group: where all requests
-    have one prompt, media and adapter, a name for them: the prompt is computed once."""
+    """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`. group: where all requests have
+    one prompt, media and adapter, a name for them: the prompt is computed once. A family with other states than keys and values by
+    position is answered one prompt after the other."""
     check_choice(errors, ON_ERROR, field_name="errors")
     rows = model.plan.request.batch if rows is None else rows
     if rows < 1:

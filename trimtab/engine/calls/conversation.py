@@ -1,12 +1,4 @@
-"""A conversation with a loaded model: it keeps the turns, each answered by the adapter that was selected then.
-
-    chat = model.chat(system="Answer briefly.", adapter="medical")
-    for piece in chat.stream("What is on this image?", image="xray.png"): ...
-    chat.send("And on the left?").text
-
-Images and audio clips are read when a message is sent, and are part of every later prompt. Once the conversation is longer than the
-planned context, `when_full` decides: "error" refuses the message, "drop" leaves the oldest turns out of the prompt.
-"""
+"""How does a conversation keep its turns, each answered by the adapter that was selected then?"""
 
 from __future__ import annotations
 
@@ -78,6 +70,10 @@ class Conversation:
     turns: questions and answers in order. left_out: number of the oldest turns that are no longer part of the prompt. last:
     the latest answer, with its timings. An answer without text leaves no turns. Of an answer with thoughts between control tokens,
     which its text shows, a turn has the rest.
+
+        chat = model.chat(system="Answer briefly.", adapter="medical")
+        for piece in chat.stream("What is on this image?", image="xray.png"): ...
+        chat.send("And on the left?").text
     """
 
     def __init__(

@@ -1,11 +1,4 @@
-"""What is read of a text's pass in place of an answer: its embedding, its own tokens' log-probabilities, its hidden states.
-
-The states are those behind the final norm, which the output head reads. "last" takes the last token's, "mean" the average of all in
-float32. A prompt is computed in the chunks that the plan counts for prompts, with an adapter as usual.
-
-The log-probabilities of a prompt's own tokens, each given those before it, are computed in short pieces: the logits of every
-position take room that a plan counts for one. The pieces do not depend on other requests, so neither do the numbers.
-"""
+"""What is read of a text's pass in place of an answer: its embedding, its tokens' log-probabilities, its hidden states?"""
 
 from __future__ import annotations
 
@@ -31,7 +24,8 @@ if TYPE_CHECKING:
 class Embedding(TextPass):
     """One text in progress: `step` until it returns True, then `pooled`, `unit` or `vector`.
 
-    inputs: without media. Errors: RequestError for a text longer than the context.
+    inputs: without media. Errors: RequestError for a text longer than the context. The states are those behind the final norm,
+    which the output head reads.
     """
 
     def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
@@ -130,7 +124,8 @@ class PromptScores(TextPass):
 
     top: the number of most likely tokens for each position. scores: for each token of the prompt but the first, {token id:
     (logprob, rank)} of the token and of the most likely ones. A rank of 1 is the most likely. Errors: RequestError for a prompt
-    with media, whose tokens are not text.
+    with media, whose tokens are not text. The logits of each position take room that a plan counts for one, so they are computed in
+    short pieces, which do not depend on other requests.
     """
 
     def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None, top: int) -> None:

@@ -1,16 +1,4 @@
-"""The form of a checkpoint's answers: how its chat template writes tool calls and reasoning.
-
-    gemma4        <|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>      <|channel>thought\\n...<channel|>
-    hermes        <tool_call>{"name": "NAME", "arguments": {...}}</tool_call>     <think>...</think>
-    qwen-xml      <tool_call><function=NAME><parameter=KEY>text</parameter></function></tool_call>
-    llama         {"name": "NAME", "parameters": {...}}, after <|python_tag|> or without it
-    mistral       [TOOL_CALLS][{"name": "NAME", "arguments": {...}}, ...]
-    mistral-args  [TOOL_CALLS]NAME[ARGS]{...}                                     [THINK]...[/THINK]
-
-Sources: the chat templates of google/gemma-4-E4B-it, Qwen/Qwen3-8B, Qwen/Qwen3-Coder-30B-A3B-Instruct,
-meta-llama/Llama-3.1-8B-Instruct, mistralai/Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2. A template with none of these
-marks has calls of a form that is not known here. Imports no torch.
-"""
+"""How does a checkpoint's chat template write tool calls and reasoning?"""
 
 from __future__ import annotations
 
@@ -46,7 +34,15 @@ _SIGNS = (
 @dataclass(frozen=True)
 class AnswerForm:
     """calls: one of CALL_MARKS, None if calls have no form that is known. thoughts: the marks that open and close one, None
-    without. reads: the names that the template reads, such as "tools" and "enable_thinking"."""
+    without. reads: the names that the template reads, such as "tools" and "enable_thinking".
+
+        gemma4        <|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>      <|channel>thought\\n...<channel|>
+        hermes        <tool_call>{"name": "NAME", "arguments": {...}}</tool_call>     <think>...</think>
+        qwen-xml      <tool_call><function=NAME><parameter=KEY>text</parameter></function></tool_call>
+        llama         {"name": "NAME", "parameters": {...}}, after <|python_tag|> or without it
+        mistral       [TOOL_CALLS][{"name": "NAME", "arguments": {...}}, ...]
+        mistral-args  [TOOL_CALLS]NAME[ARGS]{...}                                     [THINK]...[/THINK]
+    """
 
     calls: str | None = None
     thoughts: tuple[str, str] | None = None
@@ -66,7 +62,9 @@ class AnswerForm:
 
 @lru_cache(maxsize=64)
 def form_of(template: str) -> AnswerForm:
-    """Return the form of answers that a chat template implies."""
+    """Return the form of answers that a chat template implies. Sources: the chat templates of google/gemma-4-E4B-it, Qwen/Qwen3-8B,
+    Qwen/Qwen3-Coder-30B-A3B-Instruct, meta-llama/Llama-3.1-8B-Instruct, mistralai/Mistral-7B-Instruct-v0.3 and
+    Mistral-Small-3.2."""
     if len(template) > MAX_TEMPLATE_CHARS:  # an error where it is rendered
         return AnswerForm()
     reads = _names_read(template)

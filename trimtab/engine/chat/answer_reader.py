@@ -1,13 +1,4 @@
-"""Parsing an answer's text as it streams: content, reasoning and tool calls.
-
-    reader = AnswerReader(form, functions={"f": parameters})
-    for part in reader.push(text): ...      # ("text", "..."), ("reasoning", "..."), ("call", Call)
-    for part in reader.finish(): ...
-
-The forms are those of `answer_forms`. A part is emitted as soon as it is sure: text that may become a mark waits, and
-JSON arguments are emitted as they are written. A beginning of a call that turns out to be none is text. Of a call that is cut, the
-name and the beginning of its arguments' JSON are emitted; a call cut before its name is complete is not. Imports no torch.
-"""
+"""Which content, reasoning and tool calls does an answer's text have, as it streams?"""
 
 from __future__ import annotations
 
@@ -87,8 +78,9 @@ class JsonSpan:
 
 
 class AnswerReader:
-    """One answer's reader. functions: name -> parameters of the tools, {} if none may be called. in_thought: the prompt ends
-    inside a thought. must_call: a grammar allows nothing but calls; only_name: of this function alone, None for any of them."""
+    """One answer's reader. functions: name -> parameters of the tools, {} if none may be called. in_thought: the prompt ends inside
+    a thought. must_call: a grammar allows nothing but calls; only_name: of this function alone, None for any of them. A part is
+    emitted as soon as it is sure: text that may become a mark waits. A beginning of a call that turns out to be none is text."""
 
     def __init__(
         self,

@@ -1,10 +1,4 @@
-"""Arguments of tool calls that are not written as JSON: the forms of Gemma 4 and Qwen.
-
-Gemma 4 writes {city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>]}: keys without quotes, texts between two marks, the rest as in JSON.
-Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template. Qwen3-Coder writes each argument between tags, as a
-text whose type only the tool's schema has. A call that is cut gives the beginning of the JSON that the whole call would have
-given. Imports no torch.
-"""
+"""What are the arguments of tool calls that are not written as JSON, but in the forms of Gemma 4 and Qwen?"""
 
 from __future__ import annotations
 
@@ -32,7 +26,8 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 def gemma_arguments(body: str) -> dict[str, object]:
     """Return the arguments of a call. body: the text after its first brace, the closing one included.
 
-    Errors: ValueError for text of another form.
+    Errors: ValueError for text of another form. A call is {city:<|"|>Paris<|"|>,days:3}: keys without quotes, texts between two
+    marks. Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template.
     """
     reader = _Gemma(body)
     arguments = reader.object(0)

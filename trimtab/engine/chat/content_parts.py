@@ -1,12 +1,4 @@
-"""Parts of a chat message: trimtab's own form, or OpenAI's with data URLs.
-
-    {"type": "image", "image": X}                          X: a path, bytes, a Pillow image or an array
-    {"type": "image_url", "image_url": {"url": "data:image/png;base64,...", "detail": "low"}}
-    {"type": "audio", "audio": X}                          X: a path, bytes, samples or (samples, rate)
-    {"type": "input_audio", "input_audio": {"data": "...", "format": "wav"}}
-
-An address on another machine is refused: nothing is fetched.
-"""
+"""What does a part of a chat message hold, in trimtab's own form or in OpenAI's with data URLs?"""
 
 from __future__ import annotations
 
@@ -49,13 +41,20 @@ class Message(_Said, total=False):
 
 
 def parts_in(message: Message) -> list[Part]:
-    """Return the parts of a message; a text is one."""
+    """Return the parts of a message; a text is one.
+
+    {"type": "image", "image": X}                          X: a path, bytes, a Pillow image or an array
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,...", "detail": "low"}}
+    {"type": "audio", "audio": X}                          X: a path, bytes, samples or (samples, rate)
+    {"type": "input_audio", "input_audio": {"data": "...", "format": "wav"}}
+    """
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def own_form(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of OPENAI_TYPES, with what it names, in this package's form. Errors: RequestError."""
+    """Return a part of OPENAI_TYPES, with what it names, in this package's form. Errors: RequestError. An address on another
+    machine is refused: nothing is fetched."""
     given = part[part["type"]]
     if part["type"] == "image_url":
         url = given.get("url") if isinstance(given, Mapping) else given

@@ -1,20 +1,4 @@
-"""Control tokens of a vocabulary, and how user text is kept from becoming one.
-
-A chat template writes users' text between its own control tokens, and a tokenizer reads `<|turn>` as a control token from any
-author. Here the rendered prompt is searched for control tokens that users wrote; each is cut after its first character, so
-that the tokenizer reads it as text. A prompt without any is tokenized exactly as transformers does it.
-
-How users' characters are known in a rendered prompt: the template is rendered once more with stand-ins for every character
-that control tokens consist of. Transformers 5.23 has `sanitize_control_tokens`; older supported releases have not, and it does
-not see a token whose halves are in two parts of a message.
-
-The token that ends a turn: transformers' `generate` ends an answer with the ids of generation_config.json, and reads those of
-config.json where there is no such file; trimtab also where the file has none, and there `generate` goes on.
-Some published checkpoints lack the token that their template writes behind an answer, so every answer runs to the token limit.
-vLLM also ends answers with the tokenizer's own end token (v1/core/sched/utils.py, check_stop), llama.cpp with a list of texts
-(llama-vocab.cpp, special_eog_ids). `trimtab run`, `chat` and `serve` do as vLLM where that token is the template's; elsewhere they
-report that answers go on, and end there on request. `trimtab.load` and `verify` do as transformers.
-"""
+"""Which control tokens does a vocabulary have, how does user text never become one, and which of them end an answer?"""
 
 from __future__ import annotations
 
@@ -58,9 +42,10 @@ class PromptText:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: special ones, those that the chat template writes, those that the processor replaces
-    by media, and those in the form of one. Whitespace never is. tokenizer: transformers' own. processor: the tokenizer again
-    where there is none."""
+    """The control tokens of a tokenizer: special ones, those that the chat template writes, those that the processor replaces by
+    media, and those in the form of one. Whitespace never is. tokenizer: transformers' own. processor: the tokenizer again where
+    there is none. A token that users wrote is cut after its first character. The template is rendered once more with stand-ins for
+    users' characters, which shows where they are; a prompt without such a token is tokenized as transformers does it."""
 
     def __init__(self, tokenizer: Tokenizer, processor: object, chat_template: str) -> None:
         self._tokenizer = tokenizer
@@ -395,8 +380,10 @@ def missing_turn_end(model: ChatModel) -> TurnEnd | None:
 def stop_at_turn_end(model: ChatModel, *, is_asked: bool | None = None) -> TurnEnd | None:
     """Let answers of a loaded model end where its chat template ends a turn, also if the checkpoint's lists do not say so.
 
-    is_asked: None ends them there if the tokenizer's own end token is that token, False never. Returns the token at which
-    answers go on without a request for it. Call it before a batch is made: a batch keeps the end tokens.
+    is_asked: None ends them there if the tokenizer's own end token is that token, False never. Returns the token at which answers
+    go on without a request for it. Call it before a batch is made: a batch keeps the end tokens. `trimtab run`, `chat` and `serve`
+    do so where the tokenizer's end token is the template's, as vLLM (v1/core/sched/utils.py, check_stop). transformers' `generate`
+    goes on.
     """
     missing = None if is_asked is False else missing_turn_end(model)
     if missing is None:

@@ -1,8 +1,4 @@
-"""Images and audio become pixels and samples: files, bytes or objects in, one form out, with limits.
-
-Images: all that Pillow reads of png, jpeg and webp; turned upright by their EXIF, transparency on white. Audio: all that
-libsndfile reads of wav, flac, ogg and mp3, at any rate and channel count, mixed to mono and resampled to 16 kHz by soxr.
-"""
+"""How do images and audio become pixels and samples, with limits?"""
 
 from __future__ import annotations
 
@@ -64,7 +60,7 @@ def several(value: object) -> Sequence[object]:
 def read_image(source: object) -> Image.Image:
     """Return an RGB image from a path, bytes, a Pillow image, or uint8 values [H, W] or [H, W, 3 or 4].
 
-    Errors: RequestError(field="image").
+    Errors: RequestError(field="image"). The image is turned upright by its EXIF, and its transparency becomes white.
     """
     if isinstance(source, LowDetail):
         return source.read()
@@ -180,7 +176,8 @@ def _on_white(image: Image.Image) -> Image.Image:
 def read_audio(source: object, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
     """Return mono float32 samples at 16 kHz from a path, bytes, (samples, rate), or samples [N] that are at 16 kHz.
 
-    samples: floats [N] or [N, channels]. No more than max_s seconds are decoded. Errors: RequestError(field="audio").
+    samples: floats [N] or [N, channels]. No more than max_s seconds are decoded. Errors: RequestError(field="audio"). Channels are
+    mixed; soxr resamples.
     """
     if isinstance(source, np.ndarray):
         source = (source, SAMPLE_RATE)

@@ -1,11 +1,4 @@
-"""Whether the model can read the processed images and audio: patches within its position table, none empty.
-
-A GPU answers a position beyond a table with an assertion that ends the process, and an audio clip of no frame with an empty answer.
-Checked are position tables of Gemma 4 and Pixtral (Mistral 3), grids of Qwen's models, whose positions are computed for any
-grid; for every family that media became tensors at all, that an audio clip has a frame, and that a feature extractor cuts nothing
-off. Gemma 3 and 3n resize every image to one size, as do CLIP and SigLIP towers with tiles; Idefics' positions are fractions of a
-side. Look-ups of a family that is unknown to this file are checked while its tower runs (bounds_check.py).
-"""
+"""Can the model read the processed images and audio: patches within its position table, none empty?"""
 
 from __future__ import annotations
 
@@ -33,7 +26,9 @@ SHAPE_HINT = "Crop it, or send one that is less narrow"
 
 
 def check_pictures(config: object, encoded: Mapping[str, object], pictures: Sequence[Image.Image]) -> None:
-    """Raise RequestError(field="image") for an image that the model has no patches or no positions for."""
+    """Raise RequestError(field="image") for an image that the model has no patches or no positions for. A GPU answers a position
+    beyond a table with an assertion that ends the process. Gemma 3, 3n, CLIP and SigLIP towers resize every image to one size;
+    bounds_check.py checks families that are unknown here."""
     vision = getattr(config, "vision_config", None)
     for number, (columns, rows) in enumerate(_grids(vision, encoded)):
         size = f"image {number + 1}"

@@ -1,8 +1,4 @@
-"""The headers of image and audio files, read without a library: sizes, rates, and whether a file is safe to open.
-
-Libraries walk through a whole file to open some formats, for seconds or minutes if it was made for that. Each function here reads
-a bounded number of bytes, chunks or pages. It returns at least the value that Pillow or libsndfile will find in the file, or None.
-"""
+"""What do the headers of image and audio files say, and is a file safe to open, without a library?"""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ import zlib
 from dataclasses import dataclass
 
 # The sample formats of an audio clip: PCM, float, and the extensible form of both. Rates and channels beyond these are lies.
+# Libraries walk through a whole file to open some formats. Each function here reads a bounded number of chunks or pages.
 WAV_FORMATS = (1, 3, 0xFFFE)
 RATES, CHANNELS = range(1_000, 768_001), range(1, 17)
 WAV_CHUNKS = 256

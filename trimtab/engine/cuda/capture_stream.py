@@ -1,8 +1,4 @@
-"""The stream for capturing CUDA graphs: one per device, for the life of the process.
-
-cuBLAS keeps a workspace for every stream that it was ever called on (32 MiB on a GPU of compute capability 9.0), and torch hands
-out 32 streams in turn: a stream for each capture would cost 1 GiB that no plan counts.
-"""
+"""On which stream are CUDA graphs captured: one per device, for the life of the process?"""
 
 from __future__ import annotations
 
@@ -16,7 +12,9 @@ import torch
 
 
 class CaptureStreams:
-    """The capture streams of a process, which its models share, and the lock of the thread that captures."""
+    """The capture streams of a process, which its models share, and the lock of the thread that captures. cuBLAS keeps a workspace
+    for every stream that it was called on (32 MiB on compute capability 9.0): torch's 32 streams would take 1 GiB that no plan
+    counts."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

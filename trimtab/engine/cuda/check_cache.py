@@ -1,11 +1,4 @@
-"""Results of checking and timing our kernels on this card, cached so that later loads repeat neither.
-
-A check compares a kernel with plain torch or float64, and a timing compares it with the code that it would replace: seconds of
-every start that give the same answer each time. An entry is valid for the very card (name, identifier, size), driver, NVRTC,
-releases of Python, torch, transformers, bitsandbytes and this package, its CUDA sources and the files of this room. Only what
-passed is kept: a kernel that is wrong or slower here is checked again by the next process. Without the folder `checked` of the
-user's cache the next load checks again.
-"""
+"""Which results of checks and timings of our kernels on this card are cached for later loads?"""
 
 from __future__ import annotations
 
@@ -32,7 +25,9 @@ Entry = Mapping[str, Any]
 
 
 class KeptChecks:
-    """The cached entries of one card. key: the condition under which they are valid, as text; None: nothing is read or written."""
+    """The cached entries of one card. key: the condition under which they are valid, as text; None: nothing is read or written. An
+    entry is valid for the very card (name, identifier, size), driver, releases of packages, CUDA sources and the files of this
+    room. Only what passed is kept."""
 
     def __init__(self, key: str | None = None, entries: Mapping[str, Entry] | None = None) -> None:
         self._key = key

@@ -1,12 +1,4 @@
-"""Launch configurations of a 4-bit matmul: every one that fits a card, the probably fastest first.
-
-A block computes `units` units of 16 rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn.
-Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. The fastest configuration
-of a card is measured (tuning.tune) and kept for the next process (shipped_configs.py). Nothing here imports torch.
-
-Or (`held`) each warp loads its weights into registers, `held` pairs of blocks at once: a group takes one unit, there
-is no ring, and the kernel is compiled for the shape and this cut. Faster where K divides well; the ring takes every shape.
-"""
+"""Which launch configurations of a 4-bit matmul fit a card, the probably fastest first?"""
 
 from __future__ import annotations
 
@@ -38,7 +30,10 @@ class LaunchConfig:
     """One launch configuration for n rows of x.
 
     Its numbers: units (of 16 rows) per block, warps per unit and units in flight, blocks of 64 per piece and pieces in flight,
-    blocks along K and the share of each, and pairs of blocks held in registers (0: a ring).
+    blocks along K and the share of each, and pairs of blocks held in registers (0: a ring). A block computes `units` units of 16
+    rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn. Columns come in pieces of `piece` blocks of
+    64 through a ring of `stages`; `splits` blocks share a unit. With `held` each warp loads that many pairs of blocks into
+    registers instead: a group takes one unit, there is no ring, and the kernel is compiled for the shape.
     """
 
     n: int

@@ -1,11 +1,4 @@
-"""Compiling trimtab's CUDA sources at load: NVRTC, the compiler in torch's CUDA wheels, through ctypes.
-
-No toolchain, no headers, no Triton. Compiled code is kept in memory and in the user's cache folder, by source, options,
-architecture, compiler and driver. A source is compiled once for a device; `Module.launch` queues a kernel on
-torch's current stream without any synchronization, so that it can be captured in a CUDA graph.
-
-What it does not know: whether a kernel is right or fast on this card. The caller checks and measures it before the first launch.
-"""
+"""How are trimtab's CUDA sources compiled at load by NVRTC, the compiler in torch's CUDA wheels, and launched?"""
 
 from __future__ import annotations
 
@@ -186,8 +179,8 @@ def compiled(
 ) -> bytes:
     """Return a source's machine code as an earlier process compiled it, or compile it and keep it for later ones.
 
-    The cache has executable code: its folder is writable by the user alone, by its source, options, target, NVRTC's
-    and the driver's releases, with its checksum; anything else is compiled again. Errors: DeviceError if it does not compile.
+    The cache has executable code: its folder is writable by the user alone, by its source, options, target, NVRTC's and the
+    driver's releases, with its checksum; anything else is compiled again. Errors: DeviceError if it does not compile.
     """
     key = json.dumps([source, target, *OPTIONS, *options, str(compiler.version), driver])
     path = None
@@ -332,8 +325,9 @@ def _c_argument(value: Argument) -> Any:
 class Module:
     """A CUDA source compiled and loaded on one device; its kernels are `extern "C"`.
 
-    needs_bf16: whether it computes with bf16 for every type of model.
-    Errors: DeviceError if it cannot run here, with the compiler's log if the source does not compile.
+    needs_bf16: whether it computes with bf16 for every type of model. Errors: DeviceError if it cannot run here, with the
+    compiler's log if the source does not compile. `launch` queues a kernel on torch's current stream without synchronization, so
+    that a CUDA graph can capture it.
     """
 
     def __init__(

@@ -1,10 +1,4 @@
-"""Known launch configurations of 4-bit matmuls: shipped as data, or cached from an earlier tuning.
-
-A shipped file belongs to one compute capability and says on which card it was measured (cuda/launch_configs_sm_NN.json, written by
-`trimtab tune MODEL --export`). Configurations tuned on this card are in the user's cache folder and have priority. A configuration
-is taken only if this code would make it itself, fits the card's shared memory, and (`why_not`, once it is compiled) its registers.
-For products in neither, `launch_config.py` estimates the best one without a measurement. Imports no torch.
-"""
+"""Which launch configurations of 4-bit matmuls are known, shipped as data or cached from an earlier tuning?"""
 
 from __future__ import annotations
 
@@ -122,7 +116,8 @@ def _config(row: dict[str, Any]) -> tuple[CutKey, LaunchConfig]:
 
 
 def shipped(target: Target) -> tuple[dict[CutKey, LaunchConfig], str]:
-    """Return the configurations that came with this package for a card's compute capability, and how they were measured."""
+    """Return the configurations that came with this package for a card's compute capability, and how they were measured. They are
+    in cuda/launch_configs_sm_NN.json, which `trimtab tune MODEL --export` writes."""
     name = f"launch_configs_sm_{target.capability[0]}{target.capability[1]}.json"
     file = resources.files("trimtab.engine.kernels") / "cuda" / name
     try:

@@ -1,20 +1,4 @@
-"""How an answer gets the same bits alone and next to others: batch-invariant execution (`LoadRequest.batch_invariant`).
-
-A kernel sums in another order for another number of rows, and a prompt's numbers depend on its chunk boundaries. Here neither
-depends on other requests:
-
-- A captured step computes all rows of the batch, whether requests are in them or not, with one graph: each row is multiplied by
-  the same kernels with the same launch configuration, and attention of each looks at the same number of places. Adapters are looked
-  up by table whether a row has one or not.
-- Transformers' modules compute a row alone that no graph of all rows computes (an adapter that no table has, an image's placeholder
-  token), and every row where steps are not captured, as on a CPU (`one_by_one`).
-- Prompts are computed one at a time, each in pieces that begin at multiples of `piece_tokens`, and never several in one pass. A
-  prompt resumes behind a cached prefix only where one of its pieces begins, and only behind tokens that were computed as whole
-  pieces of a prompt, not of an answer (prefix_cache.py).
-
-No guarantee covers the same bits for another number of rows, on another card, after another choice of kernels (which a card's
-first start makes), or after an adapter was loaded that changes layers that none did before or has a larger rank than all before.
-"""
+"""How does an answer get the same bits alone and next to others (`LoadRequest.batch_invariant`)?"""
 
 from __future__ import annotations
 
@@ -37,12 +21,16 @@ def piece_tokens(sizes: Sequence[int], prefill_tokens: int) -> int:
     """Return the number at whose multiples the pieces of a prompt begin: the largest chunk, or the most of transformers' own pass.
 
     sizes: of captured chunks, none where there are none. prefill_tokens: of transformers' own chunks, 0 where it takes all at once.
+    Prompts are computed one at a time, in such pieces, and resume behind a cached prefix only where one begins, behind tokens that
+    were computed as whole pieces of a prompt.
     """
     return max(sizes) if sizes else min(prefill_tokens or INVARIANT_CHUNK, INVARIANT_CHUNK)
 
 
 def check_rows(model: EngineContext, rows: int) -> None:
-    """Raise RequestError for a batch of another number of rows than the plan's, whose answers would have other bits."""
+    """Raise RequestError for a batch of another number of rows than the plan's, whose answers would have other bits. A captured
+    step computes all rows of the batch with one graph. The bits may differ on another card, after another choice of kernels, and
+    after an adapter was loaded that changes other layers or has a larger rank."""
     planned = model.plan.request.batch
     if model.plan.request.batch_invariant and rows != planned:
         raise RequestError(
@@ -52,7 +40,8 @@ def check_rows(model: EngineContext, rows: int) -> None:
 
 
 def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
-    """Return the logits [count, V] float32 and the most likely tokens [count] of these rows (number -> adapter), each alone."""
+    """Return the logits [count, V] float32 and the most likely tokens [count] of these rows (number -> adapter), each alone. It is
+    for rows that no graph of all rows computes: an adapter that no table has, an image's placeholder token, a CPU."""
     cache, store = steps.cache, steps.model.adapter_store
     cache.limit_attention(steps.buffers.context_tokens)
     logits, tokens = [], []

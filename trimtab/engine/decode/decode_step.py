@@ -1,14 +1,4 @@
-"""A decode step of all rows: transformers' modules, or a few kernels launched as one CUDA graph.
-
-    step = DecodeStep(model, buffers, mode="auto")
-    logits, greedy = step.run(state)  # [count, V] float32 and the most likely token of each row, on the device
-
-A step of thousands of small kernels takes as long as Python needs to launch them. A graph launches them all at once; it
-repeats the very addresses and numbers it was captured with, so values that change from step to step are read from tensors
-at fixed addresses: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
-one for each bucket of rows, or all of them beforehand (`Batch.prepare`). Steps that cannot be captured run eagerly; `fallbacks`
-gives the reason. `step_choice` selects kernels, `step_capture` measures them, `GraphCache` captures and replays the steps.
-"""
+"""How is a decode step of all rows computed: by transformers' modules, or by a few kernels launched as one CUDA graph?"""
 
 from __future__ import annotations
 
@@ -112,10 +102,9 @@ class BatchState:
 class DecodeStep:
     """The decode steps of one batch's buffers. mode: "auto" takes the fastest that works, the others are exact.
 
-    "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU
-    with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": a few kernels of trimtab, captured; on a
-    CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is
-    unavailable.
+    "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU with fewer
+    operations for norms (`short_ops`) and adapters (`slots`). "fused": a few kernels of trimtab, captured; on a CPU their plain
+    counterpart. Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is unavailable.
     """
 
     model: EngineContext

@@ -1,8 +1,4 @@
-"""Whether overlapping launches make a decode step faster: measured on whole captured steps before one is kept.
-
-capture = StepCapture(choice, tokens, graphs)
-with capture.kernels.overlapping(capture.overlap_pays(body, count)): ...
-"""
+"""Do overlapping launches make a decode step faster, measured on whole captured steps?"""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The mode of a batch's decode steps, chosen once: captured or not, fused or modules, and the kernels.
-
-    choice = StepChoice(model, mode="auto", rows=8)
-    choice.is_captured, choice.is_fusable, choice.kernels, choice.fallbacks
-
-The plan says how steps run; limits of a card or a model are known here, before the first step, and listed in `fallbacks`.
-`DecodeStep` (engine/decode/decode_step.py) runs the chosen steps.
-"""
+"""In which mode do a batch's decode steps run: captured or not, fused or modules, and with which kernels?"""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Is a family's description right for this model? Its parts and the whole decoder, compared with transformers' modules at load.
-
-    why = difference(model)      # compared once a model: while it is loaded, where its steps are planned or asked to be fused
-
-Norms and rotations must have the modules' bits, windows their values; each described layer, in plain torch over a few tokens, must
-give the module's output up to roundings. What differs is named, and the modules compute the steps.
-"""
+"""Is a family's description right for this model, compared with transformers' modules?"""
 
 from __future__ import annotations
 
@@ -67,7 +61,9 @@ def difference(model: EngineContext) -> str | None:
 
 @torch.no_grad()
 def wrong(decoder: Decoder, hf_model: HFModel, device: torch.device, dtype: torch.dtype, context_tokens: int) -> str | None:
-    """Return what of a description differs from the modules, by name, or None. No adapter may be selected."""
+    """Return what of a description differs from the modules, by name, or None. No adapter may be selected. Norms and rotations must
+    have the modules' bits, windows their values; each described layer gives the module's output up to roundings, over a few tokens
+    in plain torch."""
     return (
         _wrong_widths(decoder)
         or _wrong_norms(decoder, device, dtype)

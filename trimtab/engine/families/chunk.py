@@ -1,15 +1,4 @@
-"""The layers of a decoder for a chunk of a prompt: the operations between their products, in the kernels of a step.
-
-    forward.firsts = layers_of(prompts, forward, key, name)   # prefill/selection.py, before a pass
-
-A layer of transformers' modules takes 26 operations other than products, adapters, attention and cache: norms, residuals, rotation,
-gates. For a few hundred tokens each takes longer to start than to compute. Here one kernel adds a residual and makes the next norm,
-one rotates queries and keys and writes them in attention's layout, one applies a gate: six a layer. Products, attention and the
-cache stay as they are (cuBLAS, torch's `sdpa`, hf_prefill.ChunkLayer), and roundings are the modules' own. Where the plan keeps
-weights unpacked, products over one input are one, with the adapter of the prompt inside (columns.py).
-
-Passes of several prompts use them too. Layers that see the last token alone do not (last_layers.py).
-"""
+"""How do a decoder's layers compute a chunk of a prompt with the kernels of a step between their products?"""
 
 from __future__ import annotations
 
@@ -35,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class ChunkLayers:
-    """The layers in front of those that see the last token alone. They use the kernels of `step`."""
+    """The layers in front of those that see the last token alone. They use the kernels of `step`. A layer of transformers' modules
+    takes 26 operations other than products, adapters, attention and cache; here it takes six. Roundings are the modules' own.
+    Passes of several prompts use them too."""
 
     def __init__(self, step: FusedStep, first_shared: int, columns: Columns[KeptWeights] | None = None) -> None:
         self.step, self.first_shared, self.columns = step, first_shared, columns

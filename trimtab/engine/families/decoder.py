@@ -1,8 +1,4 @@
-"""Which parts does a text decoder have, and how does a layer use them? Data that a family's description fills in.
-
-A description holds transformers' own modules, never copies: weights are read where they are when they are needed. `families.py`
-makes one for each family, `check.py` compares it with the modules, `step.py` and `chunk.py` compute with it.
-"""
+"""Which parts does a text decoder have, and how does a layer use them?"""
 
 from __future__ import annotations
 

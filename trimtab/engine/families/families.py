@@ -1,10 +1,4 @@
-"""Which families are described, and what is each one's description? One function a family, one table.
-
-    decoder = describe(hf_model)   # Errors: UndescribedError
-
-A description is made of the modules' attributes: one that is missing in a release of transformers is named in the error, and the
-model's own modules compute its steps. Source: transformers 5.6.2 to 5.23.0, models/*/modeling_*.py.
-"""
+"""Which families are described, and what is each one's description?"""
 
 from __future__ import annotations
 
@@ -48,7 +42,8 @@ class UnusableConfigError(UndescribedError, ValueError):
 
 
 def describe(hf_model: HFModel) -> Decoder:
-    """Return the description of a model's text decoder. Errors: UndescribedError."""
+    """Return the description of a model's text decoder. Errors: UndescribedError. Source: transformers 5.6.2 to 5.23.0,
+    models/*/modeling_*.py. An attribute that a release does not have is named in the error."""
     for module in hf_model.modules():
         if (make := DESCRIBE.get(type(module).__name__)) is not None:
             try:

@@ -1,14 +1,4 @@
-"""The last layers of a decoder (Gemma 4) for the last token of a prompt, in the kernels of a decode step.
-
-    key, serial, is_here = select_adapter(prompts, forward, adapter)   # prefill/selection.py, before a pass
-
-These layers read keys and values of earlier ones, and of a prompt they see the last token alone (chunk_forward.py). A decode step
-computes one token in a layer too, so the step's kernels compute it: about sixteen launches a layer where
-transformers' modules take forty, and adapters inside the products. Results differ from those of the modules by the order of sums,
-as those of a step do.
-
-The modules compute the rest: keys and values in 8 bits, several prompts in one pass.
-"""
+"""How do the last layers of a decoder (Gemma 4) compute the last token of a prompt with the kernels of a decode step?"""
 
 from __future__ import annotations
 
@@ -44,7 +34,9 @@ class _Pass:
 
 class LastLayers:
     """The layers from `first` on, for one token in a row of the step's cache. All inputs of a pass have fixed addresses, and
-    nothing is allocated in one: a pass may be captured."""
+    nothing is allocated in one: a pass may be captured. They read keys and values of earlier layers, so of a prompt they see the
+    last token alone (chunk_forward.py). Results differ from the modules' by the order of sums. The modules compute keys and values
+    in 8 bits, and several prompts in one pass."""
 
     def __init__(self, step: FusedStep, first: int, row: int) -> None:
         self.step, self.first, self.row = step, first, row

@@ -1,4 +1,4 @@
-"""What do a layer's experts make of the tokens of a step or chunk? Kernels read chosen experts alone; else the module computes."""
+"""What do a layer's experts make of the tokens of a step or chunk?"""
 
 from __future__ import annotations
 

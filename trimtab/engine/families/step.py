@@ -1,9 +1,4 @@
-"""One decode step of a described decoder in few kernels, on transformers' own modules and weights.
-
-A layer of Gemma 4 takes about sixteen operations where transformers' takes forty: products that read one input are one launch, and
-everything between two products is one. Each value that transformers rounds to the model's dtype is rounded here. Towers stay with
-transformers' modules; chunks of prompts use some of the kernels (chunk.py, last_layers.py).
-"""
+"""How is one decode step of a described decoder computed in few kernels, on transformers' own modules and weights?"""
 
 from __future__ import annotations
 
@@ -92,7 +87,8 @@ class FusedStep:
     """A step of the rows of a cache: `step(count)` gives the logits [count, V] float32 of tokens[:count] at the cache's
     positions, and the most likely token of each row [count] int64, -1 where its scores are not numbers.
 
-    tokens: [rows, 1], read where they are. Keys and values of the step are written into the cache.
+    tokens: [rows, 1], read where they are. Keys and values of the step are written into the cache. Each value that transformers
+    rounds is rounded here.
     """
 
     def __init__(

@@ -1,14 +1,4 @@
-"""bitsandbytes' 4-bit and 8-bit formats: packing, computing and unpacking.
-
-A shell is bitsandbytes' own layer, so that kernels and bytes are stock's. The only file that imports bitsandbytes. Not covered
-here: which modules are quantized (`engine/loader/transformers_model.py::stock_unquantized`).
-It is imported with the kernels that it includes, no others, and without torch's compiler. Where a CPU has AVX512-BF16, bitsandbytes
-0.50 asks the `kernels` package for a product from the hub while it is imported: a download and foreign code where the package is
-installed, a warning in every process where it is not. bitsandbytes also gives four functions to `torch.compile` while it is
-imported, which loads inductor: two seconds of every start. Two are for training. Two unpack weights whose last side is odd, one
-product and one cast for each value: torch's own operators give the same bits, without a C++ compiler. `TORCHDYNAMO_DISABLE` is
-torch's switch for it. Source: bitsandbytes 0.50.2, backends/cpu/ops.py, backends/default/ops.py; torch 2.13, _dynamo/eval_frame.py.
-"""
+"""How are bitsandbytes' 4-bit and 8-bit weights packed, computed with and unpacked?"""
 
 from __future__ import annotations
 
@@ -35,7 +25,9 @@ NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Make `torch.compile` return functions as they are, in a process that has not compiled anything yet."""
+    """Make `torch.compile` return functions as they are, in a process that has not compiled anything yet. bitsandbytes gives four
+    functions to `torch.compile` while it is imported, which loads inductor: two seconds of every start. torch's operators give the
+    same bits. Source: bitsandbytes 0.50.2, backends/default/ops.py; torch 2.13, _dynamo/eval_frame.py."""
     if "torch._inductor.compile_fx" in sys.modules:  # a program that compiles: the import costs nothing more
         yield
         return
@@ -45,7 +37,8 @@ def without_compiler() -> Iterator[None]:
 
 @contextmanager
 def without_hub_kernels() -> Iterator[None]:
-    """Make `import kernels` fail while bitsandbytes is imported, and suppress its warning."""
+    """Make `import kernels` fail while bitsandbytes is imported, and suppress its warning. bitsandbytes 0.50 imports it on a CPU
+    with AVX512-BF16, to download a product from the hub (backends/cpu/ops.py)."""
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level, known = log.level, sys.modules.get("kernels")
     log.setLevel(logging.ERROR)

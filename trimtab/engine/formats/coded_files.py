@@ -1,17 +1,4 @@
-"""How are weights whose values are levels times scales read from files and packed for files, exactly and a few rows at a time?
-
-They are bitsandbytes' (`StoredFormat.is_coded`).
-
-4-bit: two values per byte, the first in the high half; value = code[index] x the block's scale. Double quantization keeps the
-scales as 8-bit codes of a second table, less their mean. int8: row-wise, value = integer x row maximum / 127. Source: bitsandbytes
-0.49.2 and 0.50.2, functional.py, dequantize_4bit and int8_vectorwise_dequant; the products are float32 there too, so the values
-are the same bit for bit.
-
-Packing: stock uses the largest magnitude of a block of 64 as its scale, which spends a level on one value. Here each block tries
-a few smaller scales, refits each to its codes by least squares, and keeps the scale with the smallest squared error of
-base plus change. With double quantization the scales are packed first and the codes chosen for the scales that will be
-read back. The levels are bitsandbytes' tables.
-"""
+"""How are weights whose values are levels times scales read from files and packed for files, exactly and a few rows at a time?"""
 
 from __future__ import annotations
 
@@ -42,7 +29,12 @@ Rows = Callable[[int, int], Tensor]
 
 
 class CodedRows:
-    """Rows of a packed weight, float32: levels times the scale of a block. The scales are kept in memory."""
+    """Rows of a packed weight, float32: levels times the scale of a block. The scales are kept in memory.
+
+    4-bit: two values per byte, the first in the high half; value = code[index] x the block's scale. Double quantization keeps
+    scales as 8-bit codes of a second table, less their mean. int8: integer x row maximum / 127. Source: bitsandbytes 0.49.2 and
+    0.50.2, functional.py, dequantize_4bit and int8_vectorwise_dequant, in float32 too.
+    """
 
     def __init__(self, entry: PackedEntry, whole: Callable[[str], Tensor], stored: Rows) -> None:
         """whole: reads a file tensor by its part. stored: reads a range of the weight's bytes."""
@@ -109,7 +101,8 @@ def _units(blocks: Tensor, scale: Tensor) -> Tensor:
 
 
 def choose_scales(blocks: Tensor, shares: tuple[float, ...] | None = None) -> Tensor:
-    """Return the scale of each block [N, 64] with the least squared error; [N] float32."""
+    """Return the scale of each block [N, 64] with the least squared error; [N] float32. Stock's scale is the largest magnitude,
+    which spends a level on one value. Smaller candidates are refitted to their codes by least squares."""
     largest = blocks.abs().amax(1)
     best, least = largest, torch.full_like(largest, torch.inf)
     for share in SHARES if shares is None else shares:
@@ -131,7 +124,8 @@ def _divisor(scale: Tensor) -> Tensor:
 def pack_scales(scales: Tensor) -> tuple[Tensor, Tensor, float, Tensor]:
     """Return (8-bit codes, block maxima, mean, scales as they will be read back) of double quantization.
 
-    Source: bitsandbytes 0.50.2, functional.py quantize_4bit with compress_statistics, and quantize_blockwise.
+    Source: bitsandbytes 0.50.2, functional.py quantize_4bit with compress_statistics, and quantize_blockwise. The codes of values
+    are chosen for the scales that will be read back.
     """
     table = levels()[1]
     mean = float(scales.mean())

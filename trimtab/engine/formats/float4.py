@@ -1,9 +1,4 @@
-"""NVFP4 and MXFP4 weights: 4-bit floats (e2m1), a scale for 16 or 32 values of a row, and perhaps one for the weight.
-
-weight uint8 [D_out, D_in / 2] as in the file, the first value in the low half; scale float8_e4m3fn [D_out, D_in / 16] or exponents
-uint8 [D_out, D_in / 32]; global float32 [2], by which scales are divided and multiplied, one of them 1. A value is q * scale in
-float32, rounded once to the weight's type.
-"""
+"""How are NVFP4 and MXFP4 weights read and dequantized?"""
 
 from __future__ import annotations
 
@@ -20,7 +15,12 @@ FLOAT16_STEP = 2.0**14
 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
-    """Return the weight of file tensors. dtype: of the weight. Errors: CheckpointError for scales that are not finite."""
+    """Return the weight of file tensors. dtype: of the weight. Errors: CheckpointError for scales that are not finite.
+
+    weight uint8 [D_out, D_in / 2] as in the file, the first value in the low half; scale float8_e4m3fn [D_out, D_in / 16] or
+    exponents uint8 [D_out, D_in / 32]; global float32 [2], by which scales are divided and multiplied, one of them 1. A value is q
+    * scale in float32, rounded once to the weight's type.
+    """
     found = {"weight": parts["weight"], "scale": parts["scale"]}
     one = torch.ones(1, device=found["scale"].device)
     if (divisor := parts.get("weight_global_scale")) is not None:

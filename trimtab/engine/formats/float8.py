@@ -1,8 +1,4 @@
-"""float8 weights (e4m3) with one scale for each block, row or weight: official FP8 files of Qwen, DeepSeek and others.
-
-weight float8_e4m3fn [D_out, D_in]; scale float32, as many as the format's name says. A value is q * scale in float32, rounded once
-to the weight's type. Activations are not rounded: the product is of 16-bit values, on every card.
-"""
+"""How are float8 weights (e4m3) with one scale for each block, row or weight read and dequantized?"""
 
 from __future__ import annotations
 
@@ -18,7 +14,8 @@ from trimtab.formats.record import PackedEntry, StoredFormat, stored_format
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
     """Return the weight of file tensors. dtype: of a weight whose scales are float32. Errors: CheckpointError for scales that are
-    not finite."""
+    not finite. weight float8_e4m3fn [D_out, D_in]; scale float32. A value is q * scale in float32, rounded once to the weight's
+    type. Activations are not rounded."""
     own, scale = parts["scale"].dtype, parts["scale"]
     if own == torch.uint8:
         own, scale = torch.float32, powers(scale)

@@ -1,13 +1,4 @@
-"""Weights in ggml's types: blocks of 32 or 256 values along a row, as GGUF files store them, in parts that kernels read aligned.
-
-A block's bytes are no multiple of 16 in most types, so its scales stand apart: as many bytes, each value as it is in the file.
-weight: of 128 values 64 bytes of their lowest 4 bits, the first of two in the high half; then the bits above (Q5_K 1, Q6_K 2), the
-first four of every eight in the lower half of a word of 16 or 32 values; or int8 (Q8_0). scale: of each block, float16 (Q4_1: the
-scale and the minimum), or the 16 bytes of Q4_K and Q5_K that hold scales and minima, or Q6_K's 16 bytes, whose own scale is outer.
-index int32 [D_in], the input of each column, where those are in another order. F16, BF16 and F32 are a part: weight uint8. A value
-is computed in float32 and rounded once to the weight's type. Source: ggml-quants.c, dequantize_row_*; the values are those of gguf
-0.19.0 (quants.py) and of transformers 5.23.0 (integrations/gguf/dequant.py) in float32.
-"""
+"""How are weights in ggml's types, as GGUF files store them, read into parts that kernels read aligned?"""
 
 from __future__ import annotations
 
@@ -127,7 +118,13 @@ def _spread(kind: str, above: Tensor) -> Tensor:
 
 
 def arranged(kind: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return the parts of rows of a file tensor [n, bytes of a row]."""
+    """Return the parts of rows of a file tensor [n, bytes of a row].
+
+    weight: of 128 values 64 bytes of their lowest 4 bits, the first of two in the high half; then the bits above (Q5_K 1, Q6_K 2),
+    the first four of every eight in the lower half of a word of 16 or 32 values; or int8 (Q8_0). scale: of each block, float16
+    (Q4_1: scale and minimum), or the 16 bytes of Q4_K and Q5_K with scales and minima, or Q6_K's 16 bytes, whose own scale is
+    outer. F16, BF16 and F32: weight uint8.
+    """
     if kind not in GGML_PARTS:
         return {"weight": weight.contiguous()}
     blocks = weight.reshape(-1, GGML_BLOCKS[kind][1])
@@ -150,7 +147,8 @@ def _scales(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def values(kind: str, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the values float32 [n, D_in] of the parts of n rows, in the file's order of columns."""
+    """Return the values float32 [n, D_in] of the parts of n rows, in the file's order of columns. Source: ggml-quants.c,
+    dequantize_row_*; gguf 0.19.0, quants.py; transformers 5.23.0, integrations/gguf/dequant.py."""
     data, rows = parts["weight"], parts["weight"].shape[0]
     if kind not in GGML_PARTS:
         return viewed(data, _FLOATS[kind]).float()

@@ -1,10 +1,4 @@
-"""4-bit and 8-bit integers with a scale, and perhaps a zero point, for each group of a row: compressed-tensors, AWQ, GPTQ.
-
-weight uint8 [D_out, D_in bits / 8], the first of two 4-bit values in the high half of a byte; scale [D_out, groups]; zero uint8
-[D_out, groups]. A value is (q - zero) * scale, rounded once to the weight's type; without zero points, zero is half the range.
-Where a file gives each column a group (act-order), columns are sorted by group, and index int32 [D_in] has the input of each. So
-every layout of files becomes one, without loss.
-"""
+"""How are 4-bit and 8-bit integers with a scale for each group of a row read and dequantized: compressed-tensors, AWQ, GPTQ?"""
 
 from __future__ import annotations
 
@@ -33,7 +27,9 @@ from trimtab.formats.record import PackedEntry, StoredFormat, stored_format
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
     """Return the weight of file tensors. dtype: of a weight whose scales are float32. Errors: CheckpointError for scales that are
-    not finite and an order of inputs that fits no groups."""
+    not finite and an order of inputs that fits no groups. weight uint8 [D_out, D_in bits / 8], the first of two 4-bit values in the
+    high half; scale and zero uint8 [D_out, groups]. A value is (q - zero) * scale, rounded once to the weight's type; without zero
+    points, zero is half the range. Columns with act-order are sorted by group: index int32 [D_in] has the input of each."""
     form, layout = stored_format(entry.kind), str(entry.state["layout"])
     found = _packed(entry, parts, form) if layout == "packed" else transposed.parts_of(entry, parts, form, layout)
     check_finite(entry, found["scale"])

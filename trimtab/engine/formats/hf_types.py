@@ -1,7 +1,4 @@
-"""Types of the parts of transformers' models, tokenizers and processors that the engine uses; nothing here runs.
-
-`Any` is the type where the library's own value is open: a configuration has other fields in each family, a call other results.
-"""
+"""Which parts of transformers' models, tokenizers and processors does the engine use, as types?"""
 
 from __future__ import annotations
 

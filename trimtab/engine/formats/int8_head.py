@@ -1,10 +1,4 @@
-"""An 8-bit output head: its quantization from the checkpoint's weight, and its matmul.
-
-q [V, D] int8 with one float32 scale a row: scale = the row's largest magnitude / 127, q = round(weight / scale), ties to
-even. The product is y = round(scale * (x . q) + bias): x and q are taken as they are, sums are in float32, one rounding at
-the end. In torch a few rows of q at a time become float32, never all of them; on a GPU up to MAX_ROWS rows of bfloat16 are
-one launch of our kernel where `int8_head.py` measured a gain.
-"""
+"""How is an 8-bit output head quantized and multiplied?"""
 
 from __future__ import annotations
 
@@ -93,7 +87,8 @@ class Kernel:
 
 
 class Head:
-    """The layer over q and scale: x [..., D] -> y [..., V] in x's dtype."""
+    """The layer over q and scale: x [..., D] -> y [..., V] in x's dtype. q [V, D] int8, one float32 scale a row: the row's largest
+    magnitude / 127, ties to even. y = round(scale * (x . q) + bias), sums in float32, rounded once."""
 
     def __init__(self, q: Tensor, scale: Tensor, bias: Tensor | None, kernel: Kernel | None = None) -> None:
         self.q, self.scale, self.bias, self.kernel = q, scale, bias, kernel or Kernel()

@@ -1,8 +1,4 @@
-"""Which product multiplies the weight of a layer, by the number of rows of its input.
-
-table = MatmulTable(Matmul("kept", kept.layers, kept.product, least=9), Matmul("gemm4", four_bit, product, 9, 64))
-with store.applying(None, table): layer(x)      # Leaf.forward asks it; without a table the format's own library multiplies
-"""
+"""Which product multiplies the weight of a layer, by the number of rows of its input?"""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Gemma 4's mobile weights: 2, 4 or 8 bits with a scale for each row, and activations rounded to 8 bits with static scales.
-
-weight as in the file: uint8 [D_out, D_in bits / 8], the first value in the lowest bits, or int8; scale float32 [D_out, groups];
-activation float32 [2], the scales of inputs and outputs, 0 for no rounding. A value is q times the scale rounded to the computing
-type. Source: transformers 5.23, integrations/gemma_quant.py, whose operations these are, in their order.
-"""
+"""How are Gemma 4's mobile weights read, and computed with activations rounded to 8 bits?"""
 
 from __future__ import annotations
 
@@ -21,7 +16,12 @@ LEAST, MOST = -128, 127
 
 
 def read(entry: PackedEntry, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
-    """Return the weight of file tensors. dtype: in which it is computed. Errors: CheckpointError for scales that are not finite."""
+    """Return the weight of file tensors. dtype: in which it is computed. Errors: CheckpointError for scales that are not finite.
+
+    weight as in the file: uint8 [D_out, D_in bits / 8], the first value in the lowest bits, or int8; scale float32 [D_out, groups];
+    activation float32 [2], the scales of inputs and outputs, 0 for no rounding. A value is q times the scale rounded to the
+    computing type. Source: transformers 5.23, integrations/gemma_quant.py.
+    """
     found = {"weight": parts["weight"], "scale": parts["scale"]}
     if stored_format(entry.kind).has_rounding:
         given = [parts[name].reshape(1) if name in parts else parts["scale"].new_zeros(1) for name in ACTIVATIONS]

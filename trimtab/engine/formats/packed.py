@@ -1,8 +1,4 @@
-"""A weight in its stored form, and the layers over weights that are not quantized.
-
-A `Packed` weight is a few plain tensors (`parts`) and its format. Tiers move the parts; a *shell* is a callable layer built over
-parts that are already where they are computed.
-"""
+"""What is a weight in its stored form, and which layers compute with one that is not quantized?"""
 
 from __future__ import annotations
 
@@ -65,10 +61,10 @@ class Packed:
     """One weight in its stored form.
 
     kind: its format's name (`trimtab/formats/record.py`). shape, dtype: of the unpacked weight, [D_out, D_in], or of a stack of
-    experts. parts: "weight" always, and the others of its format. codes: its format's small look-up tables, shared between
-    weights and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of
-    theirs. kernel: of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale.
-    order: of columns that lie in another order, a digest of it (`index`).
+    experts. parts: "weight" always, and the others of its format. codes: its format's small look-up tables, shared between weights
+    and never moved by a tier. blocks: of bitsandbytes' 4-bit weights, values with one scale, and scales with one of theirs. kernel:
+    of an 8-bit head, what computes it. input_scale: of a layer that rounds its inputs, their static scale. order: of columns that
+    lie in another order, a digest of it (`index`).
     """
 
     kind: str

@@ -1,7 +1,4 @@
-"""How is a stored weight of any format read, dequantized and computed with?
-
-`FORMATS` has one record a family of formats. Nothing outside this room and the kernels knows how a weight is laid out.
-"""
+"""How is a stored weight of any format read, dequantized and computed with?"""
 
 from __future__ import annotations
 

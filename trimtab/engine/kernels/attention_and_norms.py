@@ -1,17 +1,4 @@
-"""Kernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
-
-n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the shapes
-suit (`why_not`), else it computes the same in torch, with transformers' roundings (a norm in one of `FORMS`). Kernels round at
-the same places; their sums run in another order. Attention keeps scores, softmax and output in float32 and rounds once; its
-weights enter the second product as two numbers, 2^-16 (bf16) off.
-
-A module serves one stream at a time: its launches share counters. A captured launch serves every length that the cache has
-places for. dependent: start before the kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap`
-says). Attention does not wait for tensors older than the step, so kernels that write these must not overlap later ones; torch's
-own do not.
-
-Source: transformers 5.23.0, models/gemma4, gemma3, llama and qwen3; split attention: arXiv 2311.01282 (Flash-Decoding).
-"""
+"""Which kernels compute what is between the products of a decode step: norms, rotary embedding, attention and gates?"""
 
 from __future__ import annotations
 
@@ -47,6 +34,8 @@ _TYPES = (torch.bfloat16, torch.float16)
 # How heads turn: values half of the turning part apart, neighbours, and as the first with float32 cos and sin, rounded once. The
 # names are the kernels'.
 ROPES = ("write", "pairs", "wide")
+# `dependent` of each function: as `nvrtc.Module.launch` has it (None: the module's `overlap`). Attention does not wait for tensors
+# older than the step: kernels that write these must not overlap later ones.
 NAMES = (
     "add_norm", "route_input", "route_choose", "gated_1", "gated_8", "add_gated_1", "add_gated_8",
     *(f"rope_{way}_{v}" for way in ROPES for v in (1, 2, 4, 8)), "turns",
@@ -104,7 +93,9 @@ def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernels for a device. Errors: DeviceError if that is not possible here.
 
     Attention is compiled for each kind of layer when it is first needed, which must not be within a capture: the pass in front of
-    one does it, `fused_check.check` for the kinds it is given, `load_attention` for one.
+    one does it, `fused_check.check` for the kinds it is given, `load_attention` for one. Each function launches one kernel where
+    shapes suit (`why_not`), else it computes the same in torch. Kernels round where transformers 5.23.0 rounds, except in
+    attention, which rounds once. A module serves one stream at a time: its launches share counters.
     """
     module = nvrtc.Module(source(), device=device, name="fused.cu")
     prepare(module)
@@ -406,10 +397,10 @@ def attend(
 ) -> None:  # fmt: skip
     """Write attention of each row over places 0..min(positions[i], L-1) of its cache row to out.
 
-    Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch
-    float32 with `scratch_values` places or None (made here). With `pages` keys and values are [Hkv, P, D], and a row's L places
-    are where its table says. A full ring is read as a whole. softcap:
-    scores become softcap * tanh(score / softcap). sinks, growth: as `Scores`. Places beyond a row's own are never read.
+    Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch float32
+    with `scratch_values` places or None (made here). With `pages` keys and values are [Hkv, P, D], and a row's L places are where
+    its table says. A full ring is read as a whole. softcap: scores become softcap * tanh(score / softcap). sinks, growth: as
+    `Scores`. Places beyond a row's own are never read. Places are split as in arXiv 2311.01282 (Flash-Decoding).
     """
     heads, dim = q.shape[1:]
     if not _may_attend(q, heads, dim, keys, values, out, module) or not q.is_contiguous() or not _fits(sinks, q, 1):

@@ -1,12 +1,4 @@
-"""Checks of 4-bit matmuls on this card and the fastest launch configuration of each (`trimtab tune`).
-
-`check` compares with float64, `tune` times the likely cuts of one shape over layers that do not fit the card's L2 cache, the norm
-in front by itself and as a part of the product.
-
-`compile_ahead`: NVRTC takes 0.3 to 4 s for each of about 30 variants that a model needs on a card that was never seen, without
-Python's lock. One after the other they take 12 s of a first load (E4B, H200); at once as long as the slowest. Compiled code goes to
-the user's cache folder (nvrtc.py), where the checks look; without that folder nothing is done.
-"""
+"""Are the 4-bit products right on this card, and which launch configuration is the fastest of each?"""
 
 from __future__ import annotations
 
@@ -334,7 +326,8 @@ def compile_ahead(
     norm: matvec.NormForm = matvec.PLAIN, others: Sequence[Job] = (),
 ) -> bool:  # fmt: skip
     """Compile the sources and variants that `jobs` returns for a device, and others, in parallel; whether that was done. One that
-    does not compile is named by its check."""
+    does not compile is named by its check. NVRTC takes 0.3 to 4 s for each of about 30 variants of a new model and holds no Python
+    lock: compiled one by one they take 12 s of a first load (E4B, H200)."""
     if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
         return False
     with suppress(DeviceError):  # the next load reports the reason

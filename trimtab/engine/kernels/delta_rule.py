@@ -1,13 +1,4 @@
-"""The gated delta rule of recurrent layers: convolution, recurrence and gated norm between a layer's products, in three launches.
-
-    delta_net(qkv, z, b, a, weights, conv, state, out, tokens=1, module=module)
-
-R rows of T tokens. Each head keeps a matrix [Dk, Dv] in float32: a token decays it, corrects what it tells for the token's key,
-and reads it by the token's query. The torch path rounds where transformers' modules round; the kernels round at the same places,
-their sums run in another order. A prompt's tokens go one after the other within a launch, whose blocks share heads and columns: no
-inverse of a triangle, as the chunked form of the rule needs. States of rows from `live` on are left as they are.
-Source: transformers 5.23.0, models/qwen3_5/modeling_qwen3_5.py; the rule: arXiv 2412.06464.
-"""
+"""How do recurrent layers compute the gated delta rule between their products, in three launches?"""
 
 from __future__ import annotations
 
@@ -98,7 +89,9 @@ def delta_net(
 
     products: qkv [R T, C], z [R T, Hv Dv], b and a [R T, Hv], rows may be strided. Shapes: conv [R, C, K] and state [R, Hv, Dk, Dv]
     float32, contiguous; buffers [R T, C] and [R T, Hv Dv], scratch. count [1] int32: how many tokens of each row are there, None
-    for all. live [1] int32: how many rows have states, None for all.
+    for all. live [1] int32: how many rows have states, None for all. Each head keeps a matrix [Dk, Dv] in float32: a token decays
+    it, corrects what it has for the token's key, and reads it by the token's query. States of rows from `live` on do not change.
+    Source: transformers 5.23.0, models/qwen3_5/modeling_qwen3_5.py; arXiv 2412.06464.
     """
     qkv, z, b, a = products
     rows, total = qkv.shape[0] // tokens, qkv.shape[0]

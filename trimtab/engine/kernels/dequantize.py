@@ -1,13 +1,4 @@
-"""Kernels for prompt chunks in addition to cuBLAS: packed weights unpacked in one launch, LoRA in two.
-
-bitsandbytes unpacks a weight with doubly quantized scales in three launches, and torch adds a LoRA in five that pass over the
-output in float32. Here a weight becomes the same bits in one launch (`unpack`), and a LoRA is A x, then y + scale B (A x) in
-place (`add`), rounded where PEFT rounds. Every kernel has its torch path, and is compared with it and timed on this card before
-it is used (`choose`); passed checks are cached for later processes. Where an adapter can be a part of its layer's product it is
-(columns.py), and `add` is for the rest.
-
-What it does not know: products of 4-bit weights by tensor cores; a product of many rows stays cuBLAS over the unpacked weight.
-"""
+"""Which kernels do prompt chunks use in addition to cuBLAS: packed weights unpacked in one launch, LoRA added in two?"""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""trimtab's kernels of a loaded model: those that compile, compute correctly and are faster on this machine.
-
-Every kernel is compiled when a model first decodes, compared with float64 or plain torch over the model's own weights and
-shapes, and timed against the code that it would replace. A kernel that fails one of the three is disabled, with its reason; plain
-torch or bitsandbytes then does its part. The choice is kept for the process: a second batch does not measure again. Passed checks
-are kept for later processes on this card (check_cache.py).
-"""
+"""Which kernels of trimtab compile, compute correctly and are faster for a model on this machine?"""
 
 from __future__ import annotations
 
@@ -82,7 +76,8 @@ class DeviceKernels:
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
     configs: how each product's launch configuration is known (shipped_configs.py); rejected: those not used here, and why.
     overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured.
-    checks: those that passed on this card before."""
+    checks: those that passed on this card before.
+    """
 
     small: Any = None
     matvec: Any = None

@@ -1,16 +1,4 @@
-"""Both ends of a decode step in few launches: embedding rows and per-layer inputs; logits and argmax.
-
-n rows, one token each. As in attention_and_norms.py every function takes a module (`load`) and launches one kernel where the
-tensors are on its device and the shapes suit, else it computes the same in torch. The torch paths equal transformers' Gemma 4
-modules bit for bit. The kernels round at the same places; a norm's sum runs in another order, and tanh is the compiler's.
-
-A module serves one stream at a time (its counters are shared by its launches). Nothing here synchronizes: ids are read
-where they are. dependent: as `nvrtc.Module.launch` has it; every thread waits by itself before it reads results of others.
-
-What it does not know: whether a kernel is faster here than torch (`measure` returns the times).
-Source: transformers 5.6.2 to 5.23.0, models/gemma4/modeling_gemma4.py: Gemma4TextScaledWordEmbedding,
-project_per_layer_inputs, Gemma4ForCausalLM.forward.
-"""
+"""Which kernels compute both ends of a decode step: embedding rows and per-layer inputs, logits and argmax?"""
 
 from __future__ import annotations
 
@@ -68,7 +56,9 @@ def source() -> str:
 
 
 def load(device: torch.device | str) -> nvrtc.Module:
-    """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
+    """Compile the kernels for a device. Errors: DeviceError if that is not possible here. As in attention_and_norms.py each
+    function has a path in torch; these equal transformers' Gemma 4 modules bit for bit (5.6.2 to 5.23.0,
+    models/gemma4/modeling_gemma4.py). A module serves one stream at a time: its launches share counters."""
     module = nvrtc.Module(source(), device=device, name="ends.cu")
     prepare(module)
     return module

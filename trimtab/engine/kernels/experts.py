@@ -1,16 +1,4 @@
-"""Mixtures of experts in decode steps of few rows, with adapters of rows inside: two launches, or four with adapters.
-
-    h = act(gate) up of each chosen expert;  out = the sum over K of (down h) weight
-
-The torch path computes what `engine/lora/experts.py` computes and rounds where it does: products, an adapter's change of each, the
-activation, gate times up, a product times its weight; the sum over K runs in float32, in the order of K, and is rounded once. The
-kernels round at the same places. Two things differ: their sums run in another order, and packed weights enter unrounded where torch
-rounds them to their type (those of bitsandbytes are a float16 code, 2^-12 off, times a float32 scale). The order depends on the
-shape of the stacks alone, so a row's bits do not depend on the other rows. Which experts are chosen is never read on the host: both
-paths can be captured in a CUDA graph. An index without an expert makes its row NaN.
-
-A module serves one stream at a time. What it does not know: whether the kernels are faster here (the caller measures and decides).
-"""
+"""How do decode steps of few rows compute mixtures of experts with adapters of rows inside?"""
 
 from __future__ import annotations
 
@@ -206,7 +194,9 @@ def experts(
     module: nvrtc.Module | None = None, dependent: bool | None = None, fetched: Fetch | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the mixture's output for x [n, D] in `out` [n, D]. index [n, K] int64, weights [n, K] in x's type or float32. fetched:
-    of a step's index, if its experts are on their way."""
+    of a step's index, if its experts are on their way. h = act(gate) up of each chosen expert; out = the sum over K of (down h)
+    weight, in float32 in the order of K, rounded once. A row's bits do not depend on the other rows. The chosen experts are never
+    read on the host. An index without an expert makes its row NaN. A module serves one stream at a time."""
     n = len(x)
     if module is None or x.device != module.device:
         return _experts_torch(x, index, weights, mixture, out, lora)
@@ -477,6 +467,7 @@ def _tables(lora: ExpertLora, n: int) -> list[nvrtc.Argument]:
 def _experts_torch(
     x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, out: Tensor, lora: ExpertLora | None
 ) -> Tensor:  # fmt: skip
+    """Round where `engine/lora/experts.py` does. Kernels differ in the order of sums, and packed weights enter unrounded."""
     known = index.clamp(0, mixture.gate_up.shape[0] - 1)
     wide, each = torch.promote_types(x.dtype, weights.dtype), 1 if lora is None else len(x) // len(lora.row_slots)
     sums = torch.zeros(x.shape, dtype=torch.promote_types(wide, torch.float32), device=x.device)

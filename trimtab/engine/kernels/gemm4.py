@@ -1,18 +1,4 @@
-"""Kernels for 9 to 128 rows, of decode steps and of prompts: 4-bit matmuls on tensor cores, adapters per row.
-
-The matrix-vector kernels (gemv4.py) decode a weight once for 8 rows at most. Here a weight is decoded once for up to 64: it
-becomes code * absmax, rounded once to the type of x, as bitsandbytes unpacks it; sums are float32, rounded once. So a
-product equals `functional.linear` over the unpacked weight up to the order of its sum. An adapter adds y + scale B (A x) in
-float32, its change rounded first over a quantized layer, as PEFT does; the adapter of each row is in the table
-(batched_lora/table.py).
-
-Every kernel has its torch path, and is compared with float64 on the card before it is used (`wrong`).
-
-What it does not know: other blocks of scales than 64, rows of a weight that are no multiple of 256 (`why_not`); more rows, which
-cuBLAS multiplies with an unpacked weight (dequantize.py). A block of the product has 109 KiB of shared memory for 64 rows, 77
-for 32 and 61 for 16. Compute capability 8.6, 8.9 and 12.0 (99 KiB) multiplies more rows than 32 in pieces, 7.5 (64 KiB) more than
-16.
-"""
+"""Which kernels multiply 9 to 128 rows with 4-bit weights on tensor cores, with an adapter per row?"""
 
 from __future__ import annotations
 
@@ -83,7 +69,8 @@ def chunk_of(packed: Packed) -> int:
 
 
 def shared_bytes(tile: int, scales: int) -> int:
-    """Return the shared memory of a block that multiplies `tile` rows. scales: `StoredFormat.stage_bytes`."""
+    """Return the shared memory of a block that multiplies `tile` rows. scales: `StoredFormat.stage_bytes`. 109 KiB for 64 rows, 77
+    for 32, 61 for 16: compute capability 8.6, 8.9 and 12.0 (99 KiB) take at most 32 at once, 7.5 (64 KiB) 16."""
     return _FRONT_BYTES + _STAGES * (tile * 2 * _CHUNK + _UNIT * 128 + _UNIT * scales)
 
 
@@ -124,7 +111,8 @@ def linear(
     for A x, which then runs at the same time as the product.
 
     Shapes: x [n, D_in], out [n, all D_out], n up to MOST_ROWS; bias [D_out] each. module None: in torch. Ask `why_not` about each
-    weight first.
+    weight first. A weight is decoded once for up to 64 rows, rounded once to the type of x, so a product equals `functional.linear`
+    over the unpacked weight up to the order of its sum. A change is rounded first over a quantized layer, as PEFT does.
     """
     round_change = rounds_change(weights[0].kind) if round_change is None else round_change
     biases = [*bias, *[None] * (matvec.MAX_MEMBERS - len(bias))][: len(weights)]

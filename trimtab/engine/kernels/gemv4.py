@@ -1,21 +1,4 @@
-"""Products of packed weights with 1 to 8 rows, and LoRA adapters selected per row: CUDA kernels and the same in torch.
-
-    y = round(x W^T [+ bias]);  with an adapter: y = round(y + round(scale * (B @ low))),  low = A @ x in float32
-    with a norm in front: x is norm(h) next, h = (residual + norm(y) post) scalar, rounded as fused.add_norm rounds it
-    with a gate: round(round(act(y)) * up), up being the second of two layers over the same x, or a tensor
-
-W is the exact unpacked `Packed` weight, never rounded to the model's type: codes enter the tensor cores as float16 (2^-12 off),
-scales and sums are float32. x is exact: 64 bf16 values times a power of two are float16 numbers. The only error is the
-rounding of y. Relative error against float64 (norm of the difference over norm of y): 1.7e-3 for bf16, 2.5e-4 for float16,
-where bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
-
-One launch does all of it: the blocks make `low` together, a value or a few at a time, before they multiply, and read it
-at their end. launch_config.py has the launch configurations; where blocks share columns, one of them adds the parts in a fixed
-order. So the same input gives the same bits on one device; another cut sums in another order.
-
-A module serves one stream at a time (its scratch is shared by its launches). What it does not know: whether bitsandbytes
-is faster here (bench/kernels.py measures, the caller decides).
-"""
+"""Which kernels multiply 1 to 8 rows with packed weights, with an adapter per row?"""
 
 from __future__ import annotations
 
@@ -457,6 +440,11 @@ def matvec4(
     dependent: start before the kernel in front ends (9.0 and newer) and load weights at the same time; None: as the module's
     `overlap` says. ahead: up to four tensors that a later kernel reads, prefetched into L2 at the same time (9.0 and newer).
     module None or of another device: in torch. Ask `why_not` about each weight first.
+
+    y = round(x W^T [+ bias]); with an adapter: y = round(y + round(scale * (B @ low))), low = A @ x in float32; with a gate:
+    round(round(act(y)) * up). W is never rounded to the model's type: codes enter tensor cores as float16 (2^-12 off), scales and
+    sums are float32. The blocks make `low` together before they multiply. The same input gives the same bits on one device. A
+    module serves one stream at a time.
     """
     pair = gate is not None and gate.other is None
     wide = sum(packed.shape[0] for packed in weights)

@@ -1,7 +1,4 @@
-"""How do the kernels read a stored weight: which sources, compiler options and tensors, and which forms of it do they not know?
-
-The headers of formats (cuda/nf4.cuh and others) hold what a layout is; here a record and its parts become options and arguments.
-"""
+"""How do the kernels read a stored weight: which sources, compiler options and tensors, and which forms of it do they not know?"""
 
 from __future__ import annotations
 

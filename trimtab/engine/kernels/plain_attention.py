@@ -1,7 +1,4 @@
-"""What do norms, rotation and attention compute? In torch, with the roundings of transformers' modules: their kernels' reference.
-
-Source: transformers 5.23.0, models/gemma2, gemma3, gemma4, llama, ministral3, glm4, olmo2 and gpt_oss.
-"""
+"""What do norms, rotation and attention compute, in torch with the roundings of transformers' modules?"""
 
 from __future__ import annotations
 
@@ -62,6 +59,7 @@ def attention_torch(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     """Return attention [B, Hq, T, D] of queries that have grown, as transformers' modules round it.
 
     Shapes: q [B, Hq, T, D], keys, values [B, Hkv, S, D], mask [B or 1, 1, T, S] of bool, or added to the scores; None for causal.
+    Source: transformers 5.23.0, models/gemma2, gemma3, gemma4, llama, ministral3, glm4, olmo2 and gpt_oss.
     """
     keys, values = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (keys, values))
     if scores.softcap is None and scores.sinks is None:

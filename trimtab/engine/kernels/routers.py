@@ -1,10 +1,4 @@
-"""Which experts does a token use, and with which weights? The two ends of a router's product, in a launch each.
-
-    x = normed(h, scale, factor, eps, module);  logits = x W^T;  index, weights = choose(logits, form, module)
-
-Both are what transformers' routers of these forms compute, with their roundings; only the order of a sum tells them apart, and
-equal chances, of which the lower number is chosen. The kernels are a part of cuda/fused.cu.
-"""
+"""Which experts does a token use, and with which weights?"""
 
 from __future__ import annotations
 
@@ -54,7 +48,8 @@ def normed(h: Tensor, scale: Tensor, factor: float, eps: float, module: nvrtc.Mo
 
 
 def choose(logits: Tensor, form: Choice, scales: Tensor | None, module: nvrtc.Module | None) -> tuple[Tensor, Tensor]:
-    """Return index [n, K] int64 and weights [n, K] of logits [n, E]. scales [E]: a factor of each expert's weight."""
+    """Return index [n, K] int64 and weights [n, K] of logits [n, E]. scales [E]: a factor of each expert's weight. Of equal chances
+    the lower number is chosen. Values are rounded as transformers' routers of these forms round them."""
     if module is None or logits.device != module.device:
         weights, index = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(form.chosen, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True) if form.is_normed else weights

@@ -1,10 +1,4 @@
-"""How kernels are chosen on a card, and the check of the small ones (attention_and_norms.py) and their times.
-
-    module = KernelFamily(NAME, load, wrong, key).choose(checks, reasons, measured)
-
-Random inputs, poisoned outputs; norms, rotation and gates against their torch path, attention against float64. Comparisons are
-made in pieces, so that they take little memory in addition to a model that may fill the device (`check_bytes`).
-"""
+"""How are kernels chosen on a card, and are the small ones right and fast there?"""
 
 from __future__ import annotations
 

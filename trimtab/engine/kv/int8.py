@@ -1,18 +1,4 @@
-"""Keys and values in 8 bits: written rounded, read in the model's dtype, with one scale for each token and head.
-
-    held = round_states(states)                    # [..., D] of the model's dtype -> int8 [..., D + 4]
-    states = read_states(held, torch.bfloat16)     # attention's input
-
-A head's D values of one token are D integers of -127..127 and behind them their scale, the largest magnitude x 1/127, four bytes
-of float32. So a token's scale lies with its values: rows, windows, pages, snapshots and cached prefixes are copied as they are,
-without conversion. Zeros read as zeros, NaN reads as NaN.
-
-Attention never sees a key or value that was not rounded, a prompt's own tokens included. So an answer does not depend on how its
-prompt was cut into chunks, or on how much of it came from the prefix cache, except for the order of sums.
-
-All operations are torch's, without waiting for the device: a CUDA graph can include them. Passes that keep nothing (logits, hidden
-states, towers) compute in full.
-"""
+"""How are keys and values kept in 8 bits and read in the model's dtype?"""
 
 from __future__ import annotations
 
@@ -31,7 +17,9 @@ BLOCK_TOKENS = 512
 
 
 def round_states(states: Tensor) -> Tensor:
-    """Return keys or values [..., D] as integers and their scale: int8 [..., D + 4]. D is a multiple of 4."""
+    """Return keys or values [..., D] as integers and their scale: int8 [..., D + 4]. D is a multiple of 4. The D integers of
+    -127..127 are followed by their scale, the largest magnitude x 1/127, four bytes of float32. Zeros read as zeros, NaN reads as
+    NaN."""
     wide = states.float()
     # A product: torch divides by a number on a CPU, and multiplies with its inverse on a GPU.
     scale = wide.abs().amax(dim=-1, keepdim=True) * (1 / LARGEST)
@@ -58,7 +46,8 @@ def read_states(held: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Int8Layer(DynamicLayer):  # type: ignore[misc]
-    """A growing full layer in 8 bits."""
+    """A growing full layer in 8 bits. Attention never sees a key or value that was not rounded, a prompt's own tokens included: an
+    answer does not depend on how a prompt was cut, except for the order of sums."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Keep new keys and values. Return those that attention reads, in their dtype."""

@@ -1,15 +1,4 @@
-"""The KV cache of a fixed number of rows, each at its own position: transformers' cache interface on static buffers.
-
-transformers' own growing cache computes a row's prompt, which is copied in afterwards, so that every
-mask a family needs for it (images that see each other, chunks) is transformers' own. From then on a decode step writes
-one position of each row in place: shapes, addresses and control flow stay the same from step to step for any content of
-the rows, which a CUDA graph requires, and rows of different length share one step.
-
-A full layer has a place for every position; a sliding layer is a ring: position p is at place p % window. The keys are
-already rotated when they get here, so their order among the places does not matter to attention. Where rows share a pool that is
-smaller than all their contexts, full layers are in pages (sequence.py): a row has as many as its request reserved. In 8 bits
-(int8.py) D + 4 bytes replace D values: new states are rounded before they are written, and attention reads a copy.
-"""
+"""How does a KV cache hold a fixed number of rows, each at its own position, behind transformers' cache interface?"""
 
 from __future__ import annotations
 
@@ -182,6 +171,10 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
     in pieces; it can be set until the first states are kept. kv_tokens: tokens of full layers for all rows together, None
     for every row's whole context. kv: "full" or "int8". bytes_of: the bytes of all keys and values, by number of rows; None
     if unknown.
+
+    transformers' own growing cache computes a row's prompt, which is copied in. A full layer has a place for every position, or
+    pages where rows share a pool (sequence.py); a sliding layer is a ring: position p is at place p % window. Keys are rotated
+    before they get here. In 8 bits (int8.py) D + 4 bytes replace D values.
     """
 
     def __init__(

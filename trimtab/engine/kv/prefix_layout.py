@@ -1,12 +1,4 @@
-"""The layout of a page and of a snapshot of the prefix cache: which bytes hold the keys and values of which layer.
-
-    layout = Layout.of(slots, block_tokens)
-    buffer, views = CopyBuffer(layout, memory), RowViews.of(layout, states)
-    flat, parts = buffer.blocks(count)                   # bytes of pages, and each layer's part of them
-    views.copy_blocks(first, parts, into_row=True)
-
-Both sides of a copy keep their views: to slice a layer takes the host longer than a GPU takes to copy it.
-"""
+"""Which bytes of a page or snapshot of the prefix cache hold the keys and values of which layer?"""
 
 from __future__ import annotations
 
@@ -204,8 +196,8 @@ class RowViews:
     """The keys and values of one row or prompt, as the prefix cache copies them, in the order of a layout's fields.
 
     full: of the full layers, [H, places, D]. blocks: the same as [blocks, H, block, D]. rings: of the sliding layers, flat: torch
-    copies a list of tensors without gaps in one kernel. pages: which pages of a pool hold the row's tokens; None: full layers
-    have a place for each token, in order.
+    copies a list of tensors without gaps in one kernel. pages: which pages of a pool hold the row's tokens; None: full layers have
+    a place for each token, in order.
     """
 
     full: list[Tensor]

@@ -1,20 +1,4 @@
-"""Pages of the prefix cache: which prefixes are stored in a fixed memory, and which are evicted.
-
-    store = PrefixStore(pages=1000, block_tokens=32, snapshot_pages=21)
-    key = PrefixKey(scope, token_ids)
-    match = store.find(key, limit=len(token_ids) - 1)      # match.tokens of them need not be computed again
-    added = store.add(key, snapshot=True)                  # the caller fills the pages of added.blocks and added.snapshot
-
-Keys and values of full attention are kept in blocks of `block_tokens` tokens, one page each. A block is known by a digest of
-the scope, of all tokens before it and of those in it, so that a prefix shared by two prompts is kept once. A family with sliding
-layers or another state that is not one entry per token resumes only where a *snapshot* is kept: the state after exactly its
-tokens, and the tokens behind the last whole block. A *blob* is kept by a key alone (an encoder's output).
-
-The least recently used item is evicted first. Using a block uses all blocks before it, so the oldest item never has one behind it.
-
-A scope separates prefixes that must never be shared: it is a digest of the client, of the adapter's content and of a secret of this
-process. Pure: no torch, no bytes but digests. Not thread-safe.
-"""
+"""Which prefixes are stored in the fixed memory of the prefix cache, and which are evicted?"""
 
 from __future__ import annotations
 
@@ -40,7 +24,8 @@ class Mark:
 
 
 def scope_of(*parts: bytes | str) -> bytes:
-    """Return the digest of a cached prefix's scope: no two different lists of parts have the same one."""
+    """Return the digest of a cached prefix's scope: no two different lists of parts have the same one. A scope separates prefixes
+    that must never be shared: by client, the adapter's content and a secret of the process."""
     digest = hashlib.sha256()
     for part in parts:
         text = part.encode() if isinstance(part, str) else part
@@ -136,7 +121,9 @@ class _Item:
 class PrefixStore:
     """The index of `pages` pages. snapshot_pages: of one snapshot; 0 for families that resume behind any block.
 
-    Errors: RequestError for sizes below one.
+    Errors: RequestError for sizes below one. A block of `block_tokens` tokens is one page, known by a digest of the scope, of all
+    tokens before it and of those in it. A snapshot is the state after exactly n tokens. A blob is kept by a key alone. The least
+    recently used item is evicted first; using a block uses all blocks before it. Not thread-safe.
     """
 
     def __init__(self, *, pages: int, block_tokens: int, snapshot_pages: int = 0) -> None:

@@ -1,9 +1,4 @@
-"""The state of layers that keep no keys and values: a convolution's window and one matrix a head for each row of any length.
-
-A state has no positions: a row's is that of exactly the tokens that it has read. It cannot be cut back to a prefix of them.
-Modules of transformers find it by its cache interface, the kernels of a step by the tensors. Source: transformers 5.23.0,
-cache_utils.LinearAttentionLayer and models/qwen3_5/modeling_qwen3_5.py.
-"""
+"""What is the state of layers that keep no keys and values: a convolution's window and one matrix a head?"""
 
 from __future__ import annotations
 
@@ -40,7 +35,9 @@ def set_states(theirs: Any, conv: Tensor, recurrent: Tensor) -> None:
 
 
 class RecurrentLayer(_Base):  # type: ignore[misc]
-    """One layer's states: conv [rows, C, K] in the model's dtype, recurrent [rows, H, Dk, Dv] float32."""
+    """One layer's states: conv [rows, C, K] in the model's dtype, recurrent [rows, H, Dk, Dv] float32. A row's state is that of
+    exactly the tokens that it has read, and cannot be cut back to a prefix. Source: transformers 5.23.0,
+    cache_utils.LinearAttentionLayer and models/qwen3_5/modeling_qwen3_5.py."""
 
     is_compileable = True
     record_past = False

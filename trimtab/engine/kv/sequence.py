@@ -1,17 +1,4 @@
-"""The state of a request below its batch: its inputs, its tokens, how much of its prompt is computed, its pages and its positions.
-
-    pool = PagePool(tokens, rows, context_tokens, device)
-    pages = pool.take(prompt_tokens + max_new_tokens)     # page numbers; DoesNotFitError if too few are free
-    pool.bind(row, pages)                                 # the row's table has them from here on
-    pool.move(2, 0); pool.unbind(0); pool.give(pages)
-
-Every prompt turns as if it were computed alone and whole: transformers (5.6.2 to 5.23, modeling_rope_utils.py) chooses the
-angles of "longrope" and "dynamic" for all rows of a pass by its longest position. A layer's keys are [H, P, D]: page p has the
-positions p * PAGE_TOKENS and following, for every layer the same pages. `PageTable` [rows, pages] int32 on the device says
-which page has a row's places; captured steps read it at its address. Page NONE marks places that a row does not have: it is
-never written and reads as zeros. Writes to such a place go to page SCRAP, which is never read. Pages are set on the host and
-written in the order of the stream.
-"""
+"""What is the state of a request below its batch: inputs, tokens, pages and positions?"""
 
 from __future__ import annotations
 
@@ -236,7 +223,8 @@ class PrefillState:
 
 
 def turn_alone(hf_model: HFModel, rotations: Iterable[nn.Module]) -> None:
-    """Make the angles of each row independent of other rows and of earlier texts."""
+    """Make the angles of each row independent of other rows and of earlier texts. transformers (5.6.2 to 5.23,
+    modeling_rope_utils.py) chooses the angles of "longrope" and "dynamic" for all rows of a pass by its longest position."""
     own = _ALONE[hf_model] = _Alone()
     for module in rotations:
         module.register_forward_hook(own.turn, with_kwargs=True)
@@ -285,7 +273,9 @@ _ALONE: WeakKeyDictionary[HFModel, _Alone] = WeakKeyDictionary()
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Which pages hold each row's places. table [rows, pages] int32; places: of a row, if it had them all."""
+    """Which pages hold each row's places. table [rows, pages] int32; places: of a row, if it had them all. Page p holds positions p
+    * PAGE_TOKENS and following, for every layer. Page NONE marks places that a row does not have: it is never written and reads as
+    zeros. Writes to such a place go to page SCRAP, which is never read."""
 
     table: Tensor
     places: int

@@ -1,20 +1,4 @@
-"""The layers that replace Linears and embeddings in the module tree: each computes with a weight that a tier holds (streaming.py).
-
-Leaves compute, blocks schedule. A weight stays where it is computed with (resident, or on the host), or is opened in its
-block's buffer. A leaf whose block is not staged fetches it, so the answer never depends on the order of calls. A `Table` is
-complete on the computing device, or in host memory or the file, from which rows are fetched.
-
-Where the plan reserves memory for both, the decoder's 4-bit weights are kept unpacked too, in the model's dtype:
-
-    unpacked = UnpackedWeights.of(model)         # None where the plan counts none
-    unpacked.joined([q, k, v])                   # [sum of outputs, inputs]: layers over one input as one product
-    unpacked.matmul(least=9)                     # a line of a MatmulTable: 9 rows and more by cuBLAS, no weight is unpacked
-
-They are the bits that bitsandbytes unpacks, so a product equals its own up to the order of a sum. On a CPU bitsandbytes unpacks a
-weight and multiplies as torch does: there every product of the layers reads the kept weight, and its bits are the same. All lie
-in one piece of memory, in the order of the modules: layers that read the same input and follow one another are one matrix. Behind
-each row there may be columns for the adapter of a prompt (columns.py), which nothing else reads.
-"""
+"""Which layers replace Linears and embeddings in the module tree, each computing with a weight that a tier holds?"""
 
 from __future__ import annotations
 
@@ -43,9 +27,10 @@ from trimtab.planning.values.execution import CHECK_BYTES
 class Leaf(nn.Module):
     """A linear layer whose weight lives in a tier, with its adapters: x [..., D_in] -> y [..., D_out].
 
-    It replaces the Linear at its module path. `weight` is the real tensor when it is resident, unquantized and in the
-    computing dtype, otherwise a tensor without data of the weight's shape in that dtype, so that code which only reads a
-    shape or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that reads values is refused.
+    It replaces the Linear at its module path. `weight` is the real tensor when it is resident, unquantized and in the computing
+    dtype, otherwise a tensor without data of the weight's shape in that dtype, so that code which only reads a shape or a dtype is
+    right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that reads values is refused. A leaf whose block is
+    not staged fetches it, so the answer never depends on the order of calls.
     """
 
     def __init__(
@@ -230,8 +215,10 @@ def compute_on_host(module: nn.Module) -> None:
 
 
 class UnpackedWeights:
-    """The weights of some layers, of one type. Shapes: each [D_out, D_in]. columns: values behind each row, zeros at first;
-    holds: the adapter in them, None for none. at_once: as of `weights.dequantize`."""
+    """The weights of some layers, of one type. Shapes: each [D_out, D_in]. columns: values behind each row, zeros at first; holds:
+    the adapter in them, None for none. at_once: as of `weights.dequantize`. They are the bits that bitsandbytes unpacks. They lie
+    in one piece of memory in the order of the modules: layers over one input that follow one another are one matrix. Behind each
+    row there may be columns for the adapter of a prompt (columns.py)."""
 
     def __init__(self, leaves: Sequence[Leaf], columns: int = 0, *, at_once: int = 0) -> None:
         self.columns = columns

@@ -1,9 +1,4 @@
-"""The empty model becomes rows: modalities from its sub-models, blocks from its layer lists, caches from its attention.
-
-Reads only what every transformers model has: module paths and classes, the config objects that its sub-models carry,
-the text config's fields on layers, heads and windows. What it does not know: the sizes of images, a processor's
-choice, unless the config fixes them.
-"""
+"""Which modules does the empty model have, as rows: modalities, blocks and caches?"""
 
 from __future__ import annotations
 
@@ -54,8 +49,8 @@ def build_anatomy(
     windows: of the layers of stock's cache, None to read them from the config. renames: of `read_renames`. head: "int8" makes the
     output head a separate module, tied to nothing. file_dtype: the type of a tensor of the files, where weights that are looked up
     or multiplied stay in it if it has fewer bits than `dtype`; None where all are cast. experts: of stacked ones, as `LoadRequest`
-    has it. Errors: RequestError for a pattern that names nothing, for a model without such a head, and with all reasons why
-    experts cannot be packed.
+    has it. Errors: RequestError for a pattern that names nothing, for a model without such a head, and with all reasons why experts
+    cannot be packed.
     """
     copies: dict[str, str] | None = None
     if head == "int8":

@@ -1,7 +1,4 @@
-"""Whether an 8-bit output head uses its kernel on this card: if it compiles, computes rightly and is faster, checked once per load.
-
-An unused kernel is listed in the model's fallbacks.
-"""
+"""Does an 8-bit output head use its kernel on this card?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A plan becomes a model: every tensor is read once, quantized on the execution device and put into its tier.
-
-The module tree is transformers' own, built on tensors without data (transformers_model.py); `load` fills it block by block. Leaves
-replace modules that a tier can move; other tensors are on the execution device. On any error all memory is freed.
-"""
+"""How does a plan become a model: every tensor read once, quantized on the execution device and put into its tier?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""How is a large tensor of the files read piece by piece: a head by its rows, a stack of experts one by one?
-
-Each expert [D_out, D_in] of a stack is packed as bitsandbytes or GGML pack that matrix, or stays as the files hold it; where they
-hold it in several matrices, their rows are joined. In each part of the stack the experts follow each other.
-"""
+"""How is a large tensor of the files read piece by piece: a head by its rows, a stack of experts one by one?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A checkpoint's processor: transformers' own, also where its video part is unavailable.
-
-Multimodal processors carry a video processor that needs torchvision even for an image. Where torchvision is missing the
-processor is put together from its other parts, and it refuses videos.
-"""
+"""What is a checkpoint's processor, also where its video part is unavailable?"""
 
 from __future__ import annotations
 
@@ -35,8 +31,9 @@ TOKENIZER_HINT = "Copy the tokenizer files of this model into the folder (tokeni
 def load_processor(folder: Path) -> Any:
     """Return the folder's processor; its tokenizer if the model only reads.
 
-    Errors: CheckpointError, also for a tokenizer that is empty or has more tokens than the model, and for files over the limits
-    of `json_file.py`.
+    Errors: CheckpointError, also for a tokenizer that is empty or has more tokens than the model, and for files over the limits of
+    `json_file.py`. Multimodal processors carry a video processor that needs torchvision even for an image. Where it is missing, the
+    processor is put together from its other parts and refuses videos.
     """
     check_files(folder)
     _add_once(logging.getLogger("transformers.image_utils"), _NotAmbiguous())

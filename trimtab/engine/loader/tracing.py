@@ -1,11 +1,4 @@
-"""Tensors without data that record their origin, so that transformers' loader can be traced.
-
-A `Traced` tensor has the dtype and shape of a file tensor on the meta device, and an `Expression`: a file tensor, or
-an operation on expressions. A loader run on traced tensors renames, stacks, transposes and casts them as it would real
-ones; afterwards every parameter says how to make it. An operation that cannot be recorded (one that writes in place
-or reads a value) is refused at once and kept in `Trace.problems`. Fresh values, such as random ones, have neither data nor an
-expression: a loader may draw what it then drops. Knows nothing of transformers.
-"""
+"""How is transformers' loader traced with tensors without data that record their origin?"""
 
 from __future__ import annotations
 
@@ -137,7 +130,9 @@ _SAME_VALUES = frozenset((Tensor.detach, Tensor.requires_grad_, *(getattr(Tensor
 
 
 class Traced(Tensor):
-    """A tensor without data that carries an Expression and the Trace of its run."""
+    """A tensor without data that carries an Expression and the Trace of its run. A loader renames, stacks, transposes and casts it
+    as a real one. An operation that cannot be recorded (it writes in place or reads a value) is refused at once and kept in
+    `Trace.problems`."""
 
     expression: Expression
     run: Trace

@@ -1,8 +1,4 @@
-"""transformers' view of a checkpoint: its classes, names, configs.
-
-`probe` runs transformers' own loader on tensors without data (`tracing.py`), so that renames, fused experts, ties and
-casts are stock's in every release, with no weight read and accelerate untouched: public arguments of public methods.
-"""
+"""What does transformers make of a checkpoint: which class, names and configs?"""
 
 from __future__ import annotations
 
@@ -198,9 +194,9 @@ def _quiet() -> Iterator[None]:
 def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
     """Return the empty model and how each of its tensors is made from the file tensors.
 
-    Packed weights count as tensors of their logical shape in the model's dtype. Without weight files the sources are
-    the model's own names. Errors: CheckpointError for missing tensors (all of them, before any is allocated), wrong
-    shapes, and operations that cannot be followed.
+    Packed weights count as tensors of their logical shape in the model's dtype. Without weight files the sources are the model's
+    own names. Errors: CheckpointError for missing tensors (all of them, before any is allocated), wrong shapes, and operations that
+    cannot be followed.
     """
     plain, packed = split_packed(checkpoint)
     config = read_config(checkpoint)

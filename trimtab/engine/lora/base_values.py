@@ -1,10 +1,4 @@
-"""Values of the base weights that attaching an adapter needs: row lengths for DoRA, and saved tensors that the model already has.
-
-Both read whole weights, which takes longer than a decode step. They are computed once per adapter, in pieces, so that a server
-decodes a step after each piece. A piece dequantizes its own rows. Between two pieces only results and small factors of one LoRA
-pair stay on the device. A piece takes at most the bytes that a plan with adapters counts for it
-(planning/memory/activations.py, `adapter_piece_bytes`).
-"""
+"""Which values of the base weights does attaching an adapter need?"""
 
 from __future__ import annotations
 
@@ -70,7 +64,9 @@ class BaseValues:
     """The results for one adapter on one model.
 
     norms: module path -> the lengths of the rows of weight + scale B A, in float32 on the host: [D_out] of a linear layer, [D] of
-    an embedding. same: paths of the modules whose saved tensors equal the model's own.
+    an embedding. same: paths of the modules whose saved tensors equal the model's own. They are computed in pieces, so that a
+    server decodes a step after each. A piece takes at most the bytes that a plan with adapters counts for it
+    (planning/memory/activations.py, `adapter_piece_bytes`).
     """
 
     norms: Mapping[str, Tensor]

@@ -1,14 +1,4 @@
-"""Stacked experts at run time where transformers' forward is not enough: packed ones, and adapters of each row on chosen experts.
-
-    why_no_lora(module)     None where transformers' experts interface says how the module computes
-    cover(module, ...)      its forward, for passes in which a selected adapter changes it; other passes run as before
-    hold_packed(module, ..) its forward in every pass, over stacks whose chosen experts are dequantized one at a time
-
-The products of the base are stock's; an adapter adds scale B A x to them, so the stacks stay as they are, in every tier. PEFT adds
-B A to the weight and rounds there. Which experts are chosen is read on the host: such a step cannot be captured.
-Source: transformers 5.23.0, integrations/moe.py, use_experts_implementation, grouped_mm_experts_forward; PEFT 0.21.2,
-lora/layer.py, ParamWrapper.get_delta_weight.
-"""
+"""How do stacked experts compute where transformers' forward is not enough: packed stacks, and adapters of each row?"""
 
 from __future__ import annotations
 
@@ -97,7 +87,12 @@ class ExpertsAdapter:
 
 
 class _Forward:
-    """The forward of one module of experts that has adapters, or whose stacks are packed (`plain` is then None)."""
+    """The forward of one module of experts that has adapters, or whose stacks are packed (`plain` is then None).
+
+    An adapter adds scale B A x to stock's products, so the stacks stay as they are; PEFT adds B A to the weight and rounds there.
+    The chosen experts are read on the host: such a step cannot be captured. Source: transformers 5.23.0, integrations/moe.py,
+    grouped_mm_experts_forward; PEFT 0.21.2, ParamWrapper.get_delta_weight.
+    """
 
     def __init__(self, module: nn.Module, store: AdapterStore, plain: Callable[..., Tensor] | None) -> None:
         self.module, self.store, self.plain = module, store, plain

@@ -1,21 +1,4 @@
-"""Fewer operations in transformers' own modules in a decode step: one for a norm, four for a LoRA.
-
-    short = ShortOps(hf_model, store, device, print)
-    with short.step():                # within: norms and adapters are short; after it, also after an error: as before
-        hf_model(...)
-
-On one token a kernel takes about as long as its launch, even in a CUDA graph, so a step's time is proportional to its operations.
-An RMS norm of transformers is eight of them; torch has one. The operation that equals a norm is not looked up by family but
-tried, before it is used: `FORMS` lists them, `why_other` decides when one counts as equal. A norm that equals none
-stays as it is and is reported.
-
-An adapter that no kernel looks up in a table (`batched_lora/table.py`) is added as y + scale B A x in float32, rounded once; PEFT,
-whose roundings prompts keep (`layers.py`), rounds the change over a quantized layer before it adds it. Other operations between
-products (rotation, attention, gates) stay transformers'. No class is touched: a module's `forward` is covered by one in its own
-`__dict__` while the step lasts (`covered`).
-
-What it does not know: whether a product of one row is faster another way; it counts operations, the time is the GPU's.
-"""
+"""How do transformers' own modules take fewer operations in a decode step?"""
 
 from __future__ import annotations
 
@@ -228,7 +211,8 @@ class ShortAdapters:
 
     Products that read one tensor share its float32 form, unless `shares_inputs` is False. Rows that differ are taken as they lie:
     neighbours with one adapter are a slice, neighbours with several of one rank a batched product. add_plain: a kernel that adds
-    one plain adapter in place, and says whether it knows these tensors.
+    one plain adapter in place, and says whether it knows these tensors. y + scale B A x is in float32, rounded once; PEFT rounds
+    the change over a quantized layer before it adds it.
     """
 
     table: AdapterTable | None = None
@@ -333,7 +317,9 @@ def _join(adapters: Sequence[Any]) -> bool:
 
 
 class ShortOps:
-    """The short forms of one model's norms and adapters. left_out: receives (what, why) for each kind of norm without one."""
+    """The short forms of one model's norms and adapters. left_out: receives (what, why) for each kind of norm without one. On one
+    token a kernel takes about as long as its launch. An RMS norm of transformers is eight operations, torch has one. The form of
+    `FORMS` that equals a norm is tried, not looked up by family; a norm that equals none stays as it is."""
 
     def __init__(
         self, hf_model: HFModel, store: AdapterStore, device: torch.device, left_out: Callable[[str, str], None],

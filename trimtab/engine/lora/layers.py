@@ -1,10 +1,4 @@
-"""Adapters at run time: PEFT's mathematics on trimtab's layers, selected per batch row.
-
-`attach_fitted` puts a matched adapter on the model, all of it or nothing; `AdapterStore` (store.py) says which adapter each row
-uses now, and layers hand their output to its applier. Same operations in the same order and precision as PEFT
-0.19.1 to 0.21.2, so equal bit for bit where the kernels are the same; norms of DoRA are computed once, at attach.
-Unlike PEFT's mixed batches, which round once more, a row here equals the row run alone. Inference only.
-"""
+"""How does an adapter change the layers of a model, by PEFT's mathematics?"""
 
 from __future__ import annotations
 
@@ -32,8 +26,9 @@ from trimtab.formats.record import rounds_change
 class LinearAdapter:
     """One adapter's change of one linear layer: y -> y + scale B A x, with DoRA also a rescaling of y.
 
-    Shapes: A [R, D_in], B [D_out, R], B_bias [D_out], magnitude (DoRA: magnitude / norm) [1, D_out]. weight
-    [D_out, D_in] and bias [D_out] replace the base's (modules_to_save). All on the execution device.
+    Shapes: A [R, D_in], B [D_out, R], B_bias [D_out], magnitude (DoRA: magnitude / norm) [1, D_out]. weight [D_out, D_in] and bias
+    [D_out] replace the base's (modules_to_save). All on the execution device. Operations, order and precision are those of PEFT
+    0.19.1 to 0.21.2. PEFT's mixed batches round once more; here a row equals the row run alone.
     """
 
     part: str

@@ -1,15 +1,4 @@
-"""Mixes of loaded adapters: their changes, each multiplied by its weight, one after the other.
-
-    model.answer("Hello", adapter={"medical": 0.7, "style": 0.3})
-
-Plain LoRA: A = [A1; A2], B = [w1 s1 B1, w2 s2 B2] with s the scale of each, one adapter of the summed rank, so that captured
-prompts and steps take it as any other. DoRA: each adapter rescales the output of those before it, in float32, as PEFT does with
-several active adapters; like DoRA alone it is computed by modules, not by captured steps. The order matters only where DoRA meets
-another adapter on a module (`_rescaled`). A mix is made when it is first used, counts as an adapter's bytes, and goes when room is
-needed or one of its adapters is unloaded. A server makes its own from adapters in host memory (`add`): where these are plain LoRA
-they need not be on the device too. Its requests have no order: a mix that needs one is refused there.
-Source: PEFT 0.21.2, lora/layer.py Linear.forward, Embedding.forward; lora/variants.py DoraLinearVariant, DoraEmbeddingVariant.
-"""
+"""How is a weighted sum of loaded adapters computed?"""
 
 from __future__ import annotations
 
@@ -70,7 +59,9 @@ def _in_turn(parts: _Parts, layer: object, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Mixes:
-    """The mixes of one loaded model, the one used longest ago first."""
+    """The mixes of one loaded model, the one used longest ago first. A mix of plain LoRA is one adapter of the summed rank: A =
+    [A1; A2], B = [w1 s1 B1, w2 s2 B2]. With DoRA each adapter rescales the output of those before it, and modules compute it. A mix
+    is made at its first use. Source: PEFT 0.21.2, lora/layer.py; lora/variants.py."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -1,8 +1,4 @@
-"""Routers of experts that were Linear layers once: a module with a bare weight, computed by `linear`, that takes LoRA as before.
-
-Replaces the router and runs it with a weight that adds the adapters of the selected rows to the output of `linear`. So
-the router's own code computes the rest. Nothing else is replaced, and without an adapter the router runs as it is.
-"""
+"""How does a router with a bare weight, a Linear layer once, take LoRA?"""
 
 from __future__ import annotations
 

@@ -1,15 +1,4 @@
-"""Which adapters a loaded model has, which one each row of a pass uses, and how a layer adds it.
-
-    store = AdapterStore()                       # one for each loaded model, shared by all its layers
-    store.set_rows(["medical", None])            # from here on: a `Selection`
-    with store.applying(table): hf_model(...)    # an `AdapterApplier` adds the adapters while the block runs
-    with covered({norm: short}): hf_model(...)   # and a module computes with another forward: all that a pass changes of modules
-
-A layer computes its base output and hands it to `store.applier`. There are three kinds: PEFT's operations one adapter after the
-other (`EagerAdapters`), fewer operations (`fewer_ops.ShortAdapters`), and a table on the device (`table.AdapterSlots`). The adapter
-of a prompt can also be a part of the product (`batched_lora/columns.py`). `HeldAdapter` is an adapter in host memory, matched with
-one model, ready to be loaded.
-"""
+"""Which adapters does a loaded model have, which one does each row of a pass use, and how does a layer add it?"""
 
 from __future__ import annotations
 

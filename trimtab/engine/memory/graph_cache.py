@@ -1,13 +1,4 @@
-"""How CUDA graphs are captured, checked, replayed and dropped: one cache each for the steps, prompts and towers of a batch.
-
-    graphs = GraphCache(pool)
-    outputs = graphs.run(key, body, inputs, policy)     # None: run the pass uncaptured
-
-A graph repeats the very addresses that it was captured with, so its key has everything in a pass that is no value in a tensor.
-
-`FormUses`: how often forms of a pass were needed lately. A graph that is captured at each need and dropped before its next one
-costs more than the pass that it replaces; where another graph is evicted for it, it is captured once it is used more often.
-"""
+"""How are CUDA graphs captured, checked, replayed and dropped?"""
 
 from __future__ import annotations
 
@@ -122,7 +113,8 @@ class _Repeated:
 
 
 class GraphCache(OrderedDict[Key, Captured]):
-    """Captured graphs by key, least recently used first. pool: returns the memory to capture into, None for the cache's own."""
+    """Captured graphs by key, least recently used first. pool: returns the memory to capture into, None for the cache's own. A
+    graph repeats the very addresses that it was captured with, so its key has everything in a pass that is no value in a tensor."""
 
     def __init__(self, pool: Callable[[], Any] = lambda: None) -> None:
         super().__init__()

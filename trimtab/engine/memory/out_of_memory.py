@@ -1,8 +1,4 @@
-"""Out-of-memory errors of a GPU: how they are recognized, and the error with the plan's numbers that users get.
-
-A plan counts the memory of its execution. So a device that runs out of memory never causes a slower fallback: it is an error
-with the counted bytes, the free bytes and the flag to pass.
-"""
+"""How is an out-of-memory error of a GPU recognized, and which numbers of the plan do users get?"""
 
 from __future__ import annotations
 

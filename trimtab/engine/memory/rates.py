@@ -1,12 +1,4 @@
-"""The machine through torch: GPUs, their memory, and link rates, measured once and cached.
-
-Rates are medians of a few short runs (each under half a second) and go to a file in the user's cache folder, keyed by device, torch
-release and thread count; a file that cannot be used is measured again. Results of an earlier process, so that a plan needs no
-torch, is in `machine/machine_cache.py`.
-
-What it does not know: the rates of another disk than the cache folder's, and on Windows and macOS, where a file cannot
-be put out of the page cache, the disk's own rate (the page cache's is an upper bound).
-"""
+"""Which GPUs, memory and link rates does the machine have, measured once and cached?"""
 
 from __future__ import annotations
 
@@ -162,7 +154,9 @@ def device_name(device: str) -> str:
 def measure_rates(device: str, *, cache: bool = True) -> Rates:
     """Return the machine's rates, measured now or from the cache. device: "cpu" or "cuda:N".
 
-    Rates of a machine that others keep busy are too low, and kept for minutes only.
+    Rates of a machine that others keep busy are too low, and kept for minutes only. Rates are medians of runs under half a second.
+    The disk is the cache folder's; on Windows and macOS a file cannot be put out of the page cache, whose rate is then an upper
+    bound.
     """
     key = (device_name(device), str(torch.__version__), torch.get_num_threads())
     if cache and (kept := known.read_rates(*key)) is not None:

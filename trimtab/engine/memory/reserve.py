@@ -1,10 +1,4 @@
-"""One segment of device memory for temporary tensors of an answer, allocated when the model is loaded.
-
-torch takes memory from the driver in segments of 20 MiB, or of a tensor's own size above 10 MiB, and a free part of one segment
-never joins that of another: temporary tensors of a prompt then take more of the device than its tensors ever hold. A segment
-as large as the plan's whole room for such tensors is split and joined again instead, and the process has from the start the memory
-that its plan counts.
-"""
+"""How much device memory is reserved in one segment for temporary tensors when a model is loaded?"""
 
 from __future__ import annotations
 
@@ -42,8 +36,9 @@ def is_wanted(plan: Plan, device: torch.device) -> bool:
 def take(plan: Plan, device: torch.device) -> int:
     """Let torch hold the rest of the planned bytes in one segment, if `is_wanted`. Returns its bytes, 0 if there is no rest.
 
-    Unneeded memory that torch holds is freed first. If the device has less left, nothing is taken, and the memory is allocated
-    when it is needed.
+    Unneeded memory that torch holds is freed first. If the device has less left, nothing is taken, and the memory is allocated when
+    it is needed. torch takes segments of 20 MiB, or of a tensor's own size above 10 MiB, and never joins parts of two: it splits
+    and joins one segment of the whole room.
     """
     if not is_wanted(plan, device):
         return 0

@@ -1,21 +1,4 @@
-"""Device memory for the temporary tensors of prompts: one segment, which captured passes and all others share.
-
-    room = PrefillMemoryPool(device, nbytes)
-    room.make()                                  # once, before the first graph of a prompt is captured
-    with room.using():                           # on the stream that captures
-        logits = forward.run(form)
-    kept = logits.clone(); del logits            # results that outlive the pass are copied
-    room.check()                                 # graphs are dropped if anything is left
-
-A CUDA graph keeps the addresses of its temporary tensors permanently. A separate pool would need memory in addition to the room of
-towers and passes without a graph, and a small card pays for both. Graphs and passes never run at the same time, so here they
-use the same bytes: torch's allocator may give a free part of the pool to either (torch/_inductor/cudagraph_trees.py runs its
-passes without graphs in the graphs' pool as well). One segment as large as the plan's count is allocated first, because torch
-never joins segments.
-
-The condition: no tensor that a pass allocates in the room is alive when a graph of the room is replayed. `check` compares the
-blocks that are in use with those before; if there is another one, the owners drop their graphs, and the block stays where it is.
-"""
+"""How do captured passes of prompts and all others share one segment of device memory for their temporary tensors?"""
 
 from __future__ import annotations
 
@@ -53,8 +36,11 @@ class Owner(Protocol):
 
 
 class PrefillMemoryPool:
-    """The room of one model. nbytes: of its segment. torch_bytes: the plan's count for torch, where the room takes the
-    rest of it; 0 where it holds `nbytes`. dtype: of the model. owners: of its graphs.
+    """The room of one model. nbytes: of its segment. torch_bytes: the plan's count for torch, where the room takes the rest of it;
+    0 where it holds `nbytes`. dtype: of the model. owners: of its graphs. A CUDA graph keeps the addresses of its temporary
+    tensors; graphs and other passes never run at the same time. No tensor that a pass allocates here may be alive when a graph is
+    replayed: results are copied, and `check` drops the graphs if a block is left. One segment is allocated first, because torch
+    never joins segments.
     """
 
     def __init__(self, device: torch.device, nbytes: int, *, torch_bytes: int = 0, dtype: torch.dtype = torch.float32) -> None:

@@ -1,13 +1,4 @@
-"""Attention of one sequence that reads grouped keys and values in place, with the bits of transformers' repeated form.
-
-    why = use_in(hf_model, begin_trials(hf_model, device, dtype, undo))    # the decoder's attention, once a model
-
-The query [1, KV x G, T, D] is viewed as a batch of G with KV heads, and keys and values [1, KV, S, D] are expanded to that
-batch with a stride of 0 (docs/decisions/0024). torch reports the kernel for the very tensors (`_fused_sdp_choice`), and only
-the named one per device counts. transformers computes all other calls unchanged: cuDNN's attention, torch's plain form, several
-sequences, one token. cuDNN's attention is off in a process while a model with a small GPU budget is open (docs/decisions/0023);
-`why_without` says so. A setting that the user changes in between is seen only where it is on.
-"""
+"""How does attention of one sequence read grouped keys and values in place, with the bits of transformers' repeated form?"""
 
 from __future__ import annotations
 
@@ -72,7 +63,9 @@ def grouped(
 ) -> Tensor | None:
     """Return [1, T, H, D] contiguous without repeating keys, None where transformers' form is needed.
 
-    Shapes: query [1, H, T, D], key and value [1, KV, S, D], mask [1, 1, T, S] or None. is_causal: without a mask, T = S.
+    Shapes: query [1, H, T, D], key and value [1, KV, S, D], mask [1, 1, T, S] or None. is_causal: without a mask, T = S. The query
+    [1, KV x G, T, D] is viewed as a batch of G with KV heads, and keys and values [1, KV, S, D] are expanded to that batch with a
+    stride of 0 (docs/decisions/0024). Only the kernel that `_fused_sdp_choice` names per device counts.
     """
     batch, heads, tokens, width = query.shape
     kv_heads, places = key.shape[1], key.shape[2]
@@ -199,7 +192,8 @@ PREFERRED_ON = (9, 10)
 
 
 class AttentionGuard:
-    """The open models that need a process without cuDNN's attention, and the setting that returns after them."""
+    """The open models that need a process without cuDNN's attention, and the setting that returns after them. A setting that the
+    user changes in between is seen only where it is on. Reasons: docs/decisions/0023."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the collector may drop a model while this thread holds it

@@ -1,18 +1,4 @@
-"""A pass of prompts' chunks with fixed shapes and addresses, so that a CUDA graph can include it.
-
-    chunks = chunks_of(prompt_tokens, CHUNKS)
-    forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into rows of a BatchedKVCache
-    for chunk in chunks:
-        pieces = [Piece(token_ids[: chunk.end], chunk.start, row)]
-        form = forward.form_of(pieces, chunk.size, is_last=chunk.is_last)
-        forward.load(form, pieces)               # the only copy from the host
-        logits = forward.run(form)               # [1, V] float32 of the last chunk
-
-A pass has one row, or several with a whole prompt each, which share the products. A chunk is padded to one of a few sizes; its
-first position, number of tokens and row are tensors. `Form` has what is part of the program. Layers that read the keys and
-values of earlier ones (Gemma 3n, Gemma 4) see the last token of the last chunk alone. Not covered: attention other than torch's
-`sdpa` and eager, states that are not keys and values by position; of several rows media, and prompts of more than one chunk.
-"""
+"""How do chunks of prompts run in passes with fixed shapes and addresses, so that a CUDA graph can include them?"""
 
 from __future__ import annotations
 
@@ -332,6 +318,9 @@ class ChunkForward:
     """Passes of chunks through a model, their keys and values in rows of a cache. Inference only.
 
     All tensors that a pass reads and writes have fixed addresses: it may be captured after an uncaptured pass of its form.
+
+    A pass has one row, or several with a whole prompt each. A chunk is padded; its first position, number of tokens and row are
+    tensors. Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) see the last token of the last chunk alone.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""A prompt with images or audio as its decoder sees it: tower outputs among the embeddings, positions, masks that look ahead.
-
-media = media_of(hf_model, tensors)      # the towers run, the decoder does not
-media.may_end_at(place)                  # whether a chunk (chunk_forward.py) may end there
-"""
+"""What does a decoder see of a prompt with images or audio: tower outputs among the embeddings, positions, masks?"""
 
 from __future__ import annotations
 

@@ -1,16 +1,4 @@
-"""The cache of vision and audio tower outputs: an image that a chat repeats is not encoded again.
-
-    with encoders(model, cache, scope, inputs): hf_model(**tensors)      # or a pass that stops before the decoder
-
-The cache wraps the functions of the towers that every family has: `get_image_features` and `get_audio_features` of its base model,
-while one prompt is computed. Images are kept one by one, and the tower computes those of a prompt that are missing in one
-pass; the audio clips of a prompt, which families pad to the longest, are kept together. The key is the content of the
-image (or audio), the shape that the processor gave it, and the scope: the client, and the adapter's content if it changes
-a tower. The entries are in the pages of the prefix cache, count with them, and are evicted by age with them.
-
-Not covered: several images at once of towers whose output cannot be split by image (Gemma 4 and Qwen3-VL up to some
-release after transformers 5.6.2); one image alone is kept there too.
-"""
+"""How is an image or audio clip that a chat repeats not encoded again?"""
 
 from __future__ import annotations
 
@@ -45,9 +33,11 @@ FUNCTIONS = ("get_image_features", "get_audio_features")
 def encoders(
     hf_model: HFModel, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
 ) -> Iterator[None]:  # fmt: skip
-    """While the block runs, the towers return cached outputs, and new outputs are cached. is_counted: False for a pass that
-    an earlier one has been counted for. A pass that ends by an error is not counted, because it runs again, except where only the
-    decoder is left (TowersDoneError)."""
+    """While the block runs, the towers return cached outputs, and new outputs are cached. is_counted: False for a pass that an
+    earlier one has been counted for. A pass that ends by an error is not counted, because it runs again, except where only the
+    decoder is left (TowersDoneError). The cache wraps `get_image_features` and `get_audio_features`. Images are cached one by one,
+    the audio clips of a prompt together. A key is the content, the shape that the processor gave it, and the scope: the client, and
+    the adapter's content if it changes a tower."""
     owner = getattr(hf_model, "model", None)
     towers: dict[Place, object] = {}
     for name, ids in zip(FUNCTIONS, sequence.media_ids(hf_model), strict=True):
@@ -188,7 +178,8 @@ def _joined_named(several: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def _parts_of(output: object, count: int) -> list[dict[str, Any]] | None:
-    """Return each image's part of a tower's output, None for an output of another form."""
+    """Return each image's part of a tower's output, None for an output of another form. Outputs of Gemma 4 and Qwen3-VL cannot be
+    split, up to some release after transformers 5.6.2."""
     pooled, deep = getattr(output, "pooler_output", None), getattr(output, "deepstack_features", None)
     is_stacked = isinstance(pooled, Tensor)
     if pooled is None or len(pooled) != count or (is_stacked and pooled.dim() != 3):

@@ -1,17 +1,4 @@
-"""Prompts whose last token the rows' next step computes.
-
-    prompt.may_end_in_step = True      # before its first chunk
-    while not prompt.step(): ...       # all but its last token, where `prompt.is_open` then
-    batch.place(prompt)
-    batch.enter(prompt)                # the next step computes the last token and draws the first of the answer
-
-While other rows are being answered a step has to run anyway, and one row more costs it hardly anything. Captured
-chunks of such a prompt need no logits: neither the head, nor a pass of the last token through layers that share the keys and values
-of earlier ones. With E4B that is most of the time of a chunk of up to 256 tokens. Transformers' own pass (stock_pass.py) saves a
-chunk where the last token would be one by itself.
-
-The last token is computed by the kernels of steps, as those of answers are. Its scores differ from those of a chunk by rounding.
-"""
+"""Which prompts leave their last token to the next decode step of the rows?"""
 
 from __future__ import annotations
 
@@ -25,7 +12,9 @@ from trimtab.engine.prefill.rows import Passes, PrefixUse, Rows
 
 
 def are_possible(prompts: Passes) -> bool:
-    """Whether a batch may have such prompts: one of several rows, with room for the graphs of their chunks if they are captured."""
+    """Whether a batch may have such prompts: one of several rows, with room for the graphs of their chunks if they are captured.
+    Captured chunks of such a prompt need no logits: neither the head nor the last token's pass through layers that share keys and
+    values. The kernels of steps compute the token, whose scores differ from a chunk's by rounding."""
     return prompts.batch.rows > 1 and not prompts.batch.is_invariant and prompts.may_be_cut
 
 

@@ -1,9 +1,4 @@
-"""Where captured prompts and towers read adapters: a buffer for each layout, and the values that are copied into it.
-
-Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share graphs, which read a copy of the
-piece. What they change of experts is not copied: the graphs find it in a table (expert_table.py). An adapter of another kind (DoRA,
-embeddings, whole modules) has separate graphs, which read it where it is.
-"""
+"""Where do captured prompts and towers read adapters?"""
 
 from __future__ import annotations
 
@@ -44,7 +39,9 @@ class PromptLayout:
     """The buffer in which graphs read adapters of one layout: layers know its tensors in `buffer` by `name`, and experts its table.
 
     holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too. experts: the table;
-    stand_ins: of the adapter, by module. let_go: takes it out of the layers, at the latest when it goes.
+    stand_ins: of the adapter, by module. let_go: takes it out of the layers, at the latest when it goes. Adapters of one layout
+    have the same layers and ranks at the same places of one piece of memory. An adapter of another kind (DoRA, embeddings, whole
+    modules) has separate graphs that read it where it is.
     """
 
     name: str

@@ -1,17 +1,4 @@
-"""Waiting prompts that run together, each with its adapter, as rows of one pass (chunk_forward.py).
-
-    packs = prompts.packs                              # of a batch's captured prompts
-    together = packs.choose(prompts, most_tokens)      # None: the first one is computed alone
-    logits = packs.run(together, rows)                 # [V] float32 of each; keys and values are in these rows of the cache
-
-A pass costs about as much as FIXED_TOKENS tokens beyond its own: every pass reads and unpacks all weights. So
-prompts of about one length are worth a pass of that length; a short one with a long one is not, as both take as many places.
-Shapes are few (`shapes_of`), because each is a graph. A row finds its adapter in a table (batched_lora/table.py) as rows of a step
-do, in blocks of tokens of one row (`prompt_kernels.add_rows`).
-
-Computed alone are images and audio, prompts longer than a chunk or with a cut for a snapshot, adapters that no table
-has, and all prompts where graphs have no room (`why_not`).
-"""
+"""Which waiting prompts run together, as rows of one pass with an adapter each?"""
 
 from __future__ import annotations
 
@@ -104,7 +91,8 @@ def choose_shape(
 
 
 class PackedPrefill:
-    """The passes of several prompts of one batch."""
+    """The passes of several prompts of one batch. A pass reads and unpacks all weights, so prompts of about one length are worth
+    one. Each shape is a graph."""
 
     def __init__(self, prompts: Passes) -> None:
         # A weak reference: the owner has this object, and a cycle would keep the memory of both.

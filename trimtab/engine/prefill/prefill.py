@@ -1,16 +1,4 @@
-"""Prompts as CUDA graphs, or as transformers runs them; `fallbacks` has the reason.
-
-    prompts = PrefillRunner(batch)
-    if prompts.takes(prompt):        # else: transformers' own pass
-        is_through = prompts.step(prompt)
-
-A prompt's kernels are launched one by one from Python unless they are a graph. There is one for each form of a chunk
-(`hf_prefill.Form`) and each layout of adapters. On its first use a form's pass runs uncaptured. It is captured on its second use.
-If that would evict another graph, it is captured only once it is used more often (graph_cache.py). Adapters of one layout (the
-same layers and ranks, at the same places of one piece of memory) share a graph, which reads a copy of the piece: changing the
-adapter is one copy on the device. An adapter of another kind (DoRA, embeddings, whole modules) has separate graphs. All graphs
-share one set of inputs, and their memory with passes that are not captured (shared_pool.py).
-"""
+"""How do prompts run as CUDA graphs, and which does transformers run?"""
 
 from __future__ import annotations
 
@@ -65,7 +53,9 @@ CUT_GRAPHS = 9
 class PrefillRunner:
     """The captured prompts of one batch. mode: "auto", on a GPU where the plan leaves room; "static": the same passes, never
     captured, on any device; "eager": none. sizes: of chunks, None for those that fit. counted_bytes: those that the plan counts for
-    them already."""
+    them already. There is a graph for each form of a chunk (`hf_prefill.Form`) and each layout of adapters: the first use runs
+    uncaptured, the second is captured, later if that evicts another graph. All graphs share one set of inputs, and their memory
+    with passes that are not captured."""
 
     def __init__(self, batch: Rows, mode: str = "auto", sizes: Sequence[int] | None = None, *, counted_bytes: int = 0) -> None:
         self.batch, self.model, self.device = batch, batch.model, batch.model.device

@@ -1,17 +1,4 @@
-"""The prefix cache: keys and values of prompts and answers in host memory, copied back for prompts that begin with the same tokens.
-
-    cache = PrefixCache(model, capacity_bytes)           # LoadedModel.prefix_cache
-    prefixes = Prefixes(batch)
-    match = prefixes.find(prompt)                        # match.tokens of the prompt are kept
-    prefixes.into_row(match, row)                        # or `into_cache`, for a prompt that transformers runs
-    prefixes.joined(prompt); prefixes.leaving(row)       # computed tokens are kept
-
-`prefix_store.py` decides the place of each entry; this file moves bytes. The key of a prompt is its tokens, the content of its
-adapter, images and audio, and its client. Families with sliding or recurrent layers resume where a snapshot is kept: at the end
-of prompts, answers and openings, and where a second prompt parts from an earlier one. Others with such states are refused
-(`why_not`). A prompt that resumes where one of its chunks begins computes the same bits. Batch-invariant prompts resume only
-where their pieces begin.
-"""
+"""How are the keys and values of earlier prompts and answers used for prompts that begin with the same tokens?"""
 
 from __future__ import annotations
 
@@ -57,7 +44,8 @@ LEAST_CUT_TOKENS = 256
 class PrefixCache:
     """Cached prefixes of one loaded model, in `capacity_bytes` of host memory. Errors: RequestError below one page.
 
-    why_not: why this family's state cannot be kept, None if it can.
+    why_not: why this family's state cannot be kept, None if it can. The key of a prompt is its tokens, the content of its adapter,
+    images and audio, and its client. `prefix_store.py` decides the place of each entry.
     """
 
     def __init__(self, model: PrefillContext, capacity_bytes: int, *, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -261,7 +249,9 @@ class _Unsaved:
 
 
 class Prefixes:
-    """The use of a model's prefix cache by one batch; nothing where the model has none."""
+    """The use of a model's prefix cache by one batch; nothing where the model has none. Families with sliding or recurrent layers
+    resume where a snapshot is kept: at the end of prompts, answers and openings, and where a second prompt parts from an earlier
+    one. Batch-invariant prompts resume only where their pieces begin."""
 
     def __init__(self, batch: Rows) -> None:
         self.batch, self.model = batch, batch.model

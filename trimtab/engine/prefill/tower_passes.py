@@ -1,9 +1,4 @@
-"""The towers of a prompt with media: run before its chunks, or cut into pieces between the steps of other rows.
-
-passes = TowerPasses(prompts)
-media = passes.media_of(prompt)                 # for captured prompts
-output = passes.with_towers(prompt, compute)    # around transformers' own pass of the whole prompt
-"""
+"""When do the towers of a prompt with media run: before its chunks, or in pieces between the steps of other rows?"""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Which graphs of a batch are captured before its first request, and which in moments without requests.
-
-    ahead = CaptureAhead(batch)
-    ahead.prepare(expected)              # all; or first=True, and then, while idle: ahead.prepare_more(expected)
-
-A graph takes 0.1 to 0.3 s to capture, a server of 32 rows has about 20 of them, and a first request needs two. Steps of one row and
-of all rows, and prompts of the largest chunk, are captured first: graphs that cannot be captured here, or find no memory, are then
-known when the model is loaded. A graph that is needed before its turn is captured at its first use, as usual.
-"""
+"""Which graphs of a batch are captured before its first request, and which in moments without requests."""
 
 from __future__ import annotations
 
@@ -20,7 +12,9 @@ from trimtab.errors import RequestError
 
 
 class CaptureAhead:
-    """The graphs of one batch that are captured before they are needed."""
+    """The graphs of one batch that are captured before they are needed. Steps of one row and of all rows, and prompts of the
+    largest chunk, are captured first: what cannot be captured here, or finds no memory, is then known when the model is loaded.
+    Others are captured while the server is idle, or at their first use."""
 
     def __init__(self, batch: Rows) -> None:
         self.batch, self.model = batch, batch.model

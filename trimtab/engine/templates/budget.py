@@ -1,11 +1,4 @@
-"""The budget of a chat template: steps, characters and depth, counted before the work is done.
-
-A chat template is a program of the checkpoint's publisher. jinja2's sandbox keeps it from Python's internals, but not from
-time and memory: `'a' * 10**9` is a valid template. `metered` returns a jinja2 environment that renders the same texts and counts:
-a step for each block, iteration, call and filter, and the characters that each operation reads and writes (costs.py).
-Counts depend on template and messages alone, never on the machine. `render` returns transformers' own text within the budget, and
-an error that names the template's line.
-"""
+"""How many steps and characters may a chat template take, counted before the work is done?"""
 
 from __future__ import annotations
 
@@ -464,7 +457,9 @@ def _global(meter: Meter, name: str, function: Any) -> object:
 
 
 def metered(base: SandboxedEnvironment) -> SandboxedEnvironment:
-    """Return an environment that renders as another one does and counts. base: keeps its filters, globals and extensions."""
+    """Return an environment that renders as another one does and counts. base: keeps its filters, globals and extensions. jinja2's
+    sandbox does not bound time and memory: `'a' * 10**9` is a valid template. It counts a step for each block, iteration, call and
+    filter, and the characters that each operation reads and writes (costs.py). Counts depend on template and messages alone."""
     environment = base.overlay()
     environment.__class__ = type("MeteredEnvironment", (_Metered, type(base)), {})
     assert isinstance(environment, _Metered)

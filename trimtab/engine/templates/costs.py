@@ -1,7 +1,4 @@
-"""The cost of the operations of a chat template: steps and characters, from their arguments and before they run.
-
-A method, filter or function that is in no table here may not be called. Imports no torch.
-"""
+"""What does each operation of a chat template cost in steps and characters?"""
 
 from __future__ import annotations
 

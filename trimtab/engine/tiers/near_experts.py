@@ -1,10 +1,4 @@
-"""Where are the experts of a module whose stacks stay in host memory, with slots on the card for those that were used last?
-
-Kernels read host memory over the link at its own address (`reader.seen_by`). In a step, `experts_assign` gives the chosen experts
-slots and `experts_fetch` copies those that are new (engine/kernels/cuda/experts_near.cu), both inside the step's graph: the host
-never reads which. Copies run on a separate stream, while a dense or shared MLP and the product of the first stack are computed. A
-prompt uses nearly all experts: they take turns in the half of the slots that was used longest ago. One step at a time.
-"""
+"""Where are the experts of a module whose stacks stay in host memory, with slots on the card for those that were used last?"""
 
 from __future__ import annotations
 
@@ -27,7 +21,10 @@ _PAGE_BYTES = 4096
 class NearExperts:
     """The slots of one module. stacks: by name, their parts [S, ...] in the slots. where [E]: an expert's slot, -1 without; owner
     [S]: a slot's expert, -1 while empty; used [S]: the step of its last use, 0 of none, -1 while empty; clock [1]: steps so far;
-    all int32. counts [2] int64: how many experts steps chose, and how many of those had no slot."""
+    all int32. counts [2] int64: how many experts steps chose, and how many of those had no slot. `experts_assign` gives the chosen
+    experts slots and `experts_fetch` copies those that are new, both inside the step's graph: the host never reads which. Copies
+    run on a separate stream. A prompt uses nearly all experts: they take turns in the half of the slots that was used longest
+    ago."""
 
     stacks: Mapping[str, Packed]
     where: Tensor

@@ -1,10 +1,4 @@
-"""Reading file tensors to a device: in parallel, ahead of use, through a fixed amount of host memory; and where they stay there.
-
-Worker threads read pieces of a file with positioned reads (the GIL is released while they wait) into a small ring of
-pinned buffers and copy them on from there on a side stream; on the CPU they read straight into the tensor. No file is
-memory-mapped: a mapped file that is cut short kills the process, a positioned read returns too few bytes and becomes a
-CheckpointError.
-"""
+"""How are file tensors read to a device, in parallel, ahead of use and through a fixed amount of host memory?"""
 
 from __future__ import annotations
 
@@ -194,9 +188,11 @@ class _Job:
 class Reader:
     """Gives file tensors in an agreed order, reading ahead.
 
-    order: the tensors of the calls of `take`, in that order, each once. Passing tensors on a GPU use two buffers of the
-    largest one's size, so that they do not fragment memory allocated for tensors that stay. Memory beyond the tensors:
-    RING_PIECES x PIECE_BYTES pinned on the host, the two buffers on the device, up to AHEAD_BYTES of tensors early.
+    order: the tensors of the calls of `take`, in that order, each once. Passing tensors on a GPU use two buffers of the largest
+    one's size, so that they do not fragment memory allocated for tensors that stay. Memory beyond the tensors: RING_PIECES x
+    PIECE_BYTES pinned on the host, the two buffers on the device, up to AHEAD_BYTES of tensors early. Worker threads read pieces
+    with positioned reads (the GIL is released) into a ring of pinned buffers. No file is memory-mapped: a mapped file that is cut
+    short kills the process, a positioned read returns too few bytes and becomes a CheckpointError.
     """
 
     def __init__(self, order: Iterable[Wanted]) -> None:

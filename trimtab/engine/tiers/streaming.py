@@ -1,10 +1,4 @@
-"""Tiers at run time: the place of a weight, and its way to the computing device.
-
-Leaves (leaves.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
-contiguous buffer a block, copied as a whole into a ring of staging buffers. Entering a block prefetches the one that
-followed it last time; skipped or repeated blocks cost time only. In a pass whose order is known, as a captured one, a block is
-copied piece by piece (planning/values/copy_order.py). Inference only: autograd would save views that are overwritten.
-"""
+"""Where is a weight of a streamed block, and how does it come to the computing device?"""
 
 from __future__ import annotations
 
@@ -243,9 +237,11 @@ def in_pass(streamer: Streamer | None, order: Sequence[Piece] = (), *, entered: 
 class Streamer:
     """The ring of staging buffers: `enter(group)` gives the slot that holds the group's bytes, ready for this stream.
 
-    Memory: `slot_count` x the largest group on the device; with disk groups also two host buffers of the largest of them.
-    The copies run on their own stream. A slot is overwritten only after everything that was enqueued on the computing
-    stream before the overwrite has run.
+    Memory: `slot_count` x the largest group on the device; with disk groups also two host buffers of the largest of them. The
+    copies run on their own stream. A slot is overwritten only after everything that was enqueued on the computing stream before the
+    overwrite has run. Entering a block prefetches the one that followed it last time; skipped or repeated blocks cost time only. In
+    a pass whose order is known, a block is copied piece by piece (planning/values/copy_order.py). Inference only: autograd would
+    save views that are overwritten.
     """
 
     def __init__(self, device: torch.device, groups: Sequence[Group], *, slot_count: int = 2, spill: Spill | None = None):

@@ -1,11 +1,4 @@
-"""Whether a tower of a family that media_check.py does not know reads beyond one of its tables.
-
-A GPU answers an index beyond a table with an assertion that ends the process. Here every operation of such a tower that looks
-something up compares its indices with the table first, on any device, and an image or audio clip that leads beyond one is
-refused with its name. That costs a transfer for each look-up; towers of the families that media_check.py knows run as they are.
-
-Not covered: kernels of other packages that index by themselves.
-"""
+"""Does a tower of a family that media_check.py does not know read beyond one of its tables?"""
 
 from __future__ import annotations
 
@@ -106,7 +99,8 @@ def guard_towers(hf_model: HFModel) -> tuple[str, ...]:
     """Have every part of a model that is not its decoder checked while it runs, for one with `unknown_towers`.
 
     Returns the names of those parts. They raise RequestError for media that lead beyond a table, or to shapes that do not go
-    together.
+    together. A GPU answers an index beyond a table with an assertion that ends the process. Each look-up costs a transfer. Kernels
+    of other packages that index by themselves are not covered.
     """
     base = getattr(hf_model, "model", hf_model)
     decoder = hf_model.get_decoder() if hasattr(hf_model, "get_decoder") else None

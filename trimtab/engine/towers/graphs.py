@@ -1,16 +1,4 @@
-"""How the layers of vision and audio towers run as CUDA graphs, and how audio of many lengths gets few shapes.
-
-    towers = Towers(model, "auto", fall_back)
-    with towers.running(adapter_key, serial): hf_model(**tensors)     # each tower layer replays its graph
-    ops = TowerOps(model, kernels, short)        # before anything is captured: it reserves memory that graphs read
-    with ops.running(), towers.running(...): hf_model(**tensors)
-
-There is one graph for each layer and shape, captured on its second use; a layer returns a copy, so everything between the
-layers is the model's own code. Audio is padded to a few lengths (`SOUND_FRAMES`) where the mask keeps padding out of every
-later value. `TowerOps` are the kernels of prompts in these passes, captured or not: 4-bit weights unpacked in one launch, LoRA
-added in two. Not covered: layers on the CPU or copied in for every pass, and towers of unknown families (bounds_check.py).
-Reasons: docs/decisions/0019.
-"""
+"""How do the layers of vision and audio towers run as CUDA graphs, and how does audio of many lengths get few shapes?"""
 
 from __future__ import annotations
 
@@ -120,7 +108,9 @@ class _Buffers:
 
 class Towers:
     """The captured layers of one model's towers. mode: "auto", captured where the plan says so; "static": through the same buffers,
-    never captured, on any device; "eager": as they are."""
+    never captured, on any device; "eager": as they are. There is one graph for each layer and shape, captured on its second use; a
+    layer returns a copy. Not covered: layers on the CPU or copied in for every pass, and towers of unknown families
+    (bounds_check.py). Reasons: docs/decisions/0019."""
 
     def __init__(self, model: EngineContext, mode: str, fall_back: FallBack) -> None:
         self.model, self.device, self._fall_back = model, model.device, fall_back

@@ -1,26 +1,4 @@
-"""How a pass of the towers is cut between layers, so that answers go on in between.
-
-    pieces = TowerPieces(serial)
-    pieces.begin(PIECE_POSITIONS)
-    hf_model(**tensors)                # raises PausedError between two layers, the towers' layers being run by `pieces.run`
-    ...                                # a decode step
-    pieces.begin(PIECE_POSITIONS)
-    hf_model(**tensors)                # from the start again, but layers that have run return their earlier outputs
-
-On a CPU a piece also ends once it has computed for `PIECE_S`.
-
-The operations between the layers run again in every piece: they are few and small. A pause keeps those outputs of layers that no
-other layer received, and those that are still referenced; of the others only the shape is left. Code that reads such an output gets
-an error, never a wrong number (`NotKeptError`); the caller then runs the pass again, uncut.
-
-Not covered: models that write into a layer's output; their passes are not cut.
-
-A form is the program part of a tower layer's arguments and outputs, apart from the data, with slots for tensors:
-
-    tensors = []
-    form = form_of((args, kwargs), tensors, lengths)      # hashable; tensors in their order
-    args, kwargs = filled(form, iter(tensors))
-"""
+"""How is a pass of the towers cut between layers, so that answers go on in between?"""
 
 from __future__ import annotations
 
@@ -173,8 +151,10 @@ class _Output:
 
 
 class TowerPieces:
-    """A pass of one prompt's towers and how far it has come. serial: of the adapter that it began with. now: a clock in
-    seconds."""
+    """A pass of one prompt's towers and how far it has come. serial: of the adapter that it began with. now: a clock in seconds.
+    After `begin` the model's pass raises PausedError between two layers; the next pass begins from the start, but layers that have
+    run return their earlier outputs. A pause keeps the outputs of layers that no other layer received, and those that are still
+    referenced; NotKeptError: the caller runs the pass again, uncut. Models that write into a layer's output are not cut."""
 
     def __init__(self, serial: int | None, now: Callable[[], float] = time.perf_counter) -> None:
         self.serial, self._now = serial, now

@@ -1,11 +1,4 @@
-"""The weight change of an adapter: PEFT's merge in float32, a few rows at a time.
-
-A `Change` is one adapter's change of one parameter; `merged` applies the changes of all adapters to rows of the base,
-in the order of the request. LoRA adds to the current rows. DoRA rescales the result of earlier adapters by norms of
-only the base and its own change, as PEFT 0.21.2 does with several active adapters (earlier releases used other norms).
-Source: PEFT 0.19.1 and 0.21.2, lora/layer.py (Linear.merge, Embedding.merge, ParamWrapper.get_delta_weight),
-lora/variants.py (DoraLinearVariant.merge_unsafe, DoraEmbeddingVariant.merge_unsafe).
-"""
+"""How does an adapter change a weight by PEFT's merge in float32, a few rows at a time?"""
 
 from __future__ import annotations
 
@@ -156,7 +149,9 @@ class Change:
 
 
 def merged(base: Tensor, start: int, stop: int, changes: Sequence[Change]) -> Tensor:
-    """Return rows start to stop with every change applied, float32. base: the same rows, float32, may be overwritten."""
+    """Return rows start to stop with every change applied, float32. base: the same rows, float32, may be overwritten. DoRA rescales
+    by norms of only the base and its own change, as PEFT 0.21.2 does with several active adapters. Source: PEFT 0.19.1 and 0.21.2,
+    lora/layer.py (Linear.merge, Embedding.merge, ParamWrapper.get_delta_weight), lora/variants.py."""
     if len(changes) == 1 and changes[0].weight == 1:
         return changes[0].value(base, start, stop)
     if any(change.magnitude is not None for change in changes):

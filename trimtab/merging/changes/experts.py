@@ -1,8 +1,4 @@
-"""The change of stacked experts by an adapter as two factors: of a whole stack, or of the part that one file tensor holds.
-
-A stack is one parameter [E, a, b] of the model, and one tensor or many in the files. `adapters/experts.py` says which pairs change
-which experts and outputs of it; gate and up of one stack have an A each, so their factors are joined along the ranks.
-"""
+"""How does an adapter change stacked experts, as two factors of a stack or of the part that one file tensor holds?"""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The inverse of loading: a changed parameter is written back to its file tensors if the loader renames, stacks or
-splits them.
-
-`engine/loader/tracing.py` records how stock makes a parameter from file tensors. In reverse, a stack becomes a
-selection, a concatenation a part, a transposition its inverse. If the loader splits a file tensor into several
-parameters, the split is repeated as a view into the file tensor, which is overwritten. Any other operation is refused
-by name: a guess would write a wrong weight.
-"""
+"""How is a changed parameter written back to file tensors that the loader renames, stacks or splits?"""
 
 from __future__ import annotations
 
@@ -68,8 +61,9 @@ def without_casts(expression: Expression, fetch: Fetch) -> Tensor:
 def lay_back(expression: Expression, leaf: str, parameter: Tensor, into: Tensor, shapes: Mapping[str, Any]) -> None:
     """Write the parameter's values into one of its file tensors.
 
-    parameter: whole, float32. into: the file tensor, float32, whole; values outside the parameter do not change.
-    shapes: of every file tensor. Errors: CannotLayBackError.
+    parameter: whole, float32. into: the file tensor, float32, whole; values outside the parameter do not change. shapes: of every
+    file tensor. Errors: CannotLayBackError. A stack becomes a selection, a concatenation a part, a transposition its inverse. Any
+    other operation is refused: a guess would write a wrong weight.
     """
     if expression.leaf is not None:
         into.copy_(parameter)

@@ -1,9 +1,4 @@
-"""The file tensors that a merge changes, and how: adapters matched to the model, then traced back to the files.
-
-A parameter that is one file tensor is changed by rows; for one that the loader makes from several, `inverse.py` writes
-it back. Tied parameters stay tied only if every adapter changes all of them equally. Otherwise the partner gets a
-separate tensor, because a change of the embedding must not change the head.
-"""
+"""Which file tensors does a merge change, and how?"""
 
 from __future__ import annotations
 
@@ -153,7 +148,8 @@ def _without_bias(spec: AdapterSpec, probe: Probe) -> Iterator[str]:
 def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: Callable[[str], Rows]) -> Recipe:
     """Return the changes of each file tensor.
 
-    base: the rows of a file tensor. Errors: AdapterError with every parameter that cannot be traced back to the files.
+    base: the rows of a file tensor. Errors: AdapterError with every parameter that cannot be traced back to the files. Tied
+    parameters stay tied only if every adapter changes all of them equally.
     """
     asks = _without_copies(_asks(adapters), adapters, probe, base)
     _check_alone(asks, adapters)

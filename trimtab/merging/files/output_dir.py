@@ -1,8 +1,4 @@
-"""The output folder of a merge: a hidden sibling of OUT while it is written, and one rename at the end.
-
-A crash, a kill or a full disk leaves that folder, never half a model at OUT. The next run of the same merge reuses the
-finished files, checked by their hashes. A run that fails because of its input removes the folder.
-"""
+"""How is the output folder of a merge written, so that never half a model is at OUT?"""
 
 from __future__ import annotations
 
@@ -70,8 +66,10 @@ def check_room(out: Path, needed_bytes: int) -> None:
 class Workplace:
     """The folder in which a merge is made. key: equal for runs of the same merge.
 
-    finished: file -> record of it by this or an earlier run. As a context manager: the folder is removed on errors of
-    the merge itself. If the machine failed or the user stopped the merge, it is kept if it has a finished file.
+    finished: file -> record of it by this or an earlier run. As a context manager: the folder is removed on errors of the merge
+    itself. If the machine failed or the user stopped the merge, it is kept if it has a finished file. It is a hidden sibling of OUT
+    until one rename. A crash, a kill or a full disk leaves it, and the next run of the same merge reuses the finished files,
+    checked by their hashes.
     """
 
     def __init__(self, out: Path, key: str) -> None:

@@ -1,11 +1,4 @@
-"""Writes one weight file of a merge: reading ahead, changing rows, hashing and writing in the background, in fixed
-memory.
-
-A plain file is written front to back: unchanged bytes in large chunks, changed tensors row by row, both hashes at the
-same time, so that every byte is read once and written once. Any other file is written tensor by tensor at its offset;
-the base is hashed at the same time, the new file afterwards. Written bytes are flushed to the disk regularly, so that
-little is left to do at the end.
-"""
+"""How is one weight file of a merge written in fixed memory?"""
 
 from __future__ import annotations
 
@@ -247,7 +240,8 @@ def write_shard(shard: Shard, path: Path, sources: Sources, tick: Callable[[int]
     """Write one file and flush it to the disk. tick: called with the number of added bytes.
 
     Errors: OSError of the disk; CheckpointError if the base is shorter than its header says. Results that are not finite are
-    returned as problems, so that all of them can be reported.
+    returned as problems, so that all of them can be reported. A plain file is written front to back, with both hashes at the same
+    time; any other one tensor by tensor at its offset, and hashed afterwards.
     """
     is_large = shard.is_plain and shard.layout.file_bytes >= ALIGNED_BYTES
     with PositionedWriter(path, direct=is_large) as writer, _Behind() as behind:

@@ -1,12 +1,4 @@
-"""Device memory of a running request: the KV cache, and the largest set of live intermediate tensors.
-
-The forward of the model is read as a few *moments*, each a sum of tensors that are alive together; a phase needs its
-worst moment, a request its worst phase: images, audio, the prompt, one decode step, preparing an adapter. The sizes
-come from the linears of the anatomy, the multiples from COEFFICIENTS, which a maintainer calibrates against
-torch.cuda.max_memory_allocated.
-
-What is not covered: workspaces of cuBLAS and cuDNN, `output_hidden_states`, eager attention, training.
-"""
+"""How much device memory does a running request take: the KV cache, and the largest set of live intermediate tensors?"""
 
 from __future__ import annotations
 
@@ -359,6 +351,9 @@ def needs_of(
     steps read pages of keys and values where they are. in_place: whether a chunk reads grouped keys where they are
     (`repeated_tokens`). has_room: whether such chunks are captured: the memory of their graphs serves every pass of prompts and
     towers, and nothing else.
+
+    The forward is read as moments, each a sum of tensors that are alive together. Not covered: workspaces of cuBLAS and cuDNN,
+    `output_hidden_states`, eager attention, training.
     """
     kind = quant_of(anatomy, quant)
     is_captured, has_rows = has_rows, has_rows or use.batch > 1

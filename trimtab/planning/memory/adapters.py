@@ -1,8 +1,4 @@
-"""Memory for adapters in a plan other than their own bytes: a changed output head, and scratch memory.
-
-A plan without adapters counts no scratch memory for them. When the first adapter is loaded later, that memory is
-subtracted from the free budget.
-"""
+"""How much memory do adapters take in a plan other than their own bytes?"""
 
 from __future__ import annotations
 
@@ -51,7 +47,8 @@ def copies_bytes(sizes: Iterable[int]) -> int:
 
 
 def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
-    """Return the device bytes that adapters need in addition to their own, if the plan has none; 0 if it counts them."""
+    """Return the device bytes that adapters need in addition to their own, if the plan has none; 0 if it counts them. A plan
+    without adapters counts no scratch memory for them: it is subtracted from the free budget when the first one is loaded."""
     request, step = plan.request, plan.execution.step
     if request.adapters:
         return 0

@@ -1,9 +1,4 @@
-"""Experts in host memory with slots on the card: what do they take, and what does a step fetch?
-
-Each module of packed experts has the same number of slots. A chosen expert without one is copied to the slot that was used longest
-ago (engine/tiers/near_experts.py). Predictions assume that every expert is as likely as any other: slots / experts of the chosen
-ones are there. A skewed router finds more of them.
-"""
+"""What do experts in host memory with slots on the card take, and what does a step fetch?"""
 
 from __future__ import annotations
 
@@ -54,7 +49,8 @@ def stacks_bytes(anatomy: Anatomy) -> int:
 
 def fetched_bytes(blocks: Sequence[Block], tokens: int, slots: int, *, in_turns: bool = False) -> int:
     """Return the bytes that a pass of this many tokens reads over the link. in_turns: as those of a prompt, each expert once; in a
-    step each token reads a chosen expert for which no slot is left by itself."""
+    step each token reads a chosen expert for which no slot is left by itself. Every expert is assumed to be as likely as any other;
+    a skewed router finds more of them in slots."""
     taken = 0.0
     for block in blocks:
         count, share = block.expert_count, block.expert_share

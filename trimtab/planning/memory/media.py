@@ -1,9 +1,4 @@
-"""Host memory of the images and audio of a server's requests: for decoding, and for the received files.
-
-A server decodes images and audio on separate threads. `MEDIA` is the budget of these threads: it is taken from the
-start of a decoding until the prompt is computed, and is never below the need of one allowed request. `FILES` are the
-received files of all unanswered requests. Pure: limits and counts.
-"""
+"""How much host memory do the images and audio of a server's requests take?"""
 
 from __future__ import annotations
 
@@ -82,7 +77,8 @@ def request_bytes(image_bytes: int, pixels: int, audio_bytes: int) -> int:
 
 
 def media_memory(request: LoadRequest, anatomy: Anatomy, served: ServedMedia) -> MediaMemory:
-    """Return the host memory of a server's media."""
+    """Return the host memory of a server's media. The budget of the decoding threads is taken from the start of a decoding until
+    the prompt is computed, and is never below the need of one allowed request."""
     images = request.images if "image" in served.kinds and "vision" in anatomy.parts else 0
     pixels = served.request_pixels if images else 0
     audio_s = min(served.request_audio_s, request.audio_s) if "audio" in served.kinds and "audio" in anatomy.parts else 0.0

@@ -1,10 +1,4 @@
-"""Memory of the prefix cache: the requested host memory, its capacity in tokens of a model, and a copy buffer on the
-device.
-
-The cache is in host memory because device memory is scarce and a copy is cheap compared with a prompt: 2,000 tokens of
-an 8B model are 290 MB, 12 ms on a link of 25 GB/s, while the prompt takes hundreds of ms. On a CPU both are the same
-memory.
-"""
+"""How much memory does the prefix cache take, and how many tokens does it hold?"""
 
 from __future__ import annotations
 

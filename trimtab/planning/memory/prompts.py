@@ -1,7 +1,4 @@
-"""Device memory of chunked prompts: their graphs, the buffers between passes, their inputs.
-
-Pure: sizes of the model, of the request and of the chunks. `engine/prefill/prefill.py` runs them.
-"""
+"""How much device memory do chunked prompts take: graphs, buffers between passes, inputs?"""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Whether the towers of a plan run as CUDA graphs, and the device memory that this takes.
-
-A captured tower needs graph nodes, buffers for the inputs and outputs of its layers, and the activations of one layer
-in a separate memory pool (`engine/towers/graphs.py`). The decoder comes first: towers are captured if all of their
-layers are on the device and enough of the budget is left. The constants are estimates from the kernels of E4B's layers;
-the bytes of a kernel (node and slack of the pool) are those of captured prompts (prompts.py). Pure: sizes of the model
-and of the plan.
-"""
+"""Do the towers of a plan run as CUDA graphs, and how much device memory does that take?"""
 
 from __future__ import annotations
 
@@ -33,9 +26,8 @@ MOST_SHARE = 0.5
 
 
 def tower_bytes(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> dict[str, int]:
-    """Return the device bytes of captured towers by item. The activations are those of a whole pass: of one layer, in
-    the pool of the graphs, and the tensors between two layers. None of them is in the prompts' shared memory, where
-    their graphs may write.
+    """Return the device bytes of captured towers by item. The activations are those of a whole pass: of one layer, in the pool of
+    the graphs, and the tensors between two layers. None of them is in the prompts' shared memory, where their graphs may write.
     """
     needs = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters).phases
     pool = max((needs[name][1] for name in ("pictures", "sound") if name in needs), default=0)

@@ -1,8 +1,4 @@
-"""The chart of a plan: one bar per device, with the budget as its load line.
-
-`draw` writes .svg; the same plan gives the same bytes. The shapes are laid out once, in pixels from the top left
-corner.
-"""
+"""How does the chart of a plan show each device and its budget?"""
 
 from __future__ import annotations
 

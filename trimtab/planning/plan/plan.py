@@ -1,8 +1,4 @@
-"""The frozen Plan and its file format.
-
-For each block, a plan records the tier, the bytes on every device and the reason. It prints as a table
-(`planning/plan/table.py`), and its JSON is read back equal. Bytes are integers everywhere.
-"""
+"""What does a plan record: the tier, the bytes and the reason of every block, frozen and as a file?"""
 
 from __future__ import annotations
 

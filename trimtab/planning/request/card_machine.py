@@ -1,9 +1,4 @@
-"""The Machine and Rates of a card that is not in this machine, estimated from its profile.
-
-Memory is the card's total minus the driver's share; a card that drives a display has less. Bandwidth, link and
-arithmetic are the data sheet's values times the share that programs reach. The host's memory is this machine's; the
-host's rates are assumptions.
-"""
+"""What are the Machine and Rates of a card that is not in this machine, estimated from its profile?"""
 
 from __future__ import annotations
 
@@ -43,7 +38,8 @@ def machine_of(card: Card, *, host_available_bytes: int) -> Machine:
 
 
 def rates_of(card: Card) -> Rates:
-    """Return the rates of a machine with this card."""
+    """Return the rates of a machine with this card. Bandwidth, link and arithmetic are the data sheet's values times the share that
+    programs reach; the host's rates are assumptions."""
     assumed = Rates()
     return replace(
         assumed,

@@ -1,8 +1,4 @@
-"""Budgets from a `max_memory` in transformers' form: {0: "4GiB", "cpu": "16GiB", "disk": "64GiB"}.
-
-Without an entry for a GPU, the CPU computes. Without an entry for host memory or disk, all free bytes may be used, as
-with trimtab's own budgets. Pure: no file, no torch.
-"""
+"""Which budgets does a `max_memory` in transformers' form give?"""
 
 from __future__ import annotations
 
@@ -35,7 +31,9 @@ class MemoryBudgets:
 def read_max_memory(max_memory: Any) -> MemoryBudgets:
     """Return the budgets of a max_memory in transformers' form.
 
-    Errors: RequestError for another type, unknown devices, several GPUs, a repeated device, and invalid sizes.
+    max_memory: such as {0: "4GiB", "cpu": "16GiB", "disk": "64GiB"}. Without an entry for a GPU, the CPU computes; without one for
+    host memory or disk, all free bytes may be used. Errors: RequestError for another type, unknown devices, several GPUs, a
+    repeated device, and invalid sizes.
     """
     if not isinstance(max_memory, Mapping) or not max_memory:
         raise RequestError(

@@ -1,8 +1,4 @@
-"""The user's placement: `place` patterns and device maps in transformers' form, as one decision per block.
-
-Both are read strictly: a key that names nothing, that cannot be followed or that changes nothing is an error. A
-placement must not differ silently from the requested one.
-"""
+"""Which tier does the user's placement give each block, by `place` patterns or a device map?"""
 
 from __future__ import annotations
 
@@ -123,12 +119,11 @@ def resolve_device_map(
 ) -> dict[str, Asked]:
     """Return block_path -> the request of the map for it.
 
-    The longest key that is a prefix of a module's path decides ("" is everything else); devices are int, text or any
-    object whose str() is a device. The execution device means resident, "cpu" stream (tables: gather from host memory),
-    "disk" disk (tables: rows stay in the checkpoint file). On a machine whose execution device is the CPU, "cpu" is
-    resident.
-    Errors: RequestError for keys that name nothing, other devices, modules that the map omits, blocks split over
-    devices, and keys that move weights which cannot move.
+    The longest key that is a prefix of a module's path decides ("" is everything else); devices are int, text or any object whose
+    str() is a device. The execution device means resident, "cpu" stream (tables: gather from host memory), "disk" disk (tables:
+    rows stay in the checkpoint file). On a machine whose execution device is the CPU, "cpu" is resident. Errors: RequestError for
+    keys that name nothing, other devices, modules that the map omits, blocks split over devices, and keys that move weights which
+    cannot move.
     """
     devices = {key: _device(key, value, execution_device) for key, value in device_map.items()}
     _check_keys(devices, blocks, anatomy)

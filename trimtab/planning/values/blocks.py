@@ -1,12 +1,4 @@
-"""The placement blocks of a model, with bytes, tiers, and the reasons against the other tiers; a placement against the budgets.
-
-A block is a decoder or tower layer, a gathered table, the head, or the rest of a part. Its movable bytes are the packed
-weights of its linears and fused experts, or its table; norms, convolutions, biases, buffers and embeddings that are not
-merely indexed stay on the execution device.
-
-A `Machine` is what a plan is for, a `Choice` one way to place a block, an `Item` a block with its choices, `Limits` the budgets
-with the bytes that are taken in every placement, `Totals` the sum on every device, while running and while loading.
-"""
+"""Which placement blocks does a model have, with bytes and tiers, and what does a placement take of the budgets?"""
 
 from __future__ import annotations
 
@@ -82,6 +74,9 @@ class Block:
     expert_count of each stack, of which a token uses expert_share; are_apart: they do not move with it (memory/expert_slots.py);
     beside: which linears are next to them, as in `EXPERT_LAYER_S`. layer_s: `StoredFormat.layer_s` of its weights, the most.
     attended: values that its attention, or the layer in its place, gives of a token.
+
+    A block is a decoder or tower layer, a gathered table, the head, or the rest of a part. Norms, convolutions, biases, buffers and
+    embeddings that are not merely indexed stay on the execution device.
     """
 
     block_path: str

@@ -1,13 +1,4 @@
-"""Bytes of weights in each format and location and of keys and values, seconds of a block in each tier, and the type of a card.
-
-Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured rates; they
-compare placements and do not predict a speed. A card below compute capability 8.0 gets float16 if a family's activations stay
-within its range (`engine/float16_check.py`), float32 if they are known to exceed it: Gemma 3
-(github.com/huggingface/transformers/issues/36822) and 4 (github.com/unslothai/unsloth/pull/5092,
-github.com/huggingface/transformers/pull/46277). A head of D values in 8 bits has D bytes and a float32 scale
-(engine/kv/int8.py). Rows that share a pool take pages from it (engine/kv/sequence.py). Not covered: the time that 8 bits add to
-prompts.
-"""
+"""How many bytes do weights, keys and values take, how long does a block take in each tier, and which type does a card get?"""
 
 from __future__ import annotations
 
@@ -142,8 +133,9 @@ def seconds(
 ) -> tuple[float, float]:  # fmt: skip
     """Return (seconds per request, seconds per decode step) that a block costs in a tier.
 
-    A copied block costs the longer of its copy and its computation; a gathered table costs the requested rows.
-    step_launch_s: of one kernel of a decode step, if it differs from the rates (a captured step).
+    A copied block costs the longer of its copy and its computation; a gathered table costs the requested rows. step_launch_s: of
+    one kernel of a decode step, if it differs from the rates (a captured step). The seconds come from measured rates: they compare
+    placements and do not predict a speed.
     """
     copy_Bps = rates.copy_Bps(pinned=pinned, on_cpu=on_cpu)
     if weights.row_bytes:
@@ -221,7 +213,9 @@ def keeps_16bit(dtype: str, dtype_reason: str) -> bool:
 
 def choose_dtype(model_type: str, capability: tuple[int, int] | None) -> tuple[str, str]:
     """Return the type in which a model computes on a device, and why it is not bfloat16 ("" if it is). capability: compute
-    capability; None for a CPU and for an unknown card."""
+    capability; None for a CPU and for an unknown card. float32 below 8.0 if a family's activations are known to exceed float16:
+    Gemma 3 (github.com/huggingface/transformers/issues/36822) and 4 (github.com/unslothai/unsloth/pull/5092,
+    github.com/huggingface/transformers/pull/46277)."""
     if capability is None or capability >= LEAST_BF16:
         return "bfloat16", ""
     emulated = f"bfloat16 is emulated on compute capability {capability[0]}.{capability[1]}"

@@ -1,11 +1,4 @@
-"""GPU profiles, for plans for cards that are not in this machine.
-
-Profiles are in cards.json, with their sources; `card_machine.py` makes a Machine and Rates from one. All values are
-estimates; nothing was measured.
-
-Not known: fewer lanes in a laptop, an older slot (add "pcie 3.0 x8" to the card's name), power limits, and other
-programs on the card.
-"""
+"""What is the profile of a GPU that is not in this machine?"""
 
 from __future__ import annotations
 
@@ -54,8 +47,9 @@ _SAME_WORD = {"mobile": _LAPTOP, "notebook": _LAPTOP, "max": _LAPTOP, "s": "supe
 class Card:
     """A GPU as its maker describes it. memory_mib: as its driver counts it. pcie: generation and lanes, "4.0 x8".
 
-    tflops: dense products of 16-bit values with float32 sums. source: a key of `sources()`. estimated: always true for
-    figures from a profile.
+    tflops: dense products of 16-bit values with float32 sums. source: a key of `sources()`. estimated: always true for figures from
+    a profile. All values are estimates of the data sheet (sources: cards.json). Fewer lanes in a laptop and power limits are not
+    known; for an older slot add "pcie 3.0 x8" to the name.
     """
 
     name: str

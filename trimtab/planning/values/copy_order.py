@@ -1,10 +1,4 @@
-"""The order in which a known pass copies the pieces of blocks that are copied in every step.
-
-A buffer holds one block at a time. A piece of the next block is copied as soon as the weights in its memory have been
-used, so copies continue while the rest of the block is computed: one buffer hides nearly as much of the copies as two.
-
-Pure: sizes, and objects that represent blocks.
-"""
+"""In which order does a known pass copy the pieces of blocks that are copied in every step?"""
 
 from __future__ import annotations
 
@@ -46,10 +40,11 @@ class CopyOrder:
     """The copies of a pass and their time. `due[place]` are the copies that may begin once the step at that index has
     been used.
 
-    order: the pieces in the order in which the pass enters them, those of a block adjacent. The first blocks are in the
-    `slots` buffers when the pass begins, and again when it ends; block k uses buffer k modulo `slots`. steps: the
-    copies in the order of use: single pieces, or a whole block if the pass does not enter every piece exactly once.
-    place: entered piece -> its step. last: block -> its last step.
+    order: the pieces in the order in which the pass enters them, those of a block adjacent. The first blocks are in the `slots`
+    buffers when the pass begins, and again when it ends; block k uses buffer k modulo `slots`. steps: the copies in the order of
+    use: single pieces, or a whole block if the pass does not enter every piece exactly once. place: entered piece -> its step.
+    last: block -> its last step. A piece of the next block is copied as soon as the weights in its memory have been used: one
+    buffer hides nearly as much of the copies as two.
     """
 
     def __init__(self, order: Sequence[Piece], slots: int) -> None:

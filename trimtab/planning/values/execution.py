@@ -1,14 +1,4 @@
-"""How prompts and decode steps run, the device memory that this takes, and the time of a step.
-
-A decode step runs in one of three modes. "eager": transformers' modules, one kernel after the other. "graph": the same
-modules, captured as one CUDA graph. "fused": trimtab's own kernels, captured. Captured modes need keys and values of
-every sequence at fixed addresses in addition to the prompt's cache, logits of every graph, and the graphs' nodes.
-
-Constants are measured (bench/results/cards.json, decode.json: NVIDIA H200, driver 580, torch 2.11, CUDA 13.0); for
-other cards they are an upper bound of bytes and an estimate of seconds.
-
-Not covered: graphs of several GPUs; the driver's memory for a kernel that spills registers on another card.
-"""
+"""How do prompts and decode steps run, and which device memory and time does that take?"""
 
 from __future__ import annotations
 
@@ -28,6 +18,7 @@ MIB = 2**20
 MODES = ("eager", "graph", "fused")
 CAPTURED = ("graph", "fused")
 # Steps are captured for these numbers of rows; fewer rows are padded.
+# Constants: bench/results/cards.json and decode.json (NVIDIA H200, driver 580, torch 2.11, CUDA 13.0).
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Graphs that one batch keeps (engine/decode/decode_step.py).
 MOST_GRAPHS = 16
@@ -105,11 +96,12 @@ LINK_SHARE = 0.97
 class Phase:
     """How prompts, or decode steps, run.
 
-    mode: one of MODES. bytes: device bytes by item. reason: why this mode. seconds: predicted, of a prompt before its
-    first token or of one step. is_asked: whether the mode was explicitly requested: then it is never replaced. chunks:
-    sizes in tokens of prompt chunks whose keys and values are written directly into a row's buffers, captured unless
-    the mode is eager; () if a prompt has a separate cache. estimated_s: the part of `seconds` that depends on
-    unmeasured assumptions (byte_sizes.py), or 0.
+    mode: one of MODES. bytes: device bytes by item. reason: why this mode. seconds: predicted, of a prompt before its first token
+    or of one step. is_asked: whether the mode was explicitly requested: then it is never replaced. chunks: sizes in tokens of
+    prompt chunks whose keys and values are written directly into a row's buffers, captured unless the mode is eager; () if a prompt
+    has a separate cache. estimated_s: the part of `seconds` that depends on unmeasured assumptions (byte_sizes.py), or 0. Captured
+    modes need keys and values of every sequence at fixed addresses in addition to the prompt's cache, logits of every graph, and
+    the graphs' nodes.
     """
 
     mode: str

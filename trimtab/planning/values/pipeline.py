@@ -1,13 +1,4 @@
-"""The decoder layers that are copied in every step, and the time of such a step.
-
-Copies of a step run in order on one link, into a few staging buffers. A buffer receives its next layer piece by piece,
-each once the weights in its memory have been used; after its last layer of a step, it receives the layer that the next
-step begins with. While resident layers are computed, copies run ahead by as many layers as there are buffers. Adjacent
-copied layers can therefore leave the link idle for the rest of the step; `evened` looks for a better order. If there
-are no more copied blocks than buffers, they are never copied again.
-
-Pure: blocks, choices and rates.
-"""
+"""In which order do the decoder layers that are copied in every step run, and how long does such a step take?"""
 
 from __future__ import annotations
 
@@ -73,9 +64,9 @@ def evened(
     """Return the choices with other decoder blocks copied in every step, if that takes fewer seconds: layers that are
     evenly spread, or at the end.
 
-    is_free: whether a block was not placed by hand. is_allowed: whether choices keep every budget. seconds_of: of a
-    request with these choices. All other blocks keep their choice, and so does the decoder if nothing better is
-    allowed.
+    is_free: whether a block was not placed by hand. is_allowed: whether choices keep every budget. seconds_of: of a request with
+    these choices. All other blocks keep their choice, and so does the decoder if nothing better is allowed. Adjacent copied layers
+    can leave the link idle for the rest of the step, because copies run ahead by as many layers as there are buffers.
     """
     best, best_s = list(chosen), seconds_of(chosen)
     places = [place for place, block in enumerate(blocks) if block.part == "language" and _moves(items[place], block, is_free)]

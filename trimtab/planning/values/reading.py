@@ -1,9 +1,4 @@
-"""Reads a saved plan: values become frozen dataclasses; every type and range is checked, and every error names its
-field.
-
-A file may have been written by hand, by another release or by another user. Only the exact output of `to_json` is
-accepted: no missing or additional key, whole numbers that are not below zero, finite seconds, texts where texts belong.
-"""
+"""How is a saved plan read, with every type and range checked?"""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""The adapters of a server: all in host memory, those that fit on the model, and mixes made on request.
-
-A new adapter replaces the least recently used one, never one that a row uses or that is pinned. A mix
-("medical:0.7+style:0.3") needs its own slot. If its adapters are plain LoRA, it is made from host memory and needs no
-further slots for them; with DoRA, its adapters are on the model too.
-
-On the model, each adapter has a key: its name, with the suffix "@2" after its files were read again. Rows that began
-with the old files keep the old key until they end.
-"""
+"""Which adapters does a server have in host memory and on the model?"""
 
 from __future__ import annotations
 
@@ -39,9 +31,12 @@ VERSION = "@"  # no adapter name contains it
 class AdapterCache:
     """Every adapter that may be requested: all in host memory, some on the model.
 
-    kept: names that are never removed from the model. resident_limit: how many may be on it at once, including mixes
-    (None: as many as fit the plan). lost: adapters of an earlier worker whose files can no longer be read, with the
-    reason. held: those on the model as they were read, by name; others of the model are read again.
+    kept: names that are never removed from the model. resident_limit: how many may be on it at once, including mixes (None: as many
+    as fit the plan). lost: adapters of an earlier worker whose files can no longer be read, with the reason. held: those on the
+    model as they were read, by name; others of the model are read again. The least recently used one is replaced, never one that a
+    row uses or that is pinned. A mix of plain LoRA is made from host memory in its own slot; with DoRA its adapters are on the
+    model too. An adapter's key there is its name, with the suffix "@2" after its files were read again: rows keep the old key until
+    they end.
     """
 
     def __init__(

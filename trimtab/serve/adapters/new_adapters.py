@@ -1,16 +1,4 @@
-"""Adapters that come or change while others answer: changed files are found and read, and prepared in the order of their urgency.
-
-    Watcher        a thread of the worker checks once a second and reads complete files
-    AdapterQueue   adapters whose files were read, with their remaining work
-    NewAdapters    both, and the adapters that clients load
-
-A change is accepted when two checks in a row find the same files, so that a folder is not read while it is written.
-Unreadable files are logged once, and the old adapter stays.
-
-A client waits for an adapter that it loads, and a request for one that it names: these are prepared first. Next come adapters whose
-files changed, because the old ones still answer. The adapters of the server's start come last: no request has named them yet.
-Adapters of the same urgency are prepared in the order of arrival. Imports no torch.
-"""
+"""How do adapters come or change while others answer, and which is prepared first?"""
 
 from __future__ import annotations
 
@@ -76,8 +64,9 @@ class _Folder:
 
 
 class Watcher:
-    """read: reads an adapter, given its path and name; called on the watching thread. `read_again` has (name, adapter)
-    of changed adapters. All methods except `look` may be called on any thread.
+    """read: reads an adapter, given its path and name; called on the watching thread. `read_again` has (name, adapter) of changed
+    adapters. All methods except `look` may be called on any thread. A change is accepted when two checks in a row find the same
+    files, so that a folder is not read while it is written.
     """
 
     def __init__(self, read: Callable[[str | Path, str], Any]) -> None:
@@ -155,7 +144,8 @@ def files_stamp(path: str | Path) -> Hashable | None:
 
 
 class Urgency(IntEnum):
-    """The urgency of an adapter. A smaller number is prepared first."""
+    """The urgency of an adapter. A smaller number is prepared first. Adapters that a client loads or names come first, then those
+    whose files changed, then those of the server's start; of one urgency in the order of arrival."""
 
     AWAITED = 0
     CHANGED = 1

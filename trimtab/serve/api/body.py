@@ -1,13 +1,4 @@
-"""A request's body: bytes, depth and number of values are counted as it arrives, before it is parsed.
-
-    Budget    the bytes of all bodies that are being received or answered
-    Incoming  one body that is being received, under the limits of its path
-    Reader    parses and validates a whole body outside the event loop
-
-Counting needs no parser: outside strings, every JSON value except the first follows a comma, a colon or a bracket, and
-a string is between two quotes once escaped quotes are removed. That is a few passes in C over each chunk, so a body
-that would take seconds to validate is refused at the chunk that exceeds a limit.
-"""
+"""How is a request's body received, limited before it is parsed, and validated?"""
 
 from __future__ import annotations
 
@@ -153,7 +144,9 @@ class Incoming:
 
 
 class JsonCounter:
-    """Counts depth and values of JSON text in chunks. The count of invalid JSON is arbitrary; a parser refuses it."""
+    """Counts depth and values of JSON text in chunks. The count of invalid JSON is arbitrary; a parser refuses it. Outside strings
+    every JSON value except the first follows a comma, a colon or a bracket, and a string is between two quotes once escaped quotes
+    are removed."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits

@@ -1,8 +1,4 @@
-"""Requests of Anthropic's Messages API, converted to chats, the form that the rest of the server handles.
-
-Source: Anthropic's API reference, "Messages" (version 2023-06-01). Fields without a meaning here are refused by name,
-as in `schemas.py`; `cache_control` is accepted, because the prefix cache does not need it.
-"""
+"""How do requests of Anthropic's Messages API become chats?"""
 
 from __future__ import annotations
 
@@ -149,6 +145,7 @@ class _Question(Strict):
     thinking: Thinking | None = None
 
 
+# Source: Anthropic's API reference, "Messages" (version 2023-06-01). `cache_control` is accepted without effect.
 class MessagesRequest(_Question):
     """POST /v1/messages."""
 

@@ -1,8 +1,4 @@
-"""Responses of Anthropic's Messages API: a message of blocks, whole or as named events.
-
-Source: Anthropic's API reference, "Messages" and "Streaming messages". The number of prompt tokens is known only at the
-end of a stream: `message_start` has 0, `message_delta` the number.
-"""
+"""How do answers become responses of Anthropic's Messages API, whole or as named events?"""
 
 from __future__ import annotations
 
@@ -37,6 +33,9 @@ def as_anthropics(response: Response) -> Response:
 
 
 class MessagesShape(NamedEvents):
+    """Source: Anthropic's API reference, "Messages" and "Streaming messages". `message_start` has 0 prompt tokens: their number is
+    known at the end, in `message_delta`."""
+
     prefix = "msg_"
 
     def __init__(self, body: Any) -> None:

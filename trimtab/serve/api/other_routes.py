@@ -1,7 +1,4 @@
-"""Routes without answers: embeddings, tokens of a text or chat, and the text of tokens. Each is a job without a row.
-
-Jobs of one request run one after the other, so that many texts take no more of the queue than one.
-"""
+"""How do routes without a generated answer work: embeddings, tokens of a text or chat, and the text of tokens?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Requests of OpenAI's Responses API, converted to chats. The server stores nothing between two requests.
-
-Source: OpenAI's API reference, "Responses". A request is stateless: its `input` has the whole conversation, and fields
-that refer to stored state are refused by name.
-"""
+"""How do requests of OpenAI's Responses API become chats?"""
 
 from __future__ import annotations
 
@@ -148,6 +144,8 @@ class Reasoning(Strict):
     summary: None = None
 
 
+# Source: OpenAI's API reference, "Responses". The server stores nothing: `input` has the whole conversation, and fields that refer
+# to stored state are refused by name.
 class ResponsesRequest(Strict):
     """POST /v1/responses."""
 

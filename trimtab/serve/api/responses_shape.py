@@ -1,7 +1,4 @@
-"""Responses of OpenAI's Responses API: a response of items, whole or as named events.
-
-Source: OpenAI's API reference, "Responses" and "Streaming events".
-"""
+"""How do answers become responses of OpenAI's Responses API, whole or as named events?"""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from trimtab.serve.contract.job import Event
 
 
 class ResponsesShape(NamedEvents):
-    """body: the request as a chat. given: the request itself, which an answer repeats in part."""
+    """body: the request as a chat. given: the request itself, which an answer repeats in part. Source: OpenAI's API reference,
+    "Responses" and "Streaming events"."""
 
     prefix = "resp_"
 

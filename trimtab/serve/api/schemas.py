@@ -1,10 +1,4 @@
-"""Request schemas in OpenAI's form: every field known and checked.
-
-A field that is not listed here is refused by name, and so is an unsupported value: nothing is silently ignored. null
-means that a field is absent, in every object of every request, also for unknown fields: clients send it for fields that
-they have not set. Fields beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`) have the names and meanings of
-vLLM's. Defaults are OpenAI's, including temperature 1.
-"""
+"""Which requests in OpenAI's form does the server accept, with every field known and checked?"""
 
 from __future__ import annotations
 
@@ -86,6 +80,8 @@ def kind_of(value: Any) -> str:
     return f"<{kind}>"
 
 
+# A field that is not listed is refused by name, as is an unsupported value. null means that a field is absent, in every object,
+# also for unknown fields. Fields beyond OpenAI's have vLLM's names and meanings; defaults are OpenAI's.
 class Strict(BaseModel):
     # strict: "5" is no number and 1 no boolean. Tags of unions are written <so>: they are not part of a field's path.
     model_config = ConfigDict(

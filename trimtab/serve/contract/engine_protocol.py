@@ -1,4 +1,4 @@
-"""The interface between scheduler and engine: `LoadedEngine` (engine.py), and a mock in the tests. Imports no torch."""
+"""What does the scheduler need of an engine?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Errors over HTTP: a status and OpenAI's error object, without paths of this machine.
-
-An error for clients contains words of the request and the server, none of the layers below: a hint that only the operator can
-follow is omitted, and so is a reason that names a Python argument. The operator reads both in the log.
-"""
+"""Which status and error object does an error have over HTTP?"""
 
 from __future__ import annotations
 
@@ -184,7 +180,8 @@ def is_foreign(text: str) -> bool:
 
 
 def for_clients(name: str, message: str, error_fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return an error's message and fields without what a client cannot follow. name: its class."""
+    """Return an error's message and fields without what a client cannot follow. name: its class. A hint that only the operator can
+    follow is omitted, and so is a reason that names a Python argument."""
     shown, hint = dict(error_fields), str(error_fields.get("hint") or "")
     if hint and is_foreign(hint):
         message = message.removesuffix(hint).rstrip().removesuffix(".")

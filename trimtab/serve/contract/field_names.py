@@ -1,9 +1,4 @@
-"""The client's name of a field that the server knows as a field of a chat.
-
-A request to another API becomes a chat before further checks (responses_api.py, messages_api.py), and errors name the
-chat's fields. The names here map back: field of the chat -> field of the request. A longer path keeps the rest after
-the longest named prefix: "messages[1].content[0].text" is "input[3].content[0].text" if "messages[1]" is "input[3]".
-"""
+"""What does the client call a field that the server knows as a field of a chat?"""
 
 from __future__ import annotations
 
@@ -15,7 +10,8 @@ Names = Mapping[str, str]
 
 
 def client_field(field: str, names: Names) -> str:
-    """Return the client's name of a field: the longest prefix with a name decides."""
+    """Return the client's name of a field: the longest prefix with a name decides. "messages[1].content[0].text" is
+    "input[3].content[0].text" if "messages[1]" is "input[3]"."""
     end = len(field)
     while end > 0:
         if field[:end] in names:

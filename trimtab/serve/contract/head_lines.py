@@ -1,13 +1,4 @@
-"""Which header lines of a request the server reads, the effect of a repeated one, and the one credential in them.
-
-    ONCE     a second line is refused, because two readers could use two values. These are the credentials, the host,
-             and the headers that define the body
-    LABELS   a repeated one counts as absent, as in W3C Trace Context section 3.2 for `traceparent`
-    LISTS    all lines are one list. RFC 9110 section 5.3
-
-No other line is read: `X-Forwarded-For`, `Forwarded`, `Cookie`, `Idempotency-Key` and the like have no effect, in any
-number. Each `Connection` and `Expect` line counts, as the HTTP parser reads them.
-"""
+"""Which header lines of a request does the server read, what does a repeated one do, and which credential do they hold?"""
 
 from __future__ import annotations
 
@@ -31,7 +22,13 @@ class DifferentKeysError(Exception):
 
 
 def repeated(lines: Lines) -> str | None:
-    """Return the first name of ONCE that has two lines, None if there is none."""
+    """Return the first name of ONCE that has two lines, None if there is none.
+
+    ONCE     a second line is refused, because two readers could use two values. These are the credentials, the host,
+             and the headers that define the body
+    LABELS   a repeated one counts as absent, as in W3C Trace Context section 3.2 for `traceparent`
+    LISTS    all lines are one list. RFC 9110 section 5.3
+    """
     seen: set[bytes] = set()
     for name, _ in lines:
         if name in _ONCE:

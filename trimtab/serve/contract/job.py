@@ -1,4 +1,4 @@
-"""A job: a client's request inside the server, and the events that it receives. Imports no torch."""
+"""What is a job: a client's request inside the server, and the events that it receives?"""
 
 from __future__ import annotations
 

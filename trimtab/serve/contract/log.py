@@ -1,10 +1,4 @@
-"""The server's log: one line per event with time, level and request id, as text or JSON; one line per request.
-
-A request has an id: the client's (one X-Request-Id, short and plain) or a new one. Every answer has it, every line that
-is written during the request has it, and an answer with status 500 has the id of its traceback in the log (`error_id`).
-No line has a key, an address, a message or an answer. Values from clients are shortened. A log that cannot be written
-(a full disk, a closed reader) loses lines but never ends the server.
-"""
+"""What does the server log: which lines, with which fields and ids?"""
 
 from __future__ import annotations
 
@@ -99,7 +93,8 @@ def drop_tracebacks(exc: BaseException) -> None:
 
 
 class Unfailing:
-    """A stream that drops text that cannot be written. Everything else is delegated to the stream."""
+    """A stream that drops text that cannot be written. Everything else is delegated to the stream. A log that cannot be written (a
+    full disk, a closed reader) never ends the server."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -240,8 +235,9 @@ def _line(text: str) -> str:
 
 
 class Journal:
-    """Gives each request its id, counts its status, and writes one line about it. paths: of all routes. spans: makes a
-    trace of it.
+    """Gives each request its id, counts its status, and writes one line about it. paths: of all routes. spans: makes a trace of it.
+    An answer with status 500 has the id of its traceback in the log (`error_id`). No line has a key, an address, a message or an
+    answer.
     """
 
     def __init__(self, app: ASGIApp, counts: Counts, paths: Sequence[str] = (), spans: Spans | None = None) -> None:

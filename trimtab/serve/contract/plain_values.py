@@ -1,8 +1,4 @@
-"""Refuses numbers and texts in schemas, tools and call arguments that JSON cannot represent.
-
-Python reads `NaN`, `1e999`, half a surrogate pair and integers of thousands of digits. The tokenizer and llguidance do
-not, and a request with them would fail there.
-"""
+"""Which numbers and texts of schemas, tools and call arguments can JSON not represent?"""
 
 from __future__ import annotations
 
@@ -19,7 +15,8 @@ def check_values(value: Any, *, field: str) -> None:
     """Raise RequestError for NaN, for a number beyond float64, and for half a surrogate pair, also in the name of a
     field.
 
-    value: as a JSON parser gives it, of bounded depth and size.
+    value: as a JSON parser gives it, of bounded depth and size. Python reads such values; the tokenizer and llguidance do not, and
+    a request with them would fail there.
     """
     waiting = [value]
     while waiting:

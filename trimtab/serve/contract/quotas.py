@@ -1,4 +1,4 @@
-"""Limits of one API key: concurrent requests, requests per minute, tokens per day. Counted in memory since the start."""
+"""How many requests and tokens may one API key have?"""
 
 from __future__ import annotations
 

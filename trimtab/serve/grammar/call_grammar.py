@@ -1,9 +1,4 @@
-"""The grammar for a mandatory tool call: the texts that a model may write in its family's form, for llguidance.
-
-llguidance itself enforces a function's schema on arguments in JSON. For Gemma 4's form and Qwen's tags, this module makes the
-rules from the schema: they enforce names, required ones, types, enums, lengths and numbers' bounds, but not `pattern` and `format`
-of texts. Source of the grammar's own syntax: llguidance, docs/syntax.md.
-"""
+"""Which texts may a mandatory tool call be, in its family's form, as a grammar for llguidance?"""
 
 from __future__ import annotations
 
@@ -43,9 +38,10 @@ def calls_grammar(
 ) -> str:
     """Return the grammar for one or more calls of these functions.
 
-    mark: the text of a control token -> its form in a grammar. several: whether more than one call is allowed. after: the text
-    that is already written, the form's opening mark or BARE_HEAD; then the grammar describes the rest of that opening. Errors:
-    RequestError for schemas with too many rules.
+    mark: the text of a control token -> its form in a grammar. several: whether more than one call is allowed. after: the text that
+    is already written, the form's opening mark or BARE_HEAD; then the grammar describes the rest of that opening. Errors:
+    RequestError for schemas with too many rules. llguidance enforces a function's schema on arguments in JSON. Rules for Gemma 4's
+    form and Qwen's tags do not enforce `pattern` and `format` of texts. Source of the syntax: llguidance, docs/syntax.md.
     """
     return _Grammar(form, mark, after).text(functions, several=several)
 

@@ -1,9 +1,4 @@
-"""The process that compiles each grammar before the worker does: a compile that never ends or takes all memory ends with it.
-
-Started and watched by prover.py. Frames on standard input: the vocabulary, then one GrammarSource after the other. Frames
-on standard output: an empty one once the vocabulary is read, then the answer to each source. The process ends with its standard
-input, also while it compiles. Imports no torch, and nothing of transformers.
-"""
+"""How does a separate process compile a grammar before the worker does?"""
 
 from __future__ import annotations
 
@@ -92,7 +87,8 @@ def write_frame(stream: IO[bytes], data: bytes) -> None:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer until standard input ends. Standard input has frames: the vocabulary, then one GrammarSource after the other. Standard
+    output has an empty frame once the vocabulary is read, then the answer to each source."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
     answers = sys.stdout.buffer
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()

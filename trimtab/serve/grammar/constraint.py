@@ -1,7 +1,4 @@
-"""Answers restricted to a JSON schema: at every step only tokens that can still lead to a valid answer are sampled.
-
-The grammar work is llguidance's (the library behind several servers' structured output); here it meets our sampler.
-"""
+"""Which tokens can still lead to an answer that satisfies a JSON schema?"""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Schemas without allOf, anyOf, oneOf and lists of types, for grammars of calls that are not JSON.
-
-A schema becomes alternatives: a value satisfies it if it satisfies one of them. What has no such form is refused. Sources of the
-meaning of keywords: JSON Schema 2020-12, and `definitions` and lists of `items` of draft 7. llguidance refuses the keywords that
-are not here, because it compiles each schema of parameters in addition (source.py).
-"""
+"""Which alternatives without allOf, anyOf, oneOf and lists of types does a schema have?"""
 
 from __future__ import annotations
 
@@ -26,7 +21,8 @@ MOST_ALTERNATIVES, MOST_DEPTH = 256, 64
 
 
 class PlainSchemas:
-    """The alternatives of one tool's schemas. root: its parameters, to which references lead. tool: its name, for errors."""
+    """The alternatives of one tool's schemas. root: its parameters, to which references lead. tool: its name, for errors. Sources:
+    JSON Schema 2020-12, and `definitions` and lists of `items` of draft 7."""
 
     def __init__(self, root: Mapping[str, Any], tool: str) -> None:
         self._root, self._tool = root, tool

@@ -1,8 +1,4 @@
-"""One process that compiles grammars, its limits of time and memory, and how it is ended.
-
-llguidance has no bound for some grammars, and a matcher cannot travel between processes. So each grammar is compiled in another
-process first; a source that compiled there within the limits is compiled here again (docs/decisions/0035-grammars-in-a-process.md).
-"""
+"""How is the process that compiles grammars started, limited and ended?"""
 
 from __future__ import annotations
 
@@ -54,7 +50,8 @@ class Proof:
 class GrammarProver:
     """The process, which begins with `start` or the first grammar. command: another program to start, for tests.
 
-    One thread uses it; `close` may be called by another.
+    One thread uses it; `close` may be called by another. llguidance has no bound for some grammars, and a matcher cannot travel
+    between processes: a source that compiled there is compiled here again (docs/decisions/0035).
     """
 
     def __init__(self, command: list[str] | None = None) -> None:

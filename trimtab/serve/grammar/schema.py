@@ -1,9 +1,4 @@
-"""Checks of a JSON schema before it is compiled: its options, whether any finite value satisfies it, the cost of its patterns.
-
-`{"$ref": "#"}` is satisfied by no value that ends, and neither is an object whose required property is such an object
-again: an answer would be empty or never end. llguidance refuses every other schema that it cannot enforce. A schema is
-called endless only where that is certain; schemas that this file does not know count as satisfiable.
-"""
+"""Are a JSON schema's options valid, and does any finite value satisfy it?"""
 
 from __future__ import annotations
 
@@ -54,7 +49,8 @@ def check_options(schema: Mapping[str, Any], *, field: str) -> None:
 
 
 def check_ends(schema: Mapping[str, Any], *, field: str) -> None:
-    """Raise RequestError if no finite value satisfies the schema, or if its references are too many to follow."""
+    """Raise RequestError if no finite value satisfies the schema, or if its references are too many to follow. `{"$ref": "#"}` is
+    satisfied by no value that ends. A schema is called endless only where that is certain."""
     if any("$ref" in node for node in nodes_of(schema)) and not _Ends(schema, field).has_finite_value():
         raise RequestError("no finite value satisfies it: its references lead back to themselves", field=field)
 

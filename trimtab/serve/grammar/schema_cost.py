@@ -1,8 +1,4 @@
-"""Keywords of a JSON schema whose grammar costs more than its bytes: the cost of each, and the most that a request may have.
-
-Measured with llguidance 1.9.1 on schemas below 64 KiB. A keyword that is not in `LIMITS` costs milliseconds for each KiB there.
-Other costs end at the limits of the process that compiles (compiling.py).
-"""
+"""Which keywords of a JSON schema cost more than its bytes, and how much may a request have?"""
 
 from __future__ import annotations
 
@@ -35,7 +31,8 @@ _MANY = 2**31
 @dataclass(frozen=True)
 class Limit:
     """The most that all schemas of a request may have of one cost. cost: of the schema, or of its `Merges` if is_of_merges. what:
-    the cost in words, with {count} and {most}.
+    the cost in words, with {count} and {most}. Costs are measured with llguidance 1.9.1 on schemas below 64 KiB. A keyword without
+    a limit costs milliseconds for each KiB there.
     """
 
     most: int

@@ -1,8 +1,4 @@
-"""The constraint of an answer as plain values, and its grammars for llguidance.
-
-The same text is compiled twice: first in a process that can be ended (child.py), then where the answer is made. Imports
-no torch.
-"""
+"""What is the constraint of an answer as plain values, and which grammars does it have for llguidance?"""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""The HTTP application: OpenAI's routes on a pool of models, and the HTTP form of every error.
-
-    GET  /health  /ready  /metrics  /openapi.json  /v1/models  /v1/models/{id}
-    POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/embeddings  /tokenize  /detokenize
-    POST /v1/load_lora_adapter  /v1/unload_lora_adapter
-    GET  /api/status  and, as `extra`, the page: /  /page/...
-
-This module refuses each mistake that the request alone shows; `answers.py` sends answers.
-"""
+"""Which HTTP application serves a pool of models, and which form has every error?"""
 
 from __future__ import annotations
 

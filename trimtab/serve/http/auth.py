@@ -1,12 +1,4 @@
-"""Access control: keys, the address of the request, and the size and type of its body, before anything reads it.
-
-A server without a key listens on this machine alone, and even then a web page in a browser here could call it. Two checks
-keep pages of other sites out: the Host header has to be this machine (a name that resolves to this machine is refused), and
-a POST has to be JSON (which a browser sends to another site only after a preflight, and CORS is off).
-
-The credential is read here, once. It travels with the request (`request.state.credential`), and access, quota, turn, owner of
-cached prefixes, log and metrics depend on it.
-"""
+"""Who may send a request: by its key, its address, and the size and type of its body?"""
 
 from __future__ import annotations
 
@@ -35,7 +27,12 @@ THIS_MACHINE = "this machine"
 
 
 class AccessMiddleware:
-    """Checks the key and counts the bytes of a body before anything reads it. body_limits: the limits of each path."""
+    """Checks the key and counts the bytes of a body before anything reads it. body_limits: the limits of each path.
+
+    Without a key a web page in a browser here could call the server: the Host header has to be this machine (a name that resolves
+    to it is refused), and a POST has to be JSON (which a browser sends to another site only after a preflight). The credential is
+    read once, into `request.state.credential`.
+    """
 
     def __init__(self, app: ASGIApp, live: Live, body_limits: Callable[[str], BodyLimits]) -> None:
         self._app, self._body_limits = app, body_limits

@@ -1,7 +1,4 @@
-"""The socket that a server listens on: the address is taken before any worker process starts. It needs nothing of HTTP.
-
-Connections that come before the server accepts them wait in the system's queue.
-"""
+"""On which socket does a server listen, taken before any worker process starts?"""
 
 from __future__ import annotations
 

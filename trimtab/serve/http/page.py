@@ -1,8 +1,4 @@
-"""The page at `/`: files of the package, read once, sent with a policy that allows connections to this server only.
-
-The page is open to every client of the server: it has no secret. It takes the key from its user, and the key
-goes with every request that reads or changes something.
-"""
+"""Which files are the page at `/`, and with which policy are they sent?"""
 
 from __future__ import annotations
 

@@ -1,15 +1,4 @@
-"""Is an IP address public, by IANA's registries and equally on every Python?
-
-`ipaddress` defines global addresses differently in different Python releases, and does not know every IPv6 form that
-contains an IPv4 address. So both must agree: `ipaddress`, and the networks below. In IPv6, only global unicast
-(2000::/3) is public, and two forms with a public IPv4 address inside: IPv4-mapped, and the well-known NAT64 prefix.
-
-Source, read in 2025: IANA IPv4 and IPv6 Special-Purpose Address Registries (RFC 6890 and its updates); RFC 1112 and
-4291 (multicast), 3879 (site-local), 4213 and 4291 (IPv4-compatible), 5214 (ISATAP), 6052 and 8215 (NAT64), 7526 (6to4),
-7915 (IPv4-translated), 9602 (SRv6), 9637 (documentation). Networks that a registry calls globally reachable although
-they are inside one that is not (192.0.0.9, 2001:20::/28 and others) have no servers of images, and count as the
-surrounding one.
-"""
+"""Is an IP address public, by IANA's registries and equally on every Python?"""
 
 from __future__ import annotations
 
@@ -57,7 +46,13 @@ _ISATAP = (0x00005EFE, 0x02005EFE)
 
 
 def is_public(address: str) -> bool:
-    """Whether an address, and the IPv4 address inside it, are public."""
+    """Whether an address, and the IPv4 address inside it, are public.
+
+    Only global unicast (2000::/3) is public in IPv6, and IPv4-mapped and well-known NAT64 forms of a public IPv4 address. Python's
+    releases differ, so `ipaddress` and the networks here must agree. Source, read in 2025: IANA IPv4 and IPv6 Special-Purpose
+    Address Registries; RFC 1112, 3879, 4213, 4291, 5214, 6052, 7526, 7915, 8215, 9602, 9637. Reachable networks inside one that is
+    not (192.0.0.9, 2001:20::/28) count as that one.
+    """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
         return ip.is_global and not any(ip in network for network in _V4)

@@ -1,8 +1,4 @@
-"""Removes long base64 from a body before it is parsed as JSON, chunk by chunk.
-
-A parser holds the GIL from the first byte of a string to its last: an image of 20 MiB would block every other request
-of the process for 10 to 30 ms. The removed base64 is decoded in small chunks, and a random name replaces it.
-"""
+"""How is long base64 removed from a body before it is parsed as JSON?"""
 
 from __future__ import annotations
 
@@ -32,7 +28,8 @@ Cut = Mapping[str, bytes | None]
 
 
 def cut_media(body: bytes | bytearray) -> tuple[bytes | bytearray, Cut]:
-    """Return the body with long base64 of images and audio replaced by names, and the bytes of each name."""
+    """Return the body with long base64 of images and audio replaced by names, and the bytes of each name. A parser holds the GIL
+    from the first byte of a string to its last: 10 to 30 ms for an image of 20 MiB."""
     pieces: list[bytes | bytearray] = []
     media: dict[str, bytes | None] = {}
     last = 0

@@ -1,9 +1,4 @@
-"""Images by URL: only from hosts that the operator named, never from a private network, within limits of size and time.
-
-The resolved addresses of a name are checked, and the connection uses them, so that a different second resolution has no
-effect. Redirects are not followed. One deadline covers the time from the first packet to the last byte: then the socket
-is closed, even if single bytes still arrive.
-"""
+"""How are images fetched by URL, only from hosts that the operator named and never from a private network?"""
 
 from __future__ import annotations
 
@@ -30,7 +25,8 @@ AT_ONCE, OF_ONE_CLIENT = 8, 4
 
 
 class Fetcher:
-    """Fetches images from the allowed hosts."""
+    """Fetches images from the allowed hosts. The connection uses the resolved addresses that were checked. Redirects are not
+    followed. One deadline covers the time from the first packet to the last byte."""
 
     def __init__(self, settings: Settings) -> None:
         self._hosts = {host.lower() for host in settings.allow_fetch}

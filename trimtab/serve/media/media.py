@@ -1,9 +1,4 @@
-"""Images and audio of a request: bytes from data URLs, base64 or allowed hosts, measured before they are decoded.
-
-Nothing here decodes pixels or samples; the worker does. The checks read only a few header bytes, so that a
-decompression bomb is refused before it is decoded. Sizes are counted as decoded in memory, independent of the seconds
-or bytes in a header.
-"""
+"""Which images and audio does a request have, measured before they are decoded?"""
 
 from __future__ import annotations
 
@@ -62,7 +57,8 @@ def from_text(text: str, *, field: str, cut: Cut | None = None, start: int = 0) 
 
 @dataclass
 class Total:
-    """The images and audio of one request, counted from their headers in their order. limits: of each of them, and of all."""
+    """The images and audio of one request, counted from their headers in their order. limits: of each of them, and of all. Only
+    headers are read, so that a decompression bomb is refused; sizes are counted as decoded in memory."""
 
     limits: Limits
     pixels: int = 0

@@ -1,11 +1,4 @@
-"""One OpenTelemetry trace per request: times of the queue, the prompt and the tokens, without texts.
-
-    pip install 'trimtab[otel]';  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 trimtab serve MODEL --otel
-
-A client's `traceparent` (W3C Trace Context) makes the request a part of its trace. Spans are made when a request has
-ended, from its log fields. Names of attributes follow OpenTelemetry's semantic conventions for HTTP and generative AI,
-if they exist.
-"""
+"""What does the OpenTelemetry trace of a request hold?"""
 
 from __future__ import annotations
 
@@ -30,7 +23,9 @@ METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "CONNECT"
 
 
 class Spans:
-    """Makes a request's spans. tracer: OpenTelemetry's. close: writes the remaining spans, at the server's end."""
+    """Makes a request's spans. tracer: OpenTelemetry's. close: writes the remaining spans, at the server's end. Spans are made from
+    the log fields when a request has ended. A client's `traceparent` (W3C Trace Context) makes the request a part of its trace.
+    Names follow OpenTelemetry's semantic conventions for HTTP and generative AI."""
 
     def __init__(self, tracer: Any, close: Callable[[], None] = lambda: None) -> None:
         from opentelemetry import trace

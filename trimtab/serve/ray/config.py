@@ -1,9 +1,4 @@
-"""The configuration for Ray Serve: models, settings, copies and their resources, as plain values and as a file.
-
-Ray builds the application on a machine of the cluster, so all inputs are sent as JSON values: `arguments_of` writes
-them, `read_arguments` converts them to models and settings there, and `config` is the file for `serve deploy`. Imports
-neither Ray nor torch.
-"""
+"""What is the configuration for Ray Serve, as plain values and as a file?"""
 
 from __future__ import annotations
 
@@ -53,8 +48,8 @@ def arguments_of(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the inputs of an application, as plain values. Paths that exist here become absolute.
 
-    replicas: fewest and most copies of each model. gpus, cpus: one copy's share (gpus None: one for each copy of a
-    model that may use one, if Ray has any). Errors: RequestError for settings without effect or without support on Ray.
+    replicas: fewest and most copies of each model. gpus, cpus: one copy's share (gpus None: one for each copy of a model that may
+    use one, if Ray has any). Errors: RequestError for settings without effect or without support on Ray.
     """
     if not cpus > 0:
         raise RequestError("must be above zero", field="--cpus-per-replica", value=cpus)

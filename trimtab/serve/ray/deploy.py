@@ -1,11 +1,4 @@
-"""The server as a Ray Serve application: the same app and the same workers. Needs `pip install trimtab[ray]`.
-
-    application(arguments)   run by Ray; also named in the printed file
-    run(arguments, ...)      deploys it, on a reachable Ray or a local one, and waits until a signal ends it
-
-Ray Serve starts, watches, replaces and scales copies, distributes requests, and sends those with an adapter to copies
-that have it. The ingress (`ingress.py`) is the single server's app, a copy (`replica.py`) its worker.
-"""
+"""How does the server run as a Ray Serve application?"""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The HTTP ingress inside Ray Serve: the single server's app and pool, with a copy of a model in place of each worker.
-
-`Replicas` has the interface of a supervisor: it takes jobs, emits their events and knows the state. Names, queues,
-deadlines, limits, keys and errors therefore use the same code. There is one ingress: it knows the adapters that clients
-loaded, and forgets them if Ray restarts it.
-"""
+"""How does the single server's app answer inside Ray Serve, with copies of a model in place of workers?"""
 
 from __future__ import annotations
 
@@ -50,7 +45,8 @@ log = logging.getLogger("trimtab.serve")
 
 
 class Ingress:
-    """The ingress of the application. arguments: from `config.arguments_of`. handles: one per model, in their order."""
+    """The ingress of the application. arguments: from `config.arguments_of`. handles: one per model, in their order. There is one:
+    it knows the adapters that clients loaded, and forgets them if Ray restarts it."""
 
     def __init__(self, arguments: Mapping[str, Any], *handles: Any) -> None:
         # sse-starlette would cut streams as soon as this process gets a signal.

@@ -1,10 +1,4 @@
-"""One copy of a model inside Ray Serve: a supervised worker, as in the single server, and its loaded adapters.
-
-Ray's multiplexing knows the adapters that were used here last, as many as may be on the model at once, and sends
-requests to a copy that has theirs. An adapter that Ray forgets stays in this copy's host memory, as on the single
-server: its next use costs a swap, not a read. A copy is ready when its model is loaded; it is unhealthy once its worker
-is given up, and Ray then replaces it.
-"""
+"""What is one copy of a model inside Ray Serve?"""
 
 from __future__ import annotations
 
@@ -29,7 +23,9 @@ class Replica:
     """One copy of a model.
 
     worker_settings: the settings of the worker, with its first adapters. places: the number of adapters that Ray may assign to this
-    copy (-1: no limit). Pinned adapters are on every copy and do not count.
+    copy (-1: no limit). Pinned adapters are on every copy and do not count. Ray's multiplexing sends requests to a copy that has
+    their adapter. An adapter that Ray forgets stays in this copy's host memory. A copy is unhealthy once its worker is given up,
+    and Ray then replaces it.
     """
 
     async def __init__(self, worker_settings: Mapping[str, Any], retry: bool, places: int) -> None:  # type: ignore[misc]

@@ -1,10 +1,4 @@
-"""Compiling the schemas of answers on separate threads, where clients take turns, each with a process that can be ended.
-
-A schema may take seconds to compile, and some never end. The threads delay neither tokens nor prompts, and a client uses one of
-them at a time: slow schemas of one client delay no other client. Each grammar is compiled first in the thread's process
-(prover.py), which is killed at its limits and when the client leaves. Threads are daemons: the worker ends without waiting for
-them, and the processes end with it.
-"""
+"""On which threads are the schemas of answers compiled, and whose turn is it?"""
 
 from __future__ import annotations
 
@@ -38,7 +32,9 @@ class _Compile(Work):
 
 
 class Compiling:
-    """The threads, which begin with the first work and end when this is collected. most: how many there are."""
+    """The threads, which begin with the first work and end when this is collected. most: how many there are. A client uses one
+    thread at a time: its slow schemas delay no other client. Threads are daemons, and their processes are killed at their limits
+    and when the client leaves."""
 
     def __init__(self, *, most: int = MOST_AT_ONCE) -> None:
         self._threads = _Threads(most)

@@ -1,13 +1,4 @@
-"""Which prompts are in progress at once, which of them has the next piece, and what share of them runs behind one decode step.
-
-One prompt of any length is in progress, the `first`, and next to it short ones, each at most half as long and half of the
-`Room` that is left. Prompts of rows and those that need none (`Rowless`: embeddings, log-probabilities) have a first one each,
-and share the `Room`. Short ones take turns (`InProgress`). A turn is a step of all rows and, behind it, chunks of prompts:
-together at most `RATIO` times the median step of as many rows (`Budget`). A pass of towers (`TOWERS`) has no bound. Reasons:
-docs/decisions/0037.
-
-Pure: callers report durations, this module measures none.
-"""
+"""Which prompts are in progress at once, which of them has the next piece, and what share of them runs behind one decode step?"""
 
 from __future__ import annotations
 
@@ -90,7 +81,8 @@ class InProgress(Generic[Entry]):
     """The prompts in progress.
 
     first: the one of any length. place: whose keys and values are counted as those of the first: that one, also after `remove`,
-    until `free`. room: for the others.
+    until `free`. room: for the others. One prompt of any length is in progress, and next to it short ones, each at most half as
+    long and half of the `Room` that is left.
     """
 
     def __init__(self, room: Room[Entry]) -> None:
@@ -254,7 +246,9 @@ class Rowless(Generic[Request]):
 
 
 class Budget:
-    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step."""
+    """The durations of steps and chunks. sizes: of chunks that an engine runs; empty for any. least: of a chunk behind a step. A
+    turn is a step of all rows and chunks of prompts behind it: together at most `RATIO` times the median step of as many rows. A
+    pass of towers has no bound. Reasons: docs/decisions/0037."""
 
     def __init__(self, sizes: Sequence[int] = ()) -> None:
         self.sizes, self._tries = tuple(sorted(sizes)) or SIZES, not sizes

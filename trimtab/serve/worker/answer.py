@@ -1,7 +1,4 @@
-"""A running answer of the engine: its prompt, then its row, its tokens as the parts of a response, and the errors that end it.
-
-Features that a checkpoint lacks are refused here with "not supported: NAME".
-"""
+"""What is a running answer of the engine: its prompt, its row, its tokens as the parts of a response, its errors?"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Jobs become rows of a batch, and tokens become the text that clients receive.
-
-Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters. Embeddings and log-probabilities of
-prompts need no row: they are computed chunk by chunk (`run_chunk`).
-"""
+"""How do jobs become rows of a batch, and tokens the text that clients receive?"""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The number of requests that a worker decodes together: the requested one, or the most that moves no block.
-
-More rows need more memory for keys and values, logits and graphs. Without a requested number, the worker takes the
-largest of `PLANNED` whose plan keeps every block in the same tier as the plan of the smallest, and runs prompts and
-steps in the same way.
-"""
+"""How many requests does a worker decode together: the requested number, or the most that moves no block?"""
 
 from __future__ import annotations
 
@@ -27,8 +22,9 @@ def check_rows(rows: int | None) -> None:
 
 
 def plan_rows(request: LoadRequest, rows: int | None, make: Callable[[LoadRequest], Plan]) -> Plan:
-    """Return the plan of a request for this many rows (None: as many as change no placement). `plan.request.batch` is the
-    number. Errors: those of `make`."""
+    """Return the plan of a request for this many rows (None: as many as change no placement). `plan.request.batch` is the number.
+    Errors: those of `make`. Without a number it is the largest of `PLANNED` whose plan keeps every block in the same tier as the
+    plan of the smallest, and runs prompts and steps in the same way."""
     if rows is not None:
         return make(replace(request, batch=rows))
     least = make(replace(request, batch=PLANNED[-1]))

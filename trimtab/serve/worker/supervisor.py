@@ -1,10 +1,4 @@
-"""The API process's side of a worker: it starts the worker, sends jobs, reads events, and restarts it after a crash.
-
-Every job ends in exactly one "done" or "error" event, also if the worker ends. When the pipe breaks, each running job
-gets a named error at once, or is given to the next worker if it had sent nothing yet and retries are on.
-Threads: one receives from the pipe, one sends to it (ipc.py); callers may be on any thread, and the receiving thread calls
-`emit`.
-"""
+"""How is a worker started, given jobs, read and restarted after a crash?"""
 
 from __future__ import annotations
 
@@ -214,7 +208,9 @@ class Supervisor:
     """Keeps one worker alive. settings: those of `worker.main`. retry: send a job without an event to the next worker, once.
 
     patience: how long it may be silent. on_change: called (on any thread) when `state` changes. target: the function that the
-    process runs.
+    process runs. Every job ends in exactly one "done" or "error" event. When the pipe breaks, a running job gets a named error, or
+    the next worker if it had sent nothing yet and retries are on. One thread receives from the pipe and calls `emit`, one sends to
+    it (ipc.py).
     """
 
     def __init__(

@@ -1,11 +1,4 @@
-"""The worker process: it loads a plan, answers jobs from the pipe, and ends when the pipe closes.
-
-Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", "job"}, {"do": "cancel", "id"}, {"do":
-"call", "id", "what", ...} for adapters and numbers, {"do": "drain"}. Messages from it: {"say": "loading", "done",
-"of"} and {"say": "phase", "phase", "far"} until {"say": "ready", ...}, {"say": "events", "events"} (without events: a
-beat), {"say": "busy", "what", "most_s"} before long work, {"say": "reply", "id", "value" or "error"}, {"say": "fatal",
-"error"} just before it ends because its device is unusable.
-"""
+"""What does the worker process do: load a plan, answer jobs from the pipe, and end with it?"""
 
 from __future__ import annotations
 
@@ -68,6 +61,11 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     (the longest prompt; None: the context), stop_at_turn_end (as for `ServedModel`), media (the fields of
     `ServedMedia`, of which the seconds of audio limit each request; none: no memory is planned for images and audio),
     plan (of the previous worker, as JSON; None: plan now).
+
+    Messages to it: {"do": "submit", "job"}, {"do": "cancel", "id"}, {"do": "call", "id", "what", ...} for adapters and numbers,
+    {"do": "drain"}. Messages from it: {"say": "loading", "done", "of"} and {"say": "phase", "phase", "far"} until {"say": "ready",
+    ...}, {"say": "events", "events"} (without events: a beat), {"say": "busy", "what", "most_s"} before long work, {"say": "reply",
+    "id", "value" or "error"}, {"say": "fatal", "error"} just before it ends because its device is unusable.
     """
     # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API
     # process closes the pipe.

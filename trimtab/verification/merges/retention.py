@@ -1,13 +1,4 @@
-"""The share of an adapter's change that a merged weight retains, and the size of other changes.
-
-With D = merged - base, and delta, the adapter's exact change:
-
-    survived = <D, delta> / <delta, delta>        1: all of it is there; 0: rounded away; 2: merged twice
-    noise    = ||D - survived x delta|| / ||delta||   other changes of the weight, relative to the norm of delta
-
-A merge into 4 bits can keep 0.9 of the change and add ten times as much noise, so both are reported. Computed in
-float64 from float32 chunks of one weight at a time. Imports only torch.
-"""
+"""Which share of an adapter's change does a merged weight retain, and how large are other changes?"""
 
 from __future__ import annotations
 
@@ -41,7 +32,9 @@ class Survival:
 def survival(module_path: str, base: Tensor, merged: Tensor, delta: Tensor) -> Survival:
     """Return the share of a change in a merged weight. Shapes: [D_out, D_in] each, any floating dtypes, one device.
 
-    A change of length 0 has survived (1.0) if the merged weight is the base's, and not (0.0) otherwise.
+    A change of length 0 has survived (1.0) if the merged weight is the base's, and not (0.0) otherwise. With D = merged - base:
+    survived = <D, delta> / <delta, delta> (1: all of it is there; 0: rounded away; 2: merged twice), noise = ||D - survived x
+    delta|| / ||delta||. A merge into 4 bits can keep 0.9 of the change and add ten times as much noise.
     """
     step = max(1, _PIECE_VALUES // max(1, base.shape[-1]))
     along = squared = changed = weight = 0.0

@@ -1,8 +1,4 @@
-"""A merge of the stock stack: base, adapter loaded, merged, in one process, step by step.
-
-Runs in the same interpreters as `stock_run`. Each LoRA layer's `merge` is wrapped, so that the weight before and after
-it can be compared with the adapter's exact change; PEFT's `merge_and_unload` itself is called as a user would.
-"""
+"""What does a merge of the stock stack do: base, adapter loaded, merged, step by step?"""
 
 from __future__ import annotations
 
@@ -30,9 +26,10 @@ ROUNDING_WARNING = "may get different generations"
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one lane.
 
-    request: folder, adapter, quant, dequantize ("" | "base" | "adapted"), dtype, device, items, out, new_tokens. Emits
-    stage lines (with the peaks so far), `said` lines (who: adapter, base, merged), one `survival` and one `merge` line;
-    an exception of stock is an `upstream` line.
+    request: folder, adapter, quant, dequantize ("" | "base" | "adapted"), dtype, device, items, out, new_tokens. Emits stage lines
+    (with the peaks so far), `said` lines (who: adapter, base, merged), one `survival` and one `merge` line; an exception of stock
+    is an `upstream` line. Each LoRA layer's `merge` is wrapped, so that the weight before and after it can be compared with the
+    exact change.
     """
     with stock_route.emit_if_raised(emit):
         _run(request, emit)

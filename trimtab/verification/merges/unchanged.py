@@ -1,10 +1,4 @@
-"""Are the tensors that no adapter changes the base's in a merged checkpoint? Every value is compared, a few rows at a time.
-
-A tensor is right if it has the base's bytes, or the base's values rounded once to the dtype of the merged file. Of a packed base
-they are the exact values, or those that its format unpacks. A tensor that the merged files have packed has to hold the levels
-that the base's values pack to (weights.py). Tensors that the loader makes of several file tensors are compared by these,
-and whole in float32 only where the two folders are laid out differently.
-"""
+"""Are the tensors that no adapter changes the base's in a merged checkpoint?"""
 
 from __future__ import annotations
 
@@ -102,7 +96,9 @@ class FileWeights:
 def compare_others(ours: FileWeights, theirs: FileWeights, changed: Collection[str]) -> OtherTensors:
     """Return the comparison of every tensor of the model that is not in `changed`, a set of tensor paths.
 
-    ours: the base. theirs: the merged checkpoint.
+    ours: the base. theirs: the merged checkpoint. A tensor is right if it has the base's bytes, or the base's values rounded once
+    to the dtype of the merged file. A tensor that the merged files have packed has to hold the levels that the base's values pack
+    to.
     """
     paths = [path for path in sorted({*_paths(ours), *_paths(theirs)}) if path not in changed]
     count = phases.counting("comparing the weights that no adapter changes, tensor")

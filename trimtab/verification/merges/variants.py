@@ -1,10 +1,4 @@
-"""Merge lanes: the effect of each way to merge on the answers, on any model and adapter.
-
-Every lane answers the prompts three times (base, adapter loaded, merged) and reports for each prompt whose answer the
-merged model gives. Greedy texts decide the labels. The KL to the adapter-loaded output, and the share of the adapter's
-change in the merged weights, are reported too. `adapter_vs_base` merges nothing: it shows that the adapter has an
-effect, and its answers in bf16 are the reference for all others.
-"""
+"""How does each way to merge change the answers, on any model and adapter?"""
 
 from __future__ import annotations
 
@@ -25,8 +19,9 @@ from trimtab.verification.merges.retention import Survival, mean_survival
 class Lane:
     """A way to merge. prefix: of its per-prompt labels. verdict: of the whole lane, by its outcome.
 
-    quant: the base that is loaded. dequantize: when the stock lane dequantizes, "base" before the adapter is loaded,
-    "adapted" after. requantize: the form trimtab's merge writes.
+    quant: the base that is loaded. dequantize: when the stock lane dequantizes, "base" before the adapter is loaded, "adapted"
+    after. requantize: the form trimtab's merge writes. A lane answers the prompts three times: base, adapter loaded, merged. Greedy
+    texts decide the labels. `adapter_vs_base` merges nothing: its answers in bf16 are the reference for all others.
     """
 
     name: str

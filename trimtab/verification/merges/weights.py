@@ -1,22 +1,4 @@
-"""Are merged weights equal to base plus change, within the rounding of a right merge? One test per module.
-
-Each value of a merged weight is compared with the exact one, rounded once. There are two tests, with one false-alarm
-rate for all modules together:
-
-- bound: a merge that computes in bfloat16 at worst, and rounds change and sum, stays within a computed bound;
-- slope: errors must not correlate with the change. If a merge does not round once to the nearest, its errors are as
-  often against the change as with it. For such signs |sum of x| / sqrt(sum of x^2), x = (value - expected) x change,
-  has a bound without further assumptions (`alarm_rate.symmetric_limit`). The errors of a scale that is wrong by 1 %
-  correlate with the change everywhere.
-
-The slope must also differ by a least share: a scale that was itself rounded to bfloat16 is off by up to 0.2 %. A packed
-value is compared with the level of the exact value under the scales in the file (`Grid`): both have the loss
-of 4 bits, and a scale that is off by 1 % appears as codes that are off in the direction of the change.
-
-`Grid`: a packer may choose its scales freely. The code of a value is then fixed: the nearest level. Codes are chosen for one of two
-sets of scales: those that are read back from the file, or, as in bitsandbytes before it packs the scales, the largest value of each
-block. This test needs neither the packer nor a tolerance.
-"""
+"""Are merged weights equal to base plus change, within the rounding of a right merge?"""
 
 from __future__ import annotations
 
@@ -47,8 +29,10 @@ NESTED_STEP = 0.01
 class Grid:
     """The possible values of one packed weight: level x scale.
 
-    levels: float64, ascending. scales: float32, one for `block` values in a row-major order. dtype: of the rounding
-    before packing. shape: [D_out, D_in]. scale_error: the largest error of packed scales, 0 if they are not packed.
+    levels: float64, ascending. scales: float32, one for `block` values in a row-major order. dtype: of the rounding before packing.
+    shape: [D_out, D_in]. scale_error: the largest error of packed scales, 0 if they are not packed. A packer may choose its scales
+    freely; the code of a value is then the nearest level, for the scales in the file or, as in bitsandbytes, the largest value of
+    each block.
     """
 
     levels: Tensor
@@ -365,5 +349,10 @@ def saved_weight(path: str, saved: Tensor, merged: Tensor, form: str) -> ModuleW
 
 
 def merged_weights(rows: Sequence[ModuleWeight], others: OtherTensors = OtherTensors()) -> MergedWeights | None:
-    """Return the test of all modules and tensors, None if there is none."""
+    """Return the test of all modules and tensors, None if there is none.
+
+    Two tests share one false-alarm rate. Bound: a merge that computes in bfloat16 at worst stays within a computed bound. Slope:
+    errors must not correlate with the change, |sum of x| / sqrt(sum of x^2), x = (value - expected) x change; it must also differ
+    by a least share, since a scale rounded to bfloat16 is off by up to 0.2 %.
+    """
     return MergedWeights(tuple(rows), others=others) if rows or others != OtherTensors() else None

@@ -1,11 +1,4 @@
-"""The criterion for a difference above the noise, with a stated false-alarm rate.
-
-The largest of a few runs is no limit: a further run of the same kind exceeds the largest of N with probability 1/(N +
-1). The limit here is a prediction bound. The reference answers DRAWS more times with random roundings. The logarithm of
-each measure of those runs is assumed to be normal, with a mean for each prompt and one variance for all. A further run
-of the same kind exceeds the bound with probability FALSE_ALARM_RATE for all prompts and measures together (Bonferroni).
-The factor MARGIN covers other noise of a right route. Imports only the standard library.
-"""
+"""When is a difference above the noise, with a stated false-alarm rate?"""
 
 from __future__ import annotations
 
@@ -42,8 +35,10 @@ def limits(
 ) -> dict[str, Limits]:  # fmt: skip
     """Return the limits of each prompt, none if there are too few runs to estimate their spread.
 
-    draws: prompt -> measures of each randomized run. least: prompt -> measures that are certainly noise (another order
-    of summation); the mean of the noise is at least these.
+    draws: prompt -> measures of each randomized run. least: prompt -> measures that are certainly noise (another order of
+    summation); the mean of the noise is at least these. A prediction bound: the reference answers DRAWS more times with random
+    roundings. The logarithm of each measure is assumed to be normal, with a mean for each prompt and one variance for all; a
+    further run exceeds the bound with probability FALSE_ALARM_RATE for all prompts and measures together (Bonferroni).
     """
     known = {prompt: rows for prompt, rows in draws.items() if rows}
     freedom = sum(len(rows) - 1 for rows in known.values())

@@ -1,9 +1,4 @@
-"""The distance of two sets of logits, and whether it exceeds the measured noise.
-
-A difference is computed in float64 a few positions at a time, so that [S, 262144] needs no second copy. A verdict is
-`same` (every value equal), `same within noise`, `differs`, or `cannot tell` if no noise could be measured. The limit
-between the second and the third has a stated false-alarm rate (`alarm_rate.py`).
-"""
+"""How far apart are two sets of logits, and is that more than the measured noise?"""
 
 from __future__ import annotations
 
@@ -183,8 +178,9 @@ def worst(verdicts: Iterable[str]) -> Verdict:
 def difference(first: Tensor, second: Tensor) -> Difference:
     """Return the difference of two logits.
 
-    Shapes: [S, V] each, any floating dtypes, on one device. Errors: RequestError if the shapes differ.
-    Source: KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)), P and Q the softmax of the first and the second.
+    Shapes: [S, V] each, any floating dtypes, on one device. Errors: RequestError if the shapes differ. Source: KL(P || Q) = sum_v
+    P(v) (ln P(v) - ln Q(v)), P and Q the softmax of the first and the second. It is computed in float64, a few positions at a time,
+    so that [S, 262144] needs no second copy.
     """
     import torch  # here: the verdicts are read before it is needed
 

@@ -1,7 +1,4 @@
-"""The inputs of all routes: prompts become model inputs once, so that routes share template and pixels.
-
-Runs in a separate process (`main`) or in this one (`prepare`). Reads config and processor; loads no weights.
-"""
+"""How do prompts become model inputs once, for all routes?"""
 
 from __future__ import annotations
 

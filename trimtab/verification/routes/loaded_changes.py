@@ -1,10 +1,4 @@
-"""Whether two routes loaded the same adapters: each module's change applied to fixed vectors, compared by module.
-
-Answers show a wrong scale only above the noise of their roundings; loaded weights have no such noise. For the change D
-= scale B A of one module, each route reports SIZE numbers, s_k^T D u_k for fixed vectors of signs s_k and u_k. Their
-slope is the ratio of the two scales; a further difference means another change. Imports only torch, because the stock
-route may run in an interpreter without trimtab.
-"""
+"""Did two routes load the same adapters?"""
 
 from __future__ import annotations
 
@@ -33,7 +27,8 @@ def _signs(length: int, salt: int) -> Tensor:
 
 
 def sketch(A: Tensor, B: Tensor, scale: float) -> list[float]:
-    """Return SIZE numbers of a change scale B A. Shapes: A [R, D_in], B [D_out, R], of any dtype and device."""
+    """Return SIZE numbers of a change scale B A. Shapes: A [R, D_in], B [D_out, R], of any dtype and device. The numbers s_k^T D
+    u_k of D = scale B A, for fixed vectors of signs s_k and u_k: their slope is the ratio of two scales."""
     left = _signs(B.shape[0], 1) @ B.detach().cpu().double()
     right = _signs(A.shape[1], 2) @ A.detach().cpu().double().T
     return [float(value) for value in (left * right).sum(1) * float(scale)]
@@ -79,8 +74,9 @@ Changes = Mapping[str, Mapping[str, Sketch]]
 def compare_changes(first: Changes, second: Changes, *, same_names: bool = True) -> LoadedChanges | None:
     """Return whether two routes loaded the same changes, None if they have no module in common to compare.
 
-    first, second: adapter -> module path -> `sketch`. same_names: both use the same module names, so a module that only
-    one side has is wrong; otherwise it has another name.
+    first, second: adapter -> module path -> `sketch`. same_names: both use the same module names, so a module that only one side
+    has is wrong; otherwise it has another name. Answers show a wrong scale only above the noise of their roundings; loaded weights
+    have no such noise.
     """
     wrong, count = [], 0
     for adapter in first.keys() & second.keys():

@@ -1,9 +1,4 @@
-"""The prompts of a comparison: a JSONL file, with all its problems reported at once, or a built-in set.
-
-A line is one JSON object: `id`, and `text` (with `image` and `audio`, file names in the same folder, for models with
-these modalities) or unchanged `token_ids`. The built-in set is the demo's questions for the demo model; for any other
-model three short texts, a generated image and a tone, or fixed token ids if the folder has no tokenizer.
-"""
+"""Which prompts does a comparison have: those of a JSONL file, or a built-in set?"""
 
 from __future__ import annotations
 
@@ -64,7 +59,8 @@ class Prompt:
 
 
 def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
-    """Return the prompts of a JSONL file. Errors: RequestError that lists every problem of the file with its line."""
+    """Return the prompts of a JSONL file. Errors: RequestError that lists every problem of the file with its line. A line is one
+    JSON object: `id`, and `text` (with `image` and `audio`, file names in the same folder) or unchanged `token_ids`."""
     file = Path(path)
     try:
         lines = read_bytes(file, "prompts").decode("utf-8").splitlines()

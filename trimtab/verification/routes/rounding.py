@@ -1,10 +1,4 @@
-"""The effect of the rounding that no merge can avoid: the change is added to the weights and rounded once.
-
-A merge in bf16 cannot give the same bits as the loaded adapter: every changed weight is rounded to bf16 once, and a
-packed merge rounds every packed weight to 4 bits. The effect on the answers is measured, not assumed: the same model
-answers with those weights rounded as a merge would, and rounded at random. A packed layer makes its new weight in each
-call, so no unpacked copy of it is kept. The model is restored afterwards.
-"""
+"""How do answers change by the rounding that no merge can avoid?"""
 
 from __future__ import annotations
 
@@ -32,8 +26,9 @@ def rounded_order(
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield (description, a call that gives logits [S, V]) for the rounding of the changed weights to the nearest.
 
-    packed: module path -> 4-bit form of the modules that the merged model has packed. Needs a second copy of those
-    weights and of the adapted ones on their device during a call, where the base has them unpacked.
+    packed: module path -> 4-bit form of the modules that the merged model has packed. Needs a second copy of those weights and of
+    the adapted ones on their device during a call, where the base has them unpacked. A merge in bf16 rounds every changed weight
+    once, a packed merge every packed weight to 4 bits. A packed layer makes its new weight in each call.
     """
     yield PACKED if packed else NEAREST, lambda: _answer(model, adapter, inputs, None, packed)
 

@@ -1,8 +1,4 @@
-"""Runs a route in a separate process. Its logits are passed as files and its memory is recorded.
-
-A route is a model in one placement and format, in trimtab or in the stock stack. The reference route answers first; its
-greedy texts are the continuation for which both then compute logits.
-"""
+"""How does a route to an answer run in a separate process?"""
 
 from __future__ import annotations
 
@@ -30,9 +26,10 @@ OWN, STOCK, PREPARE = (
 class Route:
     """A route to the answers.
 
-    label: its name in a report. trimtab's routes have a plan, or a request to plan; stock routes have folder, quant,
-    experts, dtype, device and adapters, and their interpreter (None: this one). batched: rows computed together (0: one).
-    decode: the decode mode of answers and their logits (None: logits of one forward pass).
+    label: its name in a report. trimtab's routes have a plan, or a request to plan; stock routes have folder, quant, experts,
+    dtype, device and adapters, and their interpreter (None: this one). batched: rows computed together (0: one). decode: the decode
+    mode of answers and their logits (None: logits of one forward pass). A model in one placement and format, in trimtab or in the
+    stock stack. The reference answers first; its greedy texts are the continuation for which both then compute logits.
     """
 
     label: str

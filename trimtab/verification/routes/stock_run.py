@@ -1,8 +1,4 @@
-"""The stock stack's answers to the same prompts: transformers' loader, bitsandbytes and PEFT, on one device.
-
-Runs in a separate process of any interpreter that has these packages (`--python`). A target list that names Gemma 4's
-wrapped projections, which PEFT refuses, is replaced in a copy of the adapter by the exact paths that the file has keys for.
-"""
+"""What does the stock stack answer to the same prompts, on one device?"""
 
 from __future__ import annotations
 
@@ -36,7 +32,8 @@ LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors"
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Load the stock model, answer every item, and emit one line per step, as `trimtab_run.main` does.
 
-    An exception of stock is emitted as an `upstream` line (package, version, message) and ends the work.
+    An exception of stock is emitted as an `upstream` line (package, version, message) and ends the work. A target list that names
+    Gemma 4's wrapped projections, which PEFT refuses, is replaced in a copy of the adapter by exact paths.
     """
     with emit_if_raised(emit):
         route = request["route"]

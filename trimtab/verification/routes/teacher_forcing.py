@@ -1,8 +1,4 @@
-"""Teacher forcing: a model's logits for given tokens, and the same with sums in other orders.
-
-Used by trimtab's route and the stock route, also in an interpreter without trimtab: needs only torch and safetensors. A
-continuation is appended to the prepared inputs, so that both routes compute logits for the same tokens.
-"""
+"""Which logits does a model have for given tokens, also with sums in other orders?"""
 
 from __future__ import annotations
 

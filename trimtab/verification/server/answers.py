@@ -1,8 +1,4 @@
-"""One answer of a server: its text, its tokens and the logprobs of the most likely ones, checked and bounded.
-
-Formats: OpenAI's completions and chat completions, and Ollama's /api/generate. A field of another type, a token that is
-too long or an invalid number makes an answer unusable; nothing is guessed.
-"""
+"""Which text, tokens and logprobs does one answer of a server have, checked and bounded?"""
 
 from __future__ import annotations
 
@@ -39,8 +35,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Said:
-    """One answer. positions: None if the server gives no logprobs, () for an answer without a token. prompt_tokens: as
-    the server counts them.
+    """One answer. positions: None if the server gives no logprobs, () for an answer without a token. prompt_tokens: as the server
+    counts them. Formats: OpenAI's completions and chat completions, and Ollama's /api/generate. A field of another type, a token
+    that is too long or an invalid number makes an answer unusable.
     """
 
     text: str

@@ -1,8 +1,4 @@
-"""Ways to query a server: raw completions with token ids or text, chat, Ollama's raw generation; logprobs or text.
-
-Raw completions come first, because they use no chat template. The first channel with a readable answer is used; the
-server's errors for the others are kept for the report.
-"""
+"""How can a server be queried: raw completions, chat, Ollama's raw generation?"""
 
 from __future__ import annotations
 
@@ -120,7 +116,8 @@ class Opened:
 
 
 def open_channel(client: Client, model: str, channels: Sequence[Channel], question: Question) -> Opened:
-    """Return the first channel on which the server answers. Errors: RequestError with the refusals if none works."""
+    """Return the first channel on which the server answers. Errors: RequestError with the refusals if none works. Raw completions
+    come first, because they use no chat template."""
     refusals: list[str] = []
     closed: set[tuple[str, int]] = set()
     uncounted: Opened | None = None

@@ -1,9 +1,4 @@
-"""Chooses the questions on which the adapter and its base differ most.
-
-Candidates are the built-in prompts (the demo's for the demo model), the user's if they may be sent, and texts that the
-model itself generates without a prompt. They are ordered by the KL divergence between adapter and base along the
-adapter's answer.
-"""
+"""On which questions do the adapter and its base differ most?"""
 
 from __future__ import annotations
 
@@ -121,7 +116,8 @@ def _until(tokens: Sequence[int], ends: set[int]) -> list[int]:
 
 
 def choose(reference: Reference, questions: Sequence[Question], new_tokens: int) -> list[Chosen]:
-    """Return the most informative questions, texts first, then per tower, ordered within each kind."""
+    """Return the most informative questions, texts first, then per tower, ordered within each kind. The measure is the KL
+    divergence between adapter and base along the adapter's answer."""
     rated = [Chosen(question, _kl(reference, question, new_tokens)) for question in questions]
     rated.sort(key=lambda one: -one.kl)
     chosen = [one for one in rated if one.question.kind == "text"][:TEXTS]

@@ -1,8 +1,4 @@
-"""The HTTP client: a bounded number of requests, each bounded in bytes and time, without redirects.
-
-The user gives the address. The answers are not trusted: they are read up to a limit, parsed without NaN or Infinity,
-and checked field by field before use (`answers.py`). Proxies and credentials of the environment are not used.
-"""
+"""How are a server's answers fetched, bounded in number, bytes and time?"""
 
 from __future__ import annotations
 
@@ -77,7 +73,8 @@ def read_key(variable: str | None) -> str | None:
 
 
 class Client:
-    """Sends requests to one server within one deadline. transport: another one than the network, for tests."""
+    """Sends requests to one server within one deadline. transport: another one than the network, for tests. Redirects, proxies and
+    credentials of the environment are not used."""
 
     def __init__(
         self, url: str, *, key: str | None = None, deadline_s: float = DEADLINE_S, max_requests: int = MAX_REQUESTS,

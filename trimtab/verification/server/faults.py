@@ -1,9 +1,4 @@
-"""Known adapter faults of servers. Each fault is an adapter folder, changed so that it has the effect of the fault.
-
-A fault is a folder with a changed configuration or changed tensors. trimtab loads it like any other adapter, so its
-answers are computed by the same route as the right ones. Faults that such a folder cannot express are not tried and are
-named: a second merge of DoRA, whose norm would need the merged weights.
-"""
+"""Which known faults do servers have with adapters, each as a changed adapter folder?"""
 
 from __future__ import annotations
 
@@ -38,8 +33,8 @@ Tensors = dict[str, Tensor]
 class Fault:
     """One fault. name: in a report. what: description. folder: the adapter with its effect; None for the base.
 
-    is_part: whether only a part of the adapter, or slightly different values, are concerned. Noise hides such faults
-    first.
+    is_part: whether only a part of the adapter, or slightly different values, are concerned. Noise hides such faults first. A
+    second merge of DoRA cannot be expressed: its norm would need the merged weights.
     """
 
     name: str

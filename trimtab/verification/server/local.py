@@ -1,7 +1,4 @@
-"""trimtab's answers to the server's questions: the base, the adapter, and each known fault, in one precision.
-
-A whole distribution is kept only while it is compared; afterwards only the logprobs of the server's tokens are kept.
-"""
+"""What does trimtab answer to the server's questions with the base, the adapter, and each known fault?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report on a server's adapter, and its exit code. All text from a server is shortened."""
+"""What does the report on a server's adapter say, and which exit code does it have?"""
 
 from __future__ import annotations
 

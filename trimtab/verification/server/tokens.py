@@ -1,8 +1,4 @@
-"""Token ids of a server's answer. Servers identify tokens by text, by bytes or by number.
-
-A text that several tokens have (parts of a character shown as a replacement character, an empty text) identifies none
-of them.
-"""
+"""Which token ids does a server's answer have?"""
 
 from __future__ import annotations
 
@@ -16,7 +12,8 @@ _UNDERLINE = "\u2581"  # SentencePiece's space
 
 
 class TokenTable:
-    """The vocabulary of one tokenizer, by text and by bytes."""
+    """The vocabulary of one tokenizer, by text and by bytes. A text that several tokens have (a replacement character, an empty
+    text) identifies none of them."""
 
     def __init__(self, tokenizer: Any) -> None:
         size = len(tokenizer)

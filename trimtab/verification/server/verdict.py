@@ -1,15 +1,4 @@
-"""The verdict on a server's adapter: alive, ignored, wrong in a known way, or cannot tell.
-
-"Alive" means that every tried fault is excluded. If a fault is too small to be detected in the noise, the verdict is
-"cannot tell", with the smallest fault that would have been detected.
-
-Every fault is compared with the right adapter question by question: on how many questions is the server's answer nearer
-to the fault than to the right answer? If the server is right, a question is nearer to the fault with probability at
-most 1/2, so that all n questions are nearer has a probability of at most 2^-n: a sign test, which needs no noise model.
-The number of tests multiplies that probability: one for each fault, and one for answers that match no hypothesis. A
-verdict also needs size: the nearer hypothesis must be nearer by half.
-Pure: numbers in, a verdict out; imports no torch.
-"""
+"""Is a server's adapter alive, ignored, wrong in a known way, or cannot one tell?"""
 
 from __future__ import annotations
 
@@ -148,8 +137,11 @@ def weigh(questions: Sequence[Asked], name: str, what: str, *, is_part: bool, fl
 def judge(
     questions: Sequence[Asked], faults: Sequence[tuple[str, str, bool]], *, is_same_as_base: bool = False, has_logprobs: bool = True
 ) -> Verdict:
-    """Return the verdict. faults: name, description and is_part of each, "ignored" first. is_same_as_base: whether the
-    server gave exactly its base's answers to every question. has_logprobs: False if only texts were compared.
+    """Return the verdict. faults: name, description and is_part of each, "ignored" first. is_same_as_base: whether the server gave
+    exactly its base's answers to every question. has_logprobs: False if only texts were compared. A sign test: if the server is
+    right, a question is nearer to a fault than to the right answer with probability at most 1/2, all n with 2^-n. The number of
+    tests multiplies it: one for each fault, and one for answers that match no hypothesis. The nearer hypothesis must be nearer by
+    half.
     """
     floor = min(_mean([one.distance[name] for one in questions]) for name in (RIGHT, *(name for name, _, _ in faults)))
     weighed = tuple(weigh(questions, name, what, is_part=is_part, floor=floor) for name, what, is_part in faults)

@@ -1,13 +1,4 @@
-"""Whether a server answers with the adapter in a folder: `trimtab verify MODEL --against http://...`.
-
-The server gets questions on which adapter and base differ most. The local base, adapter and known faults are evaluated
-on the same questions, along the server's tokens, in the precision in which the local base is nearest to the server's
-base.
-
-The distance of answers from a hypothesis is the mean difference of the logprobs that the server returned. For a server that returns
-only text, it is the difference between the log-probabilities of the local next token and of the server's token, at each position of
-its answer: 0 while both are the same.
-"""
+"""Does a server answer with the adapter in a folder?"""
 
 from __future__ import annotations
 
@@ -183,6 +174,10 @@ def verify_remote(
     measured, without it they are guessed and the verdict is more careful. prompts: the user's questions; they are sent
     only with send_prompts. quant: compare only in this precision. placed: budgets of the local model.
     Errors: RequestError for an invalid request and for a server that does not answer; CheckpointError, AdapterError.
+
+    The local base, adapter and known faults are evaluated along the server's tokens, in the precision in which the local base is
+    nearest to the server's. A distance is the mean difference of the returned logprobs; of text alone, of the log-probabilities of
+    the local next token and the server's token at each position.
     """
     started = time.monotonic()
     speak = say or phases.begin
