@@ -48,7 +48,7 @@ from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change
-from trimtab.planning.plan.plan import FilesRead
+from trimtab.planning.plan.contents import FilesRead
 from trimtab.planning.values.byte_sizes import check_answers, was_chosen
 from trimtab.planning.values.execution import CAPTURED
 from trimtab.process import phases
@@ -318,7 +318,7 @@ class LoadedModel(Asking):
                     return
             yield
 
-    def _check_head(self, path: str | Path, spec: AdapterSpec) -> None:
+    def check_head(self, path: str | Path, spec: AdapterSpec) -> None:
         execution = self.plan.execution
         is_chosen = execution.head == "int8" and not execution.is_head_asked
         change = head_change({spec.file.folder.name: spec}, self.anatomy) if is_chosen else ""
