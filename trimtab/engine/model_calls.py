@@ -26,7 +26,8 @@ from trimtab.engine.calls import batch_calls as many
 from trimtab.engine.calls import embedding as inner
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import HeldAdapter
-from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
+from trimtab.planning.memory.adapters import head_change
 from trimtab.planning.plan.contents import FilesRead
 from trimtab.planning.values.byte_sizes import check_answers
 from trimtab.request import GenerateRequest
@@ -293,8 +294,19 @@ def match_planned(
     adapters/file.py. Errors: AdapterError, CheckpointError."""
     spec = spec or match_adapter(read_adapter(path, values=False, log_name=log_name), model.anatomy)
     check_vocabulary(spec.file.folder, model.processor_folder)
-    model.check_head(path, spec)
+    _check_head(model, path, spec)
     return spec
+
+
+def _check_head(model: AskedModel, path: str | Path, spec: AdapterSpec) -> None:
+    execution = model.plan.execution
+    is_chosen = execution.head == "int8" and not execution.is_head_asked
+    change = head_change({spec.file.folder.name: spec}, model.anatomy) if is_chosen else ""
+    if change:
+        raise AdapterError(
+            path, [f"{change}, and the plan chose an 8-bit output head, which an adapter cannot change later"],
+            hint="Plan with head='full', or with this adapter (adapters=)",
+        )  # fmt: skip
 
 
 def read_held(model: AskedModel, spec: AdapterSpec) -> HeldAdapter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from trimtab.engine.batch.batch import BatchModel
@@ -54,7 +53,5 @@ class AskedModel(BatchModel, ChatModel, Protocol):
     def answering(self, adapter: Chosen, /) -> AbstractContextManager[None]: ...
 
     def adapter_name(self, adapter: Chosen, in_use: Collection[str | None] = ..., /) -> str | None: ...
-
-    def check_head(self, path: str | Path, spec: AdapterSpec, /) -> None: ...
 
     def check_adapter(self, name: Chosen, /) -> None: ...

@@ -32,7 +32,25 @@ HOMES = ("device", "host", "disk", "file")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlanContents):
-    """The placement of every block and the execution, with bytes and reasons: what is shown, and saved as JSON."""
+    """The placement of every block and the execution, with bytes and reasons.
+
+    request: of the plan. model_class, execution_device: the transformers class and the device that computes.
+    placements: one row per block. gpu, host: item -> bytes of the execution device and of the host. gpu_peak_bytes: the
+    peak of tensors while a request runs, as torch.cuda.max_memory_allocated counts it; peak_phase: when it is reached.
+    gpu_load_peak_bytes: the same while loading. The driver's context and torch's reserve are added and compared with
+    gpu_budget_bytes. host_peak_bytes, host_budget_bytes: the same for host memory. disk_bytes: size of the spill file.
+    staging_slots: number of staging buffers. prefill_tokens: the chunks in which a prompt is computed. answer_tokens:
+    the answer length that weights the seconds. unquantized: weights that stay in full precision, with reasons.
+    checkpoint_stamps: (file, size, mtime in ns) of the planned files. rates: bytes per second of this machine or card.
+    execution: how prompts and steps run, and the output head. adapter_bytes: name -> bytes on the execution device.
+    adapter_stamps: name -> the stamps of its files. card: the profile behind all figures, None for this machine's card.
+    dtype_reason: why the dtype was chosen, or the cost of a requested one; "" for a usual one. media_reason: the limits
+    behind the host memory of a server's images and audio; "" if none is counted. prefix_reason: the capacity in tokens
+    of a prefix cache that is smaller than one prompt of the context; "" for others. window_reason: a window of attention that the
+    file may lack; "" for others. version: of the file format.
+    stored: the formats of the checkpoint's files, experts: what stacked experts take, for the table; files_read: from planning
+    to the first load. None of them is part of the plan's value: not compared, not saved.
+    """
 
     def document(self) -> Document:
         """Return what the plan says to people."""
