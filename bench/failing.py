@@ -22,14 +22,14 @@ def worker(connection: Connection, settings: dict[str, Any]) -> None:
     from trimtab.engine.batch.batch import Batch
     from trimtab.serve.worker import worker as real
 
-    prefill = Batch._prefill
+    prefill = Batch.prefill
 
     def failing(self: Batch, prompt: Any, *given: Any) -> Any:
         if prompt.row.adapter == FAILING_ADAPTER:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return prefill(self, prompt, *given)
 
-    Batch._prefill = failing  # type: ignore[method-assign]
+    Batch.prefill = failing  # type: ignore[method-assign]
     real.main(connection, settings)
 
 

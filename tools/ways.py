@@ -130,7 +130,7 @@ TABLE = (
         },
         {
             "engine/decode/decode_step.py:DecodeStep._finish": "calls a fused step",
-            "engine/decode/batch_invariant.py:one_by_one": "DecodeStep._modules, one row after the other",
+            "engine/decode/decode_step.py:DecodeStep._one_by_one": "DecodeStep._modules, one row after the other",
         },
     ),
     Ways(

@@ -27,7 +27,7 @@ from trimtab.planning.memory.adapters import head_change, held_bytes
 from trimtab.planning.memory.media import NO_MEDIA, ServedMedia, media_memory
 from trimtab.planning.memory.prefix_cache import prefix_reason
 from trimtab.planning.options import TOWERS, Option, options_of, with_larger_card
-from trimtab.planning.plan.plan import FilesRead, Handover, anatomy_key
+from trimtab.planning.plan.contents import FilesRead, Handover, anatomy_key
 from trimtab.planning.request.card_machine import machine_of, rates_of
 from trimtab.planning.request.max_memory import device_refusal, merged_budgets
 from trimtab.planning.values.byte_sizes import check_batched, check_pool, choose_dtype, keeps_16bit, reason_of

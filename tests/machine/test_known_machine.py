@@ -23,7 +23,7 @@ from trimtab.machine import machine_cache as known
 from trimtab.machine.gpus import Gpu
 from trimtab.machine.machine_cache import read_anatomy, write_anatomy
 from trimtab.planning import Machine, Plan, Rates
-from trimtab.planning.plan.plan import FilesRead
+from trimtab.planning.plan.contents import FilesRead
 from trimtab.process import packages
 from trimtab.process import user_cache as own_folder
 from trimtab.request import LoadRequest

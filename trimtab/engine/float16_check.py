@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from trimtab.engine.chat.chat_model import ChatModel, HasContext
+from trimtab.engine.chat.control_tokens import ChatModel, HasContext
 from trimtab.errors import CheckpointError, DeviceError, RequestError, UpstreamError
 
 if TYPE_CHECKING:

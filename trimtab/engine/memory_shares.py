@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.formats.packed import Packed
+from trimtab.engine.layers.context import EngineContext
 from trimtab.engine.layers.leaves import PackedTable, ResidentLeaf
 from trimtab.engine.memory.rates import process_on_gpu
 from trimtab.engine.memory.step_memory import extra_bytes
@@ -20,7 +21,7 @@ from trimtab.report.document import Document, Table
 
 if TYPE_CHECKING:
     from trimtab.engine.batch.batch import Batch
-    from trimtab.engine.model import LoadedModel
+    from trimtab.engine.prefill.prefix_cache import PrefixCache
 
 # Tensors of a running request that are not measured one by one: together the rest of torch's peak.
 _RUNNING = (
@@ -47,7 +48,19 @@ class Share:
         return asdict(self)
 
 
-def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ...]:
+class MeasuredModel(EngineContext, Protocol):
+    """A loaded model whose memory is measured."""
+
+    unpacked_bytes: int
+    prefix_cache: PrefixCache | None
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def memory(self) -> dict[str, int]: ...
+
+
+def shares_of(model: MeasuredModel, batch: Batch | None = None) -> tuple[Share, ...]:
     """Return the shares of a loaded model's device, the whole process last. batch: that answers, None where none was made."""
     plan, cuda = model.plan.gpu, model.device.type == "cuda"
 
@@ -102,7 +115,7 @@ def _not_measured(name: str, planned_bytes: int) -> Share:
     return Share(name=name.replace("_", " "), planned_bytes=planned_bytes, measured_bytes=None)
 
 
-def measured(model: LoadedModel, batch: Batch | None, *, since_bytes: int) -> dict[str, int]:
+def measured(model: EngineContext, batch: Batch | None, *, since_bytes: int) -> dict[str, int]:
     """Return the figures of `LoadedModel.memory`. batch: of its answers, None before the first. since_bytes: of torch's
     tensors on the device before the model was loaded."""
     extra = 0 if batch is None or model.device.type != "cuda" else extra_bytes(model, rows=1)
@@ -118,7 +131,7 @@ def measured(model: LoadedModel, batch: Batch | None, *, since_bytes: int) -> di
     }  # fmt: skip
 
 
-def weight_bytes(model: LoadedModel) -> int:
+def weight_bytes(model: EngineContext) -> int:
     """Return the bytes of weights and buffers on the execution device; a piece of memory that several share counts once."""
 
     def tensors() -> Iterator[Tensor]:
@@ -140,21 +153,21 @@ def weight_bytes(model: LoadedModel) -> int:
     return _held(tensors(), model.device)
 
 
-def expert_counts(model: LoadedModel) -> tuple[int, int]:
+def expert_counts(model: EngineContext) -> tuple[int, int]:
     """Return how many experts steps chose among slots since the load, and how many of them had none."""
     counts = [vars(one)["near"].counts for one in model.hf_model.modules() if "near" in vars(one)]
     chosen, missed = torch.stack(counts).sum(dim=0).tolist() if counts else (0, 0)
     return chosen, missed
 
 
-def expert_hits(model: LoadedModel, since: tuple[int, int] = (0, 0)) -> float | None:
+def expert_hits(model: EngineContext, since: tuple[int, int] = (0, 0)) -> float | None:
     """Return the share of the experts chosen in steps that had a slot on the device; None where no step chose among slots.
     since: earlier `expert_counts`."""
     chosen, missed = (now - before for now, before in zip(expert_counts(model), since, strict=True))
     return 1 - missed / chosen if chosen else None
 
 
-def _adapter_bytes(model: LoadedModel) -> int:
+def _adapter_bytes(model: EngineContext) -> int:
     """Return the bytes of attached adapters on the device: one piece of memory for plain LoRA, and the rest."""
     tensors: list[Tensor] = []
     for name, holders in model.adapter_store.holders.items():
@@ -166,7 +179,7 @@ def _adapter_bytes(model: LoadedModel) -> int:
     return _held(tensors, model.device)
 
 
-def _staging_bytes(model: LoadedModel) -> int:
+def _staging_bytes(model: MeasuredModel) -> int:
     slots = () if model.streamer is None else model.streamer.slots
     kept = 0 if model.prefix_cache is None else model.prefix_cache.staging_bytes
     return kept + sum(int(slot.buffer.nbytes) for slot in slots)

@@ -43,8 +43,8 @@ from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.planning import Plan
-from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes, head_change
-from trimtab.planning.plan.plan import FilesRead
+from trimtab.planning.memory.adapters import copies_bytes, first_adapter_bytes
+from trimtab.planning.plan.contents import FilesRead
 from trimtab.planning.values.byte_sizes import check_answers, was_chosen
 from trimtab.planning.values.execution import CAPTURED
 from trimtab.process import phases
@@ -314,16 +314,6 @@ class LoadedModel(Asking):
                     self._base_values[held] = end.value
                     return
             yield
-
-    def _check_head(self, path: str | Path, spec: AdapterSpec) -> None:
-        execution = self.plan.execution
-        is_chosen = execution.head == "int8" and not execution.is_head_asked
-        change = head_change({spec.file.folder.name: spec}, self.anatomy) if is_chosen else ""
-        if change:
-            raise AdapterError(
-                path, [f"{change}, and the plan chose an 8-bit output head, which an adapter cannot change later"],
-                hint="Plan with head='full', or with this adapter (adapters=)",
-            )  # fmt: skip
 
     @cached_property
     def _first_adapter_bytes(self) -> int:

@@ -23,8 +23,9 @@ from trimtab.engine.calls import batch_calls as many
 from trimtab.engine.calls import embedding as inner
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import HeldAdapter
-from trimtab.errors import DoesNotFitError, RequestError, gib
-from trimtab.planning.plan.plan import FilesRead
+from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
+from trimtab.planning.memory.adapters import head_change
+from trimtab.planning.plan.contents import FilesRead
 from trimtab.planning.values.byte_sizes import check_answers
 from trimtab.request import GenerateRequest
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from trimtab.engine.calls.conversation import Conversation
     from trimtab.engine.kv.sequence import Inputs
     from trimtab.engine.loader.transformers_model import Probe
-    from trimtab.engine.model import LoadedModel
     from trimtab.request import AnswerOptions, QuestionOptions
 
 
@@ -285,17 +285,28 @@ AHEAD_KEPT, AHEAD = 4, 2
 
 
 def match_planned(
-    model: LoadedModel, path: str | Path, spec: AdapterSpec | None = None, *, log_name: str | None = None
+    model: AskedModel, path: str | Path, spec: AdapterSpec | None = None, *, log_name: str | None = None
 ) -> AdapterSpec:  # fmt: skip
     """Return the adapter of a folder matched with a model. spec: it, where this is known. log_name: as for the `read_adapter` of
     adapters/file.py. Errors: AdapterError, CheckpointError."""
     spec = spec or match_adapter(read_adapter(path, values=False, log_name=log_name), model.anatomy)
     check_vocabulary(spec.file.folder, model.processor_folder)
-    model._check_head(path, spec)
+    _check_head(model, path, spec)
     return spec
 
 
-def read_held(model: LoadedModel, spec: AdapterSpec) -> HeldAdapter:
+def _check_head(model: AskedModel, path: str | Path, spec: AdapterSpec) -> None:
+    execution = model.plan.execution
+    is_chosen = execution.head == "int8" and not execution.is_head_asked
+    change = head_change({spec.file.folder.name: spec}, model.anatomy) if is_chosen else ""
+    if change:
+        raise AdapterError(
+            path, [f"{change}, and the plan chose an 8-bit output head, which an adapter cannot change later"],
+            hint="Plan with head='full', or with this adapter (adapters=)",
+        )  # fmt: skip
+
+
+def read_held(model: AskedModel, spec: AdapterSpec) -> HeldAdapter:
     """Return a matched adapter in host memory, for a model; on any thread. Errors: AdapterError for its values, CheckpointError."""
     held = HeldAdapter.read(spec, pinned=model.device.type == "cuda")
     if model.prefix_cache is not None:
@@ -310,7 +321,7 @@ def _use_device(device: torch.device) -> None:
 
 
 def read_planned(
-    model: LoadedModel, files: FilesRead[Probe] | None, held: dict[str, HeldAdapter] | None
+    model: AskedModel, files: FilesRead[Probe] | None, held: dict[str, HeldAdapter] | None
 ) -> Iterator[tuple[str, HeldAdapter]]:
     """Yield name and adapter of a model's plan, in its order. files: what planning read. held: gets the adapters by name, for a
     server, which keeps them in host memory; None: not kept. Errors: as `LoadedModel.read_adapter`."""

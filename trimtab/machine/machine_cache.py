@@ -20,7 +20,7 @@ from trimtab.errors import RequestError
 from trimtab.formats.packed import split_packed
 from trimtab.machine import gpus
 from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
-from trimtab.planning.plan.plan import anatomy_key
+from trimtab.planning.plan.contents import anatomy_key
 from trimtab.planning.request.card_machine import context_bytes
 from trimtab.planning.values.blocks import Machine
 from trimtab.planning.values.byte_sizes import Rates

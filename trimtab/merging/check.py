@@ -22,7 +22,7 @@ from trimtab.merging.report import CheckedTensor, MergeCheck
 from trimtab.process import phases
 
 if TYPE_CHECKING:
-    from trimtab.merging.merge import Work
+    from trimtab.merging.files.write import Work
 
 # The report says whether a scale that is wrong by this share would change any value of the file.
 SCALE_FAULT = 0.01

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from trimtab.adapters.adapter import AdapterSpec
     from trimtab.merging.files.layout import Shard
-    from trimtab.merging.files.write import Sources
+    from trimtab.merging.files.write import Work
 
 Progress = Callable[[int, int], None]
 WEIGHT_ENDINGS = (
@@ -155,24 +155,11 @@ def import_libraries(checkpoint: Checkpoint, *, check: bool) -> None:
 # Before the first byte ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Work:
-    """Everything that is decided before anything is written. replaced: small files with new content."""
-
-    shards: tuple[Shard, ...]
-    sources: Sources
-    replaced: dict[str, bytes]
-    key: str
-    adapter_hashes: tuple[dict[str, str], ...]
-    notes: tuple[str, ...]
-    untied: tuple[str, ...]
-
-
 def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) -> Work:
     from trimtab.engine.loader import transformers_model as hf
     from trimtab.merging.changes import plan as recipes
     from trimtab.merging.files import layout as layouts
-    from trimtab.merging.files.write import Sources
+    from trimtab.merging.files.write import Sources, Work
 
     check_has_weights(checkpoint, "there is nothing to merge into")
     dtype = request.dtype or layouts.config_dtype(checkpoint.config)

@@ -15,7 +15,8 @@ from trimtab.planning.memory.media import NO_MEDIA, MediaMemory
 from trimtab.planning.memory.towers import with_towers
 from trimtab.planning.options import advised
 from trimtab.planning.placing import Given
-from trimtab.planning.plan.plan import Plan, Stamps
+from trimtab.planning.plan.contents import Stamps
+from trimtab.planning.plan.plan import Plan
 from trimtab.planning.values.blocks import Block, Leaf, Machine, blocks_of, leaves_of, tied_paths
 from trimtab.planning.values.byte_sizes import Rates, Weights, seconds
 from trimtab.planning.values.execution import CAPTURED, FUSED_DTYPES, KERNEL_ROWS, head_bytes

@@ -29,7 +29,7 @@ def forwards(monkeypatch):
     """Count the tokens of prompts that go through the model."""
     from trimtab.engine.batch.batch import Batch
 
-    seen, prefill = [], Batch._prefill
+    seen, prefill = [], Batch.prefill
 
     def counted(self, prompt, most_tokens=None):
         before = prompt.done_tokens
@@ -38,7 +38,7 @@ def forwards(monkeypatch):
         finally:
             seen.append(prompt.done_tokens - before)
 
-    monkeypatch.setattr(Batch, "_prefill", counted)
+    monkeypatch.setattr(Batch, "prefill", counted)
     return seen
 
 

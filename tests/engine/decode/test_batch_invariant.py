@@ -237,7 +237,7 @@ def test_rows_one_by_one_leave_the_cache_as_it_was(model):
         while not prompt.step():
             pass
         rows.append(batch.join(prompt).row)
-    logits, tokens = company.one_by_one(batch.steps, {number: row.adapter for number, row in enumerate(rows)})
+    logits, tokens = batch.steps._one_by_one({number: row.adapter for number, row in enumerate(rows)})
     assert logits.shape[0] == 3 and torch.equal(logits.argmax(-1), tokens) and batch.cache.first_row == 0
     for row in rows:
         batch.leave(row)

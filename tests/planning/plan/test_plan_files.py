@@ -14,7 +14,7 @@ from tests.planning.values.test_execution import plan
 from tests.rules import each
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
-from trimtab.planning.plan.plan import PLAN_VERSION
+from trimtab.planning.plan.contents import PLAN_VERSION
 from trimtab.planning.request.card_machine import machine_of
 from trimtab.planning.values.cards import Card, find_card
 

@@ -575,14 +575,14 @@ def test_an_adapter_larger_than_all_the_room_is_refused_when_it_is_added(model, 
 
 
 def test_memory_that_runs_out_in_a_prompt_ends_that_job_alone(engine, monkeypatch):
-    begin = Batch._prefill
+    begin = Batch.prefill
 
     def prefill(self, prompt, most_tokens=None):
         if prompt.row.adapter == "specialist":
             raise torch.OutOfMemoryError("no room")
         return begin(self, prompt, most_tokens)
 
-    monkeypatch.setattr(Batch, "_prefill", prefill)
+    monkeypatch.setattr(Batch, "prefill", prefill)
     found = run(engine, ask("a", adapter="specialist"), ask("b"))
     assert found["a"][1].error["class"] == DeviceError.__name__
     assert found["b"][1].kind == "done"

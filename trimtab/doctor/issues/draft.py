@@ -24,8 +24,8 @@ from trimtab.doctor.facts.evidence import (
 )
 from trimtab.doctor.issues import run as draft_run
 from trimtab.doctor.issues.claims import Decision, decide_claims, keys_without_module
-from trimtab.doctor.issues.issue import Fact, facts_of, issue_markdown
-from trimtab.doctor.issues.not_to_file import not_to_file
+from trimtab.doctor.issues.issue import Draft
+from trimtab.doctor.issues.not_to_file import Withheld, not_to_file
 from trimtab.doctor.issues.owner import fixed_here, owner_of
 from trimtab.doctor.issues.scripts import script
 from trimtab.doctor.traces.answer import known_bugs
@@ -42,56 +42,6 @@ LANE_WITHHELD = (
 )
 # Endings of a run that are no bug.
 NO_FAILURE = ("PASS", "PASS_NOT_COMPARED", "NOT_APPLICABLE", "REFUSED_BY_NAME")
-
-
-@dataclass(frozen=True)
-class Draft:
-    """One issue that may be filed, with all its evidence."""
-
-    bucket: Bucket
-    bug: Bug | None
-    state: str
-    owner: str
-    failing: tuple[Run, ...]
-    passing: Run | None
-    shown: Shown
-    runs: tuple[Run, ...]
-    probed: tuple[Probed, ...]
-    machine: Machine
-    beside: tuple[str, ...] = ()
-
-    @property
-    def file_name(self) -> str:
-        return f"{self.owner}-{self.bucket.name}.md"
-
-    @property
-    def facts(self) -> dict[str, tuple[Fact, ...]]:
-        return facts_of(self)
-
-    def markdown(self) -> str:
-        """Return the file's text. Errors: RequestError if it would contain personal data."""
-        text = issue_markdown(self)
-        check_clean(text, what=self.file_name)
-        return text
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "file": self.file_name, "title": self.bucket.title, "state": self.state, "owner": self.owner,
-            "bug": self.bucket.bug, "failing": [run.mark for run in self.failing],
-            "passing": self.passing.mark if self.passing else None, "markdown": self.markdown(),
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Withheld:
-    """A failure without a draft, and why."""
-
-    name: str
-    reason: str
-    runs: tuple[Run, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "reason": self.reason, "runs": [run.mark for run in self.runs]}
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trimtab.doctor.facts.buckets import REPOSITORIES, STATES
-from trimtab.doctor.facts.evidence import PACKAGES, Machine, Point, Run, Source, Statement, as_json, differences
+from trimtab.doctor.facts.buckets import REPOSITORIES, STATES, Bucket
+from trimtab.doctor.facts.bug import Bug
+from trimtab.doctor.facts.evidence import PACKAGES, Machine, Point, Probed, Run, Shown, Source, Statement, as_json, differences
 from trimtab.doctor.issues.markdown import marks, render
-from trimtab.doctor.issues.owner import action_for, came_back, cross_links, labels_of, owner_of, trackers_of
+from trimtab.doctor.issues.owner import action_for, came_back, owner_of, trackers_of
 from trimtab.doctor.issues.words import described, ended, failing_frame, shortened, telling_lines, trace_text, whole_sentences
 from trimtab.errors import RequestError, gib
+from trimtab.process.redact import check_clean
 from trimtab.report.render import inline, plain
-
-if TYPE_CHECKING:
-    from trimtab.doctor.issues.draft import Draft
 
 TAIL_LINES = 40
 MAP_ENTRIES = 12
@@ -42,6 +41,44 @@ class Recorded:
 
 
 Fact = Statement | Recorded
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One issue that may be filed, with all its evidence."""
+
+    bucket: Bucket
+    bug: Bug | None
+    state: str
+    owner: str
+    failing: tuple[Run, ...]
+    passing: Run | None
+    shown: Shown
+    runs: tuple[Run, ...]
+    probed: tuple[Probed, ...]
+    machine: Machine
+    beside: tuple[str, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.owner}-{self.bucket.name}.md"
+
+    @property
+    def facts(self) -> dict[str, tuple[Fact, ...]]:
+        return facts_of(self)
+
+    def markdown(self) -> str:
+        """Return the file's text. Errors: RequestError if it would contain personal data."""
+        text = issue_markdown(self)
+        check_clean(text, what=self.file_name)
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.file_name, "title": self.bucket.title, "state": self.state, "owner": self.owner,
+            "bug": self.bucket.bug, "failing": [run.mark for run in self.failing],
+            "passing": self.passing.mark if self.passing else None, "markdown": self.markdown(),
+        }  # fmt: skip
 
 
 def issue_markdown(draft: Draft) -> str:
@@ -278,3 +315,22 @@ def _links(draft: Draft) -> list[str]:
     threads = [f"{one.name}{f' ({one.state})' if one.state else ''}" for one in trackers_of(draft.bug, draft.failing[0])]
     packages = dict.fromkeys((draft.owner, *(one.package for one in (draft.bug.affected if draft.bug else ()))))
     return [*threads, *(f"{DOCUMENTATION_OF[name]} (documentation)" for name in packages if name in DOCUMENTATION_OF)]
+
+
+def labels_of(draft: Draft) -> list[str]:
+    """Return labels to suggest: the kind of issue, then the areas of the recorded failure."""
+    first = draft.failing[0]
+    quantized = bool((first.configuration.get("base") or {}).get("quantization_config"))
+    about = (
+        ("Gemma4", "gemma4" in str(first.frames) or first.record.get("model") == "demo"), ("PEFT", first.adapter),
+        ("Accelerate", any(frame.get("library") == "accelerate" for frame in first.frames)),
+        ("bitsandbytes", quantized), ("quantization", quantized), ("device_map", bool(first.map_asked)),
+        ("cpu-offload", first.offloads), ("merge", first.merges),
+    )  # fmt: skip
+    return [*draft.bucket.kinds, *(name for name, holds in about if holds)]
+
+
+def cross_links(draft: Draft, repository: str) -> list[str]:
+    """Return the other repositories that the catalogue names, and the other drafts."""
+    others = [REPOSITORIES[name] for name in (draft.bug.owner if draft.bug else ()) if name in REPOSITORIES]
+    return [*(inline(name) for name in dict.fromkeys(others) if name != repository), *draft.beside]

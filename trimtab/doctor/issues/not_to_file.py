@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
 from trimtab.doctor.facts.buckets import DEFERRED, DOCUMENTATION, FIXED, REPOSITORIES
 from trimtab.doctor.facts.evidence import Run
 from trimtab.doctor.issues.claims import NOT_TESTED, REFUTED, Decision
+from trimtab.doctor.issues.issue import Draft
 from trimtab.doctor.issues.markdown import render
 from trimtab.doctor.issues.owner import trackers_of
 from trimtab.doctor.issues.words import trace_text
 from trimtab.report.render import inline
-
-if TYPE_CHECKING:
-    from trimtab.doctor.issues.draft import Draft, Withheld
 
 MOST_MARKS = 8
 TAIL_LINES = 12
@@ -22,6 +21,18 @@ _WAITING = {
     FIXED: "fixed in a release, upgrade instead", DEFERRED: "no passing case next to it",
     DOCUMENTATION: "no bug: a change of the documentation",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """A failure without a draft, and why."""
+
+    name: str
+    reason: str
+    runs: tuple[Run, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "reason": self.reason, "runs": [run.mark for run in self.runs]}
 
 
 def not_to_file(

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from trimtab.doctor.facts.buckets import FIXED, REPOSITORIES
+from trimtab.doctor.facts.buckets import FIXED
 from trimtab.doctor.facts.bug import NAMED, Bug, Tracker, known_trackers, release
 from trimtab.doctor.facts.evidence import Run
-from trimtab.report.render import inline
-
-if TYPE_CHECKING:
-    from trimtab.doctor.issues.draft import Draft
 
 # Owners of the stack's layers. If several are involved, the first of these whose code is in the trace.
 LAYERS = {
@@ -63,19 +58,6 @@ def _has_fix(package: str, fixed_in: str, run: Run) -> bool:
     return package in run.versions and release(run.versions[package]) >= release(fixed_in)
 
 
-def labels_of(draft: Draft) -> list[str]:
-    """Return labels to suggest: the kind of issue, then the areas of the recorded failure."""
-    first = draft.failing[0]
-    quantized = bool((first.configuration.get("base") or {}).get("quantization_config"))
-    about = (
-        ("Gemma4", "gemma4" in str(first.frames) or first.record.get("model") == "demo"), ("PEFT", first.adapter),
-        ("Accelerate", any(frame.get("library") == "accelerate" for frame in first.frames)),
-        ("bitsandbytes", quantized), ("quantization", quantized), ("device_map", bool(first.map_asked)),
-        ("cpu-offload", first.offloads), ("merge", first.merges),
-    )  # fmt: skip
-    return [*draft.bucket.kinds, *(name for name, holds in about if holds)]
-
-
 def action_for(state: str, known: Sequence[Tracker], repository: str) -> str:
     """Return the next step there: a thread that is open or may be open comes before a new issue."""
     here = [one for one in known if one.repository == repository]
@@ -91,9 +73,3 @@ def action_for(state: str, known: Sequence[Tracker], repository: str) -> str:
     if unsaid:
         return f"look at {unsaid[0].name} first: its state is not known. Add the evidence there if it is open; else new issue"
     return "new issue"
-
-
-def cross_links(draft: Draft, repository: str) -> list[str]:
-    """Return the other repositories that the catalogue names, and the other drafts."""
-    others = [REPOSITORIES[name] for name in (draft.bug.owner if draft.bug else ()) if name in REPOSITORIES]
-    return [*(inline(name) for name in dict.fromkeys(others) if name != repository), *draft.beside]

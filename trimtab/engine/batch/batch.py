@@ -184,7 +184,7 @@ class Batch:
         )  # fmt: skip
         return Prompt(inputs, row, batch=self, top_logprobs=top_logprobs, may_end_in_step=may_end_in_step)
 
-    def _fork(self, prompt: Prompt) -> bool:
+    def fork(self, prompt: Prompt) -> bool:
         """Use the prompt of a row of the same group, if its states are complete. Returns whether there is one."""
         row = prompt.row
         if not row.group:
@@ -200,13 +200,13 @@ class Batch:
                 return True
         return False
 
-    def _prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
+    def prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
+        """Compute the next chunk of a prompt, captured or by transformers' modules; True when it was the last."""
         if self.is_invariant:  # the time that a step leaves cuts no prompt
             self.prompts.check_turn(prompt)
             most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
-        if self.prompts.is_on and self.prompts.takes(prompt):
-            return self.prompts.step(prompt, most_tokens)
-        return hf_own_pass.step(self, prompt, most_tokens)
+        takes = self.prompts.is_on and self.prompts.takes(prompt)
+        return self.prompts.step(prompt, most_tokens) if takes else hf_own_pass.step(self, prompt, most_tokens)
 
     def place(self, prompt: Prompt) -> None:
         """Give a complete prompt a row behind the active ones, and queue the sampling of its first token, unless the next step
@@ -219,7 +219,7 @@ class Batch:
         if not self.free_rows:
             raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
         while prompt.done_tokens < prompt.inputs.prompt_tokens and not prompt.is_open:
-            self._prefill(prompt)  # another prompt took the place where its states were
+            self.prefill(prompt)  # another prompt took the place where its states were
         number = self._places_behind(1)[0]
         self._fill(number, prompt)
         prompt.release_cache()

@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trimtab.engine.batch.request import AnswerPenalties, Suppressed, check_logits
-from trimtab.engine.chat.chat_model import ChatModel, HasContext
-from trimtab.engine.chat.control_tokens import end_token_ids
+from trimtab.engine.chat.control_tokens import ChatModel, HasContext, end_token_ids
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import transformers
@@ -13,13 +13,9 @@ from torch import Tensor
 
 from trimtab.engine.kernels.embed_and_logits import with_argmax, without
 from trimtab.engine.kv.sequence import PrefillState, TokenSequence
+from trimtab.engine.prefill.rows import Rows
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-
-if TYPE_CHECKING:
-    import torch
-
-    from trimtab.engine.batch.batch import Batch
 
 
 class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
@@ -321,6 +317,14 @@ class PendingToken:
         return cls(host, event, why)
 
 
+class PromptRows(Rows, Protocol):
+    """A batch as its prompts see it."""
+
+    def fork(self, prompt: Prompt) -> bool: ...
+
+    def prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool: ...
+
+
 @dataclass(eq=False)
 class Prompt(PrefillState):
     """A prompt that is being computed.
@@ -330,7 +334,7 @@ class Prompt(PrefillState):
     """
 
     row: Row
-    batch: Batch = field(kw_only=True)
+    batch: PromptRows = field(kw_only=True)
     top_logprobs: int | None = None
     first: PendingToken | None = None
     source: Row | None = None
@@ -368,8 +372,8 @@ class Prompt(PrefillState):
         share a pool of pages and it lacks room; then nothing has changed.
         """
         self.batch.pages.reserve(self.row)
-        if not self.done_tokens and self.batch._fork(self):
+        if not self.done_tokens and self.batch.fork(self):
             return True
-        is_through = self.batch._prefill(self, most_tokens)
+        is_through = self.batch.prefill(self, most_tokens)
         self.batch.prefixes.piece_done(self)
         return is_through

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from trimtab.engine.batch.batch import BatchModel
-from trimtab.engine.chat.chat_model import ChatModel
+from trimtab.engine.chat.control_tokens import ChatModel
 
 if TYPE_CHECKING:
     from typing import Any

@@ -6,15 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from trimtab.engine.layers.context import PlacedModel
 from trimtab.engine.templates.budget import REFUSALS, render
 from trimtab.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
-    from trimtab.engine.chat.chat_model import ChatModel
     from trimtab.engine.chat.content_parts import Message
     from trimtab.engine.formats.hf_types import HFModel, Tokenizer
 
@@ -204,6 +205,26 @@ class ControlTokens:
             ):
                 return _without_ids(encode(text), separator_id, is_ours)
         raise _cannot_be_text([prompt.text[start:end] for start, end in prompt.user_spans])
+
+
+class HasContext(Protocol):
+    """A model with a planned context."""
+
+    @property
+    def context_tokens(self) -> int: ...
+
+
+class ChatModel(PlacedModel, Protocol):
+    """A model as its prompts see it. processor: its tokenizer if it only reads. processor_folder: where the files of both are."""
+
+    @property
+    def processor(self) -> Any: ...
+
+    @property
+    def processor_folder(self) -> Path: ...
+
+    @property
+    def control_tokens(self) -> ControlTokens: ...
 
 
 def _signs(text: str) -> str:

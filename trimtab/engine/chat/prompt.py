@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.chat.answer_forms import AnswerForm, form_of
-from trimtab.engine.chat.chat_model import ChatModel, HasContext
 from trimtab.engine.chat.content_parts import OPENAI_TYPES, Message, Part, empty_place, own_form, parts_in
-from trimtab.engine.chat.control_tokens import ControlTokens, PromptText, turns_of
+from trimtab.engine.chat.control_tokens import ChatModel, ControlTokens, HasContext, PromptText, turns_of
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken, check_tower

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.errors import RequestError
 from trimtab.planning.values.execution import INVARIANT_CHUNK
 
 if TYPE_CHECKING:
-    from trimtab.engine.decode.decode_step import DecodeStep
     from trimtab.engine.layers.context import EngineContext
 
 
@@ -37,18 +32,3 @@ def check_rows(model: EngineContext, rows: int) -> None:
             "a batch-invariant model computes as many rows as it was planned for", field="rows", value=rows,
             allowed=(str(planned),), hint=f"Plan with batch={rows}",
         )  # fmt: skip
-
-
-def one_by_one(steps: DecodeStep, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
-    """Return the logits [count, V] float32 and the most likely tokens [count] of these rows (number -> adapter), each alone. It is
-    for rows that no graph of all rows computes: an adapter that no table has, an image's placeholder token, a CPU."""
-    cache, store = steps.cache, steps.model.adapter_store
-    cache.limit_attention(steps.buffers.context_tokens)
-    logits, tokens = [], []
-    for number, name in rows.items():
-        store.set(name)
-        with cache.from_row(number), torch.no_grad():
-            scores, token = ends.without(ends.argmax_logits(steps._modules(1), None, None, None), steps.suppressed)
-        logits.append(scores[0].clone())
-        tokens.append(token[0].clone())
-    return torch.stack(logits), torch.stack(tokens)

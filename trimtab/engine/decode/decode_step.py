@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.decode.step_capture import StepCapture
 from trimtab.engine.decode.step_choice import Fallback, StepChoice
 from trimtab.engine.formats.matmul_table import MatmulTable
@@ -201,17 +200,29 @@ class DecodeStep:
             names = tuple(None if number in apart else name for number, name in enumerate(state.adapters))
             outputs = self._run_graph(replace(state, adapters=names))
             if outputs is None:  # no row is in a graph now, or from now on
-                return company.one_by_one(self, dict(enumerate(state.adapters)))
+                return self._one_by_one(dict(enumerate(state.adapters)))
             self.wrote_tokens = not apart
         if before is not None:
             self.tokens.copy_(before)
-            alone = company.one_by_one(self, {number: state.adapters[number] for number in apart})
+            alone = self._one_by_one({number: state.adapters[number] for number in apart})
             if outputs is None:
                 return alone
             for number, logits, token in zip(apart, *alone, strict=True):
                 outputs[0][number], outputs[1][number] = logits, token
         assert outputs is not None
         return outputs[0][:count], outputs[1][:count]
+
+    def _one_by_one(self, rows: Mapping[int, str | None]) -> tuple[Tensor, Tensor]:
+        """Return the logits [count, V] float32 and the most likely tokens [count] of rows (number -> adapter), each alone."""
+        self.cache.limit_attention(self.buffers.context_tokens)
+        logits, tokens = [], []
+        for number, name in rows.items():
+            self.model.adapter_store.set(name)
+            with self.cache.from_row(number), torch.no_grad():
+                scores, token = ends.without(ends.argmax_logits(self._modules(1), None, None, None), self.suppressed)
+            logits.append(scores[0].clone())
+            tokens.append(token[0].clone())
+        return torch.stack(logits), torch.stack(tokens)
 
     def _is_apart(self, state: BatchState, number: int) -> bool:
         """Whether a row's step cannot be part of a graph of all rows: its token is an image's, or no table has its adapter."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
-
-if TYPE_CHECKING:
-    from trimtab.engine.kv.kv_cache import BatchedKVCache
 
 # Families whose modules update these states in place, in one step of several rows. Others keep more, or keep it elsewhere.
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -34,6 +31,20 @@ def set_states(theirs: Any, conv: Tensor, recurrent: Tensor) -> None:
     theirs.has_previous_state[0] = True
 
 
+class StepRows(Protocol):
+    """The cache that a layer is of: its rows, and those of the present step."""
+
+    context_tokens: int
+    step_count: int
+
+    @property
+    def held_rows(self) -> int: ...
+
+    def rows_of_step(self, count: int) -> slice: ...
+
+    def zeros(self, like: Tensor, *shape: int) -> Tensor: ...
+
+
 class RecurrentLayer(_Base):  # type: ignore[misc]
     """One layer's states: conv [rows, C, K] in the model's dtype, recurrent [rows, H, Dk, Dv] float32. A row's state is that of
     exactly the tokens that it has read, and cannot be cut back to a prefix. Source: transformers 5.23.0,
@@ -44,7 +55,7 @@ class RecurrentLayer(_Base):  # type: ignore[misc]
     is_sliding = False
     number_of_states = 1
 
-    def __init__(self, shared: BatchedKVCache) -> None:
+    def __init__(self, shared: StepRows) -> None:
         self.shared = shared
         self.conv: Tensor | None = None
         self.recurrent: Tensor | None = None

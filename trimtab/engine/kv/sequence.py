@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from trimtab.engine.formats.hf_types import HFModel
-    from trimtab.engine.kv.kv_cache import BatchedKVCache
 
 
 # Inputs and tokens ----------------------------------------------------------------------------------------------------
@@ -375,10 +374,20 @@ class PagePool:
         return self.device.type == "cuda"
 
 
+class PagedCache(Protocol):
+    """The keys and values of rows that may share a pool of pages."""
+
+    pool: PagePool | None
+
+    def bind(self, row: int, pages: Sequence[int] | None) -> None: ...
+
+    def unbind_all(self) -> None: ...
+
+
 class RowPages:
     """Which of a batch's requests have which pages; every request has room where rows share no pool."""
 
-    def __init__(self, cache: BatchedKVCache, context_tokens: int) -> None:
+    def __init__(self, cache: PagedCache, context_tokens: int) -> None:
         self.cache, self.context_tokens = cache, context_tokens
         # Gives pages back when it is called, or when the request is garbage-collected.
         self._given: weakref.WeakKeyDictionary[TokenSequence, weakref.finalize[..., TokenSequence]] = weakref.WeakKeyDictionary()

@@ -35,7 +35,7 @@ from trimtab.formats.record import HEAD8, HEAD_PIECE_VALUES, PackedEntry, packed
 from trimtab.machine.memory import spill_folder
 from trimtab.planning import Plan
 from trimtab.planning.memory.expert_slots import row_bytes
-from trimtab.planning.plan.plan import FilesRead, anatomy_key
+from trimtab.planning.plan.contents import FilesRead, anatomy_key
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
 from trimtab.planning.values.execution import groups_on_device

@@ -376,3 +376,16 @@ def hash_file(path: Path) -> str:
         while count := handle.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+@dataclass
+class Work:
+    """Everything that is decided before anything is written. replaced: small files with new content."""
+
+    shards: tuple[Shard, ...]
+    sources: Sources
+    replaced: dict[str, bytes]
+    key: str
+    adapter_hashes: tuple[dict[str, str], ...]
+    notes: tuple[str, ...]
+    untied: tuple[str, ...]

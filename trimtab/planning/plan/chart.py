@@ -12,7 +12,7 @@ from trimtab.planning.plan.table import marked_rate, tensors_peak, verdict
 from trimtab.report.charts import INK, LINE, MARGIN, OVER, PAPER, QUIET, WIDTH, Box, Label, Shape, Stroke, check_path, write_shapes
 
 if TYPE_CHECKING:
-    from trimtab.planning.plan.plan import Plan
+    from trimtab.planning.plan.contents import PlanContents
 
 BAR_HEIGHT = 46
 BAR_WIDTH = WIDTH - 2 * MARGIN
@@ -63,7 +63,7 @@ class Bar:
         return sum(segment.nbytes for segment in self.segments)
 
 
-def bars_of(plan: Plan) -> list[Bar]:
+def bars_of(plan: PlanContents) -> list[Bar]:
     """Return the bars of a plan; the segments of a device add up to the bytes that are checked against its budget."""
     gpu, host = plan.gpu, plan.host
     placed = {device: _by_part_and_tier(plan, device) for device in ("gpu", "host", "disk")}
@@ -85,7 +85,7 @@ def bars_of(plan: Plan) -> list[Bar]:
     return [device, memory, Bar("disk", tuple(placed["disk"]), None, f"spill file of {gib(plan.disk_bytes)}")]
 
 
-def _by_part_and_tier(plan: Plan, device: str) -> list[Segment]:
+def _by_part_and_tier(plan: PlanContents, device: str) -> list[Segment]:
     by_tier: dict[tuple[str, str], int] = {}
     for row in plan.placements:
         nbytes = getattr(row, f"{device}_bytes")
@@ -112,7 +112,7 @@ def _tinted(color: str, share: float) -> str:
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in channels)
 
 
-def layout(plan: Plan) -> tuple[list[Shape], float]:
+def layout(plan: PlanContents) -> tuple[list[Shape], float]:
     """Return the shapes of the chart and its height in pixels."""
     request = plan.request
     shapes: list[Shape] = [
@@ -134,7 +134,7 @@ def layout(plan: Plan) -> tuple[list[Shape], float]:
     return shapes, top
 
 
-def _execution_line(plan: Plan) -> str:
+def _execution_line(plan: PlanContents) -> str:
     execution = plan.execution
     head = ", 8-bit head" if execution.head == "int8" else ""
     head += ", 8-bit keys and values" if plan.request.kv == "int8" else ""
@@ -196,7 +196,7 @@ def _is_dark(color: str) -> bool:
     return 0.299 * red + 0.587 * green + 0.114 * blue < 150
 
 
-def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
+def draw(plan: PlanContents, path: str | os.PathLike[str]) -> None:
     """Write the chart of a plan as .svg. Errors: RequestError for another ending or a path that cannot be written."""
     check_path(path)
     write_shapes(*layout(plan), path)

@@ -15,10 +15,10 @@ from trimtab.report.document import Block, Document, Facts, Table, Text
 from trimtab.request import EXPERTS, MADE_EXPERTS
 
 if TYPE_CHECKING:
-    from trimtab.planning.plan.plan import Plan
+    from trimtab.planning.plan.contents import PlanContents
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: PlanContents) -> str:
     """Return the plan in one sentence: that it fits, how fast answers are, and what memory it takes of which budget."""
     needed, rate = plan.gpu_needed_bytes, predicted_rate(plan.execution)
     if plan.card is None and not rate.startswith("~"):  # estimates are marked
@@ -31,13 +31,13 @@ def verdict(plan: Plan) -> str:
     return f"Fits: {rate}; {taken}{disk}"
 
 
-def tensors_peak(plan: Plan) -> str:
+def tensors_peak(plan: PlanContents) -> str:
     """Return what the tensors of the execution device take at most, and when."""
     phase = PHASE_WORDS.get(plan.peak_phase, plan.peak_phase)
     return f"tensors at most {gib(plan.gpu_peak_bytes)} ({phase}), {gib(plan.gpu_load_peak_bytes)} while loading"
 
 
-def document_of(plan: Plan) -> Document:
+def document_of(plan: PlanContents) -> Document:
     """Return what a plan says to people: the verdict, the request, a row for each group of blocks, devices and execution."""
     request = plan.request
     head = (
@@ -109,7 +109,7 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def memory_use(plan: Plan) -> tuple[str, str]:
+def memory_use(plan: PlanContents) -> tuple[str, str]:
     """Return the items of the execution device's memory and of the host's, each as text."""
 
     def items(named: Iterable[tuple[str, int]]) -> str:
@@ -122,7 +122,7 @@ def memory_use(plan: Plan) -> tuple[str, str]:
     return device, items(plan.host.items()) + held_limit(plan)
 
 
-def _devices(plan: Plan) -> list[tuple[str, str]]:
+def _devices(plan: PlanContents) -> list[tuple[str, str]]:
     on_device, on_host = memory_use(plan)
     rows = [
         (plan.execution_device, f"{gib(plan.gpu_needed_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: {on_device}"),
@@ -133,7 +133,7 @@ def _devices(plan: Plan) -> list[tuple[str, str]]:
     return rows + [(name, why) for name, why in (("media", plan.media_reason), ("prefix cache", plan.prefix_reason)) if why]
 
 
-def held_limit(plan: Plan) -> str:
+def held_limit(plan: PlanContents) -> str:
     """Return the most host memory of adapters, and a server's use of it if the plan was not made for a server."""
     limit = gib(plan.held_adapters_limit_bytes)
     if plan.host.get("held_adapters"):
@@ -142,7 +142,7 @@ def held_limit(plan: Plan) -> str:
     return f"; trimtab serve also keeps the adapters here: {gib(kept)} of {limit}" if kept else ""
 
 
-def served_bytes(plan: Plan) -> int:
+def served_bytes(plan: PlanContents) -> int:
     """Return the bytes that a server keeps in host memory for the adapters of a plan; one folder counts once."""
     files = {
         plan.request.adapters[name]: count
@@ -152,7 +152,7 @@ def served_bytes(plan: Plan) -> int:
     return sum(count + HELD_OBJECT_BYTES for count in files.values())
 
 
-def _execution(plan: Plan) -> list[tuple[str, str]]:
+def _execution(plan: PlanContents) -> list[tuple[str, str]]:
     """Return how prompts and steps run, with predicted seconds."""
     execution = plan.execution
     step, prompt, towers = execution.step, execution.prompt, execution.towers
@@ -169,7 +169,7 @@ def _execution(plan: Plan) -> list[tuple[str, str]]:
     return [*rows, ("output head", f"{execution.head}: {execution.head_reason}"), *keys_and_values(plan)]
 
 
-def _slots(plan: Plan, taken: ExpertWeights) -> str:
+def _slots(plan: PlanContents, taken: ExpertWeights) -> str:
     """Return where experts are that do not all stay on the device."""
     slots = plan.execution.expert_slots
     if not slots:
@@ -194,7 +194,7 @@ def _experts(taken: ExpertWeights, execution: Execution) -> str:
     return f"{taken.format_name}, {size}: {why}; {how}{rest}"
 
 
-def keys_and_values(plan: Plan) -> list[tuple[str, str]]:
+def keys_and_values(plan: PlanContents) -> list[tuple[str, str]]:
     """Return how keys and values are kept, unless in full precision with a whole context for each row."""
     request, pool = plan.request, plan.pool_tokens
     why, added_s = [], plan.execution.step.estimated_s
@@ -220,7 +220,7 @@ def predicted_rate(execution: Execution) -> str:
     return f"{estimate_mark(execution.step)}{rate_text(execution.tokens_per_s)} tokens/s"
 
 
-def marked_rate(plan: Plan) -> str:
+def marked_rate(plan: PlanContents) -> str:
     """Return the predicted rate of a plan for people; on a CPU it is an estimate."""
     rate = predicted_rate(plan.execution)
     return f"~{rate}" if plan.execution_device == "cpu" and not rate.startswith("~") else rate
@@ -231,7 +231,7 @@ def rate_text(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
 
 
-def stored_rows(plan: Plan) -> list[tuple[str, ...]]:
+def stored_rows(plan: PlanContents) -> list[tuple[str, ...]]:
     """Return the formats of the checkpoint's files: modules, bytes, bits per value, and how each is computed."""
     is_kept = plan.execution_device == "cpu" and "unpacked_weights" in plan.gpu
     return [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import stat
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
@@ -15,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.adapter_names import is_lora_file
-from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
+from trimtab.adapters.file import files_stamp
 from trimtab.errors import SHOWN_PROBLEMS, AdapterError, RequestError, TrimtabError
 from trimtab.printable import printable
 from trimtab.serve.contract.inside_root import read_inside
@@ -124,20 +121,6 @@ class Watcher:
 def bounded(read: Callable[[str | Path, str], Any], path: str | Path, name: str, root: str | None) -> Any:
     """Return an adapter, read from inside the root if one is given. Errors: those of `read` and `read_inside`."""
     return read(path, name) if root is None else read_inside(lambda: read(path, name), path, root)
-
-
-def files_stamp(path: str | Path) -> Hashable | None:
-    """Return a stamp that is equal only for the same unchanged files; None if they cannot be read."""
-    known = []
-    try:
-        for file in (path,) if is_lora_file(path) else (Path(path) / CONFIG_NAME, Path(path) / TENSORS_NAME):
-            found = os.stat(file)
-            if not stat.S_ISREG(found.st_mode):  # opening a pipe waits for its writer
-                return None
-            known.append((found.st_dev, found.st_ino or os.path.realpath(file), found.st_size, found.st_mtime_ns))
-    except OSError:
-        return None
-    return tuple(known)
 
 
 # The queue ------------------------------------------------------------------------------------------------------------

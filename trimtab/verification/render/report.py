@@ -1,23 +1,35 @@
-"""The parity report and its verdict."""
+"""What does a parity report say: verdict, routes, numbers, and how sure they are?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import ParityError
-from trimtab.report.document import Document
+from trimtab.errors import ParityError, gib
+from trimtab.report.document import Block, Details, Document, Facts, Figure, Heading, Items, Table, number, yes
 from trimtab.report.render import Report
+from trimtab.verification.merges.retention import mean_survival
+from trimtab.verification.merges.variants import lane_blocks
+from trimtab.verification.render import plots
+from trimtab.verification.routes.alarm_rate import FALSE_ALARM_RATE, MARGIN
 
 if TYPE_CHECKING:
     from trimtab.verification.merges.retention import Survival
-    from trimtab.verification.merges.variants import LaneReport
+    from trimtab.verification.merges.variants import LaneReport, LaneRun
     from trimtab.verification.merges.weights import MergedWeights
     from trimtab.verification.routes.compare import Difference, NoiseFloor
     from trimtab.verification.routes.loaded_changes import LoadedChanges
+
+
+HEAD = ("prompt", "kind", "verdict", "first", "max", "mean", "KL mean", "KL max", "top-1", "text")
+MERGE_HEAD = ("prompt", "merged is", "base != adapter", "adapter == merged", "base == merged", "KL", "KL base")
+WORST_MODULES = 5
+_DRAW_NUMBER = re.compile(r" \(\d+\)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +185,150 @@ class ParityReport(Report):
         }  # fmt: skip
 
     def document(self) -> Document:
-        from trimtab.verification.render.text import document_of
-
         return document_of(self)
 
 
 def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def prompt_row(row: PromptParity) -> tuple[str, ...]:
+    """Return one prompt's cells under HEAD."""
+    difference = row.difference
+    first = "-" if difference.first_position is None else str(difference.first_position)
+    name = row.id if row.adapter is None else f"{row.id} ({row.adapter})"
+    return (
+        name, row.kind, row.verdict, first, number(difference.max_abs), number(difference.mean_abs), number(difference.kl_mean),
+        number(difference.kl_max), f"{100 * difference.top1_agreement:.1f} %",
+        "-" if row.same_text is None else "same" if row.same_text else "differs",
+    )  # fmt: skip
+
+
+def merge_row(row: PromptParity) -> tuple[str, ...]:
+    """Return one prompt's cells under MERGE_HEAD."""
+    moved = None if row.base_is_adapter is None else not row.base_is_adapter
+    return (
+        row.id, row.merged_matches or "-", yes(moved), yes(row.same_text), yes(row.base_is_merged),
+        number(row.difference.kl_mean), number(row.base_kl),
+    )  # fmt: skip
+
+
+def floor_rows(report: ParityReport) -> list[tuple[str, str]]:
+    """Return the noise floor, its measurement, and the limit above which a difference is more than noise."""
+    floor = report.floor
+    if not floor.pairs:
+        return [("noise floor", "not measured; a difference cannot be judged")]
+    size = f"max {number(floor.max_abs)}, mean {number(floor.mean_abs)}, KL {number(floor.kl_max)}"
+    orders = Counter(_DRAW_NUMBER.sub("", name) for name in floor.orders)
+    rows = [
+        ("noise floor", f"{size}: the largest difference between runs of {report.reference['label']}, "
+         f"{len(floor.orders)} for each prompt"),
+        ("runs", ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in orders.items())),
+    ]  # fmt: skip
+    if floor.limit is None:
+        return [*rows, ("limit", "too few runs to know the spread of the noise; a difference cannot be judged")]
+    limit = floor.limit
+    text = (
+        f"max {number(limit.max_abs)}, mean {number(limit.mean_abs)}, KL mean {number(limit.kl_mean)} on the noisiest prompt: a "
+        f"prediction bound over the runs that are rounded at random, times {MARGIN:g}; false-alarm rate {FALSE_ALARM_RATE:.0e}"
+    )
+    return [*rows, ("limit", text)]
+
+
+def weight_rows(report: ParityReport) -> list[tuple[str, str]]:
+    """Return what is known of the merged weights, and whether both routes loaded the same changes."""
+    weights, changes, rows = report.weights, report.changes, list[tuple[str, str]]()
+    if weights is not None:
+        sees = "would be detected" if weights.sees_scale_fault else "would not be detected: it is below the rounding"
+        rows.append(("weights", (
+            f"{weights.verdict}: slope of the written change on the exact one {1 + weights.together.off:.6g} over "
+            f"{len(weights.modules)} modules, {len(weights.wrong)} of them wrong; a scale wrong by 1 % {sees}; false-alarm rate "
+            f"{weights.false_alarm_rate:.0e}"
+        )))  # fmt: skip
+        others = weights.others
+        counts = {"are the base's": others.equal, "differ": len(others.differing), "were not compared": len(others.not_compared)}
+        if words := ", ".join(f"{count} {what}" for what, count in counts.items() if count):
+            rows.append(("other tensors", words))
+    if changes is not None:
+        same = f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
+        rows.append(("adapters as loaded", f"{same}; a scale wrong by 1 % would be detected"))
+    if report.survival:
+        survived, noise = mean_survival(report.survival)
+        worst = sorted(report.survival, key=lambda row: row.survived)[:WORST_MODULES] if survived < 0.999 else []
+        rows.append(("survival", (
+            f"{100 * survived:.1f} % of the adapter's change is in the merged weights of {len(report.survival)} modules, with "
+            f"other changes of {number(noise)} times its norm"
+        )))  # fmt: skip
+        rows += [("", f"minimum: {row.module_path} {100 * row.survived:.1f} %") for row in worst]
+    return rows
+
+
+def route_words(route: Mapping[str, Any]) -> str:
+    """Return one line on a route: label, format, placement, time and memory."""
+    tiers = ", ".join(f"{count} {tier}" for tier, count in (route.get("tiers") or {}).items())
+    memory = route.get("memory") or {}
+    took = [f"host peak {gib(memory['host_peak_bytes'])}"] if memory.get("host_peak_bytes") else []
+    took += [f"GPU peak {gib(memory['gpu_peak_bytes'])}"] if memory.get("gpu_peak_bytes") else []
+    parts = [route["label"], route["engine"], str(route.get("quant") or ""), route.get("head") or "", tiers, *took]
+    return " · ".join(part for part in parts if part)
+
+
+def verdict_words(report: ParityReport) -> str:
+    """Return the verdict in one sentence."""
+    a, b = report.subject["label"], report.reference["label"]
+    if report.verdict == "cannot tell":
+        why = "its noise could not be measured" if not report.floor.is_measured else "a fault would be below the noise"
+        return f"cannot tell: {a} against {b}; {why}"
+    if report.expected == "differs":
+        return f"{report.verdict}: {a} {'differs from' if report.ok else 'is the same as'} {b}" + (
+            ", so the adapter is active" if report.ok else ": the adapter is inactive"
+        )
+    return f"{report.verdict}: {a} against {b}"
+
+
+def document_of(report: ParityReport) -> Document:
+    """Return what a parity report says."""
+    routes = [("model", report.model), ("adapter", report.adapter or "none")]
+    routes += [("compared", route_words(report.subject)), ("with", route_words(report.reference))]
+    blocks: list[Block] = [Facts(routes), Table(HEAD, [prompt_row(row) for row in report.prompts])]
+    if any(row.merged_matches for row in report.prompts):
+        blocks.append(Table(MERGE_HEAD, [merge_row(row) for row in report.prompts]))
+    blocks.append(Facts(floor_rows(report) + weight_rows(report)))
+    if report.findings:
+        blocks += [Heading("Findings"), Items(report.findings)]
+    answers = ("prompt", report.reference["label"], report.subject["label"], "expected")
+    rows = [(r.id, *(text or "-" for text in (r.reference_text, r.subject_text, r.expected_text))) for r in report.prompts]
+    blocks.append(Details("Answers", [Table(answers, rows)]))
+    blocks.append(Details("Largest difference by position", [_positions(report, row) for row in report.prompts]))
+    if report.layers:
+        names = [f"layer {at}" if at else "embedding" for at in range(len(report.layers))]
+        blocks.append(_bars("Relative difference of hidden states by layer", report.layers, names, logarithmic=True))
+    if report.survival:
+        names = [row.module_path for row in report.survival]
+        blocks.append(_bars("Survival of the adapter's change by module", [row.survived for row in report.survival], names))
+        noise = [row.noise for row in report.survival]
+        blocks.append(_bars("Other changes by module, relative to the adapter's", noise, names, logarithmic=True))
+    if report.lanes is not None:
+        blocks += [Heading("Merge lanes"), *lane_blocks(report.lanes, _lane_chart)]
+    blocks.append(Facts([("versions", ", ".join(f"{name} {release}" for name, release in report.versions.items()))]))
+    return Document(verdict_words(report), blocks, "good" if report.ok else "bad")
+
+
+def _bars(title: str, values: Sequence[float], names: Sequence[str], *, logarithmic: bool = False) -> Figure:
+    line = None if logarithmic else 1.0
+    return Figure(title, plots.bars(values, names, label=title, logarithmic=logarithmic, line=line))
+
+
+def _lane_chart(run: LaneRun) -> Figure:
+    shares, names = [row.survived for row in run.survival], [row.module_path for row in run.survival]
+    return _bars(f"Survival in {run.lane.name}", shares, names)
+
+
+def _positions(report: ParityReport, row: PromptParity) -> Figure:
+    limit = report.floor.limits.get(row.id)
+    title = row.id if row.adapter is None else f"{row.id} ({row.adapter})"
+    return Figure(title, plots.lines(
+        row.difference.max_abs_by_position, label=f"difference by position, {title}",
+        dashed=limit.max_abs if limit is not None else None, dashed_label="limit of the noise", mark=row.prompt_tokens,
+        mark_label="answer",
+    ))  # fmt: skip
