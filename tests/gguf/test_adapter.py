@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 import trimtab
 from tests import gguf_files, pico, stock
 from trimtab.adapters import file as adapters_file
-from trimtab.adapters.file import files_stamp, for_peft, read_adapter
+from trimtab.adapters.file import for_peft, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.errors import AdapterError
 from trimtab.gguf import adapter
 from trimtab.gguf.header import read_gguf
+from trimtab.serve.adapters.new_adapters import files_stamp
 
 
 @pytest.fixture(scope="module")

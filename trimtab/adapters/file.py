@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -171,20 +171,6 @@ def check_beside(path: str | Path, log_name: str) -> None:
 def _log(notes: Collection[str], name: str) -> None:
     for note in notes:
         log.warning("%s", printable(f"adapter {name}: {note}", one_line=True))
-
-
-def files_stamp(path: str | Path) -> Hashable | None:
-    """Return a stamp that is equal only for the same unchanged files; None if they cannot be read."""
-    known = []
-    try:
-        for file in (path,) if is_lora_file(path) else (Path(path) / CONFIG_NAME, Path(path) / TENSORS_NAME):
-            found = os.stat(file)
-            if not S_ISREG(found.st_mode):  # opening a pipe waits for its writer
-                return None
-            known.append((found.st_dev, found.st_ino or os.path.realpath(file), found.st_size, found.st_mtime_ns))
-    except OSError:
-        return None
-    return tuple(known)
 
 
 def stamps_of(path: str | Path) -> tuple[Stamp, ...]:

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.serve.worker.test_serve_worker import REQUEST, Running, settings_of
-from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME, files_stamp
+from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import CheckpointError
-from trimtab.serve.adapters.new_adapters import Watcher
+from trimtab.serve.adapters.new_adapters import Watcher, files_stamp
 
 STYLE, SPECIALIST = (DEMO / "adapters" / name for name in ("style", "specialist"))
 WAIT_S = 60

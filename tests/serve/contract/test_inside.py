@@ -8,12 +8,12 @@ import pytest
 
 from tests.serve.adapters.test_watching import touch
 from trimtab.adapters.adapter import read_adapter
-from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME, files_stamp
+from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import AdapterError, RequestError
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.adapter_cache import HeldAdapters
-from trimtab.serve.adapters.new_adapters import Watcher
+from trimtab.serve.adapters.new_adapters import Watcher, files_stamp
 from trimtab.serve.contract import inside_root as inside
 from trimtab.serve.contract.inside_root import look, read_inside
 from trimtab.serve.contract.settings import Settings

@@ -15,7 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 
 from trimtab.adapter_names import is_lora_file, is_mix, parts_of, weights_of
-from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME, check_beside, files_stamp, stamps_of
+from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME, check_beside, stamps_of
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora.mixes import MOST_MIXES
 from trimtab.engine.lora.store import HeldAdapter
@@ -23,6 +23,7 @@ from trimtab.engine.model import LoadedModel
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
+from trimtab.serve.adapters.new_adapters import files_stamp
 
 VERSION = "@"  # no adapter name contains it
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import stat
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
@@ -11,9 +13,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trimtab.adapters.file import files_stamp
+from trimtab.adapter_names import is_lora_file
+from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
 from trimtab.errors import SHOWN_PROBLEMS, AdapterError, RequestError, TrimtabError
 from trimtab.printable import printable
 from trimtab.serve.contract.inside_root import read_inside
@@ -21,7 +24,7 @@ from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.scheduling.scheduler import StoppingError
 
 if TYPE_CHECKING:
-    from trimtab.serve.adapters.adapter_cache import AdapterCache
+    from trimtab.engine.lora.store import HeldAdapter
 
 LOOK_S = 1.0
 
@@ -200,6 +203,32 @@ class AdapterQueue:
             one.finish(partial(throw, exc))
 
 
+def files_stamp(path: str | Path) -> Hashable | None:
+    """Return a stamp that is equal only for the same unchanged files; None if they cannot be read."""
+    known = []
+    try:
+        for file in (path,) if is_lora_file(path) else (Path(path) / CONFIG_NAME, Path(path) / TENSORS_NAME):
+            found = os.stat(file)
+            if not stat.S_ISREG(found.st_mode):  # opening a pipe waits for its writer
+                return None
+            known.append((found.st_dev, found.st_ino or os.path.realpath(file), found.st_size, found.st_mtime_ns))
+    except OSError:
+        return None
+    return tuple(known)
+
+
+class Shelf(Protocol):
+    """The adapters of a server (`AdapterCache`), as those that come and change see them."""
+
+    lost: dict[str, str]
+
+    def read(self, path: str | Path, name: str) -> HeldAdapter: ...
+
+    def check_new(self, name: str) -> None: ...
+
+    def put(self, name: str, held: HeldAdapter) -> None: ...
+
+
 class NewAdapters:
     """The adapters that come to a worker or change there. waiting: those that are prepared between steps.
 
@@ -208,7 +237,7 @@ class NewAdapters:
     """
 
     def __init__(
-        self, shelf: AdapterCache, waiting: AdapterQueue, *, pieces: Callable[[Any], Iterator[None]],
+        self, shelf: Shelf, waiting: AdapterQueue, *, pieces: Callable[[Any], Iterator[None]],
         reload: Callable[[str, Any], bool], reply: Callable[[int, Callable[[], Any]], None],
     ) -> None:  # fmt: skip
         self._shelf, self.waiting, self._pieces, self._reload, self._reply = shelf, waiting, pieces, reload, reply

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.adapters.file import files_stamp
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.machine import machine_cache as known
 from trimtab.machine.memory import process_bytes
@@ -23,7 +22,7 @@ from trimtab.process import before_torch, phases
 from trimtab.process.child import end_after
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
-from trimtab.serve.adapters.new_adapters import AdapterQueue, NewAdapters, lost_reason, throw
+from trimtab.serve.adapters.new_adapters import AdapterQueue, NewAdapters, files_stamp, lost_reason, throw
 from trimtab.serve.contract.inside_root import look
 from trimtab.serve.contract.job import Event
 from trimtab.serve.contract.log import keep_streams, set_up_as_parent, write_traceback
