@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trimtab.doctor.facts.bug import FIXED, PRESENT, Seen
 from trimtab.process.packages import version_of
 from trimtab.stock.load import load_adapter, load_base, quantization
 
@@ -141,6 +142,18 @@ def on_cpu(device_map: Any) -> Any:
     places = set(map(str, device_map.values()))
     main: Any = "cpu" if "disk" in places and "cpu" not in places else torch.device("cpu")
     return {key: main if isinstance(place, int) else place for key, place in device_map.items()}
+
+
+def adapted(model: Any) -> Seen:
+    """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it."""
+    import peft
+
+    with quiet():
+        try:
+            peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"]))
+        except (ValueError, AttributeError) as exc:
+            return Seen(PRESENT, f"{type(exc).__name__}: {str(exc)[:120]}")
+    return Seen(FIXED, "PEFT adapts the layer")
 
 
 def behind_peft(device_map: Mapping[str, Any]) -> dict[str, Any]:
