@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 PRESENT, FIXED, NOT_APPLICABLE, UNKNOWN = "present", "fixed", "not applicable", "unknown"
 STATES = (PRESENT, FIXED, NOT_APPLICABLE, UNKNOWN)
-OWNERS = ("accelerate", "bitsandbytes", "peft", "transformers", "safetensors", "servers", "torch")
 
 
 @dataclass(frozen=True)
