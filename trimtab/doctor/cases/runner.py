@@ -192,7 +192,7 @@ def _variants(adapter: str | Path | None, cases: Sequence[Case], work: Path) -> 
 
 def _packages(python: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Return the packages of an interpreter. Errors: RequestError that names the missing packages."""
-    outcome = run_inside("trimtab.doctor.cases.packages", {}, python=python, timeout_s=60)
+    outcome = run_inside("trimtab.doctor.cases.record", {}, python=python, timeout_s=60)
     if outcome.ended != DONE or not outcome.lines:
         raise RequestError(
             f"is not a Python interpreter that can run a case ({_last_line(outcome)})", field="python", value=str(python)

@@ -23,10 +23,9 @@ CPU_TIERS = {"cpu": "stream", "disk": "disk"}
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one case on trimtab and report its record's fields. request: as for `stock_run.main`."""
     emit({"stage": "import"})
-    from trimtab.doctor.cases import packages as case_packages
-    from trimtab.doctor.cases.record import exception_json, listening
+    from trimtab.doctor.cases.record import exception_json, listening, versions
 
-    emit({"facts": {"versions": case_packages.versions()}})
+    emit({"facts": {"versions": versions()}})
     clean = Cleaner(request["names"])
     run = _Run(Case.from_json(request["case"]), request, emit, clean)
     with listening() as events:
