@@ -45,11 +45,6 @@ class _OnlyTrimtab(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location("trimtab", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)])
 
 
-def prepare_path() -> None:
-    """Make `import trimtab` find this copy."""
-    sys.meta_path.insert(0, _OnlyTrimtab())
-
-
 def end_with_parent() -> None:
     """End this process once its standard input ends, and give it an empty one."""
     pipe = os.dup(0)  # child processes do not inherit it
@@ -102,7 +97,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    prepare_path()
+    sys.meta_path.insert(0, _OnlyTrimtab())
     code = main(sys.argv[1:])
     gc.freeze()  # garbage collection at exit walks all modules: more than a second
     sys.exit(code)

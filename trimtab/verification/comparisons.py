@@ -55,7 +55,8 @@ def case_of(
     name = None if word == "alone" else _adapter(request, adapter)
     if plan is not None:
         _check_planned(request, given)
-    sized = _sized(request, given)
+    audio_s = PLANNED_AUDIO_S if any(prompt.audio for prompt in given) else 0.0
+    sized = replace(request, images=int(any(prompt.image for prompt in given)), audio_s=audio_s)
     ours = Route(label="trimtab", plan=plan, request=None if plan else sized)
     common: dict[str, Any] = {"model": request.model, "adapter": name, "adapters": dict(request.adapters)}
     if folder is not None:
@@ -79,14 +80,6 @@ def _adapter(request: LoadRequest, adapter: str | None) -> str | None:
             allowed=names, near=near_names(str(adapter), names),
         )  # fmt: skip
     return adapter or (names[0] if names else None)
-
-
-def _sized(request: LoadRequest, prompts: Sequence[Prompt]) -> LoadRequest:
-    """Return the request with the context and media that the prompts need."""
-    return replace(
-        request, images=max(int(any(prompt.image for prompt in prompts)), 0),
-        audio_s=PLANNED_AUDIO_S if any(prompt.audio for prompt in prompts) else 0.0,
-    )  # fmt: skip
 
 
 def _check_planned(request: LoadRequest, prompts: Sequence[Prompt]) -> None:

@@ -156,7 +156,7 @@ def run_plan(options: argparse.Namespace) -> int:
     inputs = PlanInputs()
 
     def changes(budget_bytes: int) -> list[Option]:
-        return [_spelled(one) for one in plan_options(request, budget_bytes, inputs=inputs)]
+        return [replace(one, what=_as_flags(one.what)) for one in plan_options(request, budget_bytes, inputs=inputs)]
 
     try:
         plan = plan_request(request, inputs=inputs)
@@ -213,10 +213,6 @@ def _print_cards(options: argparse.Namespace) -> int:
     else:
         show(cards_document())
     return 0
-
-
-def _spelled(option: Option) -> Option:
-    return replace(option, what=_as_flags(option.what))
 
 
 def _as_flags(change: str) -> str:

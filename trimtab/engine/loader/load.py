@@ -217,7 +217,7 @@ class _Filler:
         """Yield every file tensor once, in the order in which it is first needed."""
         for row in rows:
             for tensor in self._in_order(row):
-                if tensor.tied_to is not None or self._from_file(row, tensor):
+                if tensor.tied_to is not None or (self._on_host(row, tensor) and self.home[row.block] == "file"):
                     continue
                 if row.is_head8 and tensor is row.weight:
                     yield from (Wanted(piece, self.device, True) for piece in self._head_pieces(tensor))
@@ -277,9 +277,6 @@ class _Filler:
 
     def _on_host(self, row: ModuleRow, tensor: TensorRow) -> bool:
         return self.tier[row.block] == "gather" and row.kind == "embedding" and not tensor.is_buffer
-
-    def _from_file(self, row: ModuleRow, tensor: TensorRow) -> bool:
-        return self._on_host(row, tensor) and self.home[row.block] == "file"
 
     def _fetch(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a file tensor. dtype: of one in a format that cannot stay packed: an expert of a fused stack, or floats."""

@@ -501,12 +501,8 @@ def render(owner: ChatTemplateOwner, messages: Sequence[object], folder: Path, *
         where = f" in line {line}" if line else ""
         kind = "" if isinstance(exc, TemplateError) else f"{type(exc).__name__.removesuffix('Error')}: "
         reason = f"{kind}{exc}".strip(": ") if not type(exc).__module__.startswith("trimtab") else str(exc)
-        raise CheckpointError(f"its chat template fails{where} ({reason})", path=template_path(folder), hint=_HINT) from exc
-
-
-def template_path(folder: Path) -> Path:
-    """Return the file in which the chat template of a folder stands, the folder if none is there."""
-    return next((folder / name for name in FILES if (folder / name).is_file()), folder)
+        path = next((folder / name for name in FILES if (folder / name).is_file()), folder)
+        raise CheckpointError(f"its chat template fails{where} ({reason})", path=path, hint=_HINT) from exc
 
 
 def _line(error: BaseException) -> int | None:

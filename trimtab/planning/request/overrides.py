@@ -68,8 +68,9 @@ def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: An
         applied = [block for block in hit if tier in block.allowed_tiers and _moves(pattern, tier, block, anatomy)]
         if not applied:
             raise RequestError(
-                _why_not(pattern, tier, hit, anatomy), field=f"place[{pattern!r}]", value=tier, allowed=_tiers_of(hit)
-            )
+                _why_not(pattern, tier, hit, anatomy), field=f"place[{pattern!r}]", value=tier,
+                allowed=tuple(dict.fromkeys(tier for block in hit for tier in block.allowed_tiers)),
+            )  # fmt: skip
         for block in applied:
             decided.pop(block.block_path, None)
             decided[block.block_path] = (pattern, tier)
@@ -112,10 +113,6 @@ def _why_not(pattern: str, tier: str, hit: Sequence[Block], anatomy: Anatomy) ->
         rows = [row for row in _has_tensors(anatomy) if matches(pattern, row.module_path)]
         reasons = dict.fromkeys(why_fixed(row, anatomy, tied) for row in rows)
     return f"cannot be placed on {tier}: " + "; ".join(list(reasons)[:4])
-
-
-def _tiers_of(blocks: Iterable[Block]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(tier for block in blocks for tier in block.allowed_tiers))
 
 
 def resolve_device_map(

@@ -285,14 +285,10 @@ def why_fixed(row: ModuleRow, anatomy: Anatomy, tied: Mapping[str, str] | None =
         if partner is not None:
             reasons.append(f"the tied {partner.removesuffix('.weight')} needs the whole matrix for every token")
         return f"{row.module_path} cannot move: " + (" and ".join(reasons) or "code outside the module reads its weight")
-    if partner is not None:
+    if partner is not None and weight is not None:
         owner = partner.removesuffix(".weight")
-        return f"{row.module_path} cannot move: it is tied to {owner}, one matrix of {gib(_nbytes(weight))} read whole"
+        return f"{row.module_path} cannot move: it is tied to {owner}, one matrix of {gib(weight.nbytes)} read whole"
     return "norms, convolutions, biases, buffers and plain parameters stay on the execution device"
-
-
-def _nbytes(tensor: TensorRow | None) -> int:
-    return 0 if tensor is None else tensor.nbytes
 
 
 def places_of(block: Block) -> list[tuple[str, str]]:

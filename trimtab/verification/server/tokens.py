@@ -6,7 +6,7 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ class TokenTable:
         size = len(tokenizer)
         pieces = tokenizer.convert_ids_to_tokens(list(range(size)))
         bytes_of = _byte_letters()
-        is_byte_level = _is_byte_level(pieces)
+        is_byte_level = not any(piece is not None and piece.startswith(_UNDERLINE) for piece in pieces)
         self.size = size
         self._by_bytes: dict[bytes, int | None] = {}
         self._by_text: dict[str, int | None] = {}
@@ -71,10 +71,6 @@ class TokenTable:
 
 def _add(table: dict[Any, int | None], key: Any, number: int) -> None:
     table[key] = None if key in table else number
-
-
-def _is_byte_level(pieces: Iterable[str | None]) -> bool:
-    return not any(piece is not None and piece.startswith(_UNDERLINE) for piece in pieces)
 
 
 def _raw(piece: str, letters: Mapping[str, int] | None) -> bytes:

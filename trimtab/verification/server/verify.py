@@ -128,11 +128,6 @@ def _gaps(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
     return [min(abs(a.get(token, low_a) - b.get(token, low_b)), LARGEST) for token in {*a, *b}]
 
 
-def is_identical(a: Row, b: Row) -> bool:
-    """Return whether two answers are identical, including all digits."""
-    return a.tokens == b.tokens and a.tops == b.tops
-
-
 Say = Callable[[str], None]
 # In this order: the first precision also chooses the questions.
 PRECISIONS = ("none", REQUANTIZE[0], "int8", DEFAULT_QUANT)
@@ -456,9 +451,8 @@ def _weigh(work: _Work, reference: Reference, precision: str) -> Verdict:
     questions = [_asked(work, measured, precision, place) for place in range(len(work.rows))]
     questions = _without_other_bases(work, questions)
     words = [(fault.name, fault.what, fault.is_part) for fault in kept]
-    same = bool(work.base_rows) and all(
-        row.question.id in work.base_rows and is_identical(row, work.base_rows[row.question.id]) for row in work.rows
-    )
+    others = [(row, work.base_rows.get(row.question.id)) for row in work.rows]
+    same = bool(work.base_rows) and all(one and (one.tokens, one.tops) == (row.tokens, row.tops) for row, one in others)
     if not questions:
         return nothing_to_tell("the server's base is not that of the checkpoint", words)
     return judge(questions, words, is_same_as_base=same, has_logprobs=any(row.tops for row in work.rows))
