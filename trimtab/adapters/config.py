@@ -304,10 +304,8 @@ _FORMS: Mapping[str, tuple[str | None, str | None]] = {
 
 
 def _selection_problems(config: Mapping[str, Any]) -> list[str]:
-    """Return the problems of the fields that select modules: their types, and their patterns as PEFT reads them.
-
-    A pattern that is only too expensive is detected when it is matched.
-    """
+    """Return the problems of the fields that select modules. A pattern that is only too expensive is detected when it is
+    matched."""
     problems: list[str] = []
     expressions: list[tuple[str, str, str]] = []
     for field, (of_text, of_entry) in _FORMS.items():

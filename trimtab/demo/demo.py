@@ -138,11 +138,8 @@ def new_picture() -> Path:
 def _judge(
     whole: trimtab.Plan, asks: Sequence[Ask], logits: Sequence[Any], expected: Sequence[Any], say: Say
 ) -> tuple[str, dict[str, Any]]:
-    """Return the verdict on logits that are not equal bit for bit, and the resident model's noise on which it is based.
-
-    Another kernel for the same product gives different last bits. Errors: ParityError if a difference is more than
-    that.
-    """
+    """Return the verdict on logits that are not equal bit for bit, and the resident model's noise on which it is based. Errors:
+    ParityError if a difference is larger."""
     places = [place for place, (a, b) in enumerate(zip(logits, expected, strict=True)) if not a.equal(b)]
     say("   not bit-equal: measuring the noise of the resident model")
     floor = judge(_noise(whole, {str(place): asks[place] for place in places}), asks, logits, expected)

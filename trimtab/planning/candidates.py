@@ -219,9 +219,8 @@ class Candidates:
 
 
 def _nearest(errors: Sequence[DoesNotFitError]) -> DoesNotFitError:
-    """Return the error of the plan that lacks the least memory: its budget is the smallest sufficient one. Plans that
-    need a larger budget of two devices come last.
-    """
+    """Return the error of the plan that lacks the least memory, whose budget is the smallest sufficient one; larger budgets of
+    two devices come last."""
     return min(errors, key=lambda error: (error.needs_both, error.needed_bytes - error.budget_bytes))
 
 

@@ -181,11 +181,8 @@ class _Destinations:
         return tuple(count if near is None else 0 for count, near in zip(leaving, self.near, strict=True))
 
     def far_prefixes(self, leaving: Counts, disk_cap: int, limits: Limits, host_budget_bytes: int) -> Iterator[tuple[Counts, bool]]:
-        """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order.
-
-        Prefixes come cheapest first; before each comes the previous one with another block added. Those that certainly
-        exceed the host's budget are skipped.
-        """
+        """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order, cheapest first; before
+        each comes the previous one with another block added. Those that certainly exceed the host's budget are skipped."""
         order = [(n, freed) for _, freed, n in self.far_order if leaving[n] and _staged(self.far[n]) <= disk_cap]
         counts = list(self.far_must(leaving))
         short = self.least_host_bytes(leaving, -1, limits) - host_budget_bytes
@@ -466,9 +463,7 @@ class Reasons:
 
 
 def _nearest(item: Item, choice: Choice) -> Choice:
-    """Return where a block would be with enough host memory: its present choice unless that is further away than the
-    host.
-    """
+    """Return where a block would be with enough host memory: its present choice unless that is further away than the host."""
     return item.leave(choice.staged_bytes, far=False) or choice if choice.is_far else choice
 
 

@@ -197,11 +197,8 @@ def _folder_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, fold
 
 
 def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:
-    """Return the folder of a merged model.
-
-    Errors: RequestError for an unknown word, for no path, or for a model of another architecture; CheckpointError for a
-    path without a model.
-    """
+    """Return the folder of a merged model. Errors: RequestError for an unknown word, no path, or another architecture;
+    CheckpointError for a path without a model."""
     path = Path(word)
     is_path = path.exists() or path.is_absolute() or word.startswith(("./", "../"))
     if not is_path:

@@ -73,10 +73,8 @@ def run_many(options: argparse.Namespace) -> int:
 
 
 def _say_wrong(options: argparse.Namespace, doubts: Doubts, lines: int, names: Collection[str]) -> None:
-    """Say on stderr how many prompts cannot be answered, and why the first cannot, before anything is imported or loaded.
-
-    Errors: RequestError where none can and no answers are there yet.
-    """
+    """Say on stderr how many prompts cannot be answered, and why the first cannot, before anything is loaded. Errors:
+    RequestError where none can and no answers are there yet."""
     count, first = doubts.with_adapters(names)
     if first is None:
         return

@@ -406,9 +406,7 @@ def write_variants(adapter: Path, out: Path) -> dict[str, str]:
 
 
 def _pattern(paths: list[str]) -> str:
-    """Return a regular expression for exactly these paths. PEFT shortens a list of names to suffixes, but never a
-    pattern.
-    """
+    """Return a regular expression for exactly these paths: PEFT shortens a list of names to suffixes, but never a pattern."""
     return "|".join(re.escape(path) for path in paths)
 
 

@@ -125,10 +125,8 @@ class _Run:
         return str(out), {**kept, "quant": "none"}
 
     def look(self, plan: Any, model: Any, requested: Mapping[str, Any] | str) -> None:
-        """Report the placement: the number of blocks per tier, and whether the requested modules are off the GPU.
-
-        A catch-all entry requests this for all modules that can leave; the plan has the reasons for the others.
-        """
+        """Report the blocks per tier, and whether the requested modules are off the GPU: of a catch-all entry, those that can
+        leave."""
         tiers = plan.tiers()
         fixed = {row.block_path for row in plan.placements if not row.reason.startswith("requested: ")}
         off = [] if isinstance(requested, str) else [key for key, place in requested.items() if isinstance(place, str)]

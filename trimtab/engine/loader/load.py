@@ -169,10 +169,8 @@ class _Filler:
         return Loaded(self.probe.model, streamer, self.file_rows, left_out, any(row.packs_experts for row in self.rows))
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
-        """Return blocks in loading order: blocks that leave the device first, then those that stay, ties after their owners.
-
-        Packing needs room for a whole weight and its packed form: most of it is needed while little is resident.
-        """
+        """Return blocks in loading order: those that leave the device first, because packing needs room for a whole weight and
+        its packed form; ties after their owners."""
         grouped: dict[str, list[ModuleRow]] = {}
         for row in self.rows:
             grouped.setdefault(row.block, []).append(row)
@@ -405,10 +403,8 @@ class _Filler:
         self.head = None if tier == "host" else leaf
 
     def _head_pieces(self, weight: TensorRow) -> list[TensorEntry]:
-        """Return the head's weight in its file as pieces of whole rows, in the file's own type.
-
-        Errors: CheckpointError if the head is more than a tensor of the file, cast at most.
-        """
+        """Return the head's weight in its file as pieces of whole rows, in the file's own type. Errors: CheckpointError if the
+        head is more than a tensor of the file, cast at most."""
         entry = self._entry(weight, "so it cannot be made into 8 bits a piece at a time", hint="Leave head= out")
         if entry.dtype not in ("bfloat16", "float16", "float32"):
             raise CheckpointError(

@@ -529,10 +529,8 @@ def _metered() -> Iterator[None]:
 
 
 def _install() -> None:
-    """Put a switch where transformers compiles templates: every processor's own way to it stays as it is.
-
-    Only threads inside `_metered` get the budget, so that stock transformers in the same process stays stock.
-    """
+    """Put a switch where transformers compiles templates: only threads inside `_metered` get the budget, stock in the same
+    process stays stock."""
     from transformers.utils import chat_template_utils
 
     with _installing:

@@ -330,12 +330,9 @@ def stored_of(anatomy: Anatomy) -> tuple[StoredWeights, ...]:
 
 
 def _pieces_of(leaves: Sequence[Leaf]) -> tuple[tuple[str, ...], ...]:
-    """Return the module paths of each piece of a block, approximately in the order of computing.
-
-    Weights that read one input are never separated, because one kernel may read them all: the linears of one parent
-    with the same D_in (queries, keys and values; gate and up), and the weights of one module. They are in the order of
-    the modules. Small neighbours are joined, up to the size of the largest.
-    """
+    """Return the module paths of each piece of a block, in the order of the modules. Weights that one kernel may read together
+    are never separated: the linears of one parent with the same D_in, and those of one module. Small neighbours are joined, up to
+    the largest."""
     units: dict[tuple[str, int | str], list[Leaf]] = {}
     for leaf in leaves:
         is_linear = len(leaf.shape) == 2

@@ -47,10 +47,8 @@ def cut_media(body: bytes | bytearray) -> tuple[bytes | bytearray, Cut]:
 
 
 def _long_texts(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Yield the positions of two quotes with more than CUT_BYTES and no quote between them.
-
-    Each such range contains a multiple of CUT_BYTES, so the quotes around every multiple are enough.
-    """
+    """Yield the positions of two quotes with more than CUT_BYTES and no quote between them: each such range contains a multiple
+    of CUT_BYTES."""
     place = CUT_BYTES
     while place < len(body):
         start = body.rfind(b'"', place - CUT_BYTES, place)

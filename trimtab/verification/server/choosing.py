@@ -83,10 +83,8 @@ def _general(reference: Reference) -> list[Prompt]:
 
 
 def _generated(reference: Reference) -> list[Question]:
-    """Return questions that the model itself generates: they are in the domain of base and adapter.
-
-    A user turn that the base writes after the chat template's start, and starts of texts that base and adapter write.
-    """
+    """Return questions in the domain of base and adapter: user turns that the base writes, and starts of texts that both
+    write."""
     tokenizer = reference.tokenizer
     special = set(tokenizer.all_special_ids)
     start = [token for token in (tokenizer.bos_token_id,) if token is not None] or [0]

@@ -149,11 +149,8 @@ class Reference:
         return [logprobs[place] for place in range(len(rows))]
 
     def _batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Return the indices of rows that are computed together.
-
-        Only texts of one length: padding would change the roundings of a shorter one by as much as a small fault
-        changes an answer.
-        """
+        """Return the indices of rows computed together: of one length, as padding would change roundings as much as a small fault
+        changes an answer."""
         most = LOGITS_BYTES // (4 * len(self.tokenizer))  # so few tokens that their logits are small
         alike: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):

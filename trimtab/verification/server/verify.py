@@ -412,9 +412,7 @@ def _row(reference: Reference, table: TokenTable, channel: Channel, question: Qu
 
 
 def _residual(work: _Work, reference: Reference, precision: str) -> float:
-    """Return the server's distance from this precision: of the base if it was queried, else of the nearer of base and
-    adapter.
-    """
+    """Return the server's distance from this precision: of the base if it was queried, else of the nearer of base and adapter."""
     if work.base_rows:
         rows = list(work.base_rows.values())
         measured = Measured(rows)
@@ -469,11 +467,8 @@ def _asked(work: _Work, measured: Measured, precision: str, place: int) -> Asked
 
 
 def _without_other_bases(work: _Work, questions: list[Asked]) -> list[Asked]:
-    """Return the questions of the kinds on which the server's base equals the local base, with a note for the others.
-
-    The difference is a template, a tokenizer, image preprocessing or another base: no fault of the adapter. An ignored
-    adapter is still detected: then adapter and base agree.
-    """
+    """Return the questions of the kinds on which the server's base equals the local one, with a note for the others: a template,
+    a tokenizer or another base differs. An ignored adapter is still detected: then adapter and base agree."""
     kept: list[Asked] = []
     for kind in dict.fromkeys(one.kind for one in questions):
         group = [one for one in questions if one.kind == kind]
