@@ -158,9 +158,7 @@ class Rewrite:
         return path
 
     def unapply(self, path: str) -> str | None:
-        """Return the spelling of a model's path in this rule's adapters, without PEFT's head; None if they cannot name
-        it.
-        """
+        """Return the spelling of a model's path in this rule's adapters, without PEFT's head; None if they cannot name it."""
         for start, target in self.moves or (("", ""),):
             is_whole = bool(start) and not start.endswith(".")
             if path == target or path.startswith(f"{target}." if is_whole else target):
@@ -525,9 +523,8 @@ class Rules:
         yield from self._idle_layers()
 
     def _idle_layers(self) -> Iterator[tuple[str, list[Any]]]:
-        """Return the layers that the model does not have. PEFT reads the number after the first named list, or after
-        the first list.
-        """
+        """Return the layers that the model does not have. PEFT reads the number after the first named list, or after the first
+        list."""
         layers, patterns = self._config.get("layers_to_transform"), self._config.get("layers_pattern") or ()
         layers = layers if isinstance(layers, list) else [layers]
         patterns = [patterns] if isinstance(patterns, str) else patterns

@@ -270,9 +270,8 @@ def _made_for(file: AdapterFile) -> str:
 
 
 def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
-    """Yield the names other than paths that a configuration may use for modules: the adapter's spelling, parameters and
-    single experts.
-    """
+    """Yield the names other than paths that a configuration may use for modules: the adapter's spelling, parameters and single
+    experts."""
     for row in anatomy.rows:
         yield from (old for path in (row.module_path, row.wraps) if path and (old := rewrite.unapply(path)))
         if row.kind == "experts":

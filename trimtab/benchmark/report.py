@@ -23,9 +23,8 @@ OURS = "trimtab"
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One engine's part. name: "trimtab", "stock" or "eager". failure: why it stopped early; earlier runs are kept.
-    limit: None if no bandwidth was measured. reads: the bytes behind it.
-    """
+    """One engine's part. name: "trimtab", "stock" or "eager". failure: why it stopped early; earlier runs are kept. limit: None
+    if no bandwidth was measured. reads: the bytes behind it."""
 
     name: str
     rows: tuple[Mapping[str, Any], ...]

@@ -207,9 +207,8 @@ _FIRST_KEPT = 8
 
 @lru_cache(maxsize=_FIRST_KEPT)
 def first_equal(anatomy: Anatomy) -> Anatomy:
-    """Return the first anatomy of those equal to this one. One plan looks up cached results a thousand times. Equal
-    anatomies that are different objects are compared row by row at each look-up, and here only once.
-    """
+    """Return the first anatomy of those equal to this one. One plan looks up cached results a thousand times. Equal anatomies
+    that are different objects are compared row by row at each look-up, and here only once."""
     return anatomy
 
 

@@ -35,9 +35,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class _OnlyTrimtab(importlib.abc.MetaPathFinder):
-    """Finds `trimtab` in the folder of this file and nothing else, because the folder above may be a site-packages with
-    other versions.
-    """
+    """Finds `trimtab` in the folder of this file and nothing else, because the folder above may be a site-packages with other
+    versions."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != "trimtab":

@@ -55,9 +55,7 @@ def write_private(path: Path, contents: bytes) -> None:
 
 
 def lock(handle: int) -> None:
-    """Lock an open file until its handle is closed or the process ends. Errors: OSError if another process holds the
-    lock.
-    """
+    """Lock an open file until its handle is closed or the process ends. Errors: OSError if another process holds the lock."""
     if sys.platform == "win32":
         import msvcrt
 

@@ -47,9 +47,7 @@ def case_of(
     plan: Plan | None, request: LoadRequest, checkpoint: Checkpoint, against: str | Path,
     adapter: str | None, given: Sequence[Prompt], python: str | Path | None,
 ) -> Case:  # fmt: skip
-    """Return the two routes of a comparison. Errors: RequestError for an unknown comparison, or one with nothing to
-    compare.
-    """
+    """Return the two routes of a comparison. Errors: RequestError for an unknown comparison, or one with nothing to compare."""
     word = str(against)
     folder = None if word in AGAINST else _merged_folder(word, checkpoint)
     name = None if word == "alone" else _adapter(request, adapter)

@@ -405,9 +405,7 @@ def _some(names: Sequence[str]) -> list[str]:
 def answer_json(
     answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: str | None, fallbacks: Sequence[Fallback] = ()
 ) -> dict[str, Any]:
-    """Return the output of `trimtab run --json`: the answer, its timings, measured and planned peaks, and the
-    fallbacks.
-    """
+    """Return the output of `trimtab run --json`: the answer, its timings, measured and planned peaks, and the fallbacks."""
     return {
         "text": answer.text, "token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason,
         "max_new_tokens": answer.max_new_tokens,

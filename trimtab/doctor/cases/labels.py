@@ -47,9 +47,7 @@ _MERGE_LABELS = {"direct-4bit-merge": "DIRECT_4BIT_MERGED_MATCHES_", "fresh-bf16
 
 
 def label_of(record: Mapping[str, Any], *, lane: str = "", adapter: str = "") -> str:
-    """Return the label of a run. lane, adapter: those of its case. A partly failing run has the label of its first
-    failure.
-    """
+    """Return the label of a run. lane, adapter: those of its case. A partly failing run has the label of its first failure."""
     failure = record.get("exception")
     if failure is not None:
         signature = signature_of(failure, str(record.get("stage")), record.get("configuration"))

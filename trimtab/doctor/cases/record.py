@@ -62,9 +62,8 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[LogEvents]:
-    """Yield the log events of the libraries from now on, including accelerate's INFO lines, which name modules that do
-    not fit.
-    """
+    """Yield the log events of the libraries from now on, including accelerate's INFO lines, which name modules that do not
+    fit."""
     import transformers
 
     log = LogEvents()

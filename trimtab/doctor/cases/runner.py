@@ -325,9 +325,8 @@ def _counts(counts: Any) -> str:
 
 
 def _failures(records: Sequence[Mapping[str, Any]]) -> list[Block]:
-    """Return each label with a trace once, refusals and unknown failures once per error: its meaning, the cases, the
-    last lines of the first trace.
-    """
+    """Return each label with a trace once, refusals and unknown failures once per error: its meaning, the cases, the last lines
+    of the first trace."""
     alike: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for record in records:
         if record.get("exception") is not None:

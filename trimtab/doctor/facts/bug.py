@@ -15,9 +15,7 @@ STATES = (PRESENT, FIXED, NOT_APPLICABLE, UNKNOWN)
 
 @dataclass(frozen=True)
 class Affected:
-    """One package of a bug: first version with it (None: all earlier known versions), first version without it (None:
-    none).
-    """
+    """One package of a bug: first version with it (None: all earlier known versions), first version without it (None: none)."""
 
     package: str
     since: str | None = None

@@ -203,9 +203,7 @@ def failure(error: BaseException) -> str:
 
 
 def installed_source(module: str, needle: str) -> tuple[str, int] | None:
-    """Return the file (path from the package) and the line where an installed module's text has needle, None if
-    nowhere.
-    """
+    """Return the file (path from the package) and the line where an installed module's text has needle, None if nowhere."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:

@@ -36,9 +36,8 @@ def report_block(
     environment: Environment, *, model: str | None = None, adapter: str | None = None,
     device_map: Mapping[str, Any] | None = None,
 ) -> str:  # fmt: skip
-    """Return the block as Markdown. Errors: CheckpointError, AdapterError for unreadable files; RequestError if it
-    would contain personal data.
-    """
+    """Return the block as Markdown. Errors: CheckpointError, AdapterError for unreadable files; RequestError if it would
+    contain personal data."""
     parts = [("System", _system(environment)), ("Memory", _memory(environment))]
     if model is not None:
         parts.append(("Model", _model(model)))

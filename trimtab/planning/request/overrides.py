@@ -27,8 +27,7 @@ _MAPPED = {"cpu": (("stream", None), ("gather", "host")), "disk": (("disk", None
 @dataclass(frozen=True)
 class Asked:
     """A tier that the user decided for one block. home: the required location of a gathered table, None if the plan may
-    choose.
-    """
+    choose."""
 
     tier: str
     home: str | None
@@ -95,9 +94,7 @@ def _hit(pattern: str, blocks: Sequence[Block], anatomy: Anatomy) -> list[Block]
 
 
 def _moves(pattern: str, tier: str, block: Block, anatomy: Anatomy) -> bool:
-    """Return whether the pattern covers a weight of this block that can be in the tier, not only weights that must
-    stay.
-    """
+    """Return whether the pattern covers a weight of this block that can be in the tier, not only weights that must stay."""
     if tier == "resident" or pattern == CATCH_ALL or pattern in PARTS or matches(pattern, block.block_path):
         return True
     return any(matches(pattern, leaf) for leaf in block.leaves) or any(

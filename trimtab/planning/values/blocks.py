@@ -233,9 +233,8 @@ def _block(
 
 
 def widened_bytes(row: ModuleRow, dtype: str) -> int:
-    """Return the bytes that a product writes and reads again if a linear's weight is stored in fewer bits than the
-    compute dtype, or in a format that is dequantized for each product.
-    """
+    """Return the bytes that a product writes and reads again if a linear's weight is stored in fewer bits than the compute
+    dtype, or in a format that is dequantized for each product."""
     weight = row.weight
     if weight is not None and row.quantized and row.stored and stored_format(row.stored).is_own:
         return DEQUANTIZED_TRAFFIC * weight.numel

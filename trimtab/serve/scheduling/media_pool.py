@@ -57,6 +57,10 @@ class _Share:
     is_held: bool = True
 
 
+def _mistake(exc: BaseException) -> MistakeError:
+    return MistakeError(write_traceback(exc, "decoding images and audio"))
+
+
 class MediaPool(FairPool[_Entry]):
     """The threads; clients take turns. decode: returns a job with its media decoded. size: how many bytes they will take.
 
@@ -128,8 +132,7 @@ class MediaPool(FairPool[_Entry]):
                 self._returner.return_now()
             self._work(work, share)
         except BaseException as exc:
-            is_ours = isinstance(exc, TrimtabError)
-            drop_tracebacks(problem := exc if is_ours else MistakeError(write_traceback(exc, "decoding images and audio")))
+            drop_tracebacks(problem := exc if isinstance(exc, TrimtabError) else _mistake(exc))
             with suppress(InvalidStateError):  # it was answered, or cancelled
                 work.future.set_exception(problem)
             self._give_back(share)

@@ -393,8 +393,9 @@ def run_chunk(answer: Answer, most_tokens: int, batch: Batch, texts: TokenTexts)
 
 
 def _most_embedded(batch: Batch, most_tokens: int) -> int:
-    """Return the most tokens of a piece of an embedding: on a GPU, launches take as long for few tokens as for many.
-    Batch-invariant embeddings do not depend on the load."""
+    """Return the most tokens of a piece of an embedding. On a GPU its kernels are launched separately, which takes as
+    long for few tokens as for many. Batch-invariant answers do not depend on the load, and neither do their embeddings.
+    """
     most = int(batch.model.prefill_tokens)
     return most if batch.model.device.type == "cuda" or batch.is_invariant else min(most_tokens, most)
 

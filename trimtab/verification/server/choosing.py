@@ -129,9 +129,8 @@ def choose(reference: Reference, questions: Sequence[Question], new_tokens: int)
 
 
 def _kl(reference: Reference, question: Question, new_tokens: int) -> float:
-    """Return the KL divergence in nats per token along the adapter's own answer; 0 if that answer is empty, because a
-    server's output does not show an end token.
-    """
+    """Return the KL divergence in nats per token along the adapter's own answer; 0 if that answer is empty, because a server's
+    output does not show an end token."""
     tokens = reference.greedy(question, reference.adapter, new_tokens)
     special = set(reference.tokenizer.all_special_ids)
     if sum(token not in special for token in tokens) < 2:

@@ -30,9 +30,7 @@ MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg",
 
 @dataclass(frozen=True)
 class Row:
-    """One answer of the server as ids: question, its chosen tokens, and id -> logprob at each position (empty without
-    any).
-    """
+    """One answer of the server as ids: question, its chosen tokens, and id -> logprob at each position (empty without any)."""
 
     question: Question
     tokens: tuple[int, ...]

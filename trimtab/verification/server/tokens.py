@@ -40,9 +40,8 @@ class TokenTable:
                 _add(self._by_stripped, text.strip(" "), number)
 
     def find(self, token: SaidToken, *, is_stripped: bool = False) -> int | None:
-        """Return the id of a token, None if it is ambiguous or unknown. is_stripped: the server shows tokens without
-        their spaces.
-        """
+        """Return the id of a token, None if it is ambiguous or unknown. is_stripped: the server shows tokens without their
+        spaces."""
         if token.id is not None:
             return token.id if token.id < self.size else None
         if not token.text:
@@ -90,9 +89,8 @@ def _byte(piece: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of a byte-level vocabulary. Source: GPT-2, encoder.py, bytes_to_unicode (MIT): a
-    printable byte is its own letter, the others have letters from 256 on.
-    """
+    """Return the byte of each letter of a byte-level vocabulary. Source: GPT-2, encoder.py, bytes_to_unicode (MIT): a printable
+    byte is its own letter, the others have letters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}

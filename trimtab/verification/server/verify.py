@@ -326,8 +326,7 @@ def _begin(
 
 def _kinds(reference: Reference) -> set[str]:
     """Return the kinds of questions that show the adapter: texts, and images or audio if it changes their towers or
-    connectors.
-    """
+    connectors."""
     parts = {target.part for target in reference.spec.targets}
     towers = {"vision": {"image"}, "audio": {"audio"}, "connector": {"image", "audio"}}
     return {"text"}.union(*(kinds for part, kinds in towers.items() if part in parts))
