@@ -209,9 +209,13 @@ def test_numbers_of_numpy_are_numbers():
      ("min_p", [0.1]), ("repetition_penalty", {}), ("presence_penalty", "1"), ("frequency_penalty", None), ("seed", "a"),
      ("seed", 2**63), ("max_new_tokens", "5"), ("max_new_tokens", True), ("logprobs", 1.5), ("stop", 5), ("stop", [5]),
      ("stop", "end"), ("stop_token_ids", 5), ("stop_token_ids", ["a"]), ("logit_bias", 5), ("logit_bias", {"a": 1}),
-     ("logit_bias", {3: "b"}), ("logit_bias", [3])],
+     ("logit_bias", {3: "b"}), ("logit_bias", [3]),
+     # Values that could leave the numbers of float32.
+     ("temperature", 1e-38), ("temperature", 9e-7), ("temperature", 101), ("temperature", float("nan")), ("temperature", -1e-9),
+     ("repetition_penalty", 1e-39), ("repetition_penalty", 0), ("repetition_penalty", 1e38), ("repetition_penalty", float("nan")),
+     ("top_p", float("nan")), ("min_p", float("inf")), ("top_k", 0)],
 )  # fmt: skip
-def test_an_option_of_an_answer_of_another_type_is_refused_by_name(field, value):
+def test_an_option_of_an_answer_of_another_type_or_range_is_refused_by_name(field, value):
     with pytest.raises(RequestError) as caught:
         GenerateRequest(**{"temperature": 1.0, field: value})
     assert caught.value.field == field

@@ -387,18 +387,14 @@ def plan_options(request: LoadRequest, budget_bytes: int, *, inputs: PlanInputs 
 
 
 def device_budget_bytes(request: LoadRequest, inputs: PlanInputs) -> int:
-    """Return the budget of the execution device: the request's, else the free bytes there; 0 if no plan has read them
-    yet.
-    """
+    """Return the budget of the execution device: the request's, else the free bytes there; 0 if no plan has read them yet."""
     here = inputs.machines.get((request.device, request.card))
     free = 0 if here is None or here[0].on_cpu else here[0].gpu_free_bytes + here[0].context_bytes
     return request.gpu_memory_bytes or free
 
 
 def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
-    """Return the format to load in. Errors: RequestError if another format is requested of an already quantized
-    checkpoint.
-    """
+    """Return the format to load in. Errors: RequestError if another format is requested of an already quantized checkpoint."""
     kinds = format_names(split_packed(checkpoint)[1])
     if not kinds:
         if quant not in ("auto", *QUANTS):

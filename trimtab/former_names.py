@@ -131,9 +131,8 @@ def _dotted(path: str) -> str:
 
 
 class _Folder(ModuleType):
-    """A former folder, or a former module with `MEMBERS`, with the names of what replaced it. Where it replaces `trimtab.plan`, it
-    can be called like the function.
-    """
+    """A former folder, or a former module with `MEMBERS`, with the names of what replaced it. Where it replaces `trimtab.plan`,
+    it can be called like the function."""
 
     def __getattr__(self, name: str) -> Any:
         new = None if name.startswith("__") and name != "__all__" else modules().get(self.__name__)

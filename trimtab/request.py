@@ -273,10 +273,6 @@ def _real(value: Any, field_name: str) -> float:
     return value if isinstance(value, (int, float)) else float(value)
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2
-
-
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are those of transformers.
@@ -370,7 +366,8 @@ class GenerateRequest:
                 object.__setattr__(self, item.name, tuple(_whole(token, item.name) for token in value))
             elif item.name == "logit_bias":
                 pairs = tuple(value.items()) if isinstance(value, Mapping) else value
-                if not isinstance(pairs, (list, tuple)) or not all(_is_pair(pair) for pair in pairs):
+                is_list = isinstance(pairs, (list, tuple))
+                if not is_list or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
                     raise RequestError("must be a bias by token id", field=item.name, value=value)
                 pairs = tuple((_whole(token, item.name), _real(bias, item.name)) for token, bias in pairs)
                 object.__setattr__(self, item.name, pairs)

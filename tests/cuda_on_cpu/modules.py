@@ -15,6 +15,8 @@ from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 
+ATTEND_NAMES = ("attend", "attend_combine")
+
 
 class _Kept(dict):
     """What a module keeps; attention is compiled for each kind of layer when it is first asked for."""
@@ -27,7 +29,7 @@ class _Kept(dict):
         return True
 
     def __missing__(self, options: Any) -> CpuModule:
-        return self.setdefault(options, CpuModule(self.source, fused.ATTEND_NAMES, options=options, **self.facts))
+        return self.setdefault(options, CpuModule(self.source, ATTEND_NAMES, options=options, **self.facts))
 
 
 def small(order: int = 0, *, multiprocessors: int = 16, source: str | None = None, attend: str | None = None) -> CpuModule:

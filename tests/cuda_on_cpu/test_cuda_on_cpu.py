@@ -277,7 +277,7 @@ def test_every_kernel_runs_and_is_right(monkeypatch):
     names = {name for part in parts for name in modules.launches(part)}
     wide = {f"rope_{way}_{v}" for way in fused.ROPES for v in (2, 4, 8)} | {"attend_combine"}  # of heads of 128 to 512: slow here
     wide |= {"in_order"}  # of act-order: tests/engine/kernels/test_packed_kernels.py
-    assert {*fused.NAMES, *fused.ATTEND_NAMES, *ends.NAMES, *matvec.NAMES, "matvec_held"} - names == wide
+    assert {*fused.NAMES, *modules.ATTEND_NAMES, *ends.NAMES, *matvec.NAMES, "matvec_held"} - names == wide
     assert any("-DPAGE=64" in options for options in parts[1].attention)
 
 

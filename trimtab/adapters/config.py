@@ -150,9 +150,7 @@ class Rewrite:
         return path
 
     def unapply(self, path: str) -> str | None:
-        """Return the spelling of a model's path in this rule's adapters, without PEFT's head; None if they cannot name
-        it.
-        """
+        """Return the spelling of a model's path in this rule's adapters, without PEFT's head; None if they cannot name it."""
         for start, target in self.moves or (("", ""),):
             is_whole = bool(start) and not start.endswith(".")
             if path == target or path.startswith(f"{target}." if is_whole else target):
@@ -298,10 +296,8 @@ _FORMS: Mapping[str, tuple[str | None, str | None]] = {
 
 
 def _selection_problems(config: Mapping[str, Any]) -> list[str]:
-    """Return the problems of the fields that select modules: their types, and their patterns as PEFT reads them.
-
-    A pattern that is only too expensive is detected when it is matched.
-    """
+    """Return the problems of the fields that select modules. A pattern that is only too expensive is detected when it is
+    matched."""
     problems: list[str] = []
     expressions: list[tuple[str, str, str]] = []
     for field, (of_text, of_entry) in _FORMS.items():
@@ -521,9 +517,8 @@ class Rules:
         yield from self._idle_layers()
 
     def _idle_layers(self) -> Iterator[tuple[str, list[Any]]]:
-        """Return the layers that the model does not have. PEFT reads the number after the first named list, or after
-        the first list.
-        """
+        """Return the layers that the model does not have. PEFT reads the number after the first named list, or after the first
+        list."""
         layers, patterns = self._config.get("layers_to_transform"), self._config.get("layers_pattern") or ()
         layers = layers if isinstance(layers, list) else [layers]
         patterns = [patterns] if isinstance(patterns, str) else patterns

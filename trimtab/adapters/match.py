@@ -167,10 +167,8 @@ def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, d
 def _explained(
     keys: list[AdapterKey], rewrite: Rewrite, places: _Places, renames: tuple[Rename, ...], *, is_whole: bool = False
 ) -> dict[str, str | None]:
-    """Return the module path that a rule gives each key, None for a key that it does not map to the model.
-
-    is_whole: for all keys; else the search stops at the first such key, and that key and the later ones are missing.
-    """
+    """Return the module path that a rule gives each key, None for one that it does not map to the model; up to the first such key
+    unless is_whole."""
     paths: dict[str, str | None] = {}
     for key in keys:
         path = rewrite.apply(key.path)
@@ -268,9 +266,8 @@ def _made_for(file: AdapterFile) -> str:
 
 
 def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
-    """Yield the names other than paths that a configuration may use for modules: the adapter's spelling, parameters and
-    single experts.
-    """
+    """Yield the names other than paths that a configuration may use for modules: the adapter's spelling, parameters and single
+    experts."""
     for row in anatomy.rows:
         yield from (old for path in (row.module_path, row.wraps) if path and (old := rewrite.unapply(path)))
         if row.kind == "experts":
@@ -284,8 +281,7 @@ def _other_names(anatomy: Anatomy, rewrite: Rewrite) -> Iterator[str]:
 
 def _is_second_copy(key: AdapterKey, file: AdapterFile) -> bool:
     """Whether the file also has this saved tensor under PEFT's short name, the only one that PEFT reads
-    (set_peft_model_state_dict).
-    """
+    (set_peft_model_state_dict)."""
     head, mark, tail = key.adapter_key.partition(".modules_to_save.")
     return bool(mark) and key.role == "saved" and key.name is None and f"{head}.{tail}" in file.tensors
 
@@ -526,10 +522,8 @@ class _Builder:
         return copies
 
     def tied_originals(self, targets: Iterable[AdapterTarget], originals: Mapping[str, AdapterKey]) -> list[AdapterTarget]:
-        """Return saved targets for modules tied to a saved one, if the file also has its untrained weight.
-
-        PEFT loads `original_module` into the base's parameter, which a tied partner still uses.
-        """
+        """Return saved targets for modules tied to a saved one, if the file also has its untrained weight: PEFT loads
+        `original_module` into the base's parameter, which a tied partner still uses."""
         have = {target.module_path for target in targets if target.kind == "saved"}
         copies = []
         for path, key in originals.items():

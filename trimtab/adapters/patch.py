@@ -74,9 +74,7 @@ def short_pattern(paths: Sequence[str], others: Iterable[str]) -> str:
 
 
 def _texts(shape: str, members: list[str], foreign: list[str]) -> list[str]:
-    """Return the patterns of paths that differ only in numbers: one for all if it matches no other path, else one for
-    each.
-    """
+    """Return the patterns of paths that differ only in numbers: one for all if it matches no other path, else one for each."""
     short = re.escape(shape).replace(r"\#", "#").replace("#", r"\d+")
     if len(members) > 1 and not any(re.fullmatch(short, path) for path in foreign):
         return [short]

@@ -23,9 +23,8 @@ OURS = "trimtab"
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One engine's part. name: "trimtab", "stock" or "eager". failure: why it stopped early; earlier runs are kept.
-    limit: None if no bandwidth was measured. reads: the bytes behind it.
-    """
+    """One engine's part. name: "trimtab", "stock" or "eager". failure: why it stopped early; earlier runs are kept. limit: None
+    if no bandwidth was measured. reads: the bytes behind it."""
 
     name: str
     rows: tuple[Mapping[str, Any], ...]
@@ -111,12 +110,8 @@ class BenchReport(Report):
             "engines": {side.name: side.to_json() for side in (self.ours, self.other)},
             "ratios": {name: value.to_json() for name, value in ratios.items() if value is not None},
             "same_tokens": self.differences(),
-            "rows": [dict(row) for row in self.rows_in_turn()],
+            "rows": sorted(map(dict, (*self.ours.rows, *self.other.rows)), key=lambda row: (row["run"], row["engine"] != OURS)),
         }  # fmt: skip
-
-    def rows_in_turn(self) -> list[Mapping[str, Any]]:
-        """Return all runs in the order in which they were made."""
-        return sorted((*self.ours.rows, *self.other.rows), key=lambda row: (row["run"], row["engine"] != OURS))
 
     def document(self) -> Document:
         """Return the medians as a table, and what they rest on."""
@@ -137,7 +132,8 @@ class BenchReport(Report):
             cells = (_spread_text(side.spreads.get(name), unit) for side in sides)
             rows.append((figures.NAMES[name], *cells, _spread_text(self.ratio(name), "")))
             if name == "decode_tok_s" and any(side.limit for side in sides):
-                rows.append(("  limit", *(_limit_cell(side) for side in sides), ""))
+                limits = ("-" if side.limit is None else f"{number(side.limit.tok_s)} tok/s" for side in sides)
+                rows.append(("  limit", *limits, ""))
                 rows.append(("  share of it", *(_share_cell(side) for side in sides), ""))
         return Document(head, [Table(("median (least..most)", *(side.name for side in sides), "ratio"), rows), Facts(_notes(self))])
 
@@ -159,10 +155,6 @@ def _spread_text(spread: Spread | None, unit: str) -> str:
 def number(value: float) -> str:
     """Return a number with three or four significant digits."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _limit_cell(side: Side) -> str:
-    return "-" if side.limit is None else f"{number(side.limit.tok_s)} tok/s"
 
 
 def _share_cell(side: Side) -> str:

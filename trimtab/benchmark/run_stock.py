@@ -72,9 +72,7 @@ def _import_all(request: Mapping[str, Any]) -> None:
 
 
 def with_own_cpu_path(model: Any) -> list[str]:
-    """Restore the path that bitsandbytes itself chooses for 4-bit layers on this CPU; return a note if it is the fast
-    path.
-    """
+    """Restore the path that bitsandbytes itself chooses for 4-bit layers on this CPU; return a note if it is the fast path."""
     from bitsandbytes import functional
 
     has_path = getattr(functional, "has_avx512bf16", lambda: False)()

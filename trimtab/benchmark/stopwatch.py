@@ -26,9 +26,8 @@ class Clock:
             self._cpu.append(time.process_time())
 
     def told(self, prompt_id: str) -> dict[str, Any]:
-        """Return the timing of the answer: milliseconds to the first token, between the others, and of all threads' CPU
-        time from the first token to the last.
-        """
+        """Return the timing of the answer: milliseconds to the first token, between the others, and of all threads' CPU time
+        from the first token to the last."""
         gaps = [later - earlier for earlier, later in zip(self._stamps, self._stamps[1:], strict=False)]
         return {
             "id": prompt_id, "token_ids": self.token_ids, "first_ms": _ms(self._stamps[0] - self._started),

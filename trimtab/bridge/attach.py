@@ -34,9 +34,8 @@ def inject_next(peft_model: Any, config: Any, adapter_name: str) -> None:
 
 
 class _quiet(warnings.catch_warnings):  # noqa: N801 - a context manager
-    """Suppresses PEFT's warnings about tied modules and names that look like prefixes; trimtab checks the cases that
-    change the output.
-    """
+    """Suppresses PEFT's warnings about tied modules and names that look like prefixes; trimtab checks the cases that change the
+    output."""
 
     def __enter__(self) -> Any:
         recorded = super().__enter__()

@@ -16,9 +16,8 @@ def wrong_scales(model: Any) -> list[str]:
 
 
 def layers_of(modules: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield the path and the shape of each such layer. A small weight with rows of the same length is enough for the
-    test. Blocks of more than 1,024 values use other code. modules: (path, module).
-    """
+    """Yield the path and the shape of each such layer. A small weight with rows of the same length is enough for the test.
+    Blocks of more than 1,024 values use other code. modules: (path, module)."""
     known: dict[tuple[int, int, int], bool] = {}
     for path, module in modules:
         weight: Any = getattr(module, "weight", None)
@@ -33,9 +32,8 @@ def layers_of(modules: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, tuple[i
 
 
 def unpacks_wrong(rows: int, width: int, blocksize: int) -> bool:
-    """Return whether bitsandbytes on the CPU unpacks a 4-bit weight [rows, width] differently from the same values as
-    one row.
-    """
+    """Return whether bitsandbytes on the CPU unpacks a 4-bit weight [rows, width] differently from the same values as one
+    row."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0), device="cpu")

@@ -168,10 +168,8 @@ class Anatomy:
     has_vectors: bool = True
 
     def __hash__(self) -> int:
-        """A hash of a few fields. Results computed from thousands of rows are cached by anatomy, and hashing all rows
-        costs as much as computing them again. A plan compares the two heads of one model: with equal hashes every
-        look-up would compare their rows.
-        """
+        """A hash of a few fields: of all rows it would cost as much as the results that are cached by anatomy. The two heads of
+        one model, which a plan compares, must differ."""
         return hash((self.model_class, self.dtype, len(self.rows), self.vocab_size, self.has_head8))
 
     def by_path(self) -> dict[str, ModuleRow]:
@@ -205,9 +203,8 @@ _FIRST_KEPT = 8
 
 @lru_cache(maxsize=_FIRST_KEPT)
 def first_equal(anatomy: Anatomy) -> Anatomy:
-    """Return the first anatomy of those equal to this one. One plan looks up cached results a thousand times. Equal
-    anatomies that are different objects are compared row by row at each look-up, and here only once.
-    """
+    """Return the first anatomy of those equal to this one. One plan looks up cached results a thousand times. Equal anatomies
+    that are different objects are compared row by row at each look-up, and here only once."""
     return anatomy
 
 

@@ -396,10 +396,8 @@ def _is_file(file: Path) -> bool:
 
 
 def _inside(folder: Path, name: str, source: Path) -> Path:
-    """Return folder / name for a plain relative name.
-
-    Targets of symbolic links are not checked: hub caches consist of links.
-    """
+    """Return folder / name for a plain relative name. Targets of links are not checked: hub caches consist of links. Errors:
+    CheckpointError."""
     pure, windows = PurePosixPath(name), PureWindowsPath(name)
     if not pure.parts or pure.is_absolute() or windows.drive or "\\" in name or ".." in pure.parts or "\0" in name:
         raise CheckpointError(f"names a file outside its folder: {name!r}", path=source)

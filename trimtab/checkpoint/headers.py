@@ -70,9 +70,8 @@ class Header:
 
 
 class _Doubled(dict[str, Any]):
-    """A JSON object with repeated keys, of which `json` keeps only the last. Objects without repeated keys are plain
-    dicts: there are many.
-    """
+    """A JSON object with repeated keys, of which `json` keeps only the last. Objects without repeated keys are plain dicts:
+    there are many."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)

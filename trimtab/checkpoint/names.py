@@ -429,9 +429,7 @@ class Matcher:
     # Evaluation: sets of positions, forwards or backwards -------------------------------------------------------------
 
     def _match(self, pattern: str, named: str | None = None) -> int:
-        """Return the positions where a pattern can end if it starts at the start of a name. named: the pattern in
-        errors.
-        """
+        """Return the positions where a pattern can end if it starts at the start of a name. named: the pattern in errors."""
         return self._evaluated(pattern, self._starts, False, named or pattern)
 
     def _starting(self, pattern: str) -> int:

@@ -230,9 +230,7 @@ def _close_output() -> None:
 
 
 def _prepare_terminal() -> None:
-    """Print a question mark for characters that a terminal cannot show, and hide notes of other packages around the
-    answer.
-    """
+    """Print a question mark for characters that a terminal cannot show, and hide notes of other packages around the answer."""
     import logging
     import warnings
 

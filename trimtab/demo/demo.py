@@ -115,9 +115,8 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
 
 
 def check_changes(changes: Changes, expected: Changes) -> None:
-    """Raise ParityError if the split model has loaded another weight change than the resident one. This is more
-    sensitive than answers.
-    """
+    """Raise ParityError if the split model has loaded another weight change than the resident one. This is more sensitive than
+    answers."""
     from trimtab.verification.routes.loaded_changes import compare_changes
 
     compared = compare_changes(expected, changes)
@@ -138,11 +137,8 @@ def new_picture() -> Path:
 def _judge(
     whole: trimtab.Plan, asks: Sequence[Ask], logits: Sequence[Any], expected: Sequence[Any], say: Say
 ) -> tuple[str, dict[str, Any]]:
-    """Return the verdict on logits that are not equal bit for bit, and the resident model's noise on which it is based.
-
-    Another kernel for the same product gives different last bits. Errors: ParityError if a difference is more than
-    that.
-    """
+    """Return the verdict on logits that are not equal bit for bit, and the resident model's noise on which it is based. Errors:
+    ParityError if a difference is larger."""
     places = [place for place, (a, b) in enumerate(zip(logits, expected, strict=True)) if not a.equal(b)]
     say("   not bit-equal: measuring the noise of the resident model")
     floor = judge(_noise(whole, {str(place): asks[place] for place in places}), asks, logits, expected)
@@ -210,9 +206,8 @@ def read_asks(adapters: Sequence[str]) -> list[Ask]:
 
 
 def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadRequest) -> trimtab.Plan:
-    """Return the plan of a given budget, else one with gathered tables and streamed blocks, for a budget slightly above
-    the smallest.
-    """
+    """Return the plan of a given budget, else one with gathered tables and streamed blocks, for a budget slightly above the
+    smallest."""
     options = {**options, "host_memory": placed.host_memory_bytes}
     if placed.gpu_memory_bytes is not None:
         return trimtab.plan(FOLDER / "base", gpu_memory=placed.gpu_memory_bytes, **options)
@@ -228,9 +223,7 @@ def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadReq
 
 
 def _answers(plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None) -> tuple[list[dict[str, Any]], list[Any], Changes]:
-    """Return the answers (none without say), the teacher-forced logits [S, V] of every question, and the loaded
-    changes.
-    """
+    """Return the answers (none without say), the teacher-forced logits [S, V] of every question, and the loaded changes."""
     from trimtab.verification.routes.trimtab_run import own_changes
 
     answers, logits = [], []

@@ -27,8 +27,7 @@ def document_of(
     records: Sequence[Mapping[str, Any]] = (), drafts: Any = None,
 ) -> Document:  # fmt: skip
     """Return what the doctor says. own: the verdict on trimtab. records: of the matrix. Every part but the environment may be
-    missing.
-    """
+    missing."""
     from trimtab.machine.environment import environment_document
 
     parts = [environment_document(environment)]

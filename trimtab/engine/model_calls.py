@@ -244,10 +244,8 @@ _END = object()
 
 
 async def _pieces(model: AskedModel, prompt: object, options: Mapping[str, object], answers: list[Answer]) -> AsyncIterator[str]:
-    """Yield an answer in pieces and put the whole of it into `answers`; leaving early ends it within one step.
-
-    Errors: as `LoadedModel.answer`.
-    """
+    """Yield an answer in pieces and put the whole of it into `answers`; leaving early ends it within one step. Errors: as
+    `answer`."""
     loop, queue, stop = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
 
     def emit(item: object) -> None:

@@ -279,8 +279,7 @@ def written_tensors(kind: str, name: str, shape: tuple[int, ...], dtype: str) ->
 
 def written_config(kind: str, compute_dtype: str) -> dict[str, Any]:
     """Return the config that transformers' BitsAndBytesConfig writes for these weights. Source: quantization_config.py,
-    to_dict.
-    """
+    to_dict."""
     return {
         "_load_in_4bit": True, "_load_in_8bit": False, "bnb_4bit_compute_dtype": compute_dtype,
         "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": kind.endswith(DOUBLE),

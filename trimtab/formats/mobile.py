@@ -35,9 +35,7 @@ def read(checkpoint: Checkpoint) -> Split:
 
 def _bits(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[str, object]:
     """Return the bits of weights by name: those of the pattern found leftmost in a module's name, as transformers joins them.
-
-    Errors: CheckpointError for patterns that are none, or too much work to match.
-    """
+    Errors: CheckpointError for patterns that are none, or too much work to match."""
     settings = checkpoint.quantization or {}
     default, listed = settings.get("num_bits", 4), settings.get("module_quant_configs") or {}
     if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):

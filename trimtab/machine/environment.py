@@ -201,8 +201,9 @@ def environment_document(environment: Environment) -> Document:
     """Return what the environment is."""
     built = f"CUDA {environment.cuda}" if environment.cuda else f"ROCm {environment.hip}" if environment.hip else "the CPU alone"
     driver = f"driver {environment.driver}" if environment.driver else "no NVIDIA driver"
+    flags = f" ({', '.join(environment.cpu_flags)})" if environment.cpu_flags else ""
     rows = [
-        ("CPU", f"{environment.cpu}, {environment.cores} cores{_in_brackets(environment.cpu_flags)}"),
+        ("CPU", f"{environment.cpu}, {environment.cores} cores{flags}"),
         ("memory", f"{gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}"),
     ]
     rows += [
@@ -216,7 +217,3 @@ def environment_document(environment: Environment) -> Document:
     title = f"{environment.implementation} {environment.python}{' (another interpreter)' if environment.is_other else ''} on "
     blocks: list[Block] = [Facts(rows), Table(("package", "release", "installed by"), packages, has_note=True)]
     return Document(f"{title}{environment.os}, {environment.architecture}", blocks)
-
-
-def _in_brackets(names: tuple[str, ...]) -> str:
-    return f" ({', '.join(names)})" if names else ""

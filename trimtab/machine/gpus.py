@@ -21,9 +21,8 @@ _MULTIPROCESSORS, _MAJOR, _MINOR, _HOST_POINTERS = 16, 75, 76, 91
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. free_bytes: of the device, before this process has a context there. driver: the CUDA release that it
-    supports. reads_host: whether kernels read page-locked host memory at its own address.
-    """
+    """One GPU. free_bytes: of the device, before this process has a context there. driver: the CUDA release that it supports.
+    reads_host: whether kernels read page-locked host memory at its own address."""
 
     name: str
     capability: tuple[int, int]
@@ -53,9 +52,7 @@ def read_gpus() -> tuple[Gpu, ...] | None:
 
 
 def busy_percent(index: int) -> int | None:
-    """Return the utilization of a GPU in about the last second, as NVML counts it; None if the driver does not report
-    it.
-    """
+    """Return the utilization of a GPU in about the last second, as NVML counts it; None if the driver does not report it."""
 
     def ask(cuda: ctypes.CDLL, nvml: ctypes.CDLL) -> tuple[int, ...]:
         utilization = _Utilization()

@@ -165,9 +165,8 @@ def read_rates(device_name: str, torch_version: str, threads: int) -> Rates | No
 
 
 def write_rates(device_name: str, torch_version: str, threads: int, rates: Rates, *, is_busy: bool = False) -> None:
-    """Cache rates. A folder that cannot be written is ignored: the next process measures again. is_busy: keep them for
-    `BUSY_S` seconds.
-    """
+    """Cache rates. A folder that cannot be written is ignored: the next process measures again. is_busy: keep them for `BUSY_S`
+    seconds."""
     values = asdict(rates) | ({BUSY: time.time()} if is_busy else {})
     with suppress(OSError):
         path = rates_path(device_name, torch_version, threads)
@@ -220,9 +219,8 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 
 def find_anatomy(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> Anatomy | None:
-    """Return the anatomy that an earlier process read of this checkpoint for the same kind of request, None if it was
-    not cached.
-    """
+    """Return the anatomy that an earlier process read of this checkpoint for the same kind of request, None if it was not
+    cached."""
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     with suppress(OSError, ValueError, KeyError, TypeError):
         path = own_folder(ANATOMIES) / hashed(key)
@@ -253,9 +251,7 @@ def keep_anatomy(
 
 
 def find_refusal(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str | None:
-    """Return why an earlier process could make no anatomy of this checkpoint for the same kind of request, None if
-    unknown.
-    """
+    """Return why an earlier process could make no anatomy of this checkpoint for the same kind of request, None if unknown."""
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     with suppress(OSError, ValueError, KeyError, TypeError):
         text = read_own(own_folder(ANATOMIES) / hashed(key), key, limit_bytes=MOST_FILE_BYTES)

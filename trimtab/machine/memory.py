@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import psutil
 from platformdirs import user_cache_path
 
 from trimtab.errors import RequestError
+from trimtab.process.before_torch import control_groups
 
 # Control groups, version 2 and 1: limit, use, and in memory.stat the page cache that the kernel frees under pressure.
 CGROUP_FILES = (
@@ -47,27 +48,11 @@ def cgroup_available_bytes(membership: Path = Path("/proc/self/cgroup"), root: P
     subtracted: otherwise the weights' size would count as used after a checkpoint was read.
     """
     limits = []
-    for folder, (limit_name, used_name, cache_keys) in _cgroup_folders(membership, root):
+    for folder, (limit_name, used_name, cache_keys) in product(control_groups("memory", root, membership), CGROUP_FILES):
         limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
         if limit is not None and used is not None and limit < 2**60:
             limits.append(max(limit - used + _stat_bytes(folder / "memory.stat", cache_keys), 0))
     return min(limits, default=None)
-
-
-def _cgroup_folders(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base, files = (root / "memory", CGROUP_FILES[1]) if controllers else (root, CGROUP_FILES[0])
-        # Inside a container, the path may be the host's: folders that do not exist have no limit.
-        pieces = [piece for piece in path.split("/") if piece not in ("", "..")]
-        for end in range(len(pieces), -1, -1):
-            yield base.joinpath(*pieces[:end]), files
 
 
 def _read_int(path: Path) -> int | None:

@@ -40,9 +40,7 @@ def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float64 values rounded to the nearest number of a dtype, as float64. torch would round to float32 in
-    between.
-    """
+    """Return float64 values rounded to the nearest number of a dtype, as float64. torch would round to float32 in between."""
     if dtype is torch.float64:
         return values
     step = ulp(values, dtype)

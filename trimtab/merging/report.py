@@ -93,9 +93,8 @@ class MergeCheck:
 
     @property
     def blind(self) -> tuple[str, ...]:
-        """The changed tensors in which a scale wrong by 1 % would change no value: there it cannot be detected and has
-        no effect.
-        """
+        """The changed tensors in which a scale wrong by 1 % would change no value: there it cannot be detected and has no
+        effect."""
         return tuple(tensor.tensor_name for tensor in self.changed if not tensor.visible)
 
     def to_json(self) -> dict[str, Any]:

@@ -217,9 +217,8 @@ class Candidates:
 
 
 def _nearest(errors: Sequence[DoesNotFitError]) -> DoesNotFitError:
-    """Return the error of the plan that lacks the least memory: its budget is the smallest sufficient one. Plans that
-    need a larger budget of two devices come last.
-    """
+    """Return the error of the plan that lacks the least memory, whose budget is the smallest sufficient one; larger budgets of
+    two devices come last."""
     return min(errors, key=lambda error: (error.needs_both, error.needed_bytes - error.budget_bytes))
 
 
@@ -245,9 +244,7 @@ def _cpu_may_pay(plan: Plan) -> bool:
 
 
 def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str, no_kernel: str) -> tuple[str, str]:
-    """Return the chosen head and the reason. refused: why it must stay full; no_kernel: why the 8-bit kernel cannot
-    run.
-    """
+    """Return the chosen head and the reason. refused: why it must stay full; no_kernel: why the 8-bit kernel cannot run."""
     first = next(iter(plans))
     if request.head != "auto":
         return first, "requested"
@@ -317,9 +314,8 @@ def torch_head_s(anatomy: Anatomy, rates: Rates, *, rows: int) -> float:
 
 
 def with_head_cost(plan: Plan, anatomy: Anatomy, *, capability: tuple[int, int] | None) -> Plan:
-    """Return the plan of an 8-bit head on a GPU with the seconds that torch adds if the kernel does not run: to every
-    step, and to a prompt, of which only the last token enters the head.
-    """
+    """Return the plan of an 8-bit head on a GPU with the seconds that torch adds if the kernel does not run: to every step, and
+    to a prompt, of which only the last token enters the head."""
     step, prompt = plan.execution.step, plan.execution.prompt
     no_kernel, rows = why_no_kernel(anatomy.dtype, capability), plan.request.batch
     if no_kernel or rows > KERNEL_ROWS:

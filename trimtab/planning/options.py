@@ -37,10 +37,8 @@ CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One changed request. what: the argument that differs; needed_bytes: of the device, None if it does not fit;
-    error: why not. is_rate_estimate: whether the rate depends on unmeasured values (a card's data sheet,
-    `Phase.estimated_s`).
-    """
+    """One changed request. what: the argument that differs; needed_bytes: of the device, None if it does not fit; error: why
+    not. is_rate_estimate: whether the rate depends on unmeasured values (a card's data sheet, `Phase.estimated_s`)."""
 
     what: str
     needed_bytes: int | None
@@ -55,12 +53,11 @@ def options_of(
     request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int, on_cpu: bool = False,
     capability: tuple[int, int] | None = None, towers: Sequence[str] = TOWERS,
 ) -> list[Option]:  # fmt: skip
-    """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request.
-    budget_bytes: of the execution device. on_cpu: whether that is the CPU, where a larger card or a tower in host
-    memory does not help. capability: of the GPU. towers: those of TOWERS that the model has; media of others are in no
-    plan. An 8-bit head without a usable kernel is listed only if the request does not fit otherwise. Of token pools,
-    the largest that fits is listed; of more memory, the next two sizes that fit, or the next ones if none does.
-    """
+    """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request. budget_bytes:
+    of the execution device. on_cpu: whether that is the CPU, where a larger card or a tower in host memory does not help.
+    capability: of the GPU. towers: those of TOWERS that the model has; media of others are in no plan. An 8-bit head without a
+    usable kernel is listed only if the request does not fit otherwise. Of token pools, the largest that fits is listed; of more
+    memory, the next two sizes that fit, or the next ones if none does."""
     options: list[Option] = []
 
     def tried(what: str, changed: LoadRequest) -> Option | None:

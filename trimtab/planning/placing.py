@@ -345,9 +345,7 @@ class _Planner:
         return counted
 
     def _prompt_bytes(self) -> dict[str, int]:
-        """Return the bytes of chunked prompts without weights and caches, by item. Graphs read a single adapter in
-        place.
-        """
+        """Return the bytes of chunked prompts without weights and caches, by item. Graphs read a single adapter in place."""
         if not self.captures_prompts:
             if not self.chunks:
                 return {}
@@ -511,9 +509,8 @@ def step_work(
     anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice], *, rows: int, slots: int = STAGING_SLOTS,
     reads_packed: bool = False,
 ) -> StepWork:  # fmt: skip
-    """Return the work of one decode step of `rows` rows with the blocks in their placements, a choice for each block.
-    slots: staging buffers. reads_packed: as `execution.reads_packed`.
-    """
+    """Return the work of one decode step of `rows` rows with the blocks in their placements, a choice for each block. slots:
+    staging buffers. reads_packed: as `execution.reads_packed`."""
     device = link = linears = layers = 0
     other_s = row_s = 0.0
     states = {str(layer.layer) for layer in anatomy.kv_layers if layer.state_values}
@@ -556,10 +553,9 @@ def step_work(
 
 
 def prompt_linears(anatomy: Anatomy, blocks: Sequence[Block], use: Use, *, is_cut: bool) -> tuple[int, int, int]:
-    """Return the number of linears of the decoder, of its layers that only the last pass of a prompt enters, and of
-    towers that run. is_cut: whether prompts are computed in chunks of fixed shapes: layers that read the keys of
-    earlier ones then see only the last token (engine/passes/chunk_forward.py).
-    """
+    """Return the number of linears of the decoder, of its layers that only the last pass of a prompt enters, and of towers that
+    run. is_cut: whether prompts are computed in chunks of fixed shapes: layers that read the keys of earlier ones then see only
+    the last token (engine/passes/chunk_forward.py)."""
     shared = {str(layer.layer) for layer in anatomy.kv_layers if layer.shares is not None and is_cut}
     whole = skipped = towers = 0
     for block in blocks:

@@ -34,26 +34,22 @@ FEW_ROWS_SHARE = 0.25
 
 
 def unpacked_bytes(anatomy: Anatomy, columns: int = 0) -> int:
-    """Return the bytes of all 4-bit linear layers of the decoder in the model's dtype, each row with this many more
-    columns.
-    """
+    """Return the bytes of all 4-bit linear layers of the decoder in the model's dtype, each row with this many more columns."""
     weights = [row.weight for row in anatomy.rows if row.part == "language" and row.kind == "linear" and row.quantized]
     values = [prod(one.shape) + prod(one.shape[:-1]) * columns for one in weights if one is not None]
     return sum(map(aligned, values)) * DTYPE_BYTES[anatomy.dtype]
 
 
 def columns_of(plan: Plan) -> int:
-    """Return the columns after each row of a plan's unpacked weights: for adapters, if prompt chunks compute the layers
-    over one input in one product.
-    """
+    """Return the columns after each row of a plan's unpacked weights: for adapters, if prompt chunks compute the layers over
+    one input in one product."""
     has_products = plan.execution.step.mode == "fused" and plan.execution_device != "cpu"
     return COLUMNS if has_products and plan.request.adapters and plan.request.dtype == "bfloat16" else 0
 
 
 def aligned(count: int) -> int:
-    """Return the number of values reserved for a weight in the shared memory: a multiple of 64, so that each weight
-    starts at a multiple of 64 bytes.
-    """
+    """Return the number of values reserved for a weight in the shared memory: a multiple of 64, so that each weight starts at a
+    multiple of 64 bytes."""
     return -(-count // 64) * 64
 
 

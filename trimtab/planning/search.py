@@ -36,10 +36,9 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Prefix:
-    """How many blocks of each group leave: the first blocks of an order. has_neighbours: whether all tables have left.
-    least_s, least_device_bytes: lower bounds for the prefix and all its neighbours: of the seconds without the cost of
-    scarce host memory, and of the blocks on the device without any buffer.
-    """
+    """How many blocks of each group leave: the first blocks of an order. has_neighbours: whether all tables have left. least_s,
+    least_device_bytes: lower bounds for the prefix and all its neighbours: of the seconds without the cost of scarce host
+    memory, and of the blocks on the device without any buffer."""
 
     leaving: Counts
     order: tuple[int, ...]
@@ -49,9 +48,8 @@ class _Prefix:
 
 
 class _Destinations:
-    """The tier of each group within a staging cap, with the bytes that it frees and its cost. Never changed after it is
-    made: searches within other limits share it.
-    """
+    """The tier of each group within a staging cap, with the bytes that it frees and its cost. Never changed after it is made:
+    searches within other limits share it."""
 
     def __init__(self, groups: Sequence[_Group], cap: int) -> None:
         self.groups, self.cap = groups, cap
@@ -108,9 +106,7 @@ class _Destinations:
         return host
 
     def least_far_s(self, leaving: Counts, limits: Limits, host_budget_bytes: int) -> float:
-        """Return a lower bound of the seconds that scarce host memory adds: fractions of blocks to disk, without
-        buffers.
-        """
+        """Return a lower bound of the seconds that scarce host memory adds: fractions of blocks to disk, without buffers."""
         short = self.least_host_bytes(leaving, -1, limits) - host_budget_bytes
         more_s = 0.0
         for rate, freed, number in self.far_order:
@@ -165,11 +161,8 @@ class _Destinations:
         return tuple(count if near is None else 0 for count, near in zip(leaving, self.near, strict=True))
 
     def far_prefixes(self, leaving: Counts, disk_cap: int, limits: Limits, host_budget_bytes: int) -> Iterator[tuple[Counts, bool]]:
-        """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order.
-
-        Prefixes come cheapest first; before each comes the previous one with another block added. Those that certainly
-        exceed the host's budget are skipped.
-        """
+        """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order, cheapest first; before
+        each comes the previous one with another block added. Those that certainly exceed the host's budget are skipped."""
         order = [(n, freed) for _, freed, n in self.far_order if leaving[n] and _staged(self.far[n]) <= disk_cap]
         counts = list(self.far_must(leaving))
         short = self.least_host_bytes(leaving, -1, limits) - host_budget_bytes
@@ -213,9 +206,8 @@ def _staged(choice: Choice | None) -> int:
 
 @dataclass(frozen=True)
 class _Family:
-    """All candidate placements, for any limits. caps: sizes of staging buffers, ascending; destinations: for each cap
-    within which every block can be placed.
-    """
+    """All candidate placements, for any limits. caps: sizes of staging buffers, ascending; destinations: for each cap within
+    which every block can be placed."""
 
     caps: tuple[int, ...]
     destinations: tuple[_Destinations, ...]
@@ -246,9 +238,8 @@ class Search:
         self.caps, self.destinations = family.caps, family.destinations
 
     def may_fit(self) -> bool:
-        """Return False if the device's budget is too small for the blocks that cannot leave, or the host's is too small
-        without any block.
-        """
+        """Return False if the device's budget is too small for the blocks that cannot leave, or the host's is too small without
+        any block."""
         if not self._may_hold_on_host():
             return False
         for to in self.destinations:
@@ -321,9 +312,8 @@ class Search:
     def _smallest_far(
         self, within: Callable[[int], Limits], measure: Callable[[Totals], int], is_allowed: Callable[[Totals], bool]
     ) -> int | None:
-        """Return the smallest budget with a placement. within: the limits with this budget; measure: a placement's use
-        of it; is_allowed: whether the other budgets except the disk's are kept.
-        """
+        """Return the smallest budget with a placement. within: the limits with this budget; measure: a placement's use of it;
+        is_allowed: whether the other budgets except the disk's are kept."""
         # Each size of disk buffers needs least host memory when everything up to that size is on disk.
         best: int | None = None
         is_disk_short = False
@@ -347,9 +337,8 @@ class Search:
         return best
 
     def _leavings(self, is_hopeless: Callable[[float], bool] = lambda least_s: False) -> Iterator[tuple[_Destinations, Counts]]:
-        """Yield (destinations, how many of each group leave), each once: prefixes and their neighbours, without those
-        that cannot be within the device's budget.
-        """
+        """Yield (destinations, how many of each group leave), each once: prefixes and their neighbours, without those that
+        cannot be within the device's budget."""
         for to in self.destinations:
             seen: set[Counts] = set()
             for walk in to.walks:
@@ -370,9 +359,8 @@ class Search:
         return self.limits.device_need(run_bytes) <= self.limits.device_budget_bytes
 
     def _filled(self, to: _Destinations, leaving: Counts, host_budget_bytes: int) -> Iterator[tuple[list[Placed], Totals]]:
-        """Yield placements of the blocks that leave: all in host memory, then, while it is exceeded, more and more on
-        disk. Those that certainly exceed the host's budget are skipped.
-        """
+        """Yield placements of the blocks that leave: all in host memory, then, while it is exceeded, more and more on disk.
+        Those that certainly exceed the host's budget are skipped."""
         if to.least_host_bytes(leaving, self.caps[-1], self.limits) > host_budget_bytes:
             return
         if to.least_host_bytes(leaving, -1, self.limits) <= host_budget_bytes:
@@ -455,16 +443,12 @@ class Reasons:
 
 
 def _nearest(item: Item, choice: Choice) -> Choice:
-    """Return where a block would be with enough host memory: its present choice unless that is further away than the
-    host.
-    """
+    """Return where a block would be with enough host memory: its present choice unless that is further away than the host."""
     return item.leave(choice.staged_bytes, far=False) or choice if choice.is_far else choice
 
 
 def _too_much(all_stay: Totals, limits: Limits, device: str) -> str:
-    """Return the budget that the placement with all blocks on the device would exceed, and by how much; "" if it would
-    fit.
-    """
+    """Return the budget that the placement with all blocks on the device would exceed, and by how much; "" if it would fit."""
     running, peak = limits.device_need(all_stay.run_bytes), limits.device_need(all_stay.peak_bytes)
     if running > limits.device_budget_bytes:
         return f"{gib(running - limits.device_budget_bytes)} over the budget of {device}"

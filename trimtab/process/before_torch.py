@@ -80,22 +80,24 @@ def quota_cores(root: Path = CGROUP, member: Path = Path("/proc/self/cgroup")) -
     Format: cgroups v2 `cpu.max` ("200000 100000": quota and period in microseconds) of the group and those above it; v1
     `cpu.cfs_quota_us` and `cpu.cfs_period_us`. Source: docs.kernel.org, admin-guide/cgroup-v2 and scheduler/sched-bwc.
     """
-    shares = [share for folder in _groups(root, member) if (share := _share(folder)) is not None]
+    shares = [share for folder in control_groups("cpu", root, member) if (share := _share(folder)) is not None]
     return max(1, int(min(shares))) if shares else None
 
 
-def _groups(root: Path, member: Path) -> list[Path]:
+def control_groups(controller: str, root: Path, member: Path) -> list[Path]:
+    """Return the folders of this process's control groups and of those above them, of versions 2 and 1."""
     try:
         lines = member.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return [root, root / "cpu"]
-    folders = [root, root / "cpu"]
+        lines = ["0::", f"1:{controller}:"]
+    folders = []
     for line in lines:
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        top = root if not controllers else root / "cpu" if "cpu" in controllers.split(",") else None
-        if top is not None:
+        if not controllers or controller in controllers.split(","):
+            top = root / controller if controllers else root
+            # Inside a container, the path may be the host's: folders that do not exist have no limit.
             below = [part for part in path.split("/") if part not in ("", ".", "..")]
-            folders += [top.joinpath(*below[: depth + 1]) for depth in range(len(below))]
+            folders += [top.joinpath(*below[:depth]) for depth in range(len(below) + 1)]
     return folders
 
 

@@ -25,19 +25,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class _OnlyTrimtab(importlib.abc.MetaPathFinder):
-    """Finds `trimtab` in the folder of this file and nothing else, because the folder above may be a site-packages with
-    other versions.
-    """
+    """Finds `trimtab` in the folder of this file and nothing else, because the folder above may be a site-packages with other
+    versions."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != "trimtab":
             return None
         return importlib.util.spec_from_file_location("trimtab", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)])
-
-
-def prepare_path() -> None:
-    """Make `import trimtab` find this copy."""
-    sys.meta_path.insert(0, _OnlyTrimtab())
 
 
 def end_with_parent() -> None:
@@ -98,7 +92,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    prepare_path()
+    sys.meta_path.insert(0, _OnlyTrimtab())
     code = main(sys.argv[1:])
     gc.freeze()  # garbage collection at exit walks all modules: more than a second
     sys.exit(code)

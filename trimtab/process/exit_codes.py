@@ -48,8 +48,7 @@ def exit_codes_text() -> str:
 
 def exit_code(error: TrimtabError) -> int:
     """Return the exit code of an error; a path that is no adapter, or does not exist, has the code of a path that is no
-    model.
-    """
+    model."""
     if isinstance(error, AdapterError) and not _is_adapter(error.path):
         return MISSING
     return next(code for kind, code in EXIT_CODES if isinstance(error, kind))

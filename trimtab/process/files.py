@@ -12,6 +12,9 @@ from pathlib import Path
 
 from trimtab.errors import RequestError
 
+# Windows locks one byte, also against readers: this one, behind the content.
+UNREAD_BYTE = 2**31 - 2
+
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, field: str) -> None:
     """Write a temporary file with `write`, then rename it.
@@ -49,13 +52,14 @@ def write_private(path: Path, contents: bytes) -> None:
 
 
 def lock(handle: int) -> None:
-    """Lock an open file until its handle is closed or the process ends. Errors: OSError if another process holds the
-    lock.
-    """
+    """Lock an open file until its handle is closed or the process ends. Errors: OSError if another process holds the lock."""
     if sys.platform == "win32":
         import msvcrt
 
+        place = os.lseek(handle, 0, os.SEEK_CUR)
+        os.lseek(handle, UNREAD_BYTE, os.SEEK_SET)
         msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        os.lseek(handle, place, os.SEEK_SET)
     else:
         import fcntl
 

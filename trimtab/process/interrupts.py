@@ -52,9 +52,8 @@ def stopped_code() -> int:
 
 
 def was_raised() -> bool:
-    """Return whether a running command got its first Ctrl-C: other packages turn it into their own errors (transformers
-    5.23 reports missing requirements of a config class).
-    """
+    """Return whether a running command got its first Ctrl-C: other packages turn it into their own errors (transformers 5.23
+    reports missing requirements of a config class)."""
     return is_command() and any(signal.getsignal(number) is _end_second for number in (signal.SIGINT, *ENDING))
 
 

@@ -164,9 +164,7 @@ def _own(path: str | os.PathLike[str], read: Callable[..., Any], kind: str) -> A
 
 
 def read_bytes(path: str | os.PathLike[str], kind: str) -> bytes:
-    """Return a file's bytes. Errors: JsonError if it is too large or not a regular file; OSError if it cannot be
-    opened.
-    """
+    """Return a file's bytes. Errors: JsonError if it is too large or not a regular file; OSError if it cannot be opened."""
     limits = KINDS[kind]
     with os.fdopen(_opened(path, limits), "rb") as file:
         raw = file.read(limits.nbytes + 1)
@@ -263,8 +261,7 @@ def _without_strings(raw: bytes) -> bytes:
 
 def parse(raw: bytes, kind: str, **hooks: Any) -> Any:
     """Return the values of JSON text in UTF-8, within the limits of its kind. hooks: arguments of `json.loads`. Errors:
-    JsonError.
-    """
+    JsonError."""
     limits = KINDS[kind]
     count(raw, kind)
     if limits.is_finite:

@@ -107,9 +107,8 @@ def _folder(package: str) -> Path | None:
 
 @cache
 def deciding_versions() -> dict[str, str]:
-    """Return the values that decide a module tree and a process's memory: releases of packages, their folders, and
-    Python's release.
-    """
+    """Return the values that decide a module tree and a process's memory: releases of packages, their folders, and Python's
+    release."""
     values = {"python": platform.python_version(), "system": sys.platform, "trimtab": __version__}
     for package in DECIDING:
         values[package] = version_of(package) or "missing"

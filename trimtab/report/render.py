@@ -129,14 +129,12 @@ class Lines:
                 line = GAP.join([name, *cells])
                 if is_last and note and (room >= least or len(note) <= room):
                     first, *rest = self._wrapped(note, " " * start)
-                    lines += [line + first[len(line) - self._unseen(line) :], *rest]
+                    unseen = sum(map(len, re.findall(r"\x1b\[[\d;]*m", line)))
+                    lines += [line + first[len(line) - unseen :], *rest]
                 else:
                     lines.append(line.rstrip())
                     lines += self._wrapped(note, INDENT) if is_last and row is not rows[0] else []
         return lines
-
-    def _unseen(self, line: str) -> int:
-        return sum(map(len, re.findall(r"\x1b\[[\d;]*m", line)))
 
     def _cell(self, text: str, width: int, is_right: bool) -> str:
         padded = text.rjust(width) if is_right else text.ljust(width)

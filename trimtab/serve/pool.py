@@ -45,9 +45,8 @@ class Clock:
 
 
 class Pool:
-    """Every model of a server, by name. together: the most workers at once. turn_s: how long a model may keep its slot
-    while another one waits. All methods belong to one event loop.
-    """
+    """Every model of a server, by name. together: the most workers at once. turn_s: how long a model may keep its slot while
+    another one waits. All methods belong to one event loop."""
 
     def __init__(
         self, models: Sequence[ServedModel], settings: Settings, *, together: int = 1, turn_s: float = 30.0,

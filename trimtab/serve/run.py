@@ -210,9 +210,8 @@ class _Server(uvicorn.Server):
 
 
 def keep_for_good() -> None:
-    """Exclude the present objects from garbage collection: modules and classes exist as long as the process, and a
-    collection over all of them stops it for 30 to 180 ms. Objects of connections are collected less often.
-    """
+    """Exclude the present objects from garbage collection: modules and classes exist as long as the process, and a collection
+    over all of them stops it for 30 to 180 ms. Objects of connections are collected less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)

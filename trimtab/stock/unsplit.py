@@ -80,11 +80,8 @@ def _q8_0(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _mobile_model(kind: Any, config: Any, folder: Path, options: Mapping[str, Any]) -> Any:
-    """Return transformers' own model of Gemma's mobile files.
-
-    transformers 5.23 refuses a table with more than one scale a row, as official files have it, although its forward takes them:
-    they are set after it has loaded the first of each row.
-    """
+    """Return transformers' own model of Gemma's mobile files. 5.23 refuses a table with more than one scale a row, which its
+    forward takes: they are set after it has loaded the first of each row."""
     from trimtab.checkpoint.folder import read_checkpoint
     from trimtab.engine.tiers.reader import read_small
 

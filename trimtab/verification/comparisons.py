@@ -47,15 +47,14 @@ def case_of(
     plan: Plan | None, request: LoadRequest, checkpoint: Checkpoint, against: str | Path,
     adapter: str | None, given: Sequence[Prompt], python: str | Path | None,
 ) -> Case:  # fmt: skip
-    """Return the two routes of a comparison. Errors: RequestError for an unknown comparison, or one with nothing to
-    compare.
-    """
+    """Return the two routes of a comparison. Errors: RequestError for an unknown comparison, or one with nothing to compare."""
     word = str(against)
     folder = None if word in AGAINST else _merged_folder(word, checkpoint)
     name = None if word == "alone" else _adapter(request, adapter)
     if plan is not None:
         _check_planned(request, given)
-    sized = _sized(request, given)
+    audio_s = PLANNED_AUDIO_S if any(prompt.audio for prompt in given) else 0.0
+    sized = replace(request, images=int(any(prompt.image for prompt in given)), audio_s=audio_s)
     ours = Route(label="trimtab", plan=plan, request=None if plan else sized)
     common: dict[str, Any] = {"model": request.model, "adapter": name, "adapters": dict(request.adapters)}
     if folder is not None:
@@ -79,14 +78,6 @@ def _adapter(request: LoadRequest, adapter: str | None) -> str | None:
             allowed=names, near=near_names(str(adapter), names),
         )  # fmt: skip
     return adapter or (names[0] if names else None)
-
-
-def _sized(request: LoadRequest, prompts: Sequence[Prompt]) -> LoadRequest:
-    """Return the request with the context and media that the prompts need."""
-    return replace(
-        request, images=max(int(any(prompt.image for prompt in prompts)), 0),
-        audio_s=PLANNED_AUDIO_S if any(prompt.audio for prompt in prompts) else 0.0,
-    )  # fmt: skip
 
 
 def _check_planned(request: LoadRequest, prompts: Sequence[Prompt]) -> None:
@@ -204,11 +195,8 @@ def _folder_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, fold
 
 
 def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:
-    """Return the folder of a merged model.
-
-    Errors: RequestError for an unknown word, for no path, or for a model of another architecture; CheckpointError for a
-    path without a model.
-    """
+    """Return the folder of a merged model. Errors: RequestError for an unknown word, no path, or another architecture;
+    CheckpointError for a path without a model."""
     path = Path(word)
     is_path = path.exists() or path.is_absolute() or word.startswith(("./", "../"))
     if not is_path:

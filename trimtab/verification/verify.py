@@ -380,9 +380,7 @@ BLOCK, WIDEST = 32, 256
 
 
 def one_wide_key_head(config: Mapping[str, Any]) -> bool:
-    """Whether a model has layers with one key head for all query heads, wider than 256. config: a config.json's
-    content.
-    """
+    """Whether a model has layers with one key head for all query heads, wider than 256. config: a config.json's content."""
     text = config.get("text_config") or config
     if not isinstance(text, Mapping):
         return False
@@ -406,9 +404,7 @@ def wrong_last_positions(config: Mapping[str, Any], device: str, passes: Sequenc
 
 
 def wrong_layers(paths: Sequence[str]) -> list[str]:
-    """Return a line if stock computed 4-bit layers with wrong scales. paths: of these layers, as its process reported
-    them.
-    """
+    """Return a line if stock computed 4-bit layers with wrong scales. paths: of these layers, as its process reported them."""
     if not paths:
         return []
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""

@@ -210,14 +210,13 @@ def test_null_and_base_are_the_base_and_lines_may_name_every_adapter(tmp_path, c
 
 
 def test_a_file_of_answers_that_was_replaced_is_in_use(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
     path = tmp_path / "out.jsonl"
 
-    def replaced(handle, how):
+    def replaced(handle):
         path.rename(tmp_path / "old")
         path.touch()
 
-    monkeypatch.setattr(fcntl, "flock", replaced)
+    monkeypatch.setattr(prompts_file, "lock", replaced)
     with pytest.raises(trimtab.RequestError, match="another process is writing it"):
         prompts_file.AnswersFile(str(path), {}).open()
 

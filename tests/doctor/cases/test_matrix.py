@@ -41,7 +41,7 @@ class Processes:
     def __call__(self, module, request, **options):
         name = module.rpartition(".")[2]
         self.asked.append((name, dict(request), options))
-        if name == "packages":
+        if name == "record":
             return outcome(lines=[self.packages])
         if name == "reference":
             if not self.makes_inputs:

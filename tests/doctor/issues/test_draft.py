@@ -22,11 +22,12 @@ from trimtab.doctor.issues import run as draft_run
 from trimtab.doctor.issues.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_claims
 from trimtab.doctor.issues.issue import Recorded
 from trimtab.doctor.issues.owner import came_back, fixed_here, owner_of
-from trimtab.doctor.issues.scripts import SCRIPTS, script
+from trimtab.doctor.issues.scripts import TEMPLATES, script
 from trimtab.errors import RequestError
 from trimtab.process.redact import check_clean, clean
 from trimtab.report.render import cell, fence, inline, plain
 
+SCRIPTS = {file.name.partition(".")[0] for file in (TEMPLATES / "issues/reproducers").glob("[a-z]*.py.j2")}
 NEW = {"transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2", "bitsandbytes": "0.50.2", "torch": "2.13.0"}
 OLD = {"transformers": "5.6.2", "accelerate": "1.13.0", "peft": "0.19.1", "bitsandbytes": "0.49.2", "torch": "2.13.0"}
 TOWERS = {"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": 0}
@@ -283,7 +284,7 @@ def test_every_bucket_has_known_labels_a_script_and_the_sections_texts():
         assert set(bucket.labels) <= set(LABELS), bucket.name
         assert bucket.script in SCRIPTS and bucket.expected and bucket.questions and bucket.specific
         assert set(bucket.beside) <= {other.name for other in BUCKETS}
-    assert set(SCRIPTS) == {bucket.script for bucket in BUCKETS}
+    assert {bucket.script for bucket in BUCKETS} == SCRIPTS
 
 
 def test_a_map_given_to_peft_parts_two_buckets_of_one_label():
@@ -525,7 +526,7 @@ def test_a_reproducer_shows_its_failure_on_this_stack():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {"re-plan"}))
+@pytest.mark.parametrize("name", sorted(SCRIPTS - {"re-plan"}))
 def test_every_reproducer_shows_its_failure_or_runs_through(name):
     shows_its_failure(name)
 

@@ -190,7 +190,7 @@ def test_products_compile_with_what_a_weight_needs(target):
         ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0", "-DSHARED_BASE=1024"),
     ):
         code = machine_code(matvec.source(), target, options)
-        assert all(name.encode() in code for name in matvec.PRODUCT_NAMES)
+        assert b"matvec_4" in code and b"matvec_8" in code
 
 
 @pytest.mark.parametrize(("target", "form"), halved(["sm_80", "sm_90"], [(1, False), (1, True), (8, False)]))
@@ -202,7 +202,7 @@ def test_a_product_compiled_for_its_shape_keeps_what_it_asked_for_in_registers(t
     )  # fmt: skip
     options = ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024", *cut.options(40, 2, pair=True, normed=normed))
     code = machine_code(matvec.source(), target, options)
-    assert matvec.HELD_NAME.encode() in code and b"matvec_8" not in code
+    assert b"matvec_held" in code and b"matvec_8" not in code
 
 
 FORMS = [
@@ -222,7 +222,7 @@ def test_the_product_of_few_rows_compiles_for_every_form_of_a_weight(form):
     )  # fmt: skip
     own = *layouts.options(weight), *cut.options(64, 2, pair=True, normed=False)
     code = machine_code(matvec.source(), "sm_90", ("-DHALF=0", "-DSHARED_BASE=1024", "-DWHOLE=1", *own))
-    assert matvec.HELD_NAME.encode() in code
+    assert b"matvec_held" in code
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 import trimtab
 from tests import mobile_files, pico, quantized_files
 from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import ATTEND_NAMES
 from tests.cuda_on_cpu.modules import rows as rows_module
 from tests.engine.decode.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
 from trimtab.engine.batched_lora import table as slots
@@ -41,7 +42,7 @@ def on_cpu(monkeypatch):
 
     def attention(module, options):
         if options not in module.attention:
-            module.attention[options] = run.CpuModule(fused.source("attend.cu"), fused.ATTEND_NAMES, options=options)
+            module.attention[options] = run.CpuModule(fused.source("attend.cu"), ATTEND_NAMES, options=options)
         return module.attention[options]
 
     both_ends = run.CpuModule(ends.source(), ends.NAMES)

@@ -38,11 +38,8 @@ def line_reader(stream: TextIO) -> Reader:
 
 
 def _with_quotes(text: str, next_line: Callable[[], str]) -> str:
-    """Return a line, or all lines of a message that triple quotes enclose.
-
-    Errors: RequestError for a message that is too long, after its last line is read, so that none of its lines becomes
-    another message.
-    """
+    """Return a line, or all lines of a message that triple quotes enclose. Errors: RequestError for one that is too long, after
+    its last line is read: none of its lines becomes another message."""
     if not text.lstrip().startswith(QUOTES):
         return text
     lines = [text.lstrip()[len(QUOTES) :]]

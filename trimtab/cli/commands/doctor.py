@@ -284,9 +284,8 @@ _SERVER_FLAGS = ("api_key_env", "json", "color", "threads", "help")
 
 
 def _asks_server(options: argparse.Namespace) -> bool:
-    """Return whether MODEL is a server's address. Errors: RequestError for a flag without effect with an address, or
-    without one.
-    """
+    """Return whether MODEL is a server's address. Errors: RequestError for a flag without effect with an address, or without
+    one."""
     is_server = options.model is not None and options.model.startswith(("http://", "https://"))
     if not is_server:
         if options.api_key_env is not None:

@@ -103,9 +103,7 @@ def run_merge(options: argparse.Namespace) -> int:
 
 
 def _to_compare(options: argparse.Namespace, request: Any) -> LoadRequest | None:
-    """Return the request for comparing answers if there is one adapter with weight 1; None otherwise. Errors:
-    RequestError.
-    """
+    """Return the request for comparing answers if there is one adapter with weight 1; None otherwise. Errors: RequestError."""
     budgets = {name: value for name, value in vars(options).items() if name in CHECK_FLAGS}
     adapters = [f"{part.name}={part.path}:1" for part in request.adapters if part.weight == 1.0]
     compared = load_request(argparse.Namespace(model=options.model, adapter=adapters, **budgets))

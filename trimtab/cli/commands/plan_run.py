@@ -156,7 +156,7 @@ def run_plan(options: argparse.Namespace) -> int:
     inputs = PlanInputs()
 
     def changes(budget_bytes: int) -> list[Option]:
-        return [_spelled(one) for one in plan_options(request, budget_bytes, inputs=inputs)]
+        return [replace(one, what=_as_flags(one.what)) for one in plan_options(request, budget_bytes, inputs=inputs)]
 
     try:
         plan = plan_request(request, inputs=inputs)
@@ -213,10 +213,6 @@ def _print_cards(options: argparse.Namespace) -> int:
     else:
         show(cards_document())
     return 0
-
-
-def _spelled(option: Option) -> Option:
-    return replace(option, what=_as_flags(option.what))
 
 
 def _as_flags(change: str) -> str:
@@ -409,9 +405,7 @@ def _some(names: Sequence[str]) -> list[str]:
 def answer_json(
     answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: str | None, fallbacks: Sequence[Fallback] = ()
 ) -> dict[str, Any]:
-    """Return the output of `trimtab run --json`: the answer, its timings, measured and planned peaks, and the
-    fallbacks.
-    """
+    """Return the output of `trimtab run --json`: the answer, its timings, measured and planned peaks, and the fallbacks."""
     return {
         "text": answer.text, "token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason,
         "max_new_tokens": answer.max_new_tokens,

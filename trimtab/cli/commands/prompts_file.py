@@ -10,7 +10,6 @@ import shutil
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from trimtab.adapter_names import is_mix
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import path_hint, request_refusal
 from trimtab.errors import RequestError
-from trimtab.process.files import write_whole
+from trimtab.process.files import lock, write_whole
 from trimtab.process.json_file import JsonError, parse
 from trimtab.request import GenerateRequest
 
@@ -204,19 +203,13 @@ class AnswersFile:
             self._write(self._header)
 
     def _lock(self) -> None:
-        with suppress(ImportError):  # Windows
-            import fcntl
-
-            assert self._handle is not None
-            try:
-                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as exc:
-                raise self._in_use() from exc
+        assert self._handle is not None
+        try:
+            lock(self._handle)
             if os.fstat(self._handle).st_ino != self.path.stat().st_ino:  # replaced since it was opened
-                raise self._in_use()
-
-    def _in_use(self) -> RequestError:
-        return RequestError("another process is writing it", field="--out", value=str(self.path))
+                raise BlockingIOError
+        except (BlockingIOError, PermissionError) as exc:
+            raise RequestError("another process is writing it", field="--out", value=str(self.path)) from exc
 
     def _remove_errors(self) -> None:
         """Replace the file with one without its errors, which another process cannot open in between. Errors: OSError."""

@@ -73,10 +73,8 @@ def run_many(options: argparse.Namespace) -> int:
 
 
 def _say_wrong(options: argparse.Namespace, doubts: Doubts, lines: int, names: Collection[str]) -> None:
-    """Say on stderr how many prompts cannot be answered, and why the first cannot, before anything is imported or loaded.
-
-    Errors: RequestError where none can and no answers are there yet.
-    """
+    """Say on stderr how many prompts cannot be answered, and why the first cannot, before anything is loaded. Errors:
+    RequestError where none can and no answers are there yet."""
     count, first = doubts.with_adapters(names)
     if first is None:
         return
@@ -90,9 +88,8 @@ def _say_wrong(options: argparse.Namespace, doubts: Doubts, lines: int, names: C
 
 
 def _header(plan: Plan, defaults: Mapping[str, Any], decode: str, stop_at_turn_end: bool | None) -> dict[str, Any]:
-    """Return the settings that decide the answers. Budgets, rows and placements are omitted: they change answers only
-    by rounding.
-    """
+    """Return the settings that decide the answers. Budgets, rows and placements are omitted: they change answers only by
+    rounding."""
     request = plan.request
     return {
         "model": request.model, "model_files": [list(stamp) for stamp in plan.checkpoint_stamps],

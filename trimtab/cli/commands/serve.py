@@ -193,10 +193,8 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def _serve(models: Sequence[ServedModel], settings: Settings, together: int, say: Callable[[str], None], reread: Reread) -> bool:
-    """Bind the address, start the workers, then import the HTTP modules: the last two take CPU time in two processes.
-
-    Clients that connect early wait until the server accepts them. As `serve`.
-    """
+    """Bind the address, start the workers, then import the HTTP modules: both take CPU time. Clients that connect early wait. As
+    `serve`."""
     from trimtab.serve.http.listener import listen
     from trimtab.serve.pool import Pool
 

@@ -34,8 +34,7 @@ def opened(
 ) -> Iterator[trimtab.LoadedModel]:
     """Yield the model of a plan, loaded. decode: "auto" is the plan's mode. stop_at_turn_end: as for
     `control_tokens.stop_at_turn_end`. is_told: whether to print a note if answers continue after a turn. Errors: of
-    `trimtab.load`.
-    """
+    `trimtab.load`."""
     phases.begin_imports()
     from trimtab.engine.chat import control_tokens
     from trimtab.engine.loader.processor import load_processor
@@ -57,8 +56,7 @@ def opened(
 
 def say_beside(adapters: Mapping[str, str]) -> None:
     """Print on stderr which other weights in the adapters' folders are unused. adapters: name -> folder of the read
-    adapters.
-    """
+    adapters."""
     for name, path in adapters.items():
         for note in weights_beside(peft_folder(path))[1]:
             print_text(f"adapter {name}: {note}", file=sys.stderr)

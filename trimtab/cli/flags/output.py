@@ -127,12 +127,8 @@ class Style:
     is_terminal: bool
     has_color: bool | None = None
 
-    @property
-    def _sets_off(self) -> bool:
-        return self.is_terminal if self.has_color is None else self.has_color
-
     def bold(self, text: str) -> str:
-        return f"\x1b[1m{text}\x1b[0m" if self._sets_off else text
+        return f"\x1b[1m{text}\x1b[0m" if (self.is_terminal if self.has_color is None else self.has_color) else text
 
     def printable(self, text: str) -> str:
         """Return a model's text in a safe form for a terminal; unchanged for other outputs."""

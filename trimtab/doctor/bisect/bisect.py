@@ -23,9 +23,8 @@ Label = str
 
 @dataclass(frozen=True)
 class Change:
-    """A change between two releases that were run. between: releases in between that could not be run. confirmed: both
-    gave their label a second time, None if not requested.
-    """
+    """A change between two releases that were run. between: releases in between that could not be run. confirmed: both gave
+    their label a second time, None if not requested."""
 
     before: str
     after: str
@@ -174,9 +173,8 @@ class Bisection:
 
 
 def parse_range(text: str) -> Range:
-    """Return the range in "PACKAGE=LOW..HIGH". Errors: RequestError for other text, an unknown package (with similar
-    names), an invalid version, and an empty range.
-    """
+    """Return the range in "PACKAGE=LOW..HIGH". Errors: RequestError for other text, an unknown package (with similar names), an
+    invalid version, and an empty range."""
     package, equals, versions = text.partition("=")
     low, dots, high = versions.partition("..")
     if not equals or not dots:

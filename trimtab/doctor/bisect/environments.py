@@ -126,9 +126,7 @@ class Environments:
         return {**pinned, **self.others, package: version}
 
     def python_for(self, package: str, version: str) -> Path:
-        """Return the interpreter of a version, made now or kept from an earlier run. Errors: InstallError with the
-        reason.
-        """
+        """Return the interpreter of a version, made now or kept from an earlier run. Errors: InstallError with the reason."""
         home = self._home(package, version)
         python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
         if (home / READY).is_file() and python.exists():

@@ -1,20 +1,39 @@
-"""The record of a run on the stock stack: library frames, counted warnings, log lines; no paths of the machine."""
+"""The record of a run on the stock stack: packages, library frames, counted warnings, log lines; no paths of the machine."""
 
 from __future__ import annotations
 
 import logging
+import platform
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.process.packages import missing, versions_of
 from trimtab.process.redact import Cleaner
 
+NEEDED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "numpy", "PIL")
+VERSIONED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "tokenizers", "numpy")
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
 LINE_CHARS, MESSAGE_CHARS, TAIL_CHARS, MOST_LINES = 300, 2000, 4000, 60
+
+
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+    """Report the versions of this interpreter's packages, the missing ones, and whether there is a GPU."""
+    absent, has_gpu = missing(NEEDED), False
+    if not absent:
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+    emit({"versions": versions(), "missing": absent, "has_gpu": has_gpu})
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions, by package, Python's own included."""
+    return {"python": platform.python_version()} | versions_of(VERSIONED)
 
 
 @dataclass
@@ -43,9 +62,8 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[LogEvents]:
-    """Yield the log events of the libraries from now on, including accelerate's INFO lines, which name modules that do
-    not fit.
-    """
+    """Yield the log events of the libraries from now on, including accelerate's INFO lines, which name modules that do not
+    fit."""
     import transformers
 
     log = LogEvents()

@@ -183,7 +183,7 @@ def _variants(adapter: str | Path | None, cases: Sequence[Case], work: Path) -> 
 
 def _packages(python: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Return the packages of an interpreter. Errors: RequestError that names the missing packages."""
-    outcome = run_inside("trimtab.doctor.cases.packages", {}, python=python, timeout_s=60)
+    outcome = run_inside("trimtab.doctor.cases.record", {}, python=python, timeout_s=60)
     if outcome.ended != DONE or not outcome.lines:
         raise RequestError(
             f"is not a Python interpreter that can run a case ({_last_line(outcome)})", field="python", value=str(python)
@@ -316,9 +316,8 @@ def _counts(counts: Any) -> str:
 
 
 def _failures(records: Sequence[Mapping[str, Any]]) -> list[Block]:
-    """Return each label with a trace once, refusals and unknown failures once per error: its meaning, the cases, the
-    last lines of the first trace.
-    """
+    """Return each label with a trace once, refusals and unknown failures once per error: its meaning, the cases, the last lines
+    of the first trace."""
     alike: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for record in records:
         if record.get("exception") is not None:
@@ -397,9 +396,7 @@ def write_variants(adapter: Path, out: Path) -> dict[str, str]:
 
 
 def _pattern(paths: list[str]) -> str:
-    """Return a regular expression for exactly these paths. PEFT shortens a list of names to suffixes, but never a
-    pattern.
-    """
+    """Return a regular expression for exactly these paths: PEFT shortens a list of names to suffixes, but never a pattern."""
     return "|".join(re.escape(path) for path in paths)
 
 

@@ -22,10 +22,9 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     killed process leaves it.
     """
     emit({"stage": "import"})
-    from trimtab.doctor.cases import packages as case_packages
-    from trimtab.doctor.cases.record import exception_json, listening
+    from trimtab.doctor.cases.record import exception_json, listening, versions
 
-    emit({"facts": {"versions": case_packages.versions()}})
+    emit({"facts": {"versions": versions()}})
     clean = Cleaner(request["names"])
     with listening() as events:
         run = _Run(Case.from_json(request["case"]), request, emit, clean)

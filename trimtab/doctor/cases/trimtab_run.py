@@ -19,10 +19,9 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one case on trimtab and report its record's fields. request: as for `stock_run.main`. Without a GPU the entries of the
     user's map are requested by tier."""
     emit({"stage": "import"})
-    from trimtab.doctor.cases import packages as case_packages
-    from trimtab.doctor.cases.record import exception_json, listening
+    from trimtab.doctor.cases.record import exception_json, listening, versions
 
-    emit({"facts": {"versions": case_packages.versions()}})
+    emit({"facts": {"versions": versions()}})
     clean = Cleaner(request["names"])
     run = _Run(Case.from_json(request["case"]), request, emit, clean)
     with listening() as events:
@@ -122,10 +121,8 @@ class _Run:
         return str(out), {**kept, "quant": "none"}
 
     def look(self, plan: Any, model: Any, requested: Mapping[str, Any] | str) -> None:
-        """Report the placement: the number of blocks per tier, and whether the requested modules are off the GPU.
-
-        A catch-all entry requests this for all modules that can leave; the plan has the reasons for the others.
-        """
+        """Report the blocks per tier, and whether the requested modules are off the GPU: of a catch-all entry, those that can
+        leave."""
         tiers = plan.tiers()
         fixed = {row.block_path for row in plan.placements if not row.reason.startswith("requested: ")}
         off = [] if isinstance(requested, str) else [key for key, place in requested.items() if isinstance(place, str)]

@@ -21,9 +21,7 @@ BUG = Bug(
 
 
 def probe(kit: Kit) -> Seen:
-    """Check with transformers' functions where two modules with similar names are placed, and whether both are
-    quantized.
-    """
+    """Check with transformers' functions where two modules with similar names are placed, and whether both are quantized."""
     from transformers.integrations.accelerate import expand_device_map
     from transformers.quantizers.quantizers_utils import should_convert_module
 

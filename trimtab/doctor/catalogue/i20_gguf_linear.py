@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, quiet
+from trimtab.doctor.facts.bug import NOT_APPLICABLE, Affected, Bug, Seen
+from trimtab.doctor.facts.probe_kit import Kit, adapted
 
 BUG = Bug(
     title="PEFT puts no adapter on a GGUF file that transformers keeps packed",
@@ -24,13 +24,7 @@ def probe(kit: Kit) -> Seen:
     from torch import nn
 
     try:
-        import peft
         from transformers.integrations.gguf.utils import GgufLinear
     except ImportError as exc:
         return Seen(NOT_APPLICABLE, str(exc))
-    with quiet():
-        try:
-            peft.get_peft_model(nn.Sequential(GgufLinear(32, 8, 2)), peft.LoraConfig(r=2, target_modules=["0"]))
-        except ValueError as exc:
-            return Seen(PRESENT, f"ValueError: {str(exc)[:120]}")
-    return Seen(FIXED, "PEFT adapts the layer")
+    return adapted(nn.Sequential(GgufLinear(32, 8, 2)))

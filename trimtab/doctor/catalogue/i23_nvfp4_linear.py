@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, quiet
+from trimtab.doctor.facts.bug import NOT_APPLICABLE, Affected, Bug, Seen
+from trimtab.doctor.facts.probe_kit import Kit, adapted
 
 BUG = Bug(
     title="PEFT puts no adapter on layers that transformers packs in NVFP4",
@@ -24,16 +24,10 @@ def probe(kit: Kit) -> Seen:
     from torch import nn
 
     try:
-        import peft
         from transformers.integrations.nvfp4 import NVFP4Linear
     except ImportError as exc:
         return Seen(NOT_APPLICABLE, str(exc))
     layer = NVFP4Linear.__new__(NVFP4Linear)
     nn.Module.__init__(layer)
     layer.in_features = layer.out_features = 32
-    with quiet():
-        try:
-            peft.get_peft_model(nn.Sequential(layer, nn.Linear(2, 2)), peft.LoraConfig(r=2, target_modules=["0"]))
-        except ValueError as exc:
-            return Seen(PRESENT, f"ValueError: {str(exc)[:120]}")
-    return Seen(FIXED, "PEFT adapts the layer")
+    return adapted(nn.Sequential(layer, nn.Linear(2, 2)))

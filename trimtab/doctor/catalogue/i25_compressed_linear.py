@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, quiet
+from trimtab.doctor.facts.bug import NOT_APPLICABLE, Affected, Bug, Seen
+from trimtab.doctor.facts.probe_kit import Kit, adapted, quiet
 
 BUG = Bug(
     title="PEFT puts no adapter on a compressed-tensors checkpoint (W4A16) until the model has run once",
@@ -27,7 +27,6 @@ def probe(kit: Kit) -> Seen:
     from torch import nn
 
     try:
-        import peft
         from transformers import CompressedTensorsConfig
         from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
@@ -40,8 +39,4 @@ def probe(kit: Kit) -> Seen:
     with quiet():
         quantizer.validate_environment()
         quantizer._process_model_before_weight_loading(model)
-        try:
-            peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"]))
-        except AttributeError as exc:
-            return Seen(PRESENT, f"AttributeError: {exc}")
-    return Seen(FIXED, "PEFT adapts the layer")
+    return adapted(model)

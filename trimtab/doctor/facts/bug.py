@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 PRESENT, FIXED, NOT_APPLICABLE, UNKNOWN = "present", "fixed", "not applicable", "unknown"
 STATES = (PRESENT, FIXED, NOT_APPLICABLE, UNKNOWN)
-OWNERS = ("accelerate", "bitsandbytes", "peft", "transformers", "safetensors", "servers", "torch")
 
 
 @dataclass(frozen=True)
 class Affected:
-    """One package of a bug: first version with it (None: all earlier known versions), first version without it (None:
-    none).
-    """
+    """One package of a bug: first version with it (None: all earlier known versions), first version without it (None: none)."""
 
     package: str
     since: str | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trimtab.doctor.facts.bug import FIXED, PRESENT, Seen
 from trimtab.process.packages import version_of
 from trimtab.stock.load import load_adapter, load_base, quantization
 
@@ -138,6 +139,18 @@ def on_cpu(device_map: Any) -> Any:
     return {key: main if isinstance(place, int) else place for key, place in device_map.items()}
 
 
+def adapted(model: Any) -> Seen:
+    """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it."""
+    import peft
+
+    with quiet():
+        try:
+            peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"]))
+        except (ValueError, AttributeError) as exc:
+            return Seen(PRESENT, f"{type(exc).__name__}: {str(exc)[:120]}")
+    return Seen(FIXED, "PEFT adapts the layer")
+
+
 def behind_peft(device_map: Mapping[str, Any]) -> dict[str, Any]:
     """Return a base's device map with the names that its modules have inside a PeftModel (B3)."""
     return {f"base_model.model.{module_path}": place for module_path, place in device_map.items()}
@@ -185,9 +198,7 @@ def failure(error: BaseException) -> str:
 
 
 def installed_source(module: str, needle: str) -> tuple[str, int] | None:
-    """Return the file (path from the package) and the line where an installed module's text has needle, None if
-    nowhere.
-    """
+    """Return the file (path from the package) and the line where an installed module's text has needle, None if nowhere."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:

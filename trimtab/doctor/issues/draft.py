@@ -156,9 +156,8 @@ class _Maker:
         return nearest_pass(run, self.runs)
 
     def _plainest_first(self, bucket: Bucket, runs: list[Run]) -> tuple[Run, ...]:
-        """Return the runs with the draft's run first: it used the environment's versions, like the reproducer, and is
-        the bucket's case or the nearest to a passing case.
-        """
+        """Return the runs with the draft's run first: it used the environment's versions, like the reproducer, and is the
+        bucket's case or the nearest to a passing case."""
 
         def order(run: Run) -> tuple[bool, bool, bool, int]:
             passing = self._passing(bucket, run)

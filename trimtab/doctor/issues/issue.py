@@ -234,9 +234,8 @@ def _moved(run: Run) -> str:
 
 
 def _differing(run: Run) -> str:
-    """Return a sentence on the answers that differ from those of the unsplit model with the adapter; "" if none is
-    known to differ.
-    """
+    """Return a sentence on the answers that differ from those of the unsplit model with the adapter; "" if none is known to
+    differ."""
     modes = (run.record.get("modes") or {}).items()
     differing = [
         f"{name} (a logit differs by {mode['max_abs']:.3g})"

@@ -7,12 +7,10 @@ from pathlib import Path
 from trimtab.report.render import filled
 
 TEMPLATES = Path(__file__).resolve().parents[1]
-_ENDING = ".py.j2"
-SCRIPTS = tuple(file.name.removesuffix(_ENDING) for file in sorted((TEMPLATES / "issues/reproducers").glob(f"[a-z]*{_ENDING}")))
 
 
 def script(name: str) -> str:
     """Return the whole text of one reproducer: its imports, the shared parts that it uses, its body. `reproducers/NAME.py.j2` is a
     body of a few lines after shared parts (`_parts.py.j2`). It prints "works: ..." for a similar case that passes, then raises the
     user's exception; a silent failure ends in an AssertionError."""
-    return filled(TEMPLATES, f"issues/reproducers/{name}{_ENDING}")
+    return filled(TEMPLATES, f"issues/reproducers/{name}.py.j2")

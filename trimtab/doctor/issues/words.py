@@ -143,9 +143,8 @@ def cut(line: str) -> str:
 
 
 def whole_sentences(text: str) -> str:
-    """Return recorded prose without its last sentences if it is long; a single long sentence is shortened to its first
-    words and "...".
-    """
+    """Return recorded prose without its last sentences if it is long; a single long sentence is shortened to its first words
+    and "..."."""
     if len(text) <= LINE_CHARS + SPARE_CHARS:
         return text
     end = max(text.rfind(mark, 0, LINE_CHARS) for mark in (". ", "! ", "? "))

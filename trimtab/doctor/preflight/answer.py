@@ -121,9 +121,8 @@ def _what_would_fit(asking: Asking) -> str:
 
 
 def _smaller_model(asking: Asking) -> list[str]:
-    """Return the smaller model of the family with its memory, nothing if there is none or if it does not fit either.
-    The adapter counts with the bytes of the given one, because an adapter of the smaller model is not larger.
-    """
+    """Return the smaller model of the family with its memory, nothing if there is none or if it does not fit either. The
+    adapter counts with the bytes of the given one, because an adapter of the smaller model is not larger."""
     if not has_smaller(asking.checkpoint.config):
         return []
     try:
@@ -216,8 +215,7 @@ def towers_map(shape: ModelShape) -> dict[str, int | str] | None:
 
 def _towers_off(asking: Asking, whole: DoesNotFitError) -> tuple[dict[str, int | str], str] | None:
     """Return (map, why) if the stock stack fits with towers on the CPU: they are unquantized there, and copied layer by
-    layer.
-    """
+    layer."""
     device_map = towers_map(asking.shape)
     if device_map is None or whole.device == "host":
         return None

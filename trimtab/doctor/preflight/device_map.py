@@ -36,9 +36,7 @@ class UnknownKey:
 
 @dataclass(frozen=True)
 class Collision:
-    """A key that also matches modules whose names only have it as a prefix: their device, the device in the map, an
-    example.
-    """
+    """A key that also matches modules whose names only have it as a prefix: their device, the device in the map, an example."""
 
     key: str
     tensors: int

@@ -141,7 +141,10 @@ def _catch_all(facts: Facts) -> Iterator[Foreseen]:
 def _base(facts: Facts) -> Iterator[Foreseen]:
     device_map, kind = facts.map, facts.shape.quant
     if facts.has_gpu is False and device_map.main not in OFF:
-        yield _no_gpu(device_map)
+        yield Foreseen(
+            FAILS, "", "base", f"the map names GPU {device_map.main}, and torch can use no GPU here",
+            "without a map the model goes to the CPU; trimtab computes there too",
+        )  # fmt: skip
     if kind == "none":
         return
     if set(device_map.devices) == {""} and device_map.devices[""] in OFF:
@@ -162,13 +165,6 @@ def _base(facts: Facts) -> Iterator[Foreseen]:
             WASTES, "H3", "base", f"the experts of {counted(len(experts), 'layer')} stay unquantized",
             f"{gib(sum(row.bytes for row in experts))} in {facts.shape.anatomy.dtype}",
         )  # fmt: skip
-
-
-def _no_gpu(device_map: MapReading) -> Foreseen:
-    return Foreseen(
-        FAILS, "", "base", f"the map names GPU {device_map.main}, and torch can use no GPU here",
-        "without a map the model goes to the CPU; trimtab computes there too",
-    )  # fmt: skip
 
 
 # The model ------------------------------------------------------------------------------------------------------------

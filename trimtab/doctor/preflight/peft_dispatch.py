@@ -93,9 +93,7 @@ def empty_base(folder: str, dtype: str) -> Any:
 
 
 def _pack(model: Any) -> None:
-    """Give the marked linears weights of the packed size. Before that, PEFT computes with weights of the plain shape
-    (DoRA).
-    """
+    """Give the marked linears weights of the packed size. Before that, PEFT computes with weights of the plain shape (DoRA)."""
     for module in model.modules():
         nbytes = module.__dict__.pop(_PACKED, None)
         if nbytes is not None:

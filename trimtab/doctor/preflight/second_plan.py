@@ -123,9 +123,8 @@ def second_plan(
 
 
 def config_changes(adapter: AdapterReading) -> dict[str, Any]:
-    """Return the changes of PEFT's configuration for an adapter with wrappers as targets. {} for an adapter that does
-    not match.
-    """
+    """Return the changes of PEFT's configuration for an adapter with wrappers as targets. {} for an adapter that does not
+    match."""
     if adapter.spec is None:
         return {}
     config = adapter.spec.file.config

@@ -20,9 +20,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class OwnTensor:
-    """A parameter or buffer that a module owns, in the unquantized model. tied_to: the first tensor_path of its tied
-    group.
-    """
+    """A parameter or buffer that a module owns, in the unquantized model. tied_to: the first tensor_path of its tied group."""
 
     name: str
     numel: int

@@ -45,9 +45,7 @@ class Verdict:
 
 
 def read_catalogue(folder: Path | None = None) -> tuple[Entry, ...]:
-    """Return every entry in the order of the catalogue; folder: another one than the package's, in order of its file
-    names.
-    """
+    """Return every entry in the order of the catalogue; folder: another one than the package's, in order of its file names."""
     return _own() if folder is None else tuple(map(_entry, sorted(folder.glob("[a-z]*.py"))))
 
 
@@ -85,9 +83,8 @@ def run_probes(
 
 
 def _absolute(python: str | os.PathLike[str] | None) -> str | None:
-    """Return the interpreter's path for a process that runs in another folder; a link is not resolved, because it
-    identifies the environment.
-    """
+    """Return the interpreter's path for a process that runs in another folder; a link is not resolved, because it identifies
+    the environment."""
     if python is None:
         return None
     resolved = shutil.which(os.fspath(python))

@@ -60,8 +60,7 @@ _SPELLINGS = {"bitsandbyte": "bitsandbytes", "bitandbytes": "bitsandbytes"}
 @dataclass(frozen=True)
 class Trace:
     """One exception in a text. kind: its class, "" if missing. frames: "file:function", outermost first. around: the
-    surrounding text. line: its last line. times: number of occurrences.
-    """
+    surrounding text. line: its last line. times: number of occurrences."""
 
     kind: str
     message: str

@@ -32,9 +32,8 @@ def report_block(
     environment: Environment, *, model: str | None = None, adapter: str | None = None,
     device_map: Mapping[str, Any] | None = None,
 ) -> str:  # fmt: skip
-    """Return the block as Markdown. Errors: CheckpointError, AdapterError for unreadable files; RequestError if it
-    would contain personal data.
-    """
+    """Return the block as Markdown. Errors: CheckpointError, AdapterError for unreadable files; RequestError if it would
+    contain personal data."""
     parts = [("System", _system(environment)), ("Memory", _memory(environment))]
     if model is not None:
         parts.append(("Model", _model(model)))
@@ -75,9 +74,9 @@ def _model(model: str) -> list[str]:
     text = checkpoint.config.get("text_config") or {}
     config = {name: value for name in CONFIG_FIELDS if (value := checkpoint.config.get(name, text.get(name))) is not None}
     nbytes = sum(entry.nbytes for entry in checkpoint.tensors.values())
-    return [f"{name}: {_short(value)}" for name, value in config.items()] + [
-        f"weights: {len(checkpoint.tensors)} tensors, {gib(nbytes)}, {_dtypes(checkpoint.tensors.values())}"
-    ]
+    dtypes = sorted(Counter(one.dtype for one in checkpoint.tensors.values()).items())
+    weights = f"{len(checkpoint.tensors)} tensors, {gib(nbytes)}, {', '.join(f'{dtype} {count}' for dtype, count in dtypes)}"
+    return [*(f"{name}: {_short(value)}" for name, value in config.items()), f"weights: {weights}"]
 
 
 def _map(device_map: Mapping[str, Any]) -> list[str]:
@@ -107,7 +106,3 @@ def _adapter(adapter: str) -> list[str]:
 def _short(value: Any) -> str:
     text = clean(value if isinstance(value, str) else json.dumps(clean_all(value), default=str))
     return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]} ({len(text) - MOST_CHARS} characters more)"
-
-
-def _dtypes(tensors: Any) -> str:
-    return ", ".join(f"{dtype} {count}" for dtype, count in sorted(Counter(one.dtype for one in tensors).items()))

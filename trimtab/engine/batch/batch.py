@@ -406,11 +406,8 @@ class Batch:
     def _queue_draws(
         self, going: Sequence[Row], numbers: dict[Row, int], logits: Tensor, greedy: Tensor, *, write: bool
     ) -> tuple[Tensor, dict[Row, Exception]]:  # fmt: skip
-        """Return the token of each row on the device, [count] int64, and the rows that cannot be sampled, with the reason.
-
-        A token is the most likely one or a sampled one; -1 if there is none. Nothing waits for them. `write`: sampled tokens
-        replace the most likely ones that a captured step has written for the next step.
-        """
+        """Return the token of each row on the device, [count] int64 (-1: none), and why rows cannot be sampled. Nothing waits for
+        them. write: sampled tokens replace the most likely ones that a captured step has written for the next step."""
         drawing = {numbers[row]: row for row in going if row.constraint is None and not row.sampler.is_greedy}
         if not drawing:
             return greedy, {}
@@ -430,11 +427,8 @@ class Batch:
         self, greedy: Tensor, going: Sequence[Row], numbers: dict[Row, int], *, look_ahead: bool,
         behind: Callable[[], bool] | None = None,
     ) -> tuple[list[int], bool]:  # fmt: skip
-        """Return the tokens by the numbers that rows had in the step, and whether the next step was queued or attempted.
-
-        This is the step's only wait for the device, which can compute the next step during it. The logits of this step are
-        overwritten then, so only rows that no longer need them look ahead.
-        """
+        """Return the tokens by the rows' numbers in the step, and whether the next step was queued or attempted during this only
+        wait for the device. It overwrites the logits: only rows that no longer need them look ahead."""
         count = greedy.shape[0]
         self._read[:count].copy_(greedy, non_blocking=True)
         read = None

@@ -262,10 +262,8 @@ def hidden_ids(tokenizer: Tokenizer, shown: Collection[str]) -> frozenset[int]:
 
 
 def _decoder(tokenizer: Tokenizer, *, hides_all: bool) -> Callable[[list[int]], str]:
-    """Return the function from token ids to their text.
-
-    `decode` of a fast tokenizer is that of its `tokenizers` object behind checks of its arguments, which take ten times as long.
-    """
+    """Return the function from token ids to their text. A fast tokenizer's `decode` checks its arguments for ten times as long as
+    its `tokenizers` object decodes."""
     fast, own = transformers.PreTrainedTokenizerFast, type(tokenizer)
     if issubclass(own, fast) and all(getattr(own, name) is getattr(fast, name) for name in ("decode", "_decode")):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=hides_all)

@@ -384,7 +384,7 @@ def wrong(
     return None
 
 
-def wrong_kept(module: nvrtc.Module, *, tokens: Sequence[int] = (17, 130)) -> str | None:
+def wrong_kept(module: nvrtc.Module) -> str | None:
     """Return the error of products over weights that are kept with columns, None if there is none, in float64: three layers over
     one input, one of them without an adapter; columns of the adapter before must not be left."""
     from trimtab.engine.kernels.autotune import RandomWeights
@@ -403,7 +403,7 @@ def wrong_kept(module: nvrtc.Module, *, tokens: Sequence[int] = (17, 130)) -> st
         whole[:, width:] = torch.nan
     weights = KeptWeights(unpacked, [layers], module)
     columns = Columns(weights, [layers], module, device)
-    for number, (n, ranks) in enumerate(zip(tokens, ((20, None, 12), (None, 8, 4)), strict=False)):
+    for number, (n, ranks) in enumerate(((17, (20, None, 12)), (130, (None, 8, 4)))):
         name, what = f"check {number}", f"{n} tokens of ranks {ranks}"
         x, wanted = random(n, width).bfloat16(), []
         for leaf, rank in zip(layers, ranks, strict=True):

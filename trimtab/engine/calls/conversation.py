@@ -225,7 +225,7 @@ class Conversation:
         least = limit or min(LEAST_ANSWER_TOKENS, max(1, model.context_tokens // LEAST_ANSWER_SHARE))
         while True:
             kept = turns[left_out:]
-            following = self._next_question(turns, left_out)
+            following = next((place for place in range(left_out + 1, len(turns)) if turns[place].role == "user"), None)
             may_drop = self._when_full == "drop" and following is not None
             if may_drop and not self._has_room_for_media(kept):
                 left_out = following or 0
@@ -237,10 +237,6 @@ class Conversation:
                 continue
             chat.check_fits(model, inputs, limit or 1)
             return inputs, room, left_out
-
-    def _next_question(self, turns: Sequence[Turn], start: int) -> int | None:
-        """Return where the question after the first one from `start` on is, None if there is no other."""
-        return next((place for place in range(start + 1, len(turns)) if turns[place].role == "user"), None)
 
     def _has_room_for_media(self, turns: Sequence[Turn]) -> bool:
         request = self._model.plan.request

@@ -8,7 +8,6 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
 from urllib.parse import unquote
 
 from trimtab.engine.chat.answer_forms import GEMMA_QUOTE
@@ -29,89 +28,25 @@ def gemma_arguments(body: str) -> dict[str, object]:
     Errors: ValueError for text of another form. A call is {city:<|"|>Paris<|"|>,days:3}: keys without quotes, texts between two
     marks. Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template.
     """
-    reader = _Gemma(body)
-    arguments = reader.object(0)
-    if body[reader.place :].strip():
+    writer = _GemmaWriter(body)
+    try:
+        writer.write_object(0)
+    except _CutError:
+        raise ValueError("the call is cut") from None
+    if body[writer.place :].strip():
         raise ValueError("text after the arguments")
-    return arguments
-
-
-class _Gemma:
-    def __init__(self, text: str) -> None:
-        self._text, self.place = text, 0
-
-    def _skip(self) -> str:
-        """Return the next character that is no white space; "" at the end."""
-        while self.place < len(self._text) and self._text[self.place].isspace():
-            self.place += 1
-        return self._text[self.place : self.place + 1]
-
-    def _until(self, ends: str) -> str:
-        start = self.place
-        while self.place < len(self._text) and self._text[self.place] not in ends:
-            self.place += 1
-        return self._text[start : self.place].strip()
-
-    def _quoted(self) -> str | None:
-        if self._text.startswith(GEMMA_QUOTE, self.place):
-            start = self.place + len(GEMMA_QUOTE)
-            end = self._text.index(GEMMA_QUOTE, start)
-            self.place = end + len(GEMMA_QUOTE)
-            return self._text[start:end]
-        if self._text.startswith('"', self.place):
-            value, self.place = json.JSONDecoder(strict=False).raw_decode(self._text, self.place)
-            return str(value)
-        return None
-
-    def object(self, depth: int) -> dict[str, Any]:
-        """Read an object after its brace."""
-        members: dict[str, Any] = {}
-        while self._skip() != "}":
-            key = self._quoted()
-            key = self._until(":}") if key is None else key
-            if self._skip() != ":":
-                raise ValueError("a key without a value")
-            self.place += 1
-            members[key] = self._value(depth + 1)
-            self._separate("}")
-        self.place += 1
-        return members
-
-    def _array(self, depth: int) -> list[Any]:
-        values = []
-        while self._skip() != "]":
-            values.append(self._value(depth + 1))
-            self._separate("]")
-        self.place += 1
-        return values
-
-    def _separate(self, end: str) -> None:
-        char = self._skip()
-        if char == ",":
-            self.place += 1
-        elif char != end:
-            raise ValueError("neither a comma nor an end")
-
-    def _value(self, depth: int) -> Any:
-        if depth > MOST_DEPTH:
-            raise ValueError("nested too deep")
-        char = self._skip()
-        if char and char in "{[":
-            self.place += 1
-            return self.object(depth) if char == "{" else self._array(depth)
-        text = self._quoted()
-        return _plain(self._until(",}]")) if text is None else text
+    return dict(json.loads(writer.json))
 
 
 class _CutError(Exception):
     """The text of a call ends here."""
 
 
-class _GemmaPrefix(_Gemma):
-    """Writes JSON as far as a text goes."""
+class _GemmaWriter:
+    """Writes JSON as far as a text goes. Errors: _CutError at its end, ValueError for text of another form."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(text)
+        self._text, self.place = text, 0
         self._pieces: list[str] = []
 
     @property
@@ -119,11 +54,26 @@ class _GemmaPrefix(_Gemma):
         return "".join(self._pieces)
 
     def _skip(self) -> str:
-        char = super()._skip()
+        """Return the next character that is no white space, if it cannot begin a mark that is cut."""
+        while self.place < len(self._text) and self._text[self.place].isspace():
+            self.place += 1
         left = len(self._text) - self.place
-        if not char or (left < len(GEMMA_QUOTE) and GEMMA_QUOTE.startswith(self._text[self.place :])):
+        if left == 0 or (left < len(GEMMA_QUOTE) and GEMMA_QUOTE.startswith(self._text[self.place :])):
             raise _CutError
-        return char
+        return self._text[self.place]
+
+    def _until(self, ends: str) -> str:
+        start = self.place
+        while self.place < len(self._text) and self._text[self.place] not in ends:
+            self.place += 1
+        return self._text[start : self.place].strip()
+
+    def _separate(self, end: str) -> None:
+        char = self._skip()
+        if char == ",":
+            self.place += 1
+        elif char != end:
+            raise ValueError("neither a comma nor an end")
 
     def write_object(self, depth: int) -> None:
         self._pieces.append("{")
@@ -174,23 +124,22 @@ class _GemmaPrefix(_Gemma):
             self._pieces.append(_dumps(_plain(text)))
 
     def _write_quoted(self) -> bool:
-        mark = next((mark for mark in (GEMMA_QUOTE, '"') if self._text.startswith(mark, self.place)), None)
-        if mark is None:
-            return False
-        if mark == '"':
+        if self._text.startswith('"', self.place):
             try:
-                self._pieces.append(_dumps(self._quoted()))
+                text, self.place = json.JSONDecoder(strict=False).raw_decode(self._text, self.place)
             except ValueError:
                 raise _CutError from None
-            return True
-        start = self.place + len(mark)
-        end = self._text.find(mark, start)
-        if end < 0:
-            text = self._text[start:]
-            self._pieces.append(_dumps(text[: len(text) - mark_overlap(text, mark)])[:-1])
-            raise _CutError
-        self._pieces.append(_dumps(self._text[start:end]))
-        self.place = end + len(mark)
+        elif self._text.startswith(GEMMA_QUOTE, self.place):
+            start = self.place + len(GEMMA_QUOTE)
+            end = self._text.find(GEMMA_QUOTE, start)
+            if end < 0:
+                text = self._text[start:]
+                self._pieces.append(_dumps(text[: len(text) - mark_overlap(text, GEMMA_QUOTE)])[:-1])
+                raise _CutError
+            text, self.place = self._text[start:end], end + len(GEMMA_QUOTE)
+        else:
+            return False
+        self._pieces.append(_dumps(text))
         return True
 
 
@@ -199,7 +148,7 @@ def gemma_arguments_prefix(body: str) -> str:
 
     Errors: ValueError for text of another form.
     """
-    writer = _GemmaPrefix(body)
+    writer = _GemmaWriter(body)
     with suppress(_CutError):
         writer.write_object(0)
     return writer.json

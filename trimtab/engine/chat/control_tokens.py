@@ -14,6 +14,7 @@ import torch
 from trimtab.engine.layers.context import PlacedModel
 from trimtab.engine.templates.budget import REFUSALS, render
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.process.redact import map_texts
 
 if TYPE_CHECKING:
     from trimtab.engine.chat.content_parts import Message
@@ -120,7 +121,7 @@ class ControlTokens:
         """
 
         def changed(change: Callable[[str], str]) -> str:
-            given = (_mapped(messages, change), _changed(tools, change)) if tools else (_mapped(messages, change),)
+            given = (_mapped(messages, change), map_texts(tools, change, keys=True)) if tools else (_mapped(messages, change),)
             return render(*given)
 
         raw = changed(str)
@@ -262,17 +263,6 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _changed(value: object, change: Callable[[str], str]) -> object:
-    """Return plain values with every text changed, names of fields too."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(str(key)): _changed(item, change) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_changed(item, change) for item in value]
-    return value
-
-
 def _mapped(messages: Sequence[Message], change: Callable[[str], str]) -> list[dict[str, object]]:
     """Return the messages with every text changed."""
     changed: list[dict[str, object]] = []
@@ -282,7 +272,7 @@ def _mapped(messages: Sequence[Message], change: Callable[[str], str]) -> list[d
             content = change(content)
         else:
             content = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
-        beside: dict[str, object] = {key: _changed(message[key], change) for key in _USER_KEYS if key in message}
+        beside: dict[str, object] = {key: map_texts(message[key], change, keys=True) for key in _USER_KEYS if key in message}
         if "tool_calls" in beside:  # names of fields that templates look up are ours
             beside["tool_calls"] = [_changed_call(call, change) for call in message["tool_calls"]]
         changed.append({**message, "content": content, **beside})
@@ -291,7 +281,7 @@ def _mapped(messages: Sequence[Message], change: Callable[[str], str]) -> list[d
 
 def _changed_call(call: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, object]:
     function = call["function"]
-    fields = {"name": change(function["name"]), "arguments": _changed(function["arguments"], change)}
+    fields = {"name": change(function["name"]), "arguments": map_texts(function["arguments"], change, keys=True)}
     return {**call, **({"id": change(call["id"])} if "id" in call else {}), "function": {**function, **fields}}
 
 

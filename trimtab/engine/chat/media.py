@@ -110,10 +110,8 @@ def sound_rate(data: bytes) -> int:
 
 
 def _after_tags(data: bytes) -> int:
-    """Return where a file begins after its ID3 tags. Source: ID3v2.4 section 3.1; a size has 7 bits per byte.
-
-    Footers are not skipped, as libsndfile does not skip them.
-    """
+    """Return where a file begins after its ID3 tags; footers are not skipped, as in libsndfile. Source: ID3v2.4 section 3.1; a
+    size has 7 bits per byte."""
     start = 0
     for _ in range(MOST_ID3_TAGS):
         head = data[start : start + _ID3_HEADER_BYTES]

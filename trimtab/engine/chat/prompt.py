@@ -270,10 +270,9 @@ def _with_end(messages: Sequence[Message]) -> tuple[list[Message], str]:
 
 
 def _up_to_end(rendered: str, text: str) -> str:
-    """Return a rendered chat up to the end of its last text. Errors: ValueError if the template changed that text.
-
-    Source: transformers' `apply_chat_template(continue_final_message=True)`, which also takes white space off the end.
-    """
+    """Return a rendered chat up to the end of its last text. Source: transformers'
+    `apply_chat_template(continue_final_message=True)`, which also takes white space off the end. Errors: ValueError if the
+    template changed that text."""
     head, mark, _ = rendered.rpartition(_END)
     if not mark or not head.endswith(text.lstrip()):
         raise ValueError("it changes the text of the final message")
@@ -511,11 +510,8 @@ def _through_processor(
 
 
 def _tensors(encoded: MutableMapping[str, object]) -> MutableMapping[str, object]:
-    """Return a processor's result for a prompt, with tensors in place of its lists of tokens.
-
-    For a text it makes tensors more slowly than it tokenizes: it checks every number first. That time is lost for the thread
-    that makes tokens, because only one of the two runs Python at once.
-    """
+    """Return a processor's result with tensors in place of its lists of tokens: it would check every number first, while the
+    thread that makes tokens waits."""
     for name, value in encoded.items():
         if isinstance(value, (list, np.ndarray)):
             encoded[name] = torch.as_tensor(value)

@@ -345,7 +345,8 @@ class Module:
         self.multiprocessors = int(properties.multi_processor_count)
         # Blocks of one launch, the first ones, that surely run at once.
         self.side_by_side = self.multiprocessors
-        self.shared_bytes = self._block_shared_bytes()
+        # Of one block (torch has this property only in newer releases).
+        self.shared_bytes = _attribute(_SHARED_PER_BLOCK, self.device)
         # Whether launches are dependent ones unless they say otherwise. Off until the caller has measured a gain.
         self.overlap = False
         # Tensors of the launches, by name: each launch leaves them as it finds them.
@@ -395,10 +396,6 @@ class Module:
 
     def _device(self) -> ctypes.c_int:
         return _number(self.device)
-
-    def _block_shared_bytes(self) -> int:
-        """Return the shared memory that one block may have (torch has this property only in newer releases)."""
-        return _attribute(_SHARED_PER_BLOCK, self.device)
 
     def _enter_context(self) -> ctypes.c_void_p:
         """Make torch's context of the device current in this thread: a thread that has called no CUDA function has none."""

@@ -36,7 +36,8 @@ class StepCapture:
         kernels, and once for each batch whose decoder layers are copied during its steps."""
         if self.device.type != "cuda" or self.kernels.is_empty:
             return False
-        if self.streams_decoder:
+        # The time of a step whose weights are copied during it is also that of its copies.
+        if self.has_streamed_layers or any(one.order for one in self.graphs.values()):
             if self._pays_beside_copies is None:
                 self._pays_beside_copies = self._try_overlap(body)
             return self._pays_beside_copies
@@ -66,11 +67,6 @@ class StepCapture:
         if not pays:
             self.choice.fall_back("overlapping launches", why, requested=False)
         return pays
-
-    @property
-    def streams_decoder(self) -> bool:
-        """Whether a step's weights are copied during it: the time of one step is then also that of its copies."""
-        return self.has_streamed_layers or any(one.order for one in self.graphs.values())
 
     def tried(self, body: Body, *, overlap: bool) -> tuple[float, Tensor]:
         """Return the milliseconds of a captured step and its scores; inputs of the next step stay unchanged."""

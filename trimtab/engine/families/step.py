@@ -493,10 +493,8 @@ class FusedStep:
         norm: matvec.Norm | None = None,
         ahead: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Return [n, all D_out] of linears that read one input, with each row's adapter; with a gate [n, D_out of one].
-
-        norm: the norm that computes this input from x. ahead: weights to prefetch into L2 at the same time.
-        """
+        """Return [n, all D_out] of linears that read one input, with each row's adapter; with a gate [n, D_out of one]. norm: the
+        norm that computes this input from x. ahead: weights to prefetch into L2 at the same time."""
         count, store = x.shape[0], leaves[0].adapter_store
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)

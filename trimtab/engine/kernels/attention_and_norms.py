@@ -40,7 +40,6 @@ NAMES = (
     "add_norm", "route_input", "route_choose", "gated_1", "gated_8", "add_gated_1", "add_gated_8",
     *(f"rope_{way}_{v}" for way in ROPES for v in (1, 2, 4, 8)), "turns",
 )  # fmt: skip
-ATTEND_NAMES = ("attend", "attend_combine")
 
 
 class AttentionShape(NamedTuple):

@@ -435,12 +435,10 @@ def _unpack_runs(packed: Packed, module: nvrtc.Module, dtype: torch.dtype) -> tu
     return lambda: unpack(packed, out, module), lambda: dequantize(packed)
 
 
-def _add_runs(
-    width: int, dtype: torch.dtype, module: nvrtc.Module, *, tokens: int = 512, rank: int = 8
-) -> tuple[Callable[[], object], Callable[[], object]]:  # fmt: skip
+def _add_runs(width: int, dtype: torch.dtype, module: nvrtc.Module) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return the function that adds an adapter over a gate of four times the width here, and that of a short step."""
-    A, B = (torch.zeros(shape, device=module.device) for shape in ((rank, width), (4 * width, rank)))
-    x, y = (torch.zeros(tokens, count, dtype=dtype, device=module.device) for count in (width, 4 * width))
+    A, B = (torch.zeros(shape, device=module.device) for shape in ((8, width), (4 * width, 8)))
+    x, y = (torch.zeros(512, count, dtype=dtype, device=module.device) for count in (width, 4 * width))
 
     def plain() -> object:
         return y.add_(functional.linear(functional.linear(x.float(), A), B), alpha=0.5)

@@ -32,10 +32,8 @@ MAX_MEMBERS = 3
 # As in the kernel for adapters of other layers: threads of a block, outputs of one.
 _LORA_THREADS, _LORA_OUTPUTS = 256, 64
 NAMES = ("lora_add", "in_order")
-PRODUCT_NAMES = ("matvec_4", "matvec_8")
 # The content of `low` and parts of sums before a product makes them: all bits set, a NaN that no operation makes.
 EMPTY = -1
-HELD_NAME = "matvec_held"
 
 
 @dataclass(frozen=True)

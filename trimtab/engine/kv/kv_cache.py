@@ -373,14 +373,12 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
         """Whether layers keep a state of exactly the tokens that a row has read."""
         return bool(self._recurrent())
 
-    def _in_one_piece(self) -> list[LayerCache]:
-        return [layer for layer in self._own() if not isinstance(layer, PagedLayer)]
-
     def _tensors_of(self, row: int) -> list[Tensor]:
         """Return a row's keys and values in layers that are no pool. Its views are made once: layers stay where they are."""
         tensors = self._row_tensors.get(row)
         if tensors is None:
-            tensors = [tensor[row] for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)]
+            whole = (layer for layer in self._own() if not isinstance(layer, PagedLayer))
+            tensors = [tensor[row] for layer in whole for tensor in (layer.keys, layer.values)]
             tensors += [tensor[row] for layer in self._recurrent() for tensor in layer.tensors]
             own = [layer for layer in self.layers if isinstance(layer, (LayerCache, RecurrentLayer))]
             if own and all(layer.is_initialized for layer in own):

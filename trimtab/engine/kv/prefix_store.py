@@ -267,10 +267,8 @@ class PrefixStore:
     # Room -------------------------------------------------------------------------------------------------------------
 
     def _take(self, count: int, kept: Set[int] = frozenset(), *, kept_pages: int = 0) -> tuple[int, ...] | None:
-        """Return free pages, after evicting the least recently used items but none of `kept`; None if there are too few.
-
-        kept: ids of blocks, which have `kept_pages` pages.
-        """
+        """Return free pages, None if there are too few after the least recently used items but `kept` are evicted. kept: ids of
+        blocks, which have `kept_pages` pages."""
         if count > self.pages - kept_pages:
             return None
         while self.pages - self.used_pages < count:

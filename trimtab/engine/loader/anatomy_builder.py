@@ -226,7 +226,7 @@ def _narrowed(
     stored = {}
     for row in rows:
         weight = row.weight
-        is_table = row.kind == "embedding" and not row.stored and places.is_looked_up(row.module_path)
+        is_table = row.kind == "embedding" and not row.stored and row.module_path in places.word_tables
         owns = (row.kind == "linear" and not row.quantized) or is_table
         if weight is None or not owns or row.is_head8:
             continue
@@ -316,7 +316,7 @@ class _Places:
         self.base = str(getattr(model, "base_model_prefix", "") or "")
         self.roots = self._roots(config)
         self.word_tables = {path for path in self.modules if self._is_word_table(path, config)}
-        self.tables = {path for path in self.word_tables if self._is_table(path, ties)}
+        self.tables = {path for path in self.word_tables if f"{path}.weight" not in {*ties, *ties.values()}}  # shared with nothing
 
     def _roots(self, config: Any) -> dict[str, Part]:
         """Return path -> part of the sub-models that carry one of the config's sub-configs."""
@@ -334,14 +334,6 @@ class _Places:
         """Return whether the module around a Linear reads its weight."""
         parent, _, name = path.rpartition(".")
         return name in READS_WEIGHT.get(type(self.modules[parent]).__name__, ())
-
-    def is_looked_up(self, path: str) -> bool:
-        """Return whether a module is a word table of which only rows are read, apart from a head that shares it."""
-        return path in self.word_tables
-
-    def _is_table(self, path: str, ties: Mapping[str, str]) -> bool:
-        """Return whether a word table shares its weight with nothing."""
-        return not (f"{path}.weight" in ties or f"{path}.weight" in ties.values())
 
     def _is_word_table(self, path: str, config: Any) -> bool:
         """Return whether a module is an embedding that is only indexed: vocabulary-sized, of known forward."""

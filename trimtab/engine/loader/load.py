@@ -165,10 +165,8 @@ class _Filler:
         return Loaded(self.probe.model, streamer, self.file_rows, left_out, any(row.packs_experts for row in self.rows))
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
-        """Return blocks in loading order: blocks that leave the device first, then those that stay, ties after their owners.
-
-        Packing needs room for a whole weight and its packed form: most of it is needed while little is resident.
-        """
+        """Return blocks in loading order: those that leave the device first, because packing needs room for a whole weight and
+        its packed form; ties after their owners."""
         grouped: dict[str, list[ModuleRow]] = {}
         for row in self.rows:
             grouped.setdefault(row.block, []).append(row)
@@ -213,7 +211,7 @@ class _Filler:
         """Yield every file tensor once, in the order in which it is first needed."""
         for row in rows:
             for tensor in self._in_order(row):
-                if tensor.tied_to is not None or self._from_file(row, tensor):
+                if tensor.tied_to is not None or (self._on_host(row, tensor) and self.home[row.block] == "file"):
                     continue
                 if row.is_head8 and tensor is row.weight:
                     yield from (Wanted(piece, self.device, True) for piece in self._head_pieces(tensor))
@@ -273,9 +271,6 @@ class _Filler:
 
     def _on_host(self, row: ModuleRow, tensor: TensorRow) -> bool:
         return self.tier[row.block] == "gather" and row.kind == "embedding" and not tensor.is_buffer
-
-    def _from_file(self, row: ModuleRow, tensor: TensorRow) -> bool:
-        return self._on_host(row, tensor) and self.home[row.block] == "file"
 
     def _fetch(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a file tensor. dtype: of one in a format that cannot stay packed: an expert of a fused stack, or floats."""
@@ -404,10 +399,8 @@ class _Filler:
         self.head = None if tier == "host" else leaf
 
     def _head_pieces(self, weight: TensorRow) -> list[TensorEntry]:
-        """Return the head's weight in its file as pieces of whole rows, in the file's own type.
-
-        Errors: CheckpointError if the head is more than a tensor of the file, cast at most.
-        """
+        """Return the head's weight in its file as pieces of whole rows, in the file's own type. Errors: CheckpointError if the
+        head is more than a tensor of the file, cast at most."""
         entry = self._entry(weight, "so it cannot be made into 8 bits a piece at a time", hint="Leave head= out")
         if entry.dtype not in ("bfloat16", "float16", "float32"):
             raise CheckpointError(

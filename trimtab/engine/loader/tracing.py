@@ -169,7 +169,8 @@ class Traced(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*_mapped(args, _bare), **_mapped(kwargs, _bare))
         except Exception as exc:
-            names = ", ".join(sorted({n for e in _expressions((args, kwargs)) for n in e.leaves})[:3])
+            traced = (item for item in _flat((args, kwargs)) if isinstance(item, Traced))
+            names = ", ".join(sorted({name for item in traced for name in item.expression.leaves})[:3])
             first.run.problems.append(f"{_name_of(func)} on {names}: {exc}")
             raise
         return _traced_result(func, args, kwargs, result, first.run)
@@ -177,10 +178,6 @@ class Traced(Tensor):
 
 def _bare(value: object) -> object:
     return value.as_subclass(Tensor) if isinstance(value, Traced) else value
-
-
-def _expressions(value: object) -> Iterator[Expression]:
-    return (item.expression for item in _flat(value) if isinstance(item, Traced))
 
 
 def _name_of(func: object) -> str:

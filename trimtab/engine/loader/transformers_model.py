@@ -364,10 +364,8 @@ def stock_unquantized(model: HFModel, kind: str) -> dict[str, str]:
 
 
 def _skips(pattern: str, path: str) -> bool:
-    """Return whether stock's skip pattern names a module. Source: quantizers_utils.py should_convert_module, 5.23.0.
-
-    Releases before it have no boundary after a name; no pattern of a default list needs one.
-    """
+    """Return whether stock's skip pattern names a module. Source: quantizers_utils.py should_convert_module, 5.23.0. Earlier
+    releases have no boundary after a name; no pattern of a default list needs one."""
     return path.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", path) is not None
 
 
@@ -409,10 +407,8 @@ def anatomy_of(
 
 
 def _why_no_answers(model: HFModel) -> tuple[str | None, bool]:
-    """Return (why a class gives no answers, whether it still embeds texts); (None, True) if it answers.
-
-    A class without a head embeds if its config is that of a decoder, not of an encoder: transformers has no masked head for it.
-    """
+    """Return (why a class gives no answers, whether it still embeds texts); (None, True) if it answers. Without a head it embeds
+    as a decoder, not as an encoder: transformers has no masked head for it."""
     name, kind = type(model).__name__, type(model.config)
     if getattr(model.config, "is_encoder_decoder", False):
         return f"{name} has an encoder and a decoder; trimtab runs decoders", False

@@ -496,12 +496,8 @@ def render(owner: ChatTemplateOwner, messages: Sequence[object], folder: Path, *
         where = f" in line {line}" if line else ""
         kind = "" if isinstance(exc, TemplateError) else f"{type(exc).__name__.removesuffix('Error')}: "
         reason = f"{kind}{exc}".strip(": ") if not type(exc).__module__.startswith("trimtab") else str(exc)
-        raise CheckpointError(f"its chat template fails{where} ({reason})", path=template_path(folder), hint=_HINT) from exc
-
-
-def template_path(folder: Path) -> Path:
-    """Return the file in which the chat template of a folder stands, the folder if none is there."""
-    return next((folder / name for name in FILES if (folder / name).is_file()), folder)
+        path = next((folder / name for name in FILES if (folder / name).is_file()), folder)
+        raise CheckpointError(f"its chat template fails{where} ({reason})", path=path, hint=_HINT) from exc
 
 
 def _line(error: BaseException) -> int | None:
@@ -528,10 +524,8 @@ def _metered() -> Iterator[None]:
 
 
 def _install() -> None:
-    """Put a switch where transformers compiles templates: every processor's own way to it stays as it is.
-
-    Only threads inside `_metered` get the budget, so that stock transformers in the same process stays stock.
-    """
+    """Put a switch where transformers compiles templates: only threads inside `_metered` get the budget, stock in the same
+    process stays stock."""
     from transformers.utils import chat_template_utils
 
     with _installing:

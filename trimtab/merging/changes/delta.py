@@ -122,8 +122,7 @@ class Change:
 
     def put_on(self, current: Tensor, base: Tensor, start: int, stop: int) -> Tensor:
         """Return rows start to stop, float32, with this adapter applied after others. current: their result, may be
-        overwritten.
-        """
+        overwritten."""
         if self.magnitude is None or self.saved is not None:  # nothing else changes a replaced one (plan.py)
             return current.add_(self.difference(base, start, stop))
         gain = self._gain(self._sum(base, start, stop), start, stop)

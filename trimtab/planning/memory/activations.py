@@ -138,9 +138,8 @@ class Use:
 
 
 def answer_tokens_of(request: LoadRequest) -> int:
-    """Return the answer length that weights the seconds of a plan: the requested one, at most context - 1. The default
-    length is at most half the context.
-    """
+    """Return the answer length that weights the seconds of a plan: the requested one, at most context - 1. The default length
+    is at most half the context."""
     is_default = request.answer_tokens == DEFAULT_NEW_TOKENS
     most = request.context_tokens // 2 if is_default else request.context_tokens - 1
     return max(1, min(request.answer_tokens, most))
@@ -149,9 +148,8 @@ def answer_tokens_of(request: LoadRequest) -> int:
 def use_of(
     request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int | None = None,
 ) -> Use:  # fmt: skip
-    """Return the use of a request, with images and audio only if the model has a tower for them. answer_tokens: None is
-    the request's planned answer length.
-    """
+    """Return the use of a request, with images and audio only if the model has a tower for them. answer_tokens: None is the
+    request's planned answer length."""
     answer_tokens = answer_tokens_of(request) if answer_tokens is None else answer_tokens
     patches, soft = patches_of(anatomy.model_type)
     images = request.images if "vision" in anatomy.parts else 0
@@ -226,10 +224,8 @@ def prompts_kv_bytes(
 def row_cache_bytes(
     layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, pool: int | None = None, kv: str = "full"
 ) -> int:  # fmt: skip
-    """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, or the
-    `pool` of tokens that the rows share (engine/kv/sequence.py), and the window of a sliding layer
-    (engine/kv/kv_cache.py).
-    """
+    """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, or the `pool` of
+    tokens that the rows share (engine/kv/sequence.py), and the window of a sliding layer (engine/kv/kv_cache.py)."""
     total = 0
     for layer in layers:
         if layer.shares is None:
@@ -259,9 +255,7 @@ class Widths:
 
 @lru_cache(maxsize=KEPT)
 def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
-    """Return the widest linears of a part: linears with "attn" or "attention" in the path are attention, all others
-    MLP.
-    """
+    """Return the widest linears of a part: linears with "attn" or "attention" in the path are attention, all others MLP."""
     hidden = query = mlp = dequantized = expert = own_bytes = chosen = 0
     for row in anatomy.rows:
         if row.part != part:
@@ -411,10 +405,9 @@ def adapter_piece_bytes(anatomy: Anatomy) -> int:
 
 @dataclass(frozen=True)
 class _Scanned:
-    """Sizes from an anatomy's rows. head8, ple_projection, narrow: numbers of the largest such weight (narrow: stored
-    in fewer bits than the compute dtype); ple: width of the tables of every layer; convolutions: (channels, spatial
-    dimensions) of the audio tower's, outside the repeated layers.
-    """
+    """Sizes from an anatomy's rows. head8, ple_projection, narrow: numbers of the largest such weight (narrow: stored in fewer
+    bits than the compute dtype); ple: width of the tables of every layer; convolutions: (channels, spatial dimensions) of the
+    audio tower's, outside the repeated layers."""
 
     head8: int
     ple: int

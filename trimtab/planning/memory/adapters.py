@@ -40,9 +40,7 @@ def held_bytes(folders: Iterable[str | os.PathLike[str]]) -> int:
 
 
 def copies_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes of captured prompts' copies of adapters of these sizes; adapters of one size mostly share a
-    layout.
-    """
+    """Return the bytes of captured prompts' copies of adapters of these sizes; adapters of one size mostly share a layout."""
     return sum(sorted(set(sizes))[-MOST_LAYOUTS:])
 
 

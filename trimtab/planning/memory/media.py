@@ -54,9 +54,7 @@ NO_MEDIA = MediaMemory()
 
 
 def sound_bytes(seconds: float, rate: int) -> int:
-    """Return the most bytes of audio of a length and a rate before it becomes features. Channels are mixed block by
-    block.
-    """
+    """Return the most bytes of audio of a length and a rate before it becomes features. Channels are mixed block by block."""
     return int(seconds * (rate * FRAME_BYTES + FEATURE_BYTES_PER_S))
 
 
@@ -70,9 +68,8 @@ def patch_bytes(images: int, model_type: str) -> int:
 
 
 def request_bytes(image_bytes: int, pixels: int, audio_bytes: int) -> int:
-    """Return the bytes of one request. image_bytes: of its decoded images and their patches. Images are decoded first,
-    and wait in `HELD_PIXEL_BYTES` while its audio is decoded.
-    """
+    """Return the bytes of one request. image_bytes: of its decoded images and their patches. Images are decoded first, and wait
+    in `HELD_PIXEL_BYTES` while its audio is decoded."""
     return max(image_bytes, HELD_PIXEL_BYTES * pixels + audio_bytes)
 
 

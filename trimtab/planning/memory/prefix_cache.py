@@ -52,9 +52,8 @@ def pages_of(layers: Sequence[KVLayer], dtype: str, kv: str, *, context_tokens: 
 
 
 def prefix_reason(request: LoadRequest, anatomy: Anatomy, capacity_bytes: int | None = None) -> str:
-    """Return the plan's note on a prefix cache that holds less than one prompt of the context, "" for others.
-    capacity_bytes: its size if it is not the request's. Errors: RequestError for one that no prompt could resume from.
-    """
+    """Return the plan's note on a prefix cache that holds less than one prompt of the context, "" for others. capacity_bytes:
+    its size if it is not the request's. Errors: RequestError for one that no prompt could resume from."""
     capacity = request.prefix_cache_bytes if capacity_bytes is None else capacity_bytes
     layers = anatomy.kv_layers
     if not capacity and capacity_bytes is None:

@@ -63,10 +63,8 @@ def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
 
 
 def has_room(batch: int, budget_bytes: int) -> bool:
-    """Whether captured prompts share the memory of passes without a graph (engine/memory/shared_pool.py): for one
-    answer at a time, within a small budget. With several rows, a process ended with a segmentation fault of unknown
-    cause.
-    """
+    """Whether captured prompts share the memory of passes without a graph (engine/memory/shared_pool.py): for one answer at a
+    time, within a small budget. With several rows, a process ended with a segmentation fault of unknown cause."""
     return batch == 1 and budget_bytes < SMALL_BUDGET_BYTES
 
 
@@ -111,9 +109,8 @@ def room_bytes(plan: Plan, anatomy: Anatomy) -> int:
 
 
 def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str, has_adapters: bool) -> dict[str, int]:
-    """Return the bytes of prompts whose chunks are not captured, by item: inputs, and the buffer for the largest
-    unpacked 4-bit weight, which stay allocated while towers run. `activations.needs_of` has a chunk's activations.
-    """
+    """Return the bytes of prompts whose chunks are not captured, by item: inputs, and the buffer for the largest unpacked 4-bit
+    weight, which stay allocated while towers run. `activations.needs_of` has a chunk's activations."""
     unpacked = _unpacked_bytes(anatomy, quant, has_adapters=has_adapters)
     return {"prompt_buffers": unpacked + _input_bytes(anatomy, chunks)}
 
@@ -151,9 +148,8 @@ def kernels_of(anatomy: Anatomy, *, has_adapters: bool, kv: str = "full") -> int
 
 
 def _unpacked_bytes(anatomy: Anatomy, quant: str, *, has_adapters: bool) -> int:
-    """Return the bytes of the largest unpacked 4-bit weight of the decoder and of the towers, which share the buffer.
-    The decoder's weights have the columns of adapters in bfloat16.
-    """
+    """Return the bytes of the largest unpacked 4-bit weight of the decoder and of the towers, which share the buffer. The
+    decoder's weights have the columns of adapters in bfloat16."""
     columns = ADAPTER_COLUMNS if has_adapters and anatomy.dtype == "bfloat16" else 0
     is_packed = stored_format(quant_of(anatomy, quant)).is_dequantized
     return _largest_weight(anatomy, columns) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0

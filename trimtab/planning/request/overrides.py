@@ -23,8 +23,7 @@ _MAPPED = {"cpu": (("stream", None), ("gather", "host")), "disk": (("disk", None
 @dataclass(frozen=True)
 class Asked:
     """A tier that the user decided for one block. home: the required location of a gathered table, None if the plan may
-    choose.
-    """
+    choose."""
 
     tier: str
     home: str | None
@@ -64,8 +63,9 @@ def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: An
         applied = [block for block in hit if tier in block.allowed_tiers and _moves(pattern, tier, block, anatomy)]
         if not applied:
             raise RequestError(
-                _why_not(pattern, tier, hit, anatomy), field=f"place[{pattern!r}]", value=tier, allowed=_tiers_of(hit)
-            )
+                _why_not(pattern, tier, hit, anatomy), field=f"place[{pattern!r}]", value=tier,
+                allowed=tuple(dict.fromkeys(tier for block in hit for tier in block.allowed_tiers)),
+            )  # fmt: skip
         for block in applied:
             decided.pop(block.block_path, None)
             decided[block.block_path] = (pattern, tier)
@@ -90,9 +90,7 @@ def _hit(pattern: str, blocks: Sequence[Block], anatomy: Anatomy) -> list[Block]
 
 
 def _moves(pattern: str, tier: str, block: Block, anatomy: Anatomy) -> bool:
-    """Return whether the pattern covers a weight of this block that can be in the tier, not only weights that must
-    stay.
-    """
+    """Return whether the pattern covers a weight of this block that can be in the tier, not only weights that must stay."""
     if tier == "resident" or pattern == CATCH_ALL or pattern in PARTS or matches(pattern, block.block_path):
         return True
     return any(matches(pattern, leaf) for leaf in block.leaves) or any(
@@ -108,10 +106,6 @@ def _why_not(pattern: str, tier: str, hit: Sequence[Block], anatomy: Anatomy) ->
         rows = [row for row in _has_tensors(anatomy) if matches(pattern, row.module_path)]
         reasons = dict.fromkeys(why_fixed(row, anatomy, tied) for row in rows)
     return f"cannot be placed on {tier}: " + "; ".join(list(reasons)[:4])
-
-
-def _tiers_of(blocks: Iterable[Block]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(tier for block in blocks for tier in block.allowed_tiers))
 
 
 def resolve_device_map(

@@ -228,9 +228,8 @@ def _block(
 
 
 def widened_bytes(row: ModuleRow, dtype: str) -> int:
-    """Return the bytes that a product writes and reads again if a linear's weight is stored in fewer bits than the
-    compute dtype, or in a format that is dequantized for each product.
-    """
+    """Return the bytes that a product writes and reads again if a linear's weight is stored in fewer bits than the compute
+    dtype, or in a format that is dequantized for each product."""
     weight = row.weight
     if weight is not None and row.quantized and row.stored and stored_format(row.stored).is_own:
         return DEQUANTIZED_TRAFFIC * weight.numel
@@ -280,14 +279,10 @@ def why_fixed(row: ModuleRow, anatomy: Anatomy, tied: Mapping[str, str] | None =
         if partner is not None:
             reasons.append(f"the tied {partner.removesuffix('.weight')} needs the whole matrix for every token")
         return f"{row.module_path} cannot move: " + (" and ".join(reasons) or "code outside the module reads its weight")
-    if partner is not None:
+    if partner is not None and weight is not None:
         owner = partner.removesuffix(".weight")
-        return f"{row.module_path} cannot move: it is tied to {owner}, one matrix of {gib(_nbytes(weight))} read whole"
+        return f"{row.module_path} cannot move: it is tied to {owner}, one matrix of {gib(weight.nbytes)} read whole"
     return "norms, convolutions, biases, buffers and plain parameters stay on the execution device"
-
-
-def _nbytes(tensor: TensorRow | None) -> int:
-    return 0 if tensor is None else tensor.nbytes
 
 
 def places_of(block: Block) -> list[tuple[str, str]]:
@@ -329,12 +324,9 @@ def stored_of(anatomy: Anatomy) -> tuple[StoredWeights, ...]:
 
 
 def _pieces_of(leaves: Sequence[Leaf]) -> tuple[tuple[str, ...], ...]:
-    """Return the module paths of each piece of a block, approximately in the order of computing.
-
-    Weights that read one input are never separated, because one kernel may read them all: the linears of one parent
-    with the same D_in (queries, keys and values; gate and up), and the weights of one module. They are in the order of
-    the modules. Small neighbours are joined, up to the size of the largest.
-    """
+    """Return the module paths of each piece of a block, in the order of the modules. Weights that one kernel may read together
+    are never separated: the linears of one parent with the same D_in, and those of one module. Small neighbours are joined, up to
+    the largest."""
     units: dict[tuple[str, int | str], list[Leaf]] = {}
     for leaf in leaves:
         is_linear = len(leaf.shape) == 2

@@ -116,9 +116,8 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The inputs of a block's time: packed bytes, multiply-adds per row, kernels per pass; row bytes of a table; bytes
-    written and read again if weights are converted to a wider dtype.
-    """
+    """The inputs of a block's time: packed bytes, multiply-adds per row, kernels per pass; row bytes of a table; bytes written
+    and read again if weights are converted to a wider dtype."""
 
     nbytes: int
     flops: int
@@ -148,9 +147,8 @@ def seconds(
 
 
 def unhidden_s(weights: Weights, work: Work, rates: Rates, *, pinned: bool) -> float:
-    """Return the seconds that a block copied to a GPU adds to a prompt if copies and computing do not overlap: the
-    shorter of both, in each pass.
-    """
+    """Return the seconds that a block copied to a GPU adds to a prompt if copies and computing do not overlap: the shorter of
+    both, in each pass."""
     if not work.passes:
         return 0.0
     device_s = _pass_s("resident", weights, ceil(work.prompt_rows / work.passes), rates, 1.0)
@@ -206,8 +204,7 @@ def was_chosen(dtype_reason: str) -> bool:
 
 def keeps_16bit(dtype: str, dtype_reason: str) -> bool:
     """Whether unquantized weights stay in 16 bits in memory while the model computes in float32: only if the plan chose
-    float32. A request for float32 gets float32 weights, which take twice the memory and need no cast at each use.
-    """
+    float32. A request for float32 gets float32 weights, which take twice the memory and need no cast at each use."""
     return dtype == "float32" and was_chosen(dtype_reason)
 
 
@@ -249,9 +246,8 @@ def position_bytes(layer: KVLayer, dtype: str, kv: str) -> int:
 
 
 def copy_bytes(layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, new_tokens: int) -> int:
-    """Return the temporary bytes of reading 8-bit keys and values: those of one layer in the model's dtype, those that
-    later layers read too, and the rounding of `new_tokens` of each row; 0 for full ones.
-    """
+    """Return the temporary bytes of reading 8-bit keys and values: those of one layer in the model's dtype, those that later
+    layers read too, and the rounding of `new_tokens` of each row; 0 for full ones."""
     if kv != "int8":
         return 0
     kept = {layer.shares for layer in layers if layer.shares is not None}
@@ -275,8 +271,7 @@ def paged_copy_bytes(
     layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int, kv: str = "full"
 ) -> int:  # fmt: skip
     """Return the temporary bytes of a contiguous copy of a layer's pages, for torch's attention: keys and values of all
-    positions of `rows` rows.
-    """
+    positions of `rows` rows."""
     full = [position_bytes(layer, dtype, kv) for layer in layers if layer.shares is None and layer.window is None]
     return 2 * rows * context_tokens * max(full, default=0)
 
@@ -284,9 +279,8 @@ def paged_copy_bytes(
 def step_copy_bytes(
     layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, is_paged: bool, is_fused: bool
 ) -> int:  # fmt: skip
-    """Return the bytes of a step's copies of keys and values, for rows with full contexts: contiguous pages if no
-    kernel reads them in place (`is_fused`: the fused kernels do, in full precision), and 8 bits in the model's dtype.
-    """
+    """Return the bytes of a step's copies of keys and values, for rows with full contexts: contiguous pages if no kernel reads
+    them in place (`is_fused`: the fused kernels do, in full precision), and 8 bits in the model's dtype."""
     copies = is_paged and not (is_fused and kv == "full")
     paged = paged_copy_bytes(layers, dtype, rows=rows, context_tokens=context_tokens, kv=kv) if copies else 0
     return paged + copy_bytes(layers, dtype, kv, rows=rows, context_tokens=context_tokens, new_tokens=1)
@@ -298,9 +292,8 @@ def added_node_bytes(layers: Sequence[KVLayer], kv: str) -> int:
 
 
 def moved_bytes(layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int) -> int:
-    """Return the bytes moved to convert 8-bit keys and values of full contexts for attention: they are read, and
-    written in the model's dtype. Attention's own reads are those of full ones.
-    """
+    """Return the bytes moved to convert 8-bit keys and values of full contexts for attention: they are read, and written in the
+    model's dtype. Attention's own reads are those of full ones."""
     return sum(
         2 * rows * min(layer.window or context_tokens, context_tokens)
         * (position_bytes(layer, dtype, "int8") + position_bytes(layer, dtype, "full"))
@@ -309,9 +302,8 @@ def moved_bytes(layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tok
 
 
 def why_not_int8(anatomy: Anatomy) -> str | None:
-    """Return why keys and values of this family cannot be kept in 8 bits, None if they can: layers with another state,
-    and heads without space for a scale.
-    """
+    """Return why keys and values of this family cannot be kept in 8 bits, None if they can: layers with another state, and
+    heads without space for a scale."""
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
     odd = sorted({layer.head_dim for layer in anatomy.kv_layers if layer.head_dim % SCALE_BYTES})
@@ -359,9 +351,8 @@ def check_kv(kv: str, anatomy: Anatomy) -> None:
 def added_step_s(
     layers: Sequence[KVLayer], dtype: str, rates: Rates, *, mode: str, on_cpu: bool, rows: int, context_tokens: int
 ) -> float:
-    """Return the seconds that 8 bits add to a step of rows with full contexts: an estimate from LAYER_KERNELS, KERNEL_S
-    and the memory rate. No step in 8 bits was timed on a GPU.
-    """
+    """Return the seconds that 8 bits add to a step of rows with full contexts: an estimate from LAYER_KERNELS, KERNEL_S and the
+    memory rate. No step in 8 bits was timed on a GPU."""
     own = [layer for layer in layers if layer.shares is None]
     launch_s = rates.launch_s if mode == "eager" else KERNEL_S
     moved = moved_bytes(own, dtype, rows=rows, context_tokens=context_tokens)

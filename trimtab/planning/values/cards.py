@@ -175,9 +175,8 @@ SMALL_BOXES = (1, 2, 3)
 
 
 def larger_cards(card: Card) -> list[str]:
-    """Return names, as `find_card` takes them, of cards with more memory, the smallest first: no older cards, laptop
-    cards for a laptop; of each size the nearest in bandwidth. For an unknown card, unknown cards.
-    """
+    """Return names, as `find_card` takes them, of cards with more memory, the smallest first: no older cards, laptop cards for
+    a laptop; of each size the nearest in bandwidth. For an unknown card, unknown cards."""
 
     def is_alike(one: Card) -> bool:
         is_newer = _number(one.capability) >= _number(card.capability)

@@ -115,10 +115,9 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a model runs. head: "full" or "int8"; head_reason: why; is_head_asked: whether the request set it; else the
-    plan chose it. towers: the phase of image and audio towers, None on a CPU and for a request without media. expert_slots: how
-    many experts of each layer are on the device at a time, the others in host memory; 0: all are where their layer is.
-    """
+    """How a model runs. head: "full" or "int8"; head_reason: why; is_head_asked: whether the request set it; else the plan
+    chose it. towers: the phase of image and audio towers, None on a CPU and for a request without media. expert_slots: how many
+    experts of each layer are on the device at a time, the others in host memory; 0: all are where their layer is."""
 
     prompt: Phase
     step: Phase
@@ -256,9 +255,7 @@ def graph_bytes(mode: str, anatomy: Anatomy, *, kv: str = "full") -> int:
 
 
 def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
-    """Return the temporary bytes while kernels are chosen: two pairs of caches for each kind of attention, one in
-    float32.
-    """
+    """Return the temporary bytes while kernels are chosen: two pairs of caches for each kind of attention, one in float32."""
     kinds = {(layer.kv_heads, layer.head_dim) for layer in anatomy.kv_layers if layer.kv_heads}
     values = max((rows * heads * CHECKED_POSITIONS * width for heads, width in kinds), default=0)
     return max(CHECK_BYTES, values * (4 * DTYPE_BYTES[anatomy.dtype] + 4) + 4 * CHECK_PIECE_VALUES * 8)
@@ -310,8 +307,7 @@ def step_bytes(
 @dataclass(frozen=True)
 class BlockWork:
     """Reads, copies and launches of one block in a step. is_layer: whether it is a decoder layer. pieces: bytes of each
-    separately copied piece.
-    """
+    separately copied piece."""
 
     device_bytes: int
     link_bytes: int
@@ -322,11 +318,9 @@ class BlockWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are
-    copied to it first; other_s: seconds of the CPU or a disk; tail_bytes: weights read after the last copied ones (the
-    head). rows_s: of kernels, for the rows beyond the first. blocks: in the order of computing, () if unknown. slots: staging
-    buffers.
-    """
+    """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are copied to
+    it first; other_s: seconds of the CPU or a disk; tail_bytes: weights read after the last copied ones (the head). rows_s: of
+    kernels, for the rows beyond the first. blocks: in the order of computing, () if unknown. slots: staging buffers."""
 
     device_bytes: int
     link_bytes: int

@@ -35,10 +35,8 @@ class _Copied:
 
 
 def pipeline_s(stages: Sequence[Stage], *, link_Bps: float, slots: int) -> float:
-    """Return the seconds of one of many steps. Its `slots` staging buffers hold the first copied blocks when it begins
-    and when it ends: the last copies of a step are those that the next one begins with. A block's seconds are spread
-    over its bytes.
-    """
+    """Return the seconds of one of many steps. Its `slots` staging buffers hold the first copied blocks when it begins and when
+    it ends: the last copies of a step are those that the next one begins with. A block's seconds are spread over its bytes."""
     blocks = [_Copied(stage) if stage.copied_bytes else None for stage in stages]
     order = CopyOrder([piece for block in blocks if block is not None for piece in block.pieces], slots)
     ready_s = [0.0] * len(order.steps)

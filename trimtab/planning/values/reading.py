@@ -40,9 +40,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_value(hint: Any, value: Any, where: str) -> Any:
-    """Return a value converted to a type: numbers, texts, None, tuples, mappings with text keys, and frozen
-    dataclasses.
-    """
+    """Return a value converted to a type: numbers, texts, None, tuples, mappings with text keys, and frozen dataclasses."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return _one_of(inner, value, where)

@@ -210,10 +210,8 @@ class _Grammar:
         return self._rule(f'"[" {after} "]"')
 
     def _properties(self, schema: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], Any]:
-        """Return name -> schema of an object's properties, which of them are required, and the schema of others.
-
-        Names that no value may have are omitted, required ones that are not declared are added. Errors: RequestError.
-        """
+        """Return name -> schema of an object's properties, the required ones (declared or not), and the schema of others, without
+        names that no value may have. Errors: RequestError."""
         given, others = schema.get("properties"), schema.get("additionalProperties", True)
         required = {name for name in schema.get("required") or () if isinstance(name, str)}
         named = dict(given) if isinstance(given, Mapping) else {}

@@ -138,11 +138,8 @@ _MOST_ALTERNATIVES, _MOST_VISITS = 64, 20_000
 
 
 def _merged_below(merges: Merges) -> Iterator[_Merged]:
-    """Yield the constraints of each property, element or other part whose schemas come from two or more merged schemas.
-
-    Two objects of an allOf have their properties of one name merged, or one's with the other's `additionalProperties`; arrays
-    their elements. The process that compiles bounds the rest.
-    """
+    """Yield the constraints of each part whose schemas come from two or more merged schemas: properties of one name, or with the
+    other's `additionalProperties`, and elements. The process that compiles bounds the rest."""
     if sum(any(name in node for name in _TELLING) for node in nodes_of(merges.root)) < 2:
         return
     choices = _Choices(merges)

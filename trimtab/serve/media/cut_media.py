@@ -44,10 +44,8 @@ def cut_media(body: bytes | bytearray) -> tuple[bytes | bytearray, Cut]:
 
 
 def _long_texts(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Yield the positions of two quotes with more than CUT_BYTES and no quote between them.
-
-    Each such range contains a multiple of CUT_BYTES, so the quotes around every multiple are enough.
-    """
+    """Yield the positions of two quotes with more than CUT_BYTES and no quote between them: each such range contains a multiple
+    of CUT_BYTES."""
     place = CUT_BYTES
     while place < len(body):
         start = body.rfind(b'"', place - CUT_BYTES, place)
@@ -72,9 +70,8 @@ def _find(body: bytes | bytearray, what: bytes, start: int, end: int) -> int:
 
 
 def _first_of_base64(body: bytes | bytearray, start: int, end: int) -> int | None:
-    """Return the start of base64 in the text between two quotes; None if it is no image or audio, or has escapes other
-    than those of slashes.
-    """
+    """Return the start of base64 in the text between two quotes; None if it is no image or audio, or has escapes other than
+    those of slashes."""
     key = _KEY.search(body[max(0, start - _KEY_BYTES) : start])
     head = _HEAD.match(body, start + 1, start + _HEAD_BYTES)
     if key is None or body[end - 1 : end] == b"\\" or _has_other_escapes(body, start + 1, end):

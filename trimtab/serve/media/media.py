@@ -40,9 +40,8 @@ def from_data_url(url: str, *, field: str, cut: Cut | None = None) -> bytes:
 
 
 def from_text(text: str, *, field: str, cut: Cut | None = None, start: int = 0) -> bytes:
-    """Return the decoded base64, or the bytes that were removed from the body under this name. start: of the base64.
-    Errors: RequestError.
-    """
+    """Return the decoded base64, or the bytes that were removed from the body under this name. start: of the base64. Errors:
+    RequestError."""
     name = text[start : start + 64]
     if not cut or name not in cut:
         return from_base64(text, field=field, start=start)

@@ -116,10 +116,8 @@ class Metrics:
         self, model: str, adapter: str | None, *, choices: int, key: str | None = None, use: Use | None = None,
         computes: bool = True,
     ) -> Seen:  # fmt: skip
-        """Return the counter of one request, used until its end. key: the name of its key, if any. use: charged with
-        the tokens of prompt and answer, and left at the end. computes: whether the model computes its tokens; others are
-        not counted.
-        """
+        """Return the counter of one request, used until its end. key: the name of its key, if any. use: charged with the tokens
+        of prompt and answer, and left at the end. computes: whether the model computes its tokens; others are not counted."""
         return Seen(self, model, adapter or "", choices, key, use, computes)
 
     def forget(self, adapter: str, model: str | None) -> None:
@@ -282,9 +280,7 @@ class Seen:
             self._count(event.usage if self.computes else {})
 
     def _count(self, usage: Mapping[str, Any]) -> None:
-        """Charge the computed tokens. Choices of one prompt share it; a prompt may have been computed twice
-        (scored_tokens).
-        """
+        """Charge the computed tokens. Choices of one prompt share it; a prompt may have been computed twice (scored_tokens)."""
         prompt_tokens = usage.get("prompt_tokens", 0) - usage.get("shared_tokens", 0)
         completion_tokens = usage.get("completion_tokens", 0)
         self.prompt_tokens += prompt_tokens

@@ -66,9 +66,8 @@ class Spans:
 
 
 def from_environment() -> Spans:
-    """Return spans that are exported over HTTP, as the variables OTEL_EXPORTER_OTLP_* configure. Errors: RequestError
-    if OpenTelemetry is not installed.
-    """
+    """Return spans that are exported over HTTP, as the variables OTEL_EXPORTER_OTLP_* configure. Errors: RequestError if
+    OpenTelemetry is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

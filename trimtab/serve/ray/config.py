@@ -146,7 +146,5 @@ def config(arguments: Mapping[str, Any]) -> str:
 
 
 def deployment_name(model: str) -> str:
-    """Return Ray's name of a model's copies: the model's name with file-name characters only ("+" is in no model's
-    name).
-    """
+    """Return Ray's name of a model's copies: the model's name with file-name characters only ("+" is in no model's name)."""
     return model.replace("/", "+")

@@ -115,10 +115,8 @@ def run(arguments: Mapping[str, Any], *, address: str | None = None, say: Callab
 
 
 def _begin(ray: Any, address: str | None, settings: Settings) -> bool:
-    """Connect; returns whether a local Ray was started for it.
-
-    Errors: RequestError if no Ray is at the given address, or if a local one cannot listen on its ports.
-    """
+    """Connect; returns whether a local Ray was started for it. Errors: RequestError if no Ray is at the address, or if a local
+    one cannot listen."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     field = "--ray-address" if address is not None else "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else None
     if address != "local":
@@ -160,11 +158,8 @@ def _answers(address: str) -> bool:
 
 
 def _shares(ray: Any, arguments: Mapping[str, Any], *, is_ours: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the arguments with the GPUs of one copy decided. Errors: RequestError if the fewest copies do not fit
-    here.
-
-    A cluster may grow, so there it is only a note.
-    """
+    """Return the arguments with the GPUs of one copy decided. Errors: RequestError if the fewest copies do not fit here; of a
+    cluster, which may grow, that is only a note."""
     total, devices = ray.cluster_resources(), [table["request"].get("device") for table in arguments["models"]]
     filled = {**arguments, "gpus": (1 if total.get("GPU") else 0) if arguments["gpus"] is None else arguments["gpus"]}
     low = arguments["replicas"][0]

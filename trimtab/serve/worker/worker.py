@@ -398,12 +398,8 @@ def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:
 def _split_adapters(
     settings: Mapping[str, Any], planned_before: Sequence[str] | None, lost: Collection[str] = ()
 ) -> tuple[LoadRequest, dict[str, str]]:
-    """Return the planned request, and the adapters that stay in host memory.
-
-    The plan counts memory for the adapters that may be on the model at once: the pinned ones first, then in the given
-    order. After a restart they are those of the previous plan, because later adapters may need more memory than is
-    available.
-    """
+    """Return the planned request, and the adapters that stay in host memory. Planned are those that may be on the model at once:
+    pinned ones first; after a restart those of the previous plan, as later ones may need more memory than is available."""
     request = LoadRequest.from_json(settings["request"])
     adapters = {name: path for name, path in settings.get("adapters", {}).items() if name not in lost}
     kept = [name for name in settings.get("kept", ()) if name in adapters]  # one may have been unloaded since

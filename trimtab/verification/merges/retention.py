@@ -14,9 +14,7 @@ _PIECE_VALUES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Survival:
-    """The retained change of one module. delta_norm: its norm; delta_share: its norm relative to that of the base's
-    weight.
-    """
+    """The retained change of one module. delta_norm: its norm; delta_share: its norm relative to that of the base's weight."""
 
     module_path: str
     survived: float

@@ -30,8 +30,7 @@ def read_merge(
     base: Path, merged: Path, adapter: Path
 ) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...], OtherTensors]:  # fmt: skip
     """Return the share of an adapter's change in a merged checkpoint, the test of each changed weight, and whether every other
-    tensor is the base's.
-    """
+    tensor is the base's."""
     ours, theirs = FileWeights(base), FileWeights(merged)
     rows, tests, changed = _changed(ours, theirs, adapter)
     return rows, tests, compare_others(ours, theirs, changed)

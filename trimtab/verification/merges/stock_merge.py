@@ -50,7 +50,8 @@ def _run(request: Mapping[str, Any], emit: Emit) -> None:
     _answers(model, tokenizer, "base", None, request, answers, emit)
     _stage(emit, "merge", device)
     merged, counts, seconds, unmeasured = _merged(model, request["dequantize"] == "adapted", emit)
-    emit({"event": "merge", "warnings": counts, "rounding_warnings": _rounding(counts), "seconds": seconds})
+    rounding = sum(count for text, count in counts.items() if ROUNDING_WARNING in text)
+    emit({"event": "merge", "warnings": counts, "rounding_warnings": rounding, "seconds": seconds})
     _stage(emit, "merged", device, notes=unmeasured)
     _answers(without_repacking(merged), tokenizer, "merged", None, request, answers, emit, plain=True)
 
@@ -70,10 +71,6 @@ def _answers(
         answers.append(line["continuation"])
         emit({"event": "said", "who": who, "place": place, **line})
     return answers
-
-
-def _rounding(counts: Mapping[str, int]) -> int:
-    return sum(count for text, count in counts.items() if ROUNDING_WARNING in text)
 
 
 def _merged(model: Any, dequantize: bool, emit: Emit) -> tuple[Any, dict[str, int], float, list[str]]:

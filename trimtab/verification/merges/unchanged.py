@@ -56,9 +56,8 @@ class FileWeights:
         return str(self.packed[leaf].kind if leaf in self.packed else self.entries[leaf].dtype)
 
     def grid(self, tensor_path: str) -> tuple[Grid, Tensor] | None:
-        """Return the grid of a packed weight and its values, not rounded to any dtype; None if several tensors form the
-        weight, or its format has no grid.
-        """
+        """Return the grid of a packed weight and its values, not rounded to any dtype; None if several tensors form the weight,
+        or its format has no grid."""
         expression = self._expression(tensor_path)
         if not expression.is_leaf or expression.leaves[0] not in self.packed:
             return None

@@ -171,9 +171,8 @@ class LaneReport(Report):
 
 
 def classify(lane: Lane, *, adapter_is_merged: bool, base_is_merged: bool) -> str:
-    """Return whose answer a merged model gives: the adapter's, the base's or neither. If all are equal, it counts as
-    the adapter's.
-    """
+    """Return whose answer a merged model gives: the adapter's, the base's or neither. If all are equal, it counts as the
+    adapter's."""
     bf16 = "BF16_" if lane.prefix == "BF16_MERGED" else ""
     if adapter_is_merged:
         return f"{lane.prefix}_MATCHES_{bf16}ADAPTER"

@@ -277,8 +277,7 @@ def _bound(w: Tensor, d: Tensor, terms: Tensor | None, form: str) -> Tensor:
 
 class _Test:
     """Sums over the chunks of one weight. beyond: values outside the bound. other: values that differ from the expected
-    ones.
-    """
+    ones."""
 
     def __init__(self) -> None:
         self.sums, self.beyond, self.other = Sums(), 0, 0

@@ -101,9 +101,7 @@ class ParityReport(Report):
 
     @cached_property
     def verdict(self) -> str:
-        """The worst verdict of all prompts and of the merged weights; "cannot tell" if a fault would be below the
-        noise.
-        """
+        """The worst verdict of all prompts and of the merged weights; "cannot tell" if a fault would be below the noise."""
         from trimtab.verification.routes.compare import CANNOT_TELL, DIFFERS, WITHIN_NOISE, worst
 
         answers = worst(row.verdict for row in self.prompts)

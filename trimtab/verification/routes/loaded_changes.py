@@ -56,9 +56,7 @@ class OtherChange:
 
 @dataclass(frozen=True)
 class LoadedChanges:
-    """The comparison of the changes that two routes loaded. modules: number of compared changes. wrong: those that
-    differ.
-    """
+    """The comparison of the changes that two routes loaded. modules: number of compared changes. wrong: those that differ."""
 
     modules: int
     wrong: tuple[OtherChange, ...]

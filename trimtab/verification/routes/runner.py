@@ -61,9 +61,8 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One prepared prompt and the adapter that answers it. continuation: the tokens whose logits are compared; None:
-    its own answer or, with `follows`, the answer of the item at that index.
-    """
+    """One prepared prompt and the adapter that answers it. continuation: the tokens whose logits are compared; None: its own
+    answer or, with `follows`, the answer of the item at that index."""
 
     id: str
     file: str
@@ -176,9 +175,7 @@ def _said(line: Mapping[str, Any]) -> Said:
 
 
 def with_continuations(items: Sequence[Item], reference: Ran) -> tuple[Item, ...]:
-    """Return the items with the reference's greedy tokens as continuations; it may have answered further items after
-    them.
-    """
+    """Return the items with the reference's greedy tokens as continuations; it may have answered further items after them."""
     return tuple(
         replace(item, continuation=answer.continuation) for item, answer in zip(items, reference.said[: len(items)], strict=True)
     )

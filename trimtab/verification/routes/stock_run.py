@@ -69,9 +69,8 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
 
 
 def bound_attention() -> None:
-    """Compute attention without cuDNN, as a model within a small budget does, because its different rounding must not
-    affect the comparison.
-    """
+    """Compute attention without cuDNN, as a model within a small budget does, because its different rounding must not affect
+    the comparison."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -105,7 +105,7 @@ def _run_item(
         logits = _stepped(model, prepared, continuation, item["adapter"])[None]
         again = _stepped(model, prepared, continuation, item["adapter"])[None]
     else:
-        with _using(model, item["adapter"]):
+        with using(model, item["adapter"]):
             logits, hidden = forced.forward(model.hf_model, whole, hidden=request.get("hidden", False))
             again = forced.forward(model.hf_model, whole)[0]
     file = _file(request, place)
@@ -124,7 +124,7 @@ def _file(request: Mapping[str, Any], place: int) -> Path:
 
 def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: str | None) -> torch.Tensor:
     """Return logits [S, V] of a prompt in one pass and of a continuation in one step per token."""
-    with _using(model, adapter):
+    with using(model, adapter):
         before, _ = forced.forward(model.hf_model, dict(inputs.tensors))
     model.forget_batch()
     batch = Batch(model, rows=1)
@@ -146,7 +146,8 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
 
 
 @contextmanager
-def _using(model: Any, adapter: str | None) -> Iterator[None]:
+def using(model: Any, adapter: str | None) -> Iterator[None]:
+    """Answer as an attached adapter, or as the base, while the block runs."""
     model.lend_prompt_room()  # these passes keep the logits of every position
     model.adapter_store.set(adapter)
     try:
@@ -159,7 +160,7 @@ def _emit_noise(
     model: Any, place: int, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], emit: Emit
 ) -> None:  # fmt: skip
     whole = forced.extended(forced.read_inputs(item["file"], model.device), continuation)
-    with _using(model, item["adapter"]):
+    with using(model, item["adapter"]):
         is_one_pass = not request["route"].get("decode")  # the item's logits are those of the same pass
         once = (
             forced.read_run(_file(request, place))[0].to(model.device)

@@ -80,9 +80,8 @@ def _messages(question: Question) -> dict[str, Any] | None:
 
 
 def openai_channels(start: str) -> list[Channel]:
-    """Return the channels of an OpenAI-compatible server, the most informative first. start: text of the token that
-    begins a prompt.
-    """
+    """Return the channels of an OpenAI-compatible server, the most informative first. start: text of the token that begins a
+    prompt."""
     channels = []
     forms: list[tuple[str, Make]] = [("completions, token ids", _ids), ("completions, text", _text())]
     if start:

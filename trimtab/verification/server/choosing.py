@@ -78,10 +78,8 @@ def _general(reference: Reference) -> list[Prompt]:
 
 
 def _generated(reference: Reference) -> list[Question]:
-    """Return questions that the model itself generates: they are in the domain of base and adapter.
-
-    A user turn that the base writes after the chat template's start, and starts of texts that base and adapter write.
-    """
+    """Return questions in the domain of base and adapter: user turns that the base writes, and starts of texts that both
+    write."""
     tokenizer = reference.tokenizer
     special = set(tokenizer.all_special_ids)
     start = [token for token in (tokenizer.bos_token_id,) if token is not None] or [0]
@@ -127,9 +125,8 @@ def choose(reference: Reference, questions: Sequence[Question], new_tokens: int)
 
 
 def _kl(reference: Reference, question: Question, new_tokens: int) -> float:
-    """Return the KL divergence in nats per token along the adapter's own answer; 0 if that answer is empty, because a
-    server's output does not show an end token.
-    """
+    """Return the KL divergence in nats per token along the adapter's own answer; 0 if that answer is empty, because a server's
+    output does not show an end token."""
     tokens = reference.greedy(question, reference.adapter, new_tokens)
     special = set(reference.tokenizer.all_special_ids)
     if sum(token not in special for token in tokens) < 2:

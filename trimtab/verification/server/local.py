@@ -17,6 +17,7 @@ from trimtab.engine.kv.sequence import Inputs
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.prompts import Prompt
+from trimtab.verification.routes.trimtab_run import using
 from trimtab.verification.server.channels import Question
 
 SAMPLE_TOKENS = 14
@@ -27,9 +28,7 @@ MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg",
 
 @dataclass(frozen=True)
 class Row:
-    """One answer of the server as ids: question, its chosen tokens, and id -> logprob at each position (empty without
-    any).
-    """
+    """One answer of the server as ids: question, its chosen tokens, and id -> logprob at each position (empty without any)."""
 
     question: Question
     tokens: tuple[int, ...]
@@ -94,16 +93,6 @@ class Reference:
     # Answers ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def using(self, name: str | None) -> Iterator[None]:
-        """Answer as an attached adapter, or as the base."""
-        self.model.lend_prompt_room()
-        self.model.adapter_store.set(name)
-        try:
-            yield
-        finally:
-            self.model.adapter_store.set(None)
-
-    @contextmanager
     def instead(self, folder: Path) -> Iterator[str]:
         """Use another adapter instead of the attached one while the block runs. Errors: AdapterError."""
         own = self.model.adapter_spec(self.adapter).file.folder
@@ -125,7 +114,7 @@ class Reference:
         """Return logprobs [len(tokens), V] in float32 on the host: of each token, given the earlier ones."""
         inputs = self.inputs(question)
         whole = forced.extended(dict(inputs.tensors), list(tokens[:-1]))
-        with self.using(name):
+        with using(self.model, name):
             logits, _ = forced.forward(self.model.hf_model, whole)
         last = logits[0, inputs.prompt_tokens - 1 : inputs.prompt_tokens - 1 + len(tokens)].float().cpu()
         return torch.log_softmax(last, dim=-1)
@@ -139,18 +128,15 @@ class Reference:
                 forced.extended(dict(self.inputs(rows[place].question).tensors), list(rows[place].tokens[:-1])) for place in batch
             ]
             together = {key: torch.cat([one[key] for one in whole]) for key in whole[0]}
-            with self.using(name):
+            with using(self.model, name):
                 logits, _ = forced.forward(self.model.hf_model, together)
             last = logits[:, inputs.prompt_tokens - 1 :].float().cpu()
             logprobs |= dict(zip(batch, torch.log_softmax(last, dim=-1), strict=True))
         return [logprobs[place] for place in range(len(rows))]
 
     def _batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Return the indices of rows that are computed together.
-
-        Only texts of one length: padding would change the roundings of a shorter one by as much as a small fault
-        changes an answer.
-        """
+        """Return the indices of rows computed together: of one length, as padding would change roundings as much as a small fault
+        changes an answer."""
         most = LOGITS_BYTES // (4 * len(self.tokenizer))  # so few tokens that their logits are small
         alike: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):

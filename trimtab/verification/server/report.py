@@ -140,9 +140,8 @@ def facts(report: RemoteReport) -> list[tuple[str, str]]:
     rows = [("server", report.url), ("model", report.model), ("adapter", report.adapter_path), ("because", verdict.reason)]
     if verdict.confidence is not None:
         rows.append(("confidence", _share(verdict.confidence)))
-    rows.append(("alarms", (
-        f"a right server is called wrong in at most {_rate(verdict.false_alarm_rate)} of runs (sign test); measured: {MEASURED}"
-    )))  # fmt: skip
+    rate = max(verdict.false_alarm_rate, LEAST_RATE)
+    rows.append(("alarms", f"a right server is called wrong in at most {rate:.2%} of runs (sign test); measured: {MEASURED}"))
     if verdict.weighed:
         rows.append(("noise", f"{verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not detected"))
     smallest = verdict.smallest_seen
@@ -159,10 +158,6 @@ def facts(report: RemoteReport) -> list[tuple[str, str]]:
     rows += [("not tried", plain(one, 400)) for one in report.not_tried]
     rows.append(("time", f"{report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all"))
     return rows
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:.2%}" if rate >= LEAST_RATE else f"{LEAST_RATE:.2%}"
 
 
 def _share(confidence: float) -> str:

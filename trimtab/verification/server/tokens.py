@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ class TokenTable:
         size = len(tokenizer)
         pieces = tokenizer.convert_ids_to_tokens(list(range(size)))
         bytes_of = _byte_letters()
-        is_byte_level = _is_byte_level(pieces)
+        is_byte_level = not any(piece is not None and piece.startswith(_UNDERLINE) for piece in pieces)
         self.size = size
         self._by_bytes: dict[bytes, int | None] = {}
         self._by_text: dict[str, int | None] = {}
@@ -37,9 +37,8 @@ class TokenTable:
                 _add(self._by_stripped, text.strip(" "), number)
 
     def find(self, token: SaidToken, *, is_stripped: bool = False) -> int | None:
-        """Return the id of a token, None if it is ambiguous or unknown. is_stripped: the server shows tokens without
-        their spaces.
-        """
+        """Return the id of a token, None if it is ambiguous or unknown. is_stripped: the server shows tokens without their
+        spaces."""
         if token.id is not None:
             return token.id if token.id < self.size else None
         if not token.text:
@@ -70,10 +69,6 @@ def _add(table: dict[Any, int | None], key: Any, number: int) -> None:
     table[key] = None if key in table else number
 
 
-def _is_byte_level(pieces: Iterable[str | None]) -> bool:
-    return not any(piece is not None and piece.startswith(_UNDERLINE) for piece in pieces)
-
-
 def _raw(piece: str, letters: Mapping[str, int] | None) -> bytes:
     if letters is not None and all(letter in letters for letter in piece):
         return bytes(letters[letter] for letter in piece)
@@ -91,9 +86,8 @@ def _byte(piece: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of a byte-level vocabulary. Source: GPT-2, encoder.py, bytes_to_unicode (MIT): a
-    printable byte is its own letter, the others have letters from 256 on.
-    """
+    """Return the byte of each letter of a byte-level vocabulary. Source: GPT-2, encoder.py, bytes_to_unicode (MIT): a printable
+    byte is its own letter, the others have letters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}

@@ -65,10 +65,10 @@ class Measured:
     ids: list[list[tuple[int, int]]] = field(default_factory=list)
     values: dict[str, list[Values]] = field(default_factory=dict)
 
-    def take_right(self, name: str, logprobs: Sequence[Tensor]) -> None:
+    def take_right(self, logprobs: Sequence[Tensor]) -> None:
         """Record the right answers first: they define the compared tokens if the server returns none."""
         self.ids = [_compared(row, one) for row, one in zip(self.rows, logprobs, strict=True)]
-        self.take(name, logprobs)
+        self.take(RIGHT, logprobs)
 
     def take(self, name: str, logprobs: Sequence[Tensor]) -> None:
         """Record the logits of a hypothesis for all rows."""
@@ -119,12 +119,6 @@ def _gaps(a: Mapping[int, float], b: Mapping[int, float]) -> list[float]:
     return [min(abs(a.get(token, low_a) - b.get(token, low_b)), LARGEST) for token in {*a, *b}]
 
 
-def is_identical(a: Row, b: Row) -> bool:
-    """Return whether two answers are identical, including all digits."""
-    return a.tokens == b.tokens and a.tops == b.tops
-
-
-Say = Callable[[str], None]
 # In this order: the first precision also chooses the questions.
 PRECISIONS = ("none", REQUANTIZE[0], "int8", DEFAULT_QUANT)
 NEW_TOKENS = 8
@@ -146,7 +140,6 @@ class _Work:
     client: Client
     remote_model: str
     remote_base: str | None
-    say: Say
     channels: dict[str, Opened] = field(default_factory=dict)
     chosen: list[Chosen] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -164,7 +157,7 @@ def verify_remote(
     remote_base: str | None = None, adapter: str | None = None,
     prompts: str | Path | Sequence[Prompt | Mapping[str, Any] | str] | None = None, send_prompts: bool = False,
     quant: str | None = None, api_key_env: str | None = None, deadline_s: float = DEADLINE_S,
-    new_tokens: int = NEW_TOKENS, placed: LoadRequest | None = None, say: Say | None = None, transport: Any = None,
+    new_tokens: int = NEW_TOKENS, placed: LoadRequest | None = None, transport: Any = None,
 ) -> RemoteReport:  # fmt: skip
     """Return a report on the adapter of a server.
 
@@ -180,7 +173,6 @@ def verify_remote(
     the local next token and the server's token at each position.
     """
     started = time.monotonic()
-    speak = say or phases.begin
     url, remote_model, is_ollama = _server(against, remote_model)
     own_prompts = _own_prompts(prompts, send_prompts)
     name = _adapter_name(adapters, adapter)
@@ -188,7 +180,7 @@ def verify_remote(
     client = Client(url, key=read_key(api_key_env), deadline_s=deadline_s, transport=transport)
     checkpoint = read_checkpoint(model)
     precisions = _precisions(checkpoint, quant)
-    work = _Work(client, remote_model, remote_base, speak)
+    work = _Work(client, remote_model, remote_base)
     own = replace(
         placed or LoadRequest(model=str(model)), model=str(checkpoint.folder), images=1, audio_s=AUDIO_S, quant="auto",
         context_tokens=CONTEXT_TOKENS,
@@ -198,7 +190,7 @@ def verify_remote(
         folder = stack.enter_context(work_folder("remote"))
 
         def opened(precision: str) -> Any:
-            speak(f"loading {checkpoint.folder.name} ({precision})")
+            phases.begin(f"loading {checkpoint.folder.name} ({precision})")
             return open_reference(own, precision, name, adapters[name], others=others)
 
         verdict, precision = _examine(work, opened, precisions, checkpoint, own_prompts, others, folder, new_tokens, is_ollama)
@@ -316,7 +308,7 @@ def _begin(
     """Write the faults, choose the questions and query the server."""
     work.faults, work.not_tried = write_faults(reference.spec, folder, others)
     is_demo = checkpoint.folder.resolve() == (asked_prompts.DEMO / "base").resolve()
-    work.say("choosing questions")
+    phases.begin("choosing questions")
     possible = candidates(reference, given, is_demo=is_demo, config=checkpoint.config, work=folder)
     if given is None:
         kinds = _kinds(reference)
@@ -329,8 +321,7 @@ def _begin(
 
 def _kinds(reference: Reference) -> set[str]:
     """Return the kinds of questions that show the adapter: texts, and images or audio if it changes their towers or
-    connectors.
-    """
+    connectors."""
     parts = {target.part for target in reference.spec.targets}
     towers = {"vision": {"image"}, "audio": {"audio"}, "connector": {"image", "audio"}}
     return {"text"}.union(*(kinds for part, kinds in towers.items() if part in parts))
@@ -366,7 +357,7 @@ def _ask_all(work: _Work, reference: Reference, new_tokens: int) -> None:
         work.chosen.remove(min(work.chosen, key=lambda one: one.kl))
     for kind, opened in work.channels.items():
         questions = [one.question for one in work.chosen if one.question.kind == kind]
-        work.say(f"sending the server {each * len(questions)} {kind} questions ({opened.channel.name})")
+        phases.begin(f"sending the server {each * len(questions)} {kind} questions ({opened.channel.name})")
         for question, answer in _answers(work, opened.channel, work.remote_model, questions, new_tokens):
             row = _row(reference, table, opened.channel, question, answer)
             if row is not None:
@@ -415,27 +406,25 @@ def _row(reference: Reference, table: TokenTable, channel: Channel, question: Qu
 
 
 def _residual(work: _Work, reference: Reference, precision: str) -> float:
-    """Return the server's distance from this precision: of the base if it was queried, else of the nearer of base and
-    adapter.
-    """
+    """Return the server's distance from this precision: of the base if it was queried, else of the nearer of base and adapter."""
     if work.base_rows:
         rows = list(work.base_rows.values())
         measured = Measured(rows)
-        measured.take_right(RIGHT, reference.rows(rows, None))
+        measured.take_right(reference.rows(rows, None))
         noise = {row.question.id: measured.distance(RIGHT, place) for place, row in enumerate(rows)}
         work.base_noise[precision] = noise
         return sum(noise.values()) / len(noise)
     measured = Measured(work.rows)
-    measured.take_right(RIGHT, reference.rows(work.rows, reference.adapter))
+    measured.take_right(reference.rows(work.rows, reference.adapter))
     measured.take("base", reference.rows(work.rows, None))
     count = len(work.rows)
     return min(sum(measured.distance(name, place) for place in range(count)) / count for name in (RIGHT, "base"))
 
 
 def _weigh(work: _Work, reference: Reference, precision: str) -> Verdict:
-    work.say("comparing with the adapter, the base and known faults")
+    phases.begin("comparing with the adapter, the base and known faults")
     measured = Measured(work.rows)
-    measured.take_right(RIGHT, reference.rows(work.rows, reference.adapter))
+    measured.take_right(reference.rows(work.rows, reference.adapter))
     kept: list[Fault] = []
     for fault in work.faults:
         try:
@@ -451,9 +440,8 @@ def _weigh(work: _Work, reference: Reference, precision: str) -> Verdict:
     questions = [_asked(work, measured, precision, place) for place in range(len(work.rows))]
     questions = _without_other_bases(work, questions)
     words = [(fault.name, fault.what, fault.is_part) for fault in kept]
-    same = bool(work.base_rows) and all(
-        row.question.id in work.base_rows and is_identical(row, work.base_rows[row.question.id]) for row in work.rows
-    )
+    others = [(row, work.base_rows.get(row.question.id)) for row in work.rows]
+    same = bool(work.base_rows) and all(one and (one.tokens, one.tops) == (row.tokens, row.tops) for row, one in others)
     if not questions:
         return nothing_to_tell("the server's base is not that of the checkpoint", words)
     return judge(questions, words, is_same_as_base=same, has_logprobs=any(row.tops for row in work.rows))
@@ -473,11 +461,8 @@ def _asked(work: _Work, measured: Measured, precision: str, place: int) -> Asked
 
 
 def _without_other_bases(work: _Work, questions: list[Asked]) -> list[Asked]:
-    """Return the questions of the kinds on which the server's base equals the local base, with a note for the others.
-
-    The difference is a template, a tokenizer, image preprocessing or another base: no fault of the adapter. An ignored
-    adapter is still detected: then adapter and base agree.
-    """
+    """Return the questions of the kinds on which the server's base equals the local one, with a note for the others: a template,
+    a tokenizer or another base differs. An ignored adapter is still detected: then adapter and base agree."""
     kept: list[Asked] = []
     for kind in dict.fromkeys(one.kind for one in questions):
         group = [one for one in questions if one.kind == kind]
