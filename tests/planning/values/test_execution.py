@@ -588,3 +588,10 @@ def test_a_plan_of_several_rows_counts_what_prompts_in_progress_hold_where_none_
     two, three = (plan(80, decode="eager", batch=rows, context_tokens=2048).gpu["kv_cache"] for rows in (2, 3))
     row_bytes = three - two
     assert two - 2 * row_bytes >= 2.5 * row_bytes
+
+
+def test_a_step_of_more_rows_is_predicted_as_it_was_measured():
+    measured = json.loads((ROOT / "bench" / "results" / "company.json").read_text())["rows"][0]  # E4B on an H200, context 1,024
+    for rows, name in ((1, "alone_ms"), (8, "full_ms")):
+        predicted = 1000 * plan(140, batch=rows, context_tokens=1024).execution.step.seconds
+        assert predicted == pytest.approx(measured[name], rel=0.1)  # a table's cards are predicted within 10 %

@@ -85,7 +85,7 @@ def prompt_bytes(
     counted |= {"prompt_graphs": kernels * (NODE_BYTES if has_room else KERNEL_BYTES)}
     if not has_room:
         piece = max(chunks)
-        one = replace(use, prefill_tokens=piece, batch=1, patches=0, sound_s=0.0)
+        one = replace(use, prefill_tokens=piece, batch=1)
         needs = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters, chunk_tokens=piece, is_unpacked_elsewhere=True)
         # For 8-bit keys and values: chunks that read more and more positions are captured one after the other. The
         # memory of a smaller copy is too small for a larger one, and each is half of the next.
