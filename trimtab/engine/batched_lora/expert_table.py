@@ -1,8 +1,8 @@
 """Which adapter of which row changes which chosen expert? Tables on the device for kernels of experts (engine/kernels/experts.py).
 
-slots = ExpertSlots(modules, device, slots=32)      # by `AdapterSlots` alone
-slots.put(3, {module: adapter})                     # slot 3 has these changes from now on
-lora = slots.args(module, row_slots)                # None where no attached adapter changes the module
+slots = ExpertSlots(modules, device, slots=32)
+slots.put(3, holders, "style")             # slot 3 has this adapter's changes from now on
+lora = slots.args(module, row_slots)       # None where no attached adapter changes the module
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,6 +39,7 @@ from trimtab.planning.values.execution import ADAPTER_SLOTS
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
+    from trimtab.engine.kernels.experts import ExpertLora
     from trimtab.engine.lora.store import AdaptedLayer
 
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
@@ -165,10 +166,9 @@ class AdapterSlots:
             return self.add(layer, x, y)
         return y if layer in self._place else EAGER.apply(layer, x, y, groups)
 
-    def expert_args(self, module: nn.Module, rows: int) -> Any:
+    def expert_args(self, module: nn.Module, rows: int) -> ExpertLora | None:
         """See `AdapterApplier`."""
-        args = self.experts.args(module, self.row_slots[:rows])
-        return EAGER.expert_args(module, rows) if args is None else args
+        return self.experts.args(module, self.row_slots[:rows]) or EAGER.expert_args(module, rows)
 
     @property
     def shape_key(self) -> tuple[int, ...]:

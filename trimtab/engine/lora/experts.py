@@ -4,8 +4,7 @@
     cover(module, ...)      its forward, for passes in which a selected adapter changes it; other passes run as before
     hold_packed(module, ..) its forward in every pass, over stacks whose chosen experts are dequantized one at a time
 
-The products of the base are stock's. Each is handed to the store's applier, as a linear layer's is, which adds scale B A x: the
-stacks stay as they are, in every tier. PEFT adds
+The products of the base are stock's; an adapter adds scale B A x to them, so the stacks stay as they are, in every tier. PEFT adds
 B A to the weight and rounds there. Which experts are chosen is read on the host: such a step cannot be captured.
 Source: transformers 5.23.0, integrations/moe.py, use_experts_implementation, grouped_mm_experts_forward; PEFT 0.21.2,
 lora/layer.py, ParamWrapper.get_delta_weight.

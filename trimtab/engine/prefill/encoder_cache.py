@@ -1,10 +1,8 @@
 """The cache of vision and audio tower outputs: an image that a chat repeats is not encoded again.
 
-    functions = encoders(hf_model, cache, scope, inputs, counts)
-    with covered(functions): hf_model(**tensors)      # or a pass that stops before the decoder
-    cache.encoder_counts.update(counts)               # not after an error: the pass runs again
+    with encoders(model, cache, scope, inputs): hf_model(**tensors)      # or a pass that stops before the decoder
 
-The cache replaces functions of the towers that every family has: `get_image_features` and `get_audio_features` of its base model,
+The cache wraps the functions of the towers that every family has: `get_image_features` and `get_audio_features` of its base model,
 while one prompt is computed. Images are kept one by one, and the tower computes those of a prompt that are missing in one
 pass; the audio clips of a prompt, which families pad to the longest, are kept together. The key is the content of the
 image (or audio), the shape that the processor gave it, and the scope: the client, and the adapter's content if it changes
