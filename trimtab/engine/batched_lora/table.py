@@ -243,9 +243,8 @@ class AdapterSlots:
         self._held[key] = slot
 
     @classmethod
-    def of_experts(cls, adapters: Mapping[nn.Module, ExpertsAdapter], store: AdapterStore) -> AdapterSlots:
+    def of_experts(cls, adapters: Mapping[nn.Module, ExpertsAdapter], store: AdapterStore, device: torch.device) -> AdapterSlots:
         """Return the table of one row that has these adapters of modules of experts."""
-        device = next(iter(adapters.values())).changes[0].A.device
         slots = cls((), store, 1, device, module=None, slots=1, experts=list(adapters))
         slots.set_experts(adapters)
         return slots

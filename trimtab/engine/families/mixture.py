@@ -25,19 +25,16 @@ if TYPE_CHECKING:
 
 def hold(layers: Sequence[Layer], store: AdapterStore) -> bool:
     """Make the tables of the adapter of all tokens of the next passes; whether kernels add all that it changes of experts."""
-    is_whole, new = True, {}
+    is_whole = True
     for own in (layer.experts for layer in layers if layer.experts is not None):
         adapter: ExpertsAdapter | None = vars(own.module).get("adapters", {}).get(store.selection.name)
         if adapter is None or adapter.tables is not None:
             continue
         if own.takes_many and expert_table.why_not(adapter) is None:
-            new[own.module] = adapter
+            table = AdapterSlots.of_experts({own.module: adapter}, store, adapter.changes[0].A.device)
+            adapter.hold(table.expert_args(own.module, 1))
         else:
             is_whole = False
-    if new:
-        table = AdapterSlots.of_experts(new, store)
-        for module, one in new.items():
-            one.hold(table.expert_args(module, 1))
     return is_whole
 
 

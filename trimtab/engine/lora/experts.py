@@ -122,7 +122,9 @@ class _Forward:
                 continue
             chosen, of = order[start : start + count], tokens[start : start + count]
             start += count
-            groups = None if numbers is None else _groups(numbers[of], names)
+            groups = None if numbers is None else [
+                (name, own) for number, name in enumerate(names) if len(own := (numbers[of] == number).nonzero()[:, 0])
+            ]  # fmt: skip
             y = self.activation(self._product(_first(self.module), expert, x[of], groups))
             y = self._product(DOWN, expert, y, groups)
             y = y if norm is None else norm(y)
@@ -145,12 +147,6 @@ class _Forward:
             return stack[expert]
         own: Tensor = self.module.__dict__[name]  # of the type in which the model computes
         return dequantize(stack.expert(expert)).to(own.dtype)
-
-
-def _groups(numbers: Tensor, names: Sequence[str]) -> Groups:
-    """Return the places of each adapter's tokens, of those that have any. numbers: as `_Forward._run` has them."""
-    places = ((name, (numbers == number).nonzero()[:, 0]) for number, name in enumerate(names))
-    return [(name, own) for name, own in places if len(own)]
 
 
 def stack_of(module: nn.Module, name: str) -> Packed | Tensor:

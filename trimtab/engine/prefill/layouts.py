@@ -44,14 +44,14 @@ _NUMBERS = itertools.count(1)
 class PromptLayout:
     """The buffer in which graphs read adapters of one layout: layers know its tensors in `buffer` by `name`, and experts its table.
 
-    holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too. experts: the table,
-    None without; stand_ins: of the adapter, by module. let_go: takes it out of the layers, at the latest when it goes.
+    holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too. experts: the table;
+    stand_ins: of the adapter, by module. let_go: takes it out of the layers, at the latest when it goes.
     """
 
     name: str
     buffer: Tensor
     has_towers: bool
-    experts: AdapterSlots | None
+    experts: AdapterSlots
     stand_ins: dict[nn.Module, StandIn]
     leaves: InitVar[list[Leaf]]
     holds: tuple[str, int] | None = None
@@ -140,8 +140,7 @@ class Layouts:
         self._held.move_to_end(key)
         if layout.holds != (name, serial):
             layout.buffer.copy_(source)
-            if layout.experts is not None:
-                layout.experts.set_experts(experts)
+            layout.experts.set_experts(experts)
             for module, stand_in in layout.stand_ins.items():
                 stand_in.of = weakref.ref(experts[module])
             layout.holds = (name, serial)
@@ -174,8 +173,8 @@ class Layouts:
         while len(self._held) >= MOST_LAYOUTS:
             self._drop()
         buffer = torch.empty_like(source)
-        slots = AdapterSlots.of_experts(experts, self.model.adapter_store) if experts else None
-        stand_ins = {module: StandIn(one, slots.expert_args(module, 1)) for module, one in experts.items() if slots is not None}
+        slots = AdapterSlots.of_experts(experts, self.model.adapter_store, source.device)
+        stand_ins = {module: StandIn(one, slots.expert_args(module, 1)) for module, one in experts.items()}
         own_name = f"\0prompt layout {next(_NUMBERS)}"
         layout = PromptLayout(own_name, buffer, has_towers, slots, stand_ins, [one.leaf for one in places])
         for module, stand_in in stand_ins.items():

@@ -147,10 +147,9 @@ class TowerPasses:
         if self.prompts.device.type != "cpu" or not self.prompts.towers.may_cut:
             paused = self.paused.pop(prompt, None)  # not None if another prompt has ended the cutting in between
             is_counted = is_counted and not (paused is not None and paused.is_done)
-            with covered(prefixes.encoders(prompt, counts)):
+            with covered(prefixes.encoders(prompt, counts if is_counted else Counter())):
                 output = compute()
-            if is_counted:
-                prefixes.count_media(counts)
+            prefixes.count_media(counts)
             return output
         pieces, decoder = self._begin_pieces(prompt), self.prompts.model.hf_model.get_decoder()
         is_counted = is_counted and not pieces.is_done
@@ -168,11 +167,11 @@ class TowerPasses:
         try:
             with (
                 self.prompts.towers.running(None, pieces.serial, is_busy=bool(self.prompts.batch.active), pieces=pieces),
-                covered({**prefixes.encoders(prompt, counts), decoder: decode}),
+                covered({**prefixes.encoders(prompt, counts if is_counted else Counter()), decoder: decode}),
             ):
                 output = compute()
         except PausedError as exc:
-            if is_counted and isinstance(exc, TowersDoneError):  # only the decoder is left
+            if isinstance(exc, TowersDoneError):  # only the decoder is left
                 prefixes.count_media(counts)
             if prompt not in self._embeddings:
                 self.paused[prompt] = pieces
@@ -181,8 +180,7 @@ class TowerPasses:
             self.prompts.towers.stop_cutting()
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
         else:
-            if is_counted:
-                prefixes.count_media(counts)
+            prefixes.count_media(counts)
             return output
         cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
         prompt.begin_chunk(prompt.chunk_tokens, cache=cache)
