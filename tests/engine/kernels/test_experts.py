@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,13 @@ def test_torch_has_the_bits_of_the_forward_that_the_host_drives(dtype, weights, 
     host.cover(module, store, "", "")
     module.adapters["a"] = ExpertsAdapter("", changes)
     wanted = module(x, index, given)
+    asked = []
+    recording = SimpleNamespace(
+        table=None, apply=lambda product, x, y, groups: asked.append((product.expert, product.parameter)) or y
+    )
+    with store.applying(recording):  # as a linear layer, each product asks who adds adapters
+        module(x, index, given)
+    assert sorted(asked) == [(expert, name) for expert in sorted(index[0].tolist()) for name in ("down_proj", "gate_up_proj")]
     assert torch.equal(ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables), wanted)
 
 
